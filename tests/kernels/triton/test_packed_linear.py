@@ -251,6 +251,7 @@ def test_a_key_says_how_a_packed_weight_holds_numbers():
     assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
     assert key("int4[1, 128]") == key("ct_packed_int4") == "8 6144 4096 1 u4[1,128]"
     assert key("awq_int4[1, 128]") == "8 6144 4096 1 u4z[1,128]"
+    assert (key("q4_0"), key("q4_1")) == ("8 6144 4096 1 u4[1,32]", "8 6144 4096 1 u4m[1,32]")
     by_fp8 = packed.style_of("fp8[1, *]", 6144, "fp8[1, *]")
     assert kernels.key_of(5, 6144, 4096, 1, by_fp8) == "8 6144 4096 1 e4m3[1,*] fp8"
     assert key("mxfp4") == key("quark_mxfp4") == "8 6144 4096 1 e2m1[1,32]"

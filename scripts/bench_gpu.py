@@ -132,6 +132,7 @@ ROWS = {
     **named("8b-int4", decodes("Qwen3-8B int4, fp8 KV", "qwen3_8b", [(None, 600), (None, 6500), (None, 9000)], INT4)),
     **named("v2-lite", decodes("DeepSeek-V2-Lite", "deepseek_v2_lite", [(291, 650), (2973, 3600), (7295, 9500)])),
     **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", [(None, 700), (None, 8000), (None, 18000)])),
+    **named("gpt-oss-120b", decodes("gpt-oss-120b", "gpt_oss_120b", [(None, 500), (None, 2400), (None, 5500)])),
     **named(
         "30b-a3b-fp8",
         decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", [(236, 650), (2316, 3600), (None, 8500)], BLOCKS),
@@ -148,8 +149,8 @@ ROWS |= {
     **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
     **named("v2-lite-mtp", multiples("MTP of 1.8 a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),
 }
-GRAPHS, START, LOAD, LARGE_MODEL = "8b-graphs", "start", "load", "qwen3_8b"
-NAMES = (*ROWS, GRAPHS, START, LOAD)
+GRAPHS, START, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start", "start-packed", "load", "qwen3_8b"
+NAMES = (*ROWS, GRAPHS, START, PACKED_START, LOAD)
 LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # layers of the large model; the share of the rate of reading alone that is the goal
 STARTS = {"cold": (73.0, 20.0), "warm": (43.0, 8.0)}  # s: as `before` and `target` of a row
 
@@ -265,6 +266,10 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
         with reported(START):
             measure_starts(list(starts.values()), runs)
         figures |= starts
+    if PACKED_START in names:
+        figures[PACKED_START] = Figure("Qwen3-8B fp8, start to first token, packed before", "s", None, 6.0)
+        with reported(PACKED_START):
+            measure_packed_starts(figures[PACKED_START], runs)
     if LOAD in names:
         with reported(LOAD):
             figures[LOAD] = alone(measure_load, runs)
@@ -360,21 +365,18 @@ def checkpoint(model: str) -> Iterator[Path]:
 def measure_load(runs: int) -> Figure:
     """Measure the loading of some layers of the large model from the page cache, GB/s; the limit is reading alone."""
     import torch
-    from safetensors.torch import save_file
 
     from atom import weights
     from atom.checkpoint import SILENT, open_checkpoint
     from atom.compiler import compile_graph
     from atom.config.load import load
-    from atom.graph import TORCH_DTYPES
 
     with checkpoint(LARGE_MODEL) as folder:
         stated = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LOAD_LAYERS}
         (folder / "config.json").write_text(json.dumps(stated))
-        graph, path = compile_graph(load([f"checkpoint={folder}"])), folder / "model.safetensors"
-        types = {name: leaf.type for name, leaf in graph.stored().items()}
-        save_file({name: torch.ones(type.shape, dtype=TORCH_DTYPES[type.dtype]) for name, type in types.items()}, path)
-        size, opened = sum(type.num_bytes for type in types.values()) / 1e9, open_checkpoint(str(folder))
+        path = write_weights(folder)
+        graph, opened = compile_graph(load([f"checkpoint={folder}"])), open_checkpoint(str(folder))
+        size = sum(leaf.type.num_bytes for leaf in graph.stored().values()) / 1e9
         loads, reads = [], []
         for _ in range(runs + 1):
             reads.append(size / time_reads(path))
@@ -387,6 +389,21 @@ def measure_load(runs: int) -> Figure:
     limit = statistics.median(reads[1:])
     title = f"Qwen3-8B, {size:.1f} GB of its weights from the page cache to the GPU"
     return Figure(title, "GB/s", None, LOAD_SHARE * limit, loads[1:], limit)
+
+
+def write_weights(folder: Path) -> Path:
+    """Write a file of ones beside a config.json; its path."""
+    import torch
+    from safetensors.torch import save_file
+
+    from atom.compiler import compile_graph
+    from atom.config.load import load
+    from atom.graph import TORCH_DTYPES
+
+    stored, path = compile_graph(load([f"checkpoint={folder}", "level=0"])).stored(), folder / "model.safetensors"
+    types = {name: leaf.type for name, leaf in stored.items()}
+    save_file({name: torch.ones(type.shape, dtype=TORCH_DTYPES[type.dtype]) for name, type in types.items()}, path)
+    return path
 
 
 def time_reads(path: Path) -> float:
@@ -424,12 +441,20 @@ def measure_starts(figures: Sequence[Figure], runs: int) -> None:
         print_figure(figure.title, figure)
 
 
-def time_start(model: Path, folder: Path) -> float:
-    """Seconds from exec to the first token on stdout, with all caches in this folder."""
+def measure_packed_starts(figure: Figure, runs: int) -> None:
+    """Measure starts that read what a start ahead of them has packed in fp8; all files are in the page cache."""
+    with checkpoint(LARGE_MODEL) as model, tempfile.TemporaryDirectory() as folder:
+        alone(write_weights, model)
+        time_start(model, Path(folder), FP8)
+        figure.values = [time_start(model, Path(folder), FP8) for _ in range(runs)]
+    print_figure(figure.title, figure)
+
+
+def time_start(model: Path, folder: Path, setup: Sequence[str] = ("load_dummy=true",)) -> float:
+    """Seconds from exec to the first token on stdout, with all caches in this folder. setup: more overrides"""
     command = [
-        sys.executable, "-m", "atom.cli", "job=generate", f"checkpoint={model}", "load_dummy=true",
-        f"cache={folder}/cache", f"prompts={[PROMPT]}", "sampling.temperature=0", "sampling.ignore_eos=true",
-        "sampling.max_tokens=8",
+        sys.executable, "-m", "atom.cli", "job=generate", f"checkpoint={model}", *setup, f"cache={folder}/cache",
+        f"prompts={[PROMPT]}", "sampling.temperature=0", "sampling.ignore_eos=true", "sampling.max_tokens=8",
     ]  # fmt: skip
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)

@@ -172,7 +172,9 @@ class Stated:
 
     def unknown(self, key: str) -> UnsupportedError:
         value = json.dumps(self.values.get(key))
-        return UnsupportedError(f"{self.at}.{key}={value if len(value) < 100 else value[:99] + '…'} is not known yet")
+        return UnsupportedError(
+            f"{self.at}.{key}={value if len(value) < 100 else value[:99] + '…'} is not known yet; {UNPACKED}"
+        )
 
 
 def check_pattern(pattern: Any, at: str, error: type[Exception]) -> None:
@@ -440,5 +442,5 @@ READERS: dict[str, Callable[[Stated], Quantization]] = {
     "gptq": read_gptq,
     "gguf": read_gguf,
 }
-UNPACKED = "take the checkpoint that it was made of"
+UNPACKED = "take the checkpoint that it was made of, which quant= packs"
 HINTS = {"bitsandbytes": UNPACKED, "hqq": UNPACKED, "aqlm": UNPACKED, "quip": UNPACKED, "eetq": UNPACKED}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from atom.errors import PassError
-from atom.graph.graph import Graph, Program, call_of, infer_call
+from atom.graph.graph import Graph, Program, call_of, infer_call, results_of
 from atom.graph.ops import Op
 
 
@@ -34,6 +34,10 @@ def verify(graph: Graph, level: str) -> None:
 def _verify_call(program: Program, node: Node, op: Op, level: str) -> None:
     if op.level not in (None, level):
         raise _wrong(program, node, f"{op.name} is not legal in a {level} graph")
+    if (given := node.kwargs.get("gives")) is not None:
+        for reader in results_of(node)[0].users:
+            if reader.target.name != "linear" or reader.kwargs.get("act") != given:
+                raise _wrong(program, node, f"gives rows in {given}, and {reader.name} reads them")
     inferred = infer_call(op, node.args, node.kwargs)
     if inferred != node.meta["type"]:
         raise _wrong(program, node, f"is {inferred}, but was made as {node.meta['type']}")

@@ -123,16 +123,20 @@ def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:
 
 
 def on_device(
-    device: str, accepts: Accepts = accepts_all, *, packed: Collection[str] = (), acts: Collection[str] = ()
-) -> Accepts:
+    device: str, accepts: Accepts = accepts_all, *, packed: Collection[str] = (), acts: Collection[str] = (),
+    gives: Collection[str] = (),
+) -> Accepts:  # fmt: skip
     """What a kernel accepts that runs on one kind of device.
 
-    packed: the kinds of packed weights that it unpacks. acts: the formats of activations that it multiplies in.
+    packed: the kinds of packed weights that it unpacks. acts: the formats of activations that it multiplies in. gives:
+    those that it may give its result in, which kernels of its backend then take.
     """
 
     def accepts_here(target: Target, *types: Any, **attributes: Any) -> str | None:
         if (act := attributes.get("act")) is not None and act.partition("[")[0] not in acts:
             return f"has no products of activations in {act}"
+        if (given := attributes.get("gives")) is not None and given.partition("[")[0] not in gives:
+            return f"gives no rows in {given}"
         for type in types:
             if isinstance(type, Type) and type.fmt is not None and parse_format(type.fmt).kind not in packed:
                 return f"its weight is stored as {type.fmt}"

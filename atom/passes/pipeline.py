@@ -21,6 +21,7 @@ from atom.graph import Graph, Mesh, ops, show, verify
 from atom.graph.mesh import ALONE
 from atom.kernels import Target
 from atom.passes.context import PassContext
+from atom.passes.fuse_gate_quant import fuse_gate_quant
 from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_linear_gate import fuse_linear_gate
 from atom.passes.fuse_norm_linear import fuse_norm_linear
@@ -52,6 +53,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_norm_linear, 1, ops.LOWERED),
     (fuse_norm_rope_attention, 1, ops.LOWERED),
     (select_kernels, 0, ops.LOWERED),
+    (fuse_gate_quant, 1, ops.LOWERED),
     (split_pieces, 2, ops.LOWERED),
 )
 

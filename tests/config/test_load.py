@@ -389,7 +389,7 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         ({"quant_method": "modelopt"}, "quantization_config.quant_algo=null is not known yet"),
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, 'global_quant_config.weight.dtype="int4" is not known yet'),
         ({"quant_method": "quark", "layer_quant_config": {"*.v": {"weight": {"dtype": "int8", "qscheme": "per_group"}}}}, r'layer_quant_config.\*.v.weight.qscheme="per_group" is not'),
-        ({"quant_method": "awq", "version": "gemv"}, 'quantization_config.version="gemv" is not known yet'),
+        ({"quant_method": "awq", "version": "gemv"}, 'version="gemv" is not known yet; take the checkpoint that it was made of, which quant= packs'),
         ({"quant_method": "awq", "zero_point": False}, "quantization_config.zero_point=false is not known yet"),
         ({"quant_method": "gptq", "bits": 3}, "quantization_config.bits=3 is not known yet"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, 'quantization_config.checkpoint_format="marlin" is not known yet'),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from atom.graph.batch import Batch, PagedCache
+from atom.graph.formats import check_act
 from atom.graph.ops.attention import norm_rope_write, paged_attention
 from atom.graph.ops.base import LOWERED, op
 from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type, linear, linear_type, rms_norm
@@ -16,18 +17,31 @@ from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
 
 
-def _gated_linear(x: Type, weight: Type, *, kind: str, act: str | None = None) -> Type:
+def _check_given(gives: str | None, kind: str | None) -> None:
+    need(gives is None or kind is not None, f"rows are given in {gives} behind gates alone")
+    if gives is not None:
+        check_act(gives)
+
+
+def _gated_linear(x: Type, weight: Type, *, kind: str, act: str | None = None, gives: str | None = None) -> Type:
+    _check_given(gives, kind)
     return gated_activate_type(linear_type(x, weight, act=act), kind=kind)
 
 
 @op(_gated_linear, level=LOWERED, weight=1)
-def gated_linear(x: Tensor, weight: Tensor | PackedWeight, *, kind: str, act: str | None = None) -> Tensor:
-    """x [T, I], weight [2 W, I] with gate before up -> gated_activate(linear(x)), [T, W]; act as in linear"""
+def gated_linear(x: Tensor, weight: Tensor | PackedWeight, *, kind: str, act: str | None = None,
+                 gives: str | None = None) -> Tensor:  # fmt: skip
+    """x [T, I], weight [2 W, I] with gate before up -> gated_activate(linear(x)), [T, W]; act as in linear
+
+    gives: the act of the linears that alone read the result, whose kernel may take its rows quantized already.
+    """
     return gated_activate(linear(x, weight, act=act), kind=kind)  # type: ignore[no-any-return]
 
 
 def _norm_linear(x: Type, norm: Type, weight: Type, bias: Type | None = None, *, eps: float,
-                 kind: str | None = None, act: str | None = None) -> Type:  # fmt: skip
+                 kind: str | None = None, act: str | None = None,
+                 gives: str | None = None) -> Type:  # fmt: skip
+    _check_given(gives, kind)
     need(norm.shape == x.shape[-1:], f"the norm is {norm} for {x}")
     y = linear_type(x, weight, bias, act=act)
     return y if kind is None else gated_activate_type(y, kind=kind)
@@ -35,23 +49,25 @@ def _norm_linear(x: Type, norm: Type, weight: Type, bias: Type | None = None, *,
 
 @op(_norm_linear, level=LOWERED, weight=2)
 def norm_linear(x: Tensor, norm: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, eps: float,
-                kind: str | None = None, act: str | None = None) -> Tensor:  # fmt: skip
+                kind: str | None = None, act: str | None = None,
+                gives: str | None = None) -> Tensor:  # fmt: skip
     """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, O is 2 W, and behind it
-    gated_activate gives [T, W]; act as in linear"""
+    gated_activate gives [T, W]; act as in linear, gives as in gated_linear"""
     y = linear(rms_norm(x, norm, eps=eps), weight, bias, act=act)
     return y if kind is None else gated_activate(y, kind=kind)  # type: ignore[no-any-return]
 
 
 def _add_norm_linear(a: Type, b: Type, norm: Type, weight: Type, bias: Type | None = None, *, eps: float,
-                     kind: str | None = None, act: str | None = None) -> tuple[Type, Type]:  # fmt: skip
+                     kind: str | None = None, act: str | None = None,
+                     gives: str | None = None) -> tuple[Type, Type]:  # fmt: skip
     need(a == b, f"{a} and {b} differ")
-    return _norm_linear(a, norm, weight, bias, eps=eps, kind=kind, act=act), a
+    return _norm_linear(a, norm, weight, bias, eps=eps, kind=kind, act=act, gives=gives), a
 
 
 @op(_add_norm_linear, level=LOWERED, weight=3)
 def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *,
-                    eps: float, kind: str | None = None,
-                    act: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                    eps: float, kind: str | None = None, act: str | None = None,
+                    gives: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
     normed, total = add_rms_norm(a, b, norm, eps=eps)
     y = linear(normed, weight, bias, act=act)

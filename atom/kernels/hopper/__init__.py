@@ -17,7 +17,7 @@ from atom.graph.formats import parse_format
 from atom.graph.types import Type
 from atom.kernels.backend import Accepts, Backend, Kernel, Target, on_device
 from atom.kernels.hopper.shuffle import LAYOUT, shuffle
-from atom.kernels.triton import ACTS, accepts_grouped, accepts_linear, knows_gluon, loader
+from atom.kernels.triton import ACTS, GIVEN, accepts_grouped, accepts_linear, knows_gluon, loader
 
 GLUON = "gluon"  # the feature of a GPU that runs our kernels in Gluon
 PACKED = ("scaled", "int4", "mxfp4")  # kinds that are laid out
@@ -58,7 +58,7 @@ def _refuse(target: Target, x: Type, weight: Type | None) -> str | None:
 
 
 def _kernels() -> Iterator[Kernel]:
-    accepts: Accepts = on_device("cuda", _accepts_linear, packed=PACKED, acts=ACTS)
+    accepts: Accepts = on_device("cuda", _accepts_linear, packed=PACKED, acts=ACTS, gives=GIVEN)
     for op in (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear):
         load = loader("linear.linear", f"Products.{op.name}")
         yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)

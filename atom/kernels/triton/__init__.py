@@ -34,6 +34,7 @@ FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
 FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in floating point
 ACTS = ("fp8", "int8")  # of activations that the library multiplies
+GIVEN = ("fp8",)  # formats in which gates give the rows that it multiplies next
 SPAN = 128  # rows and columns of blocks in fp8 that the library multiplies
 LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
 
@@ -103,12 +104,15 @@ def accepts_cache(target: Target, *types: Any, **_attributes: Any) -> str | None
 
 
 def accepts_linear(
-    target: Target, x: Type, *types: Any, kind: str | None = None, act: str | None = None, **_attributes: Any
-) -> str | None:
+    target: Target, x: Type, *types: Any, kind: str | None = None, act: str | None = None, gives: str | None = None,
+    **_attributes: Any,
+) -> str | None:  # fmt: skip
     if kind == "swigluoai":
         return "has no swigluoai gate"
     if len(x.shape) != 2:
         return "takes rows in two dims"
+    if gives is not None and act is None:
+        return f"gives rows in {gives} behind products of such alone"
     weight = next((type for type in types if isinstance(type, Type) and type.fmt is not None), None)
     if weight is None:
         return None if act is None else "has products of quantized activations by packed weights alone"
@@ -142,8 +146,8 @@ def _refuse_packed(weight: Type) -> str | None:
         return f"takes weights of two dims, not {weight}"
     if known.has_order:
         return f"its columns are not in the order of their blocks: {weight.fmt}"
-    if "mins" in known.parts:
-        return f"blocks of {weight.fmt} have a minimum"
+    if "mins" in known.parts and columns == inner:
+        return f"rows of {weight.fmt} are one block, with a minimum"
     if rows != 1 and known.kind != "scaled":
         return f"blocks of {weight.fmt} have several rows"
     if columns is not None and columns < inner and columns % 32 and known.kind != "nvfp4":
@@ -191,18 +195,18 @@ def loader(module: str, name: str) -> Callable[[LoadContext], Callable[..., Any]
 
 def _kernel(
     op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = (),
-    acts: Collection[str] = (),
+    acts: Collection[str] = (), gives: Collection[str] = (),
 ) -> Kernel:  # fmt: skip
-    """An op's kernel, named like the op unless `name` says another one. packed and acts: as in `on_device`"""
-    accepts = on_device("cuda", accepts, packed=packed, acts=acts)
+    """An op's kernel, named like the op unless `name` says another one. packed, acts and gives: as in `on_device`"""
+    accepts = on_device("cuda", accepts, packed=packed, acts=acts, gives=gives)
     return Kernel(op, "triton", accepts, loader(module, name or op.name))
 
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear, PACKED, ACTS),
-    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear, PACKED, ACTS),
-    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear, PACKED, ACTS),
-    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED, ACTS),
+    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear, PACKED, ACTS, GIVEN),
+    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear, PACKED, ACTS, GIVEN),
+    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED, ACTS, GIVEN),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),

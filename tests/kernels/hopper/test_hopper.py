@@ -20,7 +20,7 @@ from atom.kernels import Target, find_kernel
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
 from atom.kernels.triton import moe
 from atom.kernels.triton.gpu import Gpu
-from atom.kernels.triton.linear import linear, packed, shuffled
+from atom.kernels.triton.linear import linear, packed, row_kernels, shuffled
 from atom.kernels.triton.linear.linear import Products
 from atom.kernels.triton.linear.packed import style_of
 from atom.kernels.triton.linear.shuffled import Wgmma
@@ -125,8 +125,8 @@ class TestLayout:
     @pytest.mark.parametrize("span", [128, 384])
     def test_rows_are_quantized_in_the_order_of_the_weight(self, triton_device: str, span: int):
         x = torch.randn(5, 384, device=triton_device)
-        plain, scales = packed.quantize_rows(x, span, torch.float8_e4m3fn)
-        moved, same = packed.quantize_rows(x, span, torch.float8_e4m3fn, is_shuffled=True)
+        plain, scales, *_ = row_kernels.quantize_rows(x, span, torch.float8_e4m3fn)
+        moved, same, *_ = row_kernels.quantize_rows(x, span, torch.float8_e4m3fn, is_shuffled=True)
         assert torch.equal(same, scales)
         weight = PackedWeight(Type("bf16", (8, 384), "fp8[1, *]"), {"values": plain})
         assert torch.equal(moved.view(torch.uint8), shuffle(weight).parts["values"])

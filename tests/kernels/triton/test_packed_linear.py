@@ -18,7 +18,7 @@ from atom.kernels import Target, find_target
 from atom.kernels.triton import KERNELS
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
-from atom.kernels.triton.linear import packed
+from atom.kernels.triton.linear import packed, row_kernels
 from atom.kernels.triton.linear.linear import Matrix, Vector
 from atom.kernels.triton.linear.tune import Product, Trial, agrees, candidates
 from atom.weights.quantize import quantize
@@ -44,6 +44,9 @@ FORMATS = {  # each with the columns of a weight in it
     "gptq_int4[1, 96]": 576,
     "ct_packed_int8[1, *]": 96,
     "gptq_int8[1, 128]": 384,
+    "q4_0": 96,
+    "q4_1": 96,
+    "q8_0": 96,
     "mxfp4": 576,
     "quark_mxfp4": 96,
     "ct_nvfp4": 96,
@@ -67,6 +70,9 @@ def make_weight(device: str, fmt: str, out: int, inner: int, dtype: str = "fp32"
     parts = quantize(fmt, torch.randn(out, inner))
     if "zeros" in parts:
         parts["zeros"].random_(0, 16 if "int4" in fmt else 256)
+    if "mins" in parts:
+        parts["mins"].normal_()
+        parts["scales"][0] = 0  # as where all numbers of a block are equal
     for name in {"factor", "divisor"} & parts.keys():  # of rows, as those that were joined have them
         parts[name] = parts[name] * (1 + torch.rand(out)) if inner == 576 else parts[name]
     return PackedWeight(Type(dtype, (out, inner), fmt), {name: part.to(device) for name, part in parts.items()})
@@ -245,6 +251,7 @@ def test_a_key_says_how_a_packed_weight_holds_numbers():
     assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
     assert key("int4[1, 128]") == key("ct_packed_int4") == "8 6144 4096 1 u4[1,128]"
     assert key("awq_int4[1, 128]") == "8 6144 4096 1 u4z[1,128]"
+    assert (key("q4_0"), key("q4_1")) == ("8 6144 4096 1 u4[1,32]", "8 6144 4096 1 u4m[1,32]")
     by_fp8 = packed.style_of("fp8[1, *]", 6144, "fp8[1, *]")
     assert kernels.key_of(5, 6144, 4096, 1, by_fp8) == "8 6144 4096 1 e4m3[1,*] fp8"
     assert key("mxfp4") == key("quark_mxfp4") == "8 6144 4096 1 e2m1[1,32]"
@@ -344,7 +351,7 @@ def test_rows_are_rounded_to_the_nearest_integer(triton_device):
     x = torch.cat((torch.full((9, 1), 127.0), torch.arange(-127, 127).repeat(9, 1) + torch.rand(9, 254)), 1)
     x[0, 1:] = x[0, 1:].floor() + 0.5  # of two whole numbers the even one
     x[3] = 0
-    q, scales = packed.quantize_rows(x.to(triton_device), 255, torch.int8, 32)
+    q, scales, *_ = row_kernels.quantize_rows(x.to(triton_device), 255, torch.int8, 32)
     assert (q.shape, scales.shape, q.dtype) == ((32, 255), (32, 1), torch.int8)
     assert torch.equal(q[:9].cpu(), x.round().to(torch.int8)) and not q[9:].any()
 
@@ -355,7 +362,7 @@ def test_rows_are_quantized_with_the_scale_of_their_largest(triton_device, span)
         triton_device
     )
     x = x if triton_device == "cpu" else x.bfloat16()
-    q, scales = packed.quantize_rows(x, span, torch.float8_e4m3fn)
+    q, scales, *_ = row_kernels.quantize_rows(x, span, torch.float8_e4m3fn)
     assert q.shape == (8, 384) and scales.shape == (8, 384 // span)
     assert scales.stride(0) == 1
     spans = x.float().view(5, -1, span)

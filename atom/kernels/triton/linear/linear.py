@@ -38,14 +38,15 @@ from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
 from atom.kernels import tuned
-from atom.kernels.triton.activations import gated
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear import packed, shuffled
 from atom.kernels.triton.linear.packed import (
     PLAIN,
     Style,
+    are_minima,
     load_factors,
+    load_offsets,
     load_scales,
     load_zeros,
     operand_of,
@@ -57,6 +58,16 @@ from atom.kernels.triton.linear.packed import (
     style_of,
     unpack_bytes,
     unpack_half,
+)
+from atom.kernels.triton.linear.row_kernels import (
+    QuantizedRows,
+    activate_gates,
+    gate,
+    load_total,
+    normalize,
+    quantize_gated,
+    quantize_normalized,
+    span_of,
 )
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.tuned import BUCKETS
@@ -142,6 +153,7 @@ def _find(measured: Callable[[str], Sequence[Any] | None], rows: int, out: int, 
 
 
 Weight = Tensor | PackedWeight
+Rows = Tensor | QuantizedRows
 
 
 class Products:
@@ -151,41 +163,48 @@ class Products:
         self._parameters = parameters
         self._arrived: Tensor | None = None  # for good: graphs hold it
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, act: str | None = None,
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None, *, act: str | None = None,
                parameters: Find | None = None) -> Tensor:  # fmt: skip
         """x [T, I], weight [O, I], bias [O] -> [T, O]; act: as in the op, of what the library multiplies"""
-        return self.multiply(x, None, None, weight, bias, act=act, parameters=parameters)[0]
+        y, _ = self.multiply(x, None, None, weight, bias, act=act, parameters=parameters)
+        assert isinstance(y, Tensor), "rows are given quantized behind gates alone"
+        return y
 
-    def gated_linear(self, x: Tensor, weight: Weight, *, kind: str, act: str | None = None,
-                     parameters: Find | None = None) -> Tensor:  # fmt: skip
-        """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]"""
-        return self.multiply(x, None, None, weight, None, kind=kind, act=act, parameters=parameters)[0]
+    def gated_linear(self, x: Tensor, weight: Weight, *, kind: str, act: str | None = None, gives: str | None = None,
+                     parameters: Find | None = None) -> Rows:  # fmt: skip
+        """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]; gives: as in the op"""
+        return self.multiply(x, None, None, weight, None, 0.0, kind, act, gives, parameters)[0]
 
     def norm_linear(self, x: Tensor, norm: Tensor, weight: Weight, bias: Tensor | None = None, *, eps: float,
-                    kind: str | None = None, act: str | None = None,
-                    parameters: Find | None = None) -> Tensor:  # fmt: skip
+                    kind: str | None = None, act: str | None = None, gives: str | None = None,
+                    parameters: Find | None = None) -> Rows:  # fmt: skip
         """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, gated_activate"""
-        return self.multiply(x, None, norm, weight, bias, eps, kind, act, parameters)[0]
+        return self.multiply(x, None, norm, weight, bias, eps, kind, act, gives, parameters)[0]
 
     def add_norm_linear(self, a: Tensor, b: Tensor, norm: Tensor, weight: Weight, bias: Tensor | None = None, *,
-                        eps: float, kind: str | None = None, act: str | None = None,
-                        parameters: Find | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                        eps: float, kind: str | None = None, act: str | None = None, gives: str | None = None,
+                        parameters: Find | None = None) -> tuple[Rows, Tensor]:  # fmt: skip
         """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
-        return self.multiply(a, b, norm, weight, bias, eps, kind, act, parameters)
+        return self.multiply(a, b, norm, weight, bias, eps, kind, act, gives, parameters)
 
     def kernels(self) -> dict[tuple[Op, str], Callable[..., Any]]:
         """The methods above by op and backend, as a text names them."""
         return {(op, backend): getattr(self, op.name) for op in PRODUCTS for backend in BACKENDS}
 
     def multiply(
-        self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float = 0.0,
-        kind: str | None = None, act: str | None = None, parameters: Find | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, a: Rows, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float = 0.0,
+        kind: str | None = None, act: str | None = None, gives: str | None = None, parameters: Find | None = None,
+    ) -> tuple[Rows, Tensor]:  # fmt: skip
         """Compute any of the above: the product, and a + b, which is a without b.
 
-        b only with a norm. All are contiguous, but the rows of a and b may lie apart.
+        b only with a norm. All are contiguous, but the rows of a and b may lie apart. More than MAX_ROWS rows are given
+        quantized where the op says so, and taken so.
         """
         assert b is None or norm is not None, "a sum without a norm"
+        if isinstance(a, QuantizedRows):
+            assert isinstance(weight, PackedWeight) and act is not None, "quantized rows by a plain weight"
+            y = packed.multiply_quantized(a, weight, bias, act)
+            return y, y
         chosen = None
         rows = a.shape[0]
         if rows <= MAX_ROWS:
@@ -198,6 +217,9 @@ class Products:
         if isinstance(chosen, Vector):
             assert rows == 1, f"{chosen} is for one row, not for {rows}"
             return multiply_vector(a, b, norm, weight, bias, eps, kind, chosen)
+        if chosen is None and act is not None:
+            assert isinstance(weight, PackedWeight), "quantized rows by a plain weight"
+            return multiply_many(a, b, norm, weight, bias, eps, kind, act, gives if rows > MAX_ROWS else None)
         x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
         if chosen is not None:
             if self._arrived is None:
@@ -209,9 +231,6 @@ class Products:
                 return packed_hopper.multiply(x, weight, bias, kind, self._arrived, chosen), total
             return multiply_matrix(x, weight, bias, kind, self._arrived, chosen), total
         if isinstance(weight, PackedWeight):
-            if act is not None:
-                y = packed.multiply_quantized(x, weight, bias, act)
-                return y if kind is None else activate_gates(y, kind), total
             weight = packed.unpack(weight, x.dtype)
         if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
             from atom.kernels.triton.linear import gate_hopper  # imports what only NVIDIA's GPUs need
@@ -219,6 +238,25 @@ class Products:
             return gate_hopper.gated_linear(x, weight), total
         y = F.linear(x, weight, bias)
         return y if kind is None else activate_gates(y, kind), total
+
+
+def multiply_many(
+    a: Tensor, b: Tensor | None, norm: Tensor | None, weight: PackedWeight, bias: Tensor | None, eps: float,
+    kind: str | None, act: str, gives: str | None,
+) -> tuple[Rows, Tensor]:  # fmt: skip
+    """multiply of rows that the library multiplies quantized to `act`; gives: the format of the result's rows"""
+    is_shuffled, total = weight.layout is not None, a
+    x: Rows = a
+    if norm is not None and act.startswith("fp8"):
+        x, total = quantize_normalized(a, b, norm, eps, span_of(act, a.shape[1]), is_shuffled)
+    elif norm is not None:
+        x, total = normalize(a, b, norm, eps)
+    y = packed.multiply_quantized(x, weight, bias, act)
+    if kind is None:
+        return y, total
+    if gives is None:
+        return activate_gates(y, kind), total
+    return quantize_gated(y, kind, span_of(gives, y.shape[1] // 2), is_shuffled), total
 
 
 def key_of(rows: int, out: int, inner: int, gates: int, style: Style = PLAIN) -> str:
@@ -375,42 +413,6 @@ def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | 
     return y
 
 
-def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """a and b [T, I], norm [I] -> rms_norm(a + b), and a + b, which is a where there is no b"""
-    rows, inner = a.shape
-    y = a.new_empty(rows, inner)
-    total = a if b is None else a.new_empty(rows, inner)
-    gpu = find_gpu(a.device)
-    warps = min(max(next_power_of_2(inner) // 512, 1), 16)
-    _norm_kernel[(rows,)](
-        a, b, norm, total, y, eps, a.stride(0), 0 if b is None else b.stride(0), inner, num_warps=warps, **gpu.options,
-    )  # fmt: skip
-    return y, total
-
-
-def activate_gates(x: Tensor, kind: str) -> Tensor:
-    """x [T, 2 W], gates before ups -> gated_activate, [T, W]"""
-    rows, width = x.shape[0], x.shape[1] // 2
-    y = x.new_empty(rows, width)
-    gpu = find_gpu(x.device)
-    _gate_kernel[(-(-width // 1024), rows)](x, y, width, 1024, kind, num_warps=4, **gpu.options)
-    return y
-
-
-@jit
-def _gate(gates, ups, KIND: tl.constexpr):
-    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND).to(gates.dtype)
-
-
-@jit
-def _load_total(a_ptr, b_ptr, offsets, mask):
-    """a, or a + b, rounded as it is stored, in float32."""
-    total = tl.load(a_ptr + offsets, mask=mask, other=0.0)
-    if b_ptr is not None:
-        total = (total.to(tl.float32) + tl.load(b_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(total.dtype)
-    return total.to(tl.float32)
-
-
 @jit
 def _weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
     """The rows of the weight, i64, for the outputs from first on; where gated, gates and ups take turns."""
@@ -433,7 +435,7 @@ def _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
     """`_load_row`, in even and odd columns."""
     even = tl.arange(0, triton.next_power_of_2(INNER) // 2) * 2
     mask = even < INNER
-    x, y = _load_total(a_ptr, b_ptr, even, mask), _load_total(a_ptr, b_ptr, even + 1, mask)
+    x, y = load_total(a_ptr, b_ptr, even, mask), load_total(a_ptr, b_ptr, even + 1, mask)
     if b_ptr is not None:
         tl.store(total_ptr + even, x.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
         tl.store(total_ptr + even + 1, y.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
@@ -451,7 +453,7 @@ def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
     """Load the row to multiply, in float32, rounded as it would be stored. The first program stores the total."""
     column = tl.arange(0, triton.next_power_of_2(INNER))
     mask = column < INNER
-    x = _load_total(a_ptr, b_ptr, column, mask)
+    x = load_total(a_ptr, b_ptr, column, mask)
     if b_ptr is not None:
         tl.store(total_ptr + column, x.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
     if norm_ptr is not None:
@@ -487,6 +489,8 @@ def _multiply_row(
         product = low * x + high * odd
         x += odd
     acc = tl.sum(product, axis=2)
+    if are_minima(zeros_ptr):
+        return tl.sum(acc * scale + load_offsets(zeros_ptr + index, block < BLOCKS, scale) * tl.sum(x, axis=2), axis=1)
     if zeros_ptr is not None:
         acc -= load_zeros(zeros_ptr + index, block < BLOCKS, VALUES) * tl.sum(x, axis=2)
     result = tl.sum(acc * scale, axis=1) * rest_of(VALUES, TYPE)
@@ -534,7 +538,7 @@ def _vector_kernel(
         y = acc.to(y_ptr.dtype.element_ty)
         if KIND is not None:
             gates, ups = tl.split(y.reshape([NUM, 2]))
-            y = _gate(gates, ups, KIND)
+            y = gate(gates, ups, KIND)
         index = first + tl.arange(0, NUM)
         tl.store(y_ptr + index, y, mask=index < out)
 
@@ -550,6 +554,27 @@ def _load_scales(
         block = (column + part * WIDTH) // SCALE_COLUMNS
         scales = scales + (load_scales(scales_ptr + blocks + block, block < NUM, FACTOR),)  # type: ignore[assignment]  # noqa: RUF005
     return scales
+
+
+@jit
+def _load_offsets(
+    minima_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    NUM: tl.constexpr,
+):  # fmt: skip
+    """`load_offsets` of the scales of each part."""
+    offsets = ()
+    for part in tl.static_range(PARTS):
+        block = (column + part * WIDTH) // SCALE_COLUMNS
+        offsets = offsets + (load_offsets(minima_ptr + blocks + block, block < NUM, scales[part]),)  # type: ignore[assignment]  # noqa: RUF005
+    return offsets
+
+
+@jit
+def _sum_pairs(x, TYPE: tl.constexpr):
+    """The sums of columns of words [I / 2, T] or [G, I / 2, T], fp32[1, T] or [G, 1, T]."""
+    even, odd = split_pairs(x, TYPE)
+    AXIS: tl.constexpr = len(x.shape) - 2
+    return tl.expand_dims(tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=AXIS), AXIS)
 
 
 @jit
@@ -646,6 +671,7 @@ def _matrix_kernel(
         column = begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
         acc = tl.zeros([GROUPS, BLOCK_O, PARTS * BLOCK_T], tl.float32)
     UP: tl.constexpr = raise_of(VALUES, TYPE)
+    HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     blocks = weight_row // SCALE_ROWS * BLOCKS  # the first of each row
     place = begin if GROUPS == 1 else begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C
     if BLOCKS > 1:
@@ -660,7 +686,9 @@ def _matrix_kernel(
             acc = tl.dot(w, x, acc, input_precision="ieee")
         else:
             zero = None
-            if zeros_ptr is not None:  # what is loaded here can be subtracted where tensor cores take their operands
+            if (
+                zeros_ptr is not None and not HAS_MINIMA
+            ):  # what is loaded here can be subtracted where tensor cores take their operands
                 if BLOCKS == 1:
                     zero = load_zeros(zeros_ptr + blocks, None, VALUES)[:, None]
                 elif PARTS == 1:
@@ -679,6 +707,12 @@ def _matrix_kernel(
                 )  # fmt: skip
                 product = _multiply_tile(numbers, odd_numbers, x, tl.zeros_like(acc), PER_BYTE, UP)
                 acc += product * _spread(scales, turn // BLOCK_T, PARTS)
+                if HAS_MINIMA:
+                    offsets = _load_offsets(
+                        zeros_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
+                        BLOCKS,
+                    )  # fmt: skip
+                    acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_pairs(x, TYPE)
                 scales = next_scales
     if GROUPS > 1:
         acc = tl.sum(acc, axis=0)
@@ -708,41 +742,6 @@ def _matrix_kernel(
     y = acc.to(y_ptr.dtype.element_ty)
     if KIND is not None:
         gates, ups = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
-        y = _gate(gates, ups, KIND)
+        y = gate(gates, ups, KIND)
     index = (first + tl.arange(0, NUM))[:, None]
     tl.store(y_ptr + row[None, :] * out + index, y, mask=(index < out) & is_row[None, :])
-
-
-@jit
-def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stride, INNER: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
-    """A row."""
-    HIDDEN: tl.constexpr = triton.next_power_of_2(INNER)
-    hidden = tl.arange(0, HIDDEN)
-    mask = hidden < INNER
-    norm = tl.load(norm_ptr + hidden, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    b_row = None if b_ptr is None else b_ptr + row * b_stride
-    total = _load_total(a_ptr + row * a_stride, b_row, hidden, mask)
-    offsets = row * INNER + hidden
-    if b_ptr is not None:
-        tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
-    rstd = tl.rsqrt(tl.sum(total * total) / INNER + eps)
-    tl.store(y_ptr + offsets, (total * rstd * norm).to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@jit
-def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
-    """BLOCK outputs of a row."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    pointers = x_ptr + row * 2 * width + index
-    gates = tl.load(pointers, mask=index < width, other=0.0)
-    ups = tl.load(pointers + width, mask=index < width, other=0.0)
-    tl.store(y_ptr + row * width + index, _gate(gates, ups, KIND), mask=index < width)

@@ -2,7 +2,7 @@
 
     operand = operand_of(weight)                 # a plain weight's, or a packed one's parts, and how they hold numbers
     dense = unpack(weight, torch.bfloat16)       # [O, I]
-    y = multiply_quantized(x, weight, None, "fp8[1, *]")     # by the library, of x quantized too
+    y = multiply_quantized(x, weight, None, "fp8[1, *]")     # by the library, of x quantized too, or already
 
 A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
 own, so that nothing is interleaved. fp8 and fp4 become floats by their bits alone, which makes them smaller by a power
@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom.dtypes import DTYPES
 from atom.graph.formats import parse_format
 from atom.graph.packed import PackedWeight
-from atom.kernels.triton import SPAN
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
 
-FP8 = torch.float8_e4m3fn
 INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each
 LEAST_INT8_ROWS = 32  # that the library multiplies
 
@@ -37,7 +37,7 @@ class Style(NamedTuple):
     values: str | None = None  # e4m3, i8, u8, u4, e2m1; None: plain
     rows: int = 1  # that share a scale
     columns: int | None = None  # that share a scale; None: all
-    has_zeros: bool = False
+    offset: str = ""  # of each block: z, a zero point, or m, a minimum
     factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
     act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
     is_shuffled: bool = False  # in the layout of hopper/shuffle.py
@@ -49,7 +49,7 @@ class Style(NamedTuple):
             return ""
         by = f" {self.act}" if self.act else ""
         layout = " wgmma" if self.is_shuffled else ""
-        return f"{self.values}{'z' if self.has_zeros else ''}[{self.rows},{self.columns or '*'}]{by}{layout}"
+        return f"{self.values}{self.offset}[{self.rows},{self.columns or '*'}]{by}{layout}"
 
     @property
     def bits(self) -> int:
@@ -74,7 +74,7 @@ class Operand(NamedTuple):
 
     values: Tensor
     scales: Tensor | None = None
-    zeros: Tensor | None = None
+    zeros: Tensor | None = None  # zero points, u8, or minima, in floating point
     factor: Tensor | None = None
     style: Style = PLAIN
 
@@ -91,7 +91,7 @@ def operand_of(weight: Tensor | PackedWeight) -> Operand:
     values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
     scales = parts["scales"]
     scales = scales.view(torch.uint8) if scales.dtype == FP8 else scales
-    return Operand(values, scales, parts.get("zeros"), factor, style)
+    return Operand(values, scales, parts.get("zeros", parts.get("mins")), factor, style)
 
 
 @cache
@@ -104,7 +104,8 @@ def style_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: boo
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
     by = None if act is None else act.partition("[")[0]
-    return Style(values.get(known.kind, "e2m1"), rows or out, columns, "zeros" in known.parts, factor, by, is_shuffled)
+    offset = "z" if "zeros" in known.parts else "m" if "mins" in known.parts else ""
+    return Style(values.get(known.kind, "e2m1"), rows or out, columns, offset, factor, by, is_shuffled)
 
 
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
@@ -261,6 +262,18 @@ def load_zeros(pointers, mask, VALUES: tl.constexpr):
     return _load(pointers, mask).to(tl.float32) - (8 if VALUES == "u4" else 128)
 
 
+@triton.constexpr_function
+def are_minima(zeros_ptr):
+    """Whether numbers of blocks are floats that are added, and no zero points."""
+    return zeros_ptr is not None and zeros_ptr.dtype.element_ty.is_floating()
+
+
+@jit
+def load_offsets(pointers, mask, scales):
+    """What is added to each number of a block, less 8 and scaled, of 4 bits: its minimum, and 8 times its scale."""
+    return _load(pointers, mask).to(tl.float32) + 8 * scales
+
+
 @jit
 def load_factors(factor_ptr, row, FACTOR: tl.constexpr):
     """The factors of rows, or of the tensor."""
@@ -367,9 +380,15 @@ def _unpack_kernel(
     scale = load_scales(scales_ptr + block, mask, FACTOR)
     if FACTOR is not None:
         scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
-    zero = 0.0 if zeros_ptr is None else load_zeros(zeros_ptr + block, mask, VALUES)
+    HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
+    zero = 0.0 if zeros_ptr is None or HAS_MINIMA else load_zeros(zeros_ptr + block, mask, VALUES)
     UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
-    if PER_BYTE == 1:
+    if HAS_MINIMA:
+        offset = load_offsets(zeros_ptr + block, mask, scale)
+        low = unpack_half(tile, False, tl.float32, VALUES, False)
+        high = unpack_half(tile, True, tl.float32, VALUES, False)
+        y = tl.interleave(low * scale + offset, high * scale + offset)
+    elif PER_BYTE == 1:
         y = (unpack_bytes(tile, tl.float32, VALUES, False) * UP - zero) * scale
     else:
         low = unpack_half(tile, False, tl.float32, VALUES, False)
@@ -380,31 +399,36 @@ def _unpack_kernel(
     tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
 
 
-def multiply_quantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, act: str) -> Tensor:
-    """x [T, I] -> [T, O], by the library, with x quantized to this format, as `accepts_linear` takes it."""
-    if act.startswith("int8"):
+def multiply_quantized(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None, act: str) -> Tensor:
+    """x [T, I] -> [T, O], by the library, with x quantized to this format, as `accepts_linear` takes it.
+
+    Rows that come quantized are in fp8, in the order of the weight's columns.
+    """
+    if isinstance(x, Tensor) and act.startswith("int8"):
         return _multiply_int8(x, weight, bias)
+    is_shuffled = weight.layout is not None
+    if isinstance(x, Tensor):
+        x = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=is_shuffled)
+    assert x.is_shuffled == is_shuffled, "the columns of x and of the weight are in other orders"
     y = _multiply_fp8(x, weight)
     return y if bias is None else y.add_(bias)
 
 
-def _multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
-    rows, values, scales = len(x), weight.parts["values"].view(FP8), weight.parts["scales"]
-    is_shuffled = weight.layout is not None
+def _multiply_fp8(x: QuantizedRows, weight: PackedWeight) -> Tensor:
+    values, scales = weight.parts["values"].view(FP8), weight.parts["scales"]
+    dtype = getattr(torch, DTYPES[weight.type.dtype].name)
     if parse_format(str(weight.type.fmt)).block[0] == 1:
-        q, q_scales = quantize_rows(x, x.shape[1], FP8, is_shuffled=is_shuffled)
         y = F.scaled_mm(
-            q, values.t(), q_scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
-            output_dtype=x.dtype, use_fast_accum=True,
+            x.values, values.t(), x.scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
+            output_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
     else:
-        q, q_scales = quantize_rows(x, SPAN, FP8, is_shuffled=is_shuffled)
         padded = F.pad(scales, (0, -scales.shape[1] % 4))  # as the library wants it, and as all known models have it
         y = F.scaled_mm(
-            q, values.t(), q_scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
-            output_dtype=x.dtype,
+            x.values, values.t(), x.scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
+            output_dtype=dtype,
         )  # fmt: skip
-    return y[:rows]
+    return y[: x.rows]
 
 
 def _multiply_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -413,7 +437,7 @@ def _multiply_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
     out = len(values)
     y = x.new_empty(len(x), out)
     for some, part in zip(x.split(INT8_ROWS), y.split(INT8_ROWS), strict=True):
-        q, q_scales = quantize_rows(some, x.shape[1], torch.int8, LEAST_INT8_ROWS)
+        q, q_scales, *_ = quantize_rows(some, x.shape[1], torch.int8, LEAST_INT8_ROWS)
         sums = torch._int_mm(q, values.t())
         _scale_kernel[(-(-out // 1024), len(some))](
             sums, q_scales, scales, bias, part, out, 1024, num_warps=4, **gpu.options
@@ -436,45 +460,3 @@ def _scale_kernel(sums_ptr, row_scales_ptr, scales_ptr, bias_ptr, y_ptr, OUT: tl
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * OUT + column, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def quantize_rows(
-    x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
-) -> tuple[Tensor, Tensor]:
-    """x [T, I] -> numbers [T, I] in fp8 or int8 and scales fp32[T, I / span], whose columns lie together, see
-    `graph.quantize_rows`; T is made a multiple of 4, and at_least that. is_shuffled: as hopper/shuffle.py says"""
-    (rows, inner), gpu = x.shape, find_gpu(x.device)
-    q = x.new_empty(max(-(-rows // 4) * 4, at_least), inner, dtype=dtype)
-    scales = x.new_empty(-(-inner // span), len(q), dtype=torch.float32).t()
-    warps = min(max(triton.next_power_of_2(inner) // 512, 1), 16)
-    _quantize_kernel[(len(q),)](
-        x, q, scales, rows, x.stride(0), len(q), inner, span, is_shuffled, num_warps=warps, **gpu.options,
-    )  # fmt: skip
-    return q, scales
-
-
-@jit(do_not_specialize=["rows"])
-def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
-                     IS_SHUFFLED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A row; those beyond the end become zeros."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    WIDTH: tl.constexpr = triton.next_power_of_2(SPAN)
-    NUM: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, SPAN))
-    LARGEST: tl.constexpr = 127.0 if q_ptr.dtype.element_ty == tl.int8 else 448.0
-    span, place = tl.arange(0, NUM)[:, None], tl.arange(0, WIDTH)[None, :]
-    column = span * SPAN + place
-    mask = (place < SPAN) & (column < INNER)
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask & (row < rows), other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) / LARGEST  # as DeepSeek-V3 clamps it
-    scale += tl.sum(x * 0.0, axis=1)  # NaN where x has one, or an inf, which numbers of 8 bits do not keep
-    scaled = tl.clamp(x / scale[:, None], -LARGEST, LARGEST)
-    if q_ptr.dtype.element_ty == tl.int8:
-        scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, of two the even one
-    if IS_SHUFFLED:  # as hopper/shuffle.py has the columns of weights
-        scaled = scaled.reshape([NUM, WIDTH // 64, 4, 2, 4, 2]).permute((0, 1, 4, 2, 5, 3)).reshape([NUM, WIDTH])
-    tl.store(q_ptr + row * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)
-    index = tl.arange(0, NUM)
-    tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)

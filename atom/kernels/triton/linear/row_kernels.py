@@ -1,0 +1,239 @@
+"""Kernels of whole rows: norms, gates, and rows quantized to 8 bits.
+
+    x, total = normalize(a, b, norm, eps)       # rms_norm(a + b), a + b
+    m = activate_gates(x, "silu")               # gates before ups
+    q = quantize_rows(x, 128, FP8)              # numbers, and a scale for each 128 columns of a row
+
+    q, total = quantize_normalized(a, b, norm, eps, 128)        # the first and the last as one
+    q = quantize_gated(x, "silu", 128)                          # the second and the last
+
+Those of two steps round in between as the two would, so that they give the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.graph.formats import parse_format
+from atom.kernels.triton.activations import gated
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.jit import jit
+
+FP8 = torch.float8_e4m3fn
+
+
+class QuantizedRows(NamedTuple):
+    """Rows [T, I] as the library multiplies them: T made a multiple of 4 by rows of zeros."""
+
+    values: Tensor  # [T, I], in fp8 or int8
+    scales: Tensor  # fp32[T, I / span], whose columns lie together, see `graph.quantize_rows`
+    rows: int  # that are there
+    is_shuffled: bool  # the columns are in the order of hopper/shuffle.py
+
+
+def span_of(act: str, inner: int) -> int:
+    """The columns that share a scale, of rows of `inner` in this format."""
+    return parse_format(act).block[1] or inner
+
+
+def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """a and b [T, I], norm [I] -> rms_norm(a + b), and a + b, which is a where there is no b"""
+    rows, inner = a.shape
+    y = a.new_empty(rows, inner)
+    total = a if b is None else a.new_empty(rows, inner)
+    gpu = find_gpu(a.device)
+    warps = min(max(next_power_of_2(inner) // 512, 1), 16)
+    _norm_kernel[(rows,)](
+        a, b, norm, total, y, eps, a.stride(0), 0 if b is None else b.stride(0), inner, num_warps=warps, **gpu.options,
+    )  # fmt: skip
+    return y, total
+
+
+def activate_gates(x: Tensor, kind: str) -> Tensor:
+    """x [T, 2 W], gates before ups -> gated_activate, [T, W]"""
+    rows, width = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, width)
+    gpu = find_gpu(x.device)
+    _gate_kernel[(-(-width // 1024), rows)](x, y, width, 1024, kind, num_warps=4, **gpu.options)
+    return y
+
+
+def quantize_rows(
+    x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
+) -> QuantizedRows:
+    """x [T, I], at_least so many rows made of it. is_shuffled: as hopper/shuffle.py says"""
+    made = _empty_rows(x, x.shape[1], span, dtype, at_least, is_shuffled)
+    _quantize_kernel[(len(made.values),)](x, *_given(made, x.shape[1], span, x.stride(0)), **_options(x, x.shape[1]))
+    return made
+
+
+def quantize_normalized(
+    a: Tensor, b: Tensor | None, norm: Tensor, eps: float, span: int, is_shuffled: bool = False
+) -> tuple[QuantizedRows, Tensor]:
+    """quantize_rows of what `normalize` gives, in fp8, and a + b"""
+    inner, total = a.shape[1], a if b is None else a.new_empty(a.shape)
+    made = _empty_rows(a, inner, span, FP8, 4, is_shuffled)
+    _norm_quantize_kernel[(len(made.values),)](
+        a, b, norm, total, eps, 0 if b is None else b.stride(0), *_given(made, inner, span, a.stride(0)),
+        **_options(a, inner),
+    )  # fmt: skip
+    return made, total
+
+
+def quantize_gated(x: Tensor, kind: str, span: int, is_shuffled: bool = False) -> QuantizedRows:
+    """quantize_rows of what `activate_gates` gives, in fp8"""
+    width = x.shape[1] // 2
+    made = _empty_rows(x, width, span, FP8, 4, is_shuffled)
+    _gate_quantize_kernel[(len(made.values),)](x, kind, *_given(made, width, span, x.stride(0)), **_options(x, width))
+    return made
+
+
+def _empty_rows(x: Tensor, inner: int, span: int, dtype: torch.dtype, at_least: int, is_shuffled: bool
+                ) -> QuantizedRows:  # fmt: skip
+    values = x.new_empty(max(-(-len(x) // 4) * 4, at_least), inner, dtype=dtype)
+    scales = x.new_empty(-(-inner // span), len(values), dtype=torch.float32).t()
+    return QuantizedRows(values, scales, len(x), is_shuffled)
+
+
+def _given(made: QuantizedRows, inner: int, span: int, stride: int) -> tuple[Any, ...]:
+    """The arguments that kernels of quantized rows share. stride: of the rows that they read"""
+    return made.values, made.scales, made.rows, stride, len(made.values), inner, span, made.is_shuffled
+
+
+def _options(x: Tensor, inner: int) -> dict[str, Any]:
+    warps = min(max(next_power_of_2(inner) // 512, 1), 16)
+    return {"num_warps": warps, **find_gpu(x.device).options}
+
+
+@jit
+def gate(gates, ups, KIND: tl.constexpr):
+    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND).to(gates.dtype)
+
+
+@jit
+def load_total(a_ptr, b_ptr, offsets, mask):
+    """a, or a + b, rounded as it is stored, in float32."""
+    total = tl.load(a_ptr + offsets, mask=mask, other=0.0)
+    if b_ptr is not None:
+        total = (total.to(tl.float32) + tl.load(b_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(total.dtype)
+    return total.to(tl.float32)
+
+
+@jit
+def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stride, INNER: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """A row."""
+    HIDDEN: tl.constexpr = triton.next_power_of_2(INNER)
+    hidden = tl.arange(0, HIDDEN)
+    mask = hidden < INNER
+    norm = tl.load(norm_ptr + hidden, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    b_row = None if b_ptr is None else b_ptr + row * b_stride
+    total = load_total(a_ptr + row * a_stride, b_row, hidden, mask)
+    offsets = row * INNER + hidden
+    if b_ptr is not None:
+        tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
+    rstd = tl.rsqrt(tl.sum(total * total) / INNER + eps)
+    tl.store(y_ptr + offsets, (total * rstd * norm).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK outputs of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pointers = x_ptr + row * 2 * width + index
+    gates = tl.load(pointers, mask=index < width, other=0.0)
+    ups = tl.load(pointers + width, mask=index < width, other=0.0)
+    tl.store(y_ptr + row * width + index, gate(gates, ups, KIND), mask=index < width)
+
+
+@jit
+def _places(INNER: tl.constexpr, SPAN: tl.constexpr):
+    """The columns of a row by span, and which of them are there."""
+    WIDTH: tl.constexpr = triton.next_power_of_2(SPAN)
+    NUM: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, SPAN))
+    place = tl.arange(0, WIDTH)[None, :]
+    column = tl.arange(0, NUM)[:, None] * SPAN + place
+    return column, (place < SPAN) & (column < INNER)
+
+
+@jit
+def _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
+                     IS_SHUFFLED: tl.constexpr):  # fmt: skip
+    """Quantize a row, fp32 by span, and store it."""
+    NUM: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    LARGEST: tl.constexpr = 127.0 if q_ptr.dtype.element_ty == tl.int8 else 448.0
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) / LARGEST  # as DeepSeek-V3 clamps it
+    scale += tl.sum(x * 0.0, axis=1)  # NaN where x has one, or an inf, which numbers of 8 bits do not keep
+    scaled = tl.clamp(x / scale[:, None], -LARGEST, LARGEST)
+    if q_ptr.dtype.element_ty == tl.int8:
+        scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, of two the even one
+    if IS_SHUFFLED:  # as hopper/shuffle.py has the columns of weights
+        scaled = scaled.reshape([NUM, WIDTH // 64, 4, 2, 4, 2]).permute((0, 1, 4, 2, 5, 3)).reshape([NUM, WIDTH])
+    tl.store(q_ptr + row * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)
+    index = tl.arange(0, NUM)
+    tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)
+
+
+@jit(do_not_specialize=["rows"])
+def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
+                     IS_SHUFFLED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """A row; those beyond the end become zeros."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column, mask = _places(INNER, SPAN)
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask & (row < rows), other=0.0).to(tl.float32)
+    _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)
+
+
+@jit(do_not_specialize=["rows"])
+def _norm_quantize_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, eps, b_stride, q_ptr, scales_ptr, rows, a_stride,
+                          scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr, IS_SHUFFLED: tl.constexpr,
+                          PDL: tl.constexpr):  # fmt: skip
+    """A row; those beyond the end become zeros."""
+    column, mask = _places(INNER, SPAN)
+    norm = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    is_there = mask & (row < rows)
+    b_row = None if b_ptr is None else b_ptr + row * b_stride
+    total = load_total(a_ptr + row * a_stride, b_row, column, is_there)
+    if b_ptr is not None:
+        tl.store(total_ptr + row * INNER + column, total.to(total_ptr.dtype.element_ty), mask=is_there)
+    rstd = tl.rsqrt(tl.sum(tl.sum(total * total, axis=1), axis=0) / INNER + eps)
+    x = (total * rstd * norm).to(a_ptr.dtype.element_ty).to(tl.float32)
+    _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)
+
+
+@jit(do_not_specialize=["rows"])
+def _gate_quantize_kernel(x_ptr, KIND: tl.constexpr, q_ptr, scales_ptr, rows, x_stride, scales_stride,
+                          INNER: tl.constexpr, SPAN: tl.constexpr, IS_SHUFFLED: tl.constexpr,
+                          PDL: tl.constexpr):  # fmt: skip
+    """A row of INNER outputs; those beyond the end become zeros."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column, mask = _places(INNER, SPAN)
+    pointers = x_ptr + row * x_stride + column
+    gates = tl.load(pointers, mask=mask & (row < rows), other=0.0)
+    ups = tl.load(pointers + INNER, mask=mask & (row < rows), other=0.0)
+    x = gate(gates, ups, KIND).to(tl.float32)
+    _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)

@@ -1,0 +1,32 @@
+"""Quantize the rows of gates for the linear behind.
+
+    m = gated_linear(h, W("gate_up"), kind="silu", act="fp8")  ->  m = gated_linear(…, act="fp8", gives="fp8")
+    y = linear(m, W("down"), act="fp8")                            y = linear(m, W("down"), act="fp8")
+
+The kernel of many rows then writes and reads 8 bits a number, where it wrote and read 16 and a kernel of its own
+rounded them. (That of a norm ahead of a linear does so by itself, since both are one call.)
+
+It comes behind the choice of kernels: only those of one backend, with weights in one layout, hand such rows to each
+other. Declines where another op reads the gates.
+"""
+
+from atom.graph import Graph, ops
+from atom.graph.graph import results_of, type_of
+from atom.kernels import find_kernel
+from atom.passes.context import PassContext
+
+
+def fuse_gate_quant(graph: Graph, context: PassContext) -> Graph:
+    for gated in graph.find(ops.gated_linear) + graph.find(ops.norm_linear) + graph.find(ops.add_norm_linear):
+        readers = list(results_of(gated)[0].users)
+        if gated.kwargs.get("kind") is None or "gives" in gated.kwargs or len(readers) != 1:
+            continue
+        (linear,) = readers
+        act, backend = linear.kwargs.get("act"), gated.meta["kernel"]
+        if linear.target is not ops.linear or act is None or linear.meta["kernel"] != backend:
+            continue
+        attributes = {**gated.kwargs, "gives": act}
+        if find_kernel(gated.target, backend).accepts(context.target, *map(type_of, gated.args), **attributes) is None:
+            gated.kwargs = attributes
+            graph.num_rewrites += 1
+    return graph

@@ -119,6 +119,12 @@ def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> No
         if returned != taken:
             what = f"{name} takes rows of {taken} where {source} returns rows of {returned}"
             raise ConfigError(f"job.graph={path}: {what}")
+    if graph.carries_hidden:
+        (hidden,) = (node.meta["type"].row for node in graph.programs[DRAFT].inputs if node.name == "hidden")
+        given = graph.programs[DRAFT_HEAD].results[1:] or graph.programs[DRAFT].results
+        if [node.meta["type"].row for node in given] != [hidden]:
+            what = f"{DRAFT_HEAD} returns no row of {hidden} behind its tokens, with which a further draft begins"
+            raise ConfigError(f"job.graph={path}: {what}")
 
 
 def _nodes(graph: Graph) -> list[Node]:

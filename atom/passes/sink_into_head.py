@@ -11,7 +11,8 @@
 
 Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
 What makes embeddings takes rows of the same results, and gets a copy of these calls. What a draft reads of each token
-stays a result of the body. A whole model that drafts is a body and a head, too.
+stays a result of the body. What drafts is a body and a head, too; a hidden state that a further draft begins with is
+then a result of its head, behind the tokens.
 Declines where there is no attention, where a draft reads what the head takes or another stage receives it, where the
 head does not take what the body returns, or where a value that it would then take does not have a row for each token.
 """
@@ -29,7 +30,7 @@ from atom.graph.graph import call_of, copy_calls, node_leaves, results_of
 
 def sink_into_head(graph: Graph) -> Graph:
     num_states = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
-    for body, head, num_read in ((BODY, HEAD, num_states), (DRAFT, DRAFT_HEAD, int(graph.carries_hidden))):
+    for body, head, num_read in ((BODY, HEAD, num_states), (DRAFT, DRAFT_HEAD, 0)):
         if graph.programs.keys() >= {body, head}:
             heads = (HEAD, POOL) if head == HEAD else (head,)
             _sink(graph, graph.programs[body], [graph.programs[n] for n in heads if n in graph.programs], num_read)
@@ -38,6 +39,7 @@ def sink_into_head(graph: Graph) -> Graph:
 
 def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> None:
     """heads: of the same results of the body. num_read: the last results of the body, which a draft reads"""
+    is_carried = body.name == DRAFT and graph.carries_hidden and len(heads[0].results) == 1
     head = heads[0]
     num_taken = len(head.inputs)
     results, states = body.results[:num_taken], body.results[len(body.results) - num_read :]
@@ -61,7 +63,8 @@ def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> N
         copy_calls(sunk, made, copies)
         copies |= zip(head.inputs, (copies[result] for result in results), strict=True)
         copy_calls(head.nodes, made, copies)
-        made.output(*(copies[result] for result in head.results))
+        carried = [copies[result] for result in results] if is_carried else []
+        made.output(*(copies[result] for result in head.results), *carried)
         graph.programs[head.name] = made
 
     body.fx.output_node().args = ((*crossing, *states),)

@@ -165,6 +165,10 @@ class Graphs:
             fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in self._draft_sizes[::-1]}
             for (_, num_drafts), size in fewest.items():
                 self._rehearse_drafts(size, num_drafts)
+            for num_drafts in range(1, 1 + model.num_drafts):  # fewer at the end of answers, where none is captured
+                self._rehearse_mixed(BatchShape(3, 2, 2, 1).drafting(num_drafts))
+                for size in {1, self._most_drafting(num_drafts, largest)}:
+                    self._rehearse_drafts(size, num_drafts)
             place_of_padding = model.padding * model.tables.shape[2]
             model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # its present value
         self._sample_in_every_way()  # launched, since a kernel's first launch must not be in a graph
@@ -210,6 +214,11 @@ class Graphs:
             choices = {each for num in range(max(least, 1), most + 1) for each in limits.draft_table.choices(num)}
         return sorted(each for each in choices if each > 0)
 
+    def _most_drafting(self, num_drafts: int, largest: int) -> int:
+        """The most of so many decodes that may have this number of drafts each; 1 where none may."""
+        limits = self._model.limits
+        return largest if limits.draft_table else max(min(largest, limits.max_verified_tokens // (1 + num_drafts)), 1)
+
     def _rehearse_drafts(self, size: int, num_drafts: int) -> None:
         slots, most = self._pad_drafts(size)
         begin(self._model, self._model.decode_drafts(slots, most, num_drafts), slots).follow()
@@ -239,6 +248,7 @@ class Graphs:
                 behind = logits.new_zeros(1, 1 + num_drafts, model.state.vocab)  # whose rows lie apart
                 for kind in SAMPLING_KINDS:
                     model.verify(slots, most, behind.unbind(1), kind)
+                model.verify(slots, most, behind.unbind(1), SAMPLING_KINDS[-1], penalties=True)
         first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
         model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
 

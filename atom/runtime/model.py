@@ -76,11 +76,12 @@ class Model:
         self.has_draft_programs = drafting is not None and drafting.has_programs
         self.carries_hidden = self.has_draft_programs and graph.carries_hidden
         if self.carries_hidden:  # what the first draft of a slot is read from
-            (hidden,) = graph.programs[DRAFT].results
-            kept = hidden.meta["type"]
-            self._drafted = torch.zeros(
-                num_slots + 1, int(kept.shape[-1]), dtype=TORCH_DTYPES[kept.dtype], device=device
-            )
+            types = [node.meta["type"] for node in graph.programs[DRAFT].results]
+            shapes = [(num_slots + 1, *map(int, each.shape[1:])) for each in types]
+            self._drafted = [
+                torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=device)
+                for shape, each in zip(shapes, types, strict=True)
+            ]
         self._rates: Tensor | None = None
         if drafting and drafting.rates:
             self._rates = torch.tensor(drafting.rates, device=device)
@@ -205,8 +206,9 @@ class Model:
         tokens = state.history.view(-1).index_select(0, behind).long()
         draft_in = self.executables[DRAFT_IN]
         (hidden,) = draft_in(dict(zip(draft_in.inputs, computed.states, strict=True)))
-        (drafted,) = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})
-        self._drafted.index_copy_(0, slots.long(), drafted.index_select(0, places))
+        drafted = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})
+        for kept, values in zip(self._drafted, drafted, strict=True):
+            kept.index_copy_(0, slots.long(), values.index_select(0, places))
 
     def sample(self, slots: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
         """slots: i32[R], logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""
@@ -275,11 +277,13 @@ class Model:
         hidden: Hidden = ()
         lag = int(self.carries_hidden)  # it is of a position and the token behind it, and that of the newest is there
         if self.carries_hidden:
-            hidden = (self._drafted.index_select(0, slots),)
+            hidden = tuple(kept.index_select(0, slots) for kept in self._drafted)
+        head = self.executables[DRAFT_HEAD]
         for number in range(num_drafts):
             if number >= lag:
                 hidden = self._extend_draft(inputs, number - lag, tokens[:, number].contiguous(), hidden)
-            token = score(self.executables[DRAFT_HEAD], hidden)
+            token, *behind = head(dict(zip(head.inputs, hidden, strict=True)))
+            hidden = tuple(behind) or hidden
             tokens[:, number + 1] = token
             self.state.drafts[:, number].index_copy_(0, slots.long(), token)
 

@@ -163,7 +163,7 @@ def test_a_text_that_drafts_runs_from_any_stage(target: str, configure: Configur
         ("def draft_head(", "def more(", r"mine.py: it has no function draft_head$"),
         ("def draft(tokens", "def draft(tokens: i64[T], types", r"draft has an input types; there are: batch, hidden, "),
         ("def draft_in(hidden: bf16[T, 48])", "def draft_in(hidden: bf16[T, 40])", r"draft_in takes rows of bf16\[40\] where body returns rows of bf16\[48\]"),
-        ("    return drafted", "    return q", r"draft_head takes rows of bf16\[48\] where draft returns rows of bf16\[4, 20\]"),
+        ("    return tokens, drafted", "    return tokens", r"draft_head returns no row of bf16\[48\] behind its tokens, with which a further "),
     ],
 )  # fmt: skip
 def test_programs_of_a_draft_that_do_not_fit_are_refused(written: str, edited: str, reason: str, configure: Configure):

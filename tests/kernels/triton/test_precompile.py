@@ -77,7 +77,8 @@ from atom.runtime.types import Plan, ScheduledRequest, Sequence, StepLimits
 for module in (decode, latent, linear, moe, prefill, rope):
     module.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
 folder = sys.argv[1]
-config = load(engine_overrides(folder, {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True}))
+fields = {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True, **json.loads(sys.argv[3])}
+config = load(engine_overrides(folder, fields))
 graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
 code = {}
 for piece in (piece for program in graph.programs.values() for piece in find_pieces(program)):
@@ -91,7 +92,10 @@ def zeros(recipe):
 
 weights = {each: zeros(each) for each in graph.recipes()}
 kinds = [kind.name for kind in build.cache_kinds(graph)]
-runner = Runner(Model(graph, Bindings(weights, code), 16, StepLimits(40, 3000, 2048), device="cpu", backend="triton"))
+limits, drafting = StepLimits(40, 3000, 2048, 128), build.drafting_of(config)
+runner = Runner(
+    Model(graph, Bindings(weights, code), 16, limits, device="cpu", backend="triton", drafting=drafting), run_ahead=2
+)
 runner.bind(dict.fromkeys(kinds, 2))
 sizes, max_tokens = json.loads(sys.argv[2]), 3000
 runner.graphs.compile(sizes, max_tokens)
@@ -101,8 +105,8 @@ WAYS = [{"temperature": 0}, {"temperature": 0.9}, {"top_p": 0.9}, {"top_k": 3, "
         {"temperature": 0, "logit_bias": {5: 1.0}, "repetition_penalty": 1.5}, {"logprobs": 2, "prompt_logprobs": 1}]
 builder = StepBuilder(runner.capacity)
 
-def execute(counts, num_decodes, way):
-    rows = []
+def execute(counts, num_decodes, way, num_drafts=0):
+    rows, drafts = [], (-1,) * num_drafts
     for slot, num_tokens in enumerate([1] * num_decodes + counts):
         is_decode = slot < num_decodes
         each = Sequence(str(slot), [1] * num_tokens, SamplingParams(**way), slot=slot,
@@ -110,7 +114,8 @@ def execute(counts, num_decodes, way):
         if is_decode:
             builder.build(Plan([ScheduledRequest(each, 0, 1, True)], 1))
             each.output = [1]
-        rows.append(ScheduledRequest(each, int(is_decode), num_tokens, True))
+        num_tokens += num_drafts * is_decode
+        rows.append(ScheduledRequest(each, int(is_decode), num_tokens, True, drafts * is_decode))
     runner.execute(builder.build(Plan(rows, num_decodes))).wait()
 
 for num in (1, 2, 3, 7, 9, 17, 31, 32, 33, 40):
@@ -121,6 +126,16 @@ for counts in ([1], [3], [17], [2, 9], [512], [3, 513], [1000, 1600], [20] * 31,
             execute(counts, num_decodes, WAYS[0])
 for way in WAYS:
     execute([9], 1, way)
+if drafting is not None:
+    for num_drafts in range(1, 1 + drafting.num_tokens):
+        most = limits.max_verified_tokens // (1 + num_drafts)
+        for num in (1, 2, 3, 7, 9, 17, 31, 32, 33, 40):
+            for counts in ([], [3], [2, 700]):
+                if num <= most and num + len(counts) <= 40:
+                    execute(counts, num, WAYS[0], num_drafts)
+    for way in WAYS[:4]:
+        execute([], 3, way, drafting.num_tokens)
+        execute([9], 3, way, drafting.num_tokens)
 later = compiled[len(ahead_of):]
 
 for function in functions:
@@ -220,12 +235,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def walk(tmp_path: Path, checkpoints: Any, run: Callable[..., Any]) -> Callable[[str, list[int]], Any]:
     """Runs STEPS on a tiny variant's config.json, with heads that the kernels of long prompts take."""
 
-    def walk(name: str, sizes: list[int], **changed: Any) -> Any:
+    def walk(name: str, sizes: list[int], fields: dict[str, Any] | None = None, **changed: Any) -> Any:
         stated = {**json.loads((checkpoints(name) / "config.json").read_text()), **changed}
         if "head_dim" in stated:
             stated["head_dim"] = 64
         (tmp_path / "config.json").write_text(json.dumps(stated))
-        return run(STEPS, str(tmp_path), json.dumps(sizes))
+        return run(STEPS, str(tmp_path), json.dumps(sizes), json.dumps(fields or {}))
 
     return walk
 
@@ -254,6 +269,24 @@ def test_kernels_of_packed_experts_are_compiled_ahead_too(walk: Any):
     assert later == []
     kernels = {text.partition(" ")[0] for text in ahead}
     assert "_packed_grouped_linear_kernel" in kernels and "_grouped_linear_kernel" not in kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "method", "changed"),
+    [
+        ("qwen3", ALL, "ngram", {}),
+        ("qwen3", [], "ngram", {}),
+        ("deepseek_v3", ALL, "mtp", {"num_nextn_predict_layers": 1}),
+    ],
+)
+def test_kernels_of_drafts_are_compiled_ahead_too(
+    name: str, sizes: list[int], method: str, changed: dict[str, Any], walk: Any
+):
+    ahead, _, later, launched = walk(name, sizes, {"method": method}, **changed)
+    assert sorted(ahead) == sorted(launched)
+    assert later == []
+    kernels = {text.partition(" ")[0] for text in ahead}
+    assert kernels > {"_accept", *({"_find", "_repeat"} if method == "ngram" else ())}
 
 
 def test_a_walk_leaves_the_launches_of_other_threads_alone(run: Any):

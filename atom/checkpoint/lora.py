@@ -37,6 +37,9 @@ REFUSED = {  # fields of adapter_config.json that must be left out, and what the
     "alora_invocation_tokens": "an activated LoRA begins behind certain tokens",
     "corda_config": "CorDA takes parts off the weight",
     "arrow_config": "Arrow routes among adapters",
+    "use_bdlora": "its factors are block-diagonal",
+    "kasa_config": "KaSA scales each rank and changes the weight",
+    "monteclora_config": "MonteCLoRA draws its factors",
 }
 
 

@@ -5,10 +5,12 @@
                                                 y = expand_lora(y, b, adapters, …)
     m = gated_activate(y, kind="silu")  ->      m = expand_lora(y, b, adapters, …, kind="silu")
 
-Declines where no kernel takes it, the weight is packed, the linear has a bias, or gates have a limit.
+Declines where no kernel takes it, the weight is packed, or gates have a limit.
 """
 
-from atom.graph import Graph, Recipe, ops
+from dataclasses import replace
+
+from atom.graph import Full, Graph, Recipe, ops
 from atom.graph.graph import type_of
 from atom.graph.recipes import cat
 from atom.passes.context import PassContext
@@ -17,9 +19,9 @@ from atom.passes.context import PassContext
 def fuse_lora(graph: Graph, context: PassContext) -> Graph:
     for node in graph.find(ops.lora):
         linear, x, a, b, adapters = node.args
-        if linear.target is not ops.linear or len(linear.args) > 2 or len(linear.users) > 1:
+        if linear.target is not ops.linear or len(linear.users) > 1:
             continue
-        weight = linear.args[1]
+        _, weight, *bias = linear.args
         if linear.kwargs or not isinstance(weight, Recipe) or weight.type.fmt is not None:
             continue
         attributes, last = dict(node.kwargs), node
@@ -31,6 +33,8 @@ def fuse_lora(graph: Graph, context: PassContext) -> Graph:
         types = type_of(linear).with_last(whole.type.shape[0]), type_of(b), type_of(adapters)
         if not context.takes(ops.expand_lora, *types, **attributes):
             continue
-        joined = graph.insert(linear, ops.linear, x, whole, name=linear.name)
+        num_more = int(a.type.shape[0])
+        joins = [cat((each, Full(0, replace(each.type, shape=(num_more,))))) for each in bias]
+        joined = graph.insert(linear, ops.linear, x, whole, *joins, name=linear.name)
         graph.replace({last: graph.insert(last, ops.expand_lora, joined, b, adapters, **attributes)})
     return graph

@@ -314,7 +314,8 @@ class Model:
 
     def _adapters_of(self, slots: Tensor) -> Tensor:
         """slots i32[T] -> i64[T]"""
-        return self.state.adapters.index_select(0, slots)
+        adapters: Tensor = self.state.adapters.index_select(0, slots)
+        return adapters
 
     def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int, query_len: int = 1) -> Inputs:
         kinds, device = len(self.kinds), self.device

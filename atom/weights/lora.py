@@ -25,6 +25,7 @@ class LoraWeights:
     def __init__(self, graph: Graph, tensors: Mapping[Recipe, Loaded], max_loras: int, max_rank: int) -> None:
         self.max_loras, self.max_rank = max_loras, max_rank
         self._stacks: list[tuple[LoraStack, int, Tensor]] = []  # the first row of it that the tensor has
+        self._dtype = torch.float32  # of the stacks
         self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by module: of A and B without the rank
         for recipe in graph.recipes():
             tensor = tensors[recipe]
@@ -33,6 +34,7 @@ class LoraWeights:
             for part, view in split_recipe(recipe, tensor):
                 whole = part.part if isinstance(part, Slice) else part
                 if isinstance(whole, LoraStack):
+                    self._dtype = view.dtype
                     self._stacks.append((whole, part.start if isinstance(part, Slice) else 0, view))
                     module, _, factor = whole.name.rpartition(".lora_")
                     rows, columns = map(int, whole.type.shape)
@@ -53,6 +55,8 @@ class LoraWeights:
                 if factor.stored.shape != expected:
                     is_of = f"is {list(factor.stored.shape)}, the model expects {list(expected)}"
                     raise CheckpointError(f"{adapter.path}: tensor {factor.name} {is_of}")
+                if not self._scaled(factor, factors.scale).isfinite().all():  # it would spoil other requests' rows
+                    raise CheckpointError(f"{adapter.path}: tensor {factor.name} has values that {self._dtype} lacks")
 
     @torch.inference_mode()
     def write(self, number: int, adapter: AdapterFiles) -> None:
@@ -68,8 +72,11 @@ class LoraWeights:
                 a = matrix(factors.a)
                 own[: len(a)].copy_(a)
             else:
-                b = matrix(factors.b)[start : start + len(own)].float() * factors.scale
+                b = self._scaled(factors.b, factors.scale)[start : start + len(own)]
                 own[:, : b.shape[1]].copy_(b)
+
+    def _scaled(self, factor: Factor, scale: float) -> Tensor:
+        return (matrix(factor).float() * scale).to(self._dtype)
 
 
 def matrix(factor: Factor) -> Tensor:

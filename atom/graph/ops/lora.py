@@ -41,7 +41,7 @@ def _add(y: Tensor, shrink: Callable[[Tensor, int, int], Tensor], b: Tensor, ada
          sizes: Sequence[int]) -> Tensor:  # fmt: skip
     """shrink: of rows i64[N], a slice and an adapter, fp32[N, r]"""
     out = y.clone()
-    for number in adapters.unique().tolist():
+    for number in sorted(set(adapters.tolist())):
         rows, start = (adapters == number).nonzero()[:, 0], 0
         for at, size in enumerate(sizes if number >= 0 else ()):
             factor = b[start : start + size, number * rank : (number + 1) * rank]
@@ -71,4 +71,4 @@ def expand_lora(
         return y[rows, first : first + rank].float()
 
     total = _add(y[:, :outputs], shrink, b, adapters, rank, sizes)
-    return total if kind is None else gated_activate(total, kind=kind)  # type: ignore[no-any-return]
+    return total if kind is None else gated_activate(total, kind=kind)

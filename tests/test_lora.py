@@ -228,7 +228,7 @@ def test_options_that_do_not_fit_are_refused(
 
 
 def test_a_model_without_room_for_adapters_says_so(open_engine: Open):
-    with pytest.raises(RequestError, match="there are no adapters here; set serve.enable_lora=true"):
+    with pytest.raises(RequestError, match=r"there are no adapters here; set serve.enable_lora=true"):
         open_engine("llama").generate([tiny.prompt(5)], GREEDY, adapters="sql")
 
 

@@ -1,4 +1,4 @@
-"""Add low-rank adapters to the linears of layers, where the model is served with any.
+"""Add low-rank adapters to the linears of layers, where there are any.
 
     q = linear(h, W("l.q_proj.weight"))  ->     q = linear(h, W("l.q_proj.weight"))
                                                 q = lora(q, h, lora_stack("l.q_proj.lora_A", …),

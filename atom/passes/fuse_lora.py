@@ -1,4 +1,4 @@
-"""Fuse the first product of adapters with the linear beside it, and the second with the gates behind it.
+"""Fuse adapters with the linear beside them and the gates behind.
 
     y = linear(x, W("y"))               ->      y = linear(x, cat([W("y"), lora_stack("y.lora_A", …)]))
     y = lora(y, x, lora_stack("y.lora_A", …), b, adapters, …)

@@ -19,7 +19,9 @@ KEY = {"Authorization": "Bearer secret"}
 @pytest.fixture(scope="module")
 def folders(references: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
-    return {name: adapters.save(references("llama"), root / name, seed=seed) for seed, name in enumerate(("sql", "chat"))}
+    return {
+        name: adapters.save(references("llama"), root / name, seed=seed) for seed, name in enumerate(("sql", "chat"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +29,12 @@ def server(
     folders: dict[str, Path], checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     started = serving.start(
-        checkpoints("llama"), tmp_path_factory.mktemp("server"), "level=1", "dtype=fp32", f"serve.lora_modules={{sql: '{folders['sql']}'}}",
+        checkpoints("llama"), tmp_path_factory.mktemp("server"), f"serve.lora_modules={{sql: '{folders['sql']}'}}",
         "serve.allow_runtime_lora_updating=true", "serve.http.api_keys=secret", "serve.max_loras=2",
     )  # fmt: skip
     yield started.url
-    serving.end(started)
+    started.process.kill()
+    started.process.wait()
 
 
 def complete(url: str, model: str) -> wire.Answer:
@@ -63,7 +66,7 @@ def test_an_adapter_is_loaded_and_dropped_by_an_operator(server: str, folders: d
     merged = adapters.merge(references("llama"), folders["chat"])
     tiny.assert_greedy({"token_ids": answer.json["choices"][0]["token_ids"]}, PROMPT, merged)
     again = wire.ask(server, "POST", "/v1/load_lora_adapter", load, KEY)
-    assert again.status == 400 and "the adapter 'chat' is loaded already" in again.json["error"]["message"].replace('"', "'")
+    assert again.status == 400 and "the adapter chat is loaded already" in again.json["error"]["message"]
     third = wire.ask(server, "POST", "/v1/load_lora_adapter", {**load, "lora_name": "third"}, KEY)
     assert third.status == 400 and "serve.max_loras" in third.json["error"]["message"]
     dropped = wire.ask(server, "POST", "/v1/unload_lora_adapter", {"lora_name": "chat"}, KEY)
@@ -83,10 +86,7 @@ def test_what_cannot_be_loaded_is_a_fault_of_the_request(server: str, body: dict
     assert names(server) == [("talker", None), ("sql", "talker")]
 
 
-def test_without_leave_there_are_no_such_routes(talker: Any, tmp_path: Path):
-    server = serving.start(talker, tmp_path, stub={})
-    try:
-        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-            assert wire.ask(server.url, "POST", path, {"lora_name": "sql", "lora_path": "/sql"}).status == 404
-    finally:
-        serving.end(server)
+def test_without_leave_there_are_no_such_routes(start_server: serving.Start):
+    server = start_server(stub={})
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert wire.ask(server.url, "POST", path, {"lora_name": "sql", "lora_path": "/sql"}).status == 404

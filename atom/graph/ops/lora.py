@@ -1,7 +1,7 @@
-"""Low-rank adapters beside a linear (Hu et al. 2022): each token has its own, or none.
+"""Low-rank adapters beside a linear: each token has its own, or none.
 
-L adapters stand side by side: a [S L r, I], rows by slice, adapter and rank, and b [O, L r], columns by adapter and
-rank. A slice is a run of the linear's outputs with an a of its own, such as q of a joined qkv.
+L adapters (Hu et al. 2022) stand side by side: a [S L r, I], rows by slice, adapter and rank, and b [O, L r], columns
+by adapter and rank. A slice is a run of the linear's outputs with an a of its own, such as q of a joined qkv.
 """
 
 from __future__ import annotations

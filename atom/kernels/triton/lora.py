@@ -1,11 +1,12 @@
-"""The second product of low-rank adapters, added to a linear's outputs, for all adapters of a batch in one launch.
+"""Add low-rank adapters to a linear's outputs: all adapters of a batch in one launch.
 
     y = expand_lora(y, b, adapters, rank=16, sizes=[4096, 1024, 1024])     # y [T, 6144 + 3 L r] -> [T, 6144]
     y = lora(y, x, a, b, adapters, rank=16, sizes=[4096])                  # both products, beside a packed weight
 
-What the first product gives is masked to the columns of each token's own adapter, so that one dense product by the b of
-many adapters is right for all rows: b is read once for all tokens, as in SGMV of Punica (Chen et al. 2023), and nothing
-is sorted. Columns whose adapters no token of a tile has are skipped: without adapters a launch copies y.
+The launch is the second product. What the first one gives is masked to the columns of each token's own adapter, so that
+one dense product by the b of many adapters is right for all rows: b is read once for all tokens, and nothing is sorted.
+Columns whose adapters no token of a tile has are skipped: without adapters a launch copies y. Rows by adapter in one
+launch are as in SGMV of Punica (Chen et al. 2023).
 """
 
 from __future__ import annotations

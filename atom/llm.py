@@ -101,11 +101,13 @@ class LLMEngine:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapters: str | List[str | None] | None = None,
     ) -> list[dict[str, Any]]:
         """Answer a conversation, or a list of them, by arguments of vLLM's `LLM.chat`; the answers are generate's.
 
         chat_template: in place of the checkpoint's. continue_final_message: the answer goes on where the last message
         ends, and add_generation_prompt must be false. chat_template_kwargs: more variables of the template.
+        adapters: as in generate.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True needs add_generation_prompt=False")
@@ -118,7 +120,7 @@ class LLMEngine:
         conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
         encoded = [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
-        return self.generate(encoded, sampling_params)
+        return self.generate(encoded, sampling_params, adapters)
 
     def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
         """The cosine similarity of embeddings: of one prompt with each of a list, or of two equally long lists.

@@ -143,6 +143,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
     "atom.entrypoints.openai_server": """
         host server-port served-model-name api-key chat-template default-chat-template-kwargs allowed-origins tool-calls max-queue drain-seconds
         config load-format quantization download-dir kv-cache-memory-bytes swap-space num-gpu-blocks-override max-logprobs
+        enable-lora lora-modules max-loras max-lora-rank lora-dtype
         generation-config override-generation-config tool-call-parser reasoning-parser distributed-executor-backend
         enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales use-tqdm-on-load
         disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log

@@ -1,4 +1,4 @@
-"""Add low-rank adapters to a linear's outputs: all adapters of a batch in one launch.
+"""Add adapters to a linear's outputs: all of a batch in one launch.
 
     y = expand_lora(y, b, adapters, rank=16, sizes=[4096, 1024, 1024])     # y [T, 6144 + 3 L r] -> [T, 6144]
     y = lora(y, x, a, b, adapters, rank=16, sizes=[4096])                  # both products, beside a packed weight

@@ -217,7 +217,6 @@ def test_a_rank_beyond_the_room_names_the_option(open_engine: Open, references: 
     (["serve.lora_modules={a: /a, b: /b}", "serve.max_loras=1"], ConfigError, "serve.max_loras=1 holds fewer than the 2 of serve.lora_modules; set serve.max_loras=2"),
     (["serve.lora_modules={talker: /a}", "serve.http.served_model_name=[talker]"], ConfigError, "talker is the model's own name"),
     (["serve.lora_modules=sql"], ConfigError, "serve.lora_modules=sql is no mapping from names to folders"),
-    (["serve.allow_runtime_lora_updating=true"], ConfigError, "set serve.enable_lora=true"),
     (["serve.enable_lora=true", "parallel.tensor=2"], UnsupportedError, "serve.enable_lora with 2 ranks is not built yet"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(

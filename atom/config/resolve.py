@@ -98,7 +98,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             serve,
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
-            enable_lora=serve.enable_lora or bool(serve.lora_modules),
+            enable_lora=has_lora(serve),
             lora_modules={str(name): path for name, path in (serve.lora_modules or {}).items()},
             num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
         ),
@@ -108,6 +108,11 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     )
 
 
+def has_lora(serve: ServeConfig) -> bool:
+    """Whether there is to be room for adapters."""
+    return serve.enable_lora or bool(serve.lora_modules) or serve.allow_runtime_lora_updating
+
+
 def check_lora(config: Config) -> None:
     """Check that adapters have names of their own, and room."""
     serve, modules = config.serve, config.serve.lora_modules or {}
@@ -115,9 +120,7 @@ def check_lora(config: Config) -> None:
         raise ConfigError(
             f"serve.lora_modules={modules} is no mapping from names to folders; write {{sql: /adapters/sql}}"
         )
-    if serve.allow_runtime_lora_updating and not (serve.enable_lora or modules):
-        raise ConfigError("serve.allow_runtime_lora_updating=true needs room for adapters; set serve.enable_lora=true")
-    if not (serve.enable_lora or modules):
+    if not has_lora(serve):
         return
     if len(modules) > serve.max_loras:
         held = f"serve.max_loras={serve.max_loras} holds fewer than the {len(modules)} of serve.lora_modules"

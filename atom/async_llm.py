@@ -63,8 +63,11 @@ class AsyncLLMEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         """Answer a prompt: a dict with each new part of an answer, n of them told apart by `index`.
+
+        adapter: the name of a LoRA adapter of serve.lora_modules.
 
         text and token_ids are all so far, finish_reason is None until the end; the last dict of an answer is that of
         `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError where the engine has ended.
@@ -77,7 +80,7 @@ class AsyncLLMEngine:
         request = self._requests[id] = _Request(asyncio.get_running_loop(), params.n)
         try:
             sequences = await asyncio.to_thread(
-                self._engine.prepare, prompt_of(prompt), params, request_id=id, priority=priority
+                self._engine.prepare, prompt_of(prompt), params, request_id=id, priority=priority, adapter=adapter
             )
             self._inbox.put(lambda: self._submit(sequences, request))
             self.check_health()  # it may have ended since

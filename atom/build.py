@@ -40,6 +40,7 @@ from atom.runtime.host_blocks import measure as measure_swap
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.kv_files import KVFiles
 from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore, measured_names
+from atom.runtime.loras import Loras
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
@@ -55,6 +56,7 @@ from atom.runtime.tune import tune, tune_drafts, use_measured, use_measured_draf
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
+from atom.weights.lora import LoraWeights
 from atom.weights.packed_store import describe_file
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
@@ -82,6 +84,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             check_same_tokens(tokenizer, checkpoint, config)
             tensors = load_weights(graph, checkpoint, config, progress)
+            loras = open_loras(graph, tensors, config)
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             assert config.cache is not None, "config.load resolves it"
             scales = KVScales(graph, tensors)
@@ -159,10 +162,22 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
             ranks=ranks,
             files=files,
+            loras=loras,
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
         )
         weakref.finalize(engine, started.pop_all().close)  # what the stack would end now ends with the engine
         return engine
+
+
+def open_loras(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Config) -> Loras | None:
+    """Load the adapters of serve.lora_modules; None where the model is served without any."""
+    serve = config.serve
+    if not serve.enable_lora:
+        return None
+    loras = Loras(LoraWeights(graph, tensors, serve.max_loras, serve.max_lora_rank))
+    for name, path in serve.lora_modules.items():
+        loras.load(name, loras.read(path))
+    return loras
 
 
 class RankOpening(msgspec.Struct):

@@ -73,16 +73,23 @@ class LLMEngine:
         return self._engine.vocabulary.tokenizer
 
     def generate(
-        self, prompts: Prompt | List[Prompt], sampling_params: SamplingParams | List[SamplingParams] | None = None
+        self,
+        prompts: Prompt | List[Prompt],
+        sampling_params: SamplingParams | List[SamplingParams] | None = None,
+        adapters: str | List[str | None] | None = None,
     ) -> list[dict[str, Any]]:
         """Answer every prompt, or one text or mapping; blocks until all are done.
+
+        adapters: the name of a loaded LoRA adapter for all prompts, or one for each, None for the model alone.
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
         prompt_logprobs where asked for. A prompt that fails where others run has finish_reason error and its `error`;
         what fails all that run is raised.
         """
-        return [answer(sequence) for sequence in self._finish(self.add_request(prompts, sampling_params))]
+        return [
+            answer(sequence) for sequence in self._finish(self.add_request(prompts, sampling_params, adapters=adapters))
+        ]
 
     def chat(
         self,
@@ -94,11 +101,13 @@ class LLMEngine:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapters: str | List[str | None] | None = None,
     ) -> list[dict[str, Any]]:
         """Answer a conversation, or a list of them, by arguments of vLLM's `LLM.chat`; the answers are generate's.
 
         chat_template: in place of the checkpoint's. continue_final_message: the answer goes on where the last message
         ends, and add_generation_prompt must be false. chat_template_kwargs: more variables of the template.
+        adapters: as in generate.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True needs add_generation_prompt=False")
@@ -111,7 +120,7 @@ class LLMEngine:
         conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
         encoded = [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
-        return self.generate(encoded, sampling_params)
+        return self.generate(encoded, sampling_params, adapters)
 
     def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
         """The cosine similarity of embeddings: of one prompt with each of a list, or of two equally long lists.
@@ -163,8 +172,9 @@ class LLMEngine:
         prompt_or_tokens_list: Prompt | List[Prompt],
         sampling_params_list: SamplingParams | List[SamplingParams] | None = None,
         stream_callback: StreamCallback | None = None,
+        adapters: str | List[str | None] | None = None,
     ) -> list[str]:
-        """Queue prompts, all or none; their ids. RequestError says which one cannot be served.
+        """Queue prompts, all or none; their ids. RequestError says which one cannot be served. adapters: see `generate`
 
         Without sampling params those of the configuration count, and so does the checkpoint's generation_config.json.
         The callback gets a `RequestOutput` for every token that completes text and one at the end.
@@ -178,10 +188,13 @@ class LLMEngine:
             raise RequestError(f"{len(every)} sampling params for {len(prompts)} prompts; give one, or one for each")
         if wrong := [one for one in every if not isinstance(one, SamplingParams)]:
             raise RequestError(f"{wrong[0]!r} is no SamplingParams")
+        names = [adapters] * len(prompts) if isinstance(adapters, str | None) else list(adapters)
+        if len(names) != len(prompts):
+            raise RequestError(f"{len(names)} adapters for {len(prompts)} prompts; give one, or one for each")
         prepared = []
-        for place, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
+        for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:
-                prepared.append(self._engine.prepare(prompt, one))
+                prepared.append(self._engine.prepare(prompt, one, adapter=name))
             except RequestError as error:
                 raise RequestError(f"prompt {place}: {error}" if len(prompts) > 1 else str(error)) from None
         return [self._engine.submit(sequences, stream_callback) for sequences in prepared]
@@ -202,6 +215,15 @@ class LLMEngine:
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason abort; the next step returns it."""
         self._engine.abort(request_id)
+
+    def load_lora_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter of a folder under a name. CheckpointError where it is not of this model."""
+        loras = self._engine.loras
+        loras.load(name, loras.read(path))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Drop a LoRA adapter; requests that have it end with it. RequestError where there is none of that name."""
+        self._engine.loras.unload(name)
 
     def start_profile(self) -> None:
         """Trace the following steps. ConfigError without serve.torch_profiler_dir, RequestError while a trace runs."""

@@ -58,6 +58,12 @@ def pools(config: Config) -> bool:
     return config.serve.pooler_config.pooling_type is not None
 
 
+def max_loras_of(config: Config) -> int:
+    """The adapters that the text has room for; 0: it has none."""
+    serve = config.serve
+    return serve.max_loras if serve.enable_lora else 0
+
+
 def mesh_of(config: Config) -> Mesh:
     """The ranks of an engine."""
     parallel = config.parallel
@@ -75,11 +81,18 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
         "sources of plug-ins": plugin_sources(config),
         "draft": str(config.serve.method) if has_draft(config) else "none",
         "pools": str(pools(config)).lower(),
+        **loras(config),
         "parallel": json.dumps(asdict(mesh_of(config))),
         "stage": str(stage),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
     }
+
+
+def loras(config: Config) -> dict[str, str]:
+    """The ingredient of adapters, where there is room for any."""
+    num_loras = max_loras_of(config)
+    return {"adapters": f"{num_loras} of rank {config.serve.max_lora_rank}"} if num_loras else {}
 
 
 def plugin_sources(config: Config) -> str:

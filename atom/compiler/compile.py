@@ -22,6 +22,7 @@ from atom.compiler.artifact import (
     has_draft,
     launch_ingredients,
     level_of,
+    max_loras_of,
     mesh_of,
     pools,
     publish_artifact,
@@ -56,6 +57,8 @@ def compile_graph(
         keeps_act=config.quant.asks_act,
         mesh=mesh_of(config),
         stage=stage,
+        max_loras=max_loras_of(config),
+        max_lora_rank=config.serve.max_lora_rank,
         passes=config.passes,
     )
     if config.job.graph is None:

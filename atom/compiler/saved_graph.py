@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Mesh, Once, Shuffle, ops, parse, verify
-from atom.graph.graph import type_of
+from atom.graph.graph import ADAPTERS, type_of
 from atom.graph.recipes import ranked_parts
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
@@ -96,7 +96,7 @@ def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool =
 
 def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> None:
     """Raise ConfigError where a program is missing, or has inputs that the others do not give it."""
-    inputs, sources = {BODY: {*INPUTS}}, {HEAD: BODY}
+    inputs, sources = {BODY: {*INPUTS, ADAPTERS}}, {HEAD: BODY}
     if pools or POOL in graph.programs:
         sources[POOL] = BODY
     if has_draft or {DRAFT_IN, DRAFT_HEAD} & graph.programs.keys():

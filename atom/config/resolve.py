@@ -86,6 +86,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     derived = derive_model(config, max_model_len, names)
     check_parallel(config, derived, device)
+    check_lora(config)
     check_speculation(config, device)
     check_replicas(config)
     return replace(
@@ -97,12 +98,40 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             serve,
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
+            enable_lora=has_lora(serve),
+            lora_modules={str(name): path for name, path in (serve.lora_modules or {}).items()},
             num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
         ),
         dtype=dtype,
         device=device,
         cache=str(Path(config.cache or "~/.cache/atom-run").expanduser()),
     )
+
+
+def has_lora(serve: ServeConfig) -> bool:
+    """Whether there is to be room for adapters."""
+    return serve.enable_lora or bool(serve.lora_modules) or serve.allow_runtime_lora_updating
+
+
+def check_lora(config: Config) -> None:
+    """Check that adapters have names of their own, and room."""
+    serve, modules = config.serve, config.serve.lora_modules or {}
+    if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules.values()):
+        raise ConfigError(
+            f"serve.lora_modules={modules} is no mapping from names to folders; write {{sql: /adapters/sql}}"
+        )
+    if not has_lora(serve):
+        return
+    if len(modules) > serve.max_loras:
+        held = f"serve.max_loras={serve.max_loras} holds fewer than the {len(modules)} of serve.lora_modules"
+        raise ConfigError(f"{held}; set serve.max_loras={len(modules)}")
+    for name in map(str, modules):
+        if name in config.served_names:
+            raise ConfigError(f"serve.lora_modules: {name} is the model's own name; choose another")
+    if config.parallel.num_ranks > 1:
+        raise UnsupportedError(
+            f"serve.enable_lora with {config.parallel.num_ranks} ranks is not built yet; merge the adapter"
+        )
 
 
 def respell(config: Config) -> Config:

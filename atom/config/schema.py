@@ -237,6 +237,7 @@ class PassesConfig:
     fuse_qkv: bool = True  # one linear for queries, keys and values
     fuse_gate_up: bool = True  # one linear for gate and up
     fuse_norm_residual: bool = True  # a sum and the norm that reads it
+    fuse_lora: bool = True  # adapters and the linear beside them
     fuse_linear_gate: bool = True  # a linear and the activation behind it
     fuse_norm_linear: bool = True  # a norm and the linear that reads it
     fuse_norm_rope_attention: bool = True  # norms, rope and the write to the cache
@@ -362,6 +363,11 @@ class ServeConfig:
     prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
     prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
     idle_exit_seconds: float | None = number(None, 0, above=True)  # without a request, before it ends; null: never
+    enable_lora: bool = False  # room for adapters beside the weights; the next ones make it, too
+    lora_modules: Any = None  # a mapping from names in requests to folders of LoRA adapters, as PEFT saves them
+    allow_runtime_lora_updating: bool = False  # serve /v1/load_lora_adapter and /v1/unload_lora_adapter
+    max_loras: int = number(8, 1)  # adapters that are loaded at a time
+    max_lora_rank: int = number(16, 1)  # of an adapter; smaller ones take as much room
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # shapes, stacks and memory in them
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)

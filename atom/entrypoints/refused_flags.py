@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 
 # what to use instead, or why it has no meaning here -> the flags, without their --
 VLLM_REFUSED = {
-    "LoRA adapters are not built; merge the adapter into the checkpoint": """
-        enable-lora lora-modules max-loras max-lora-rank max-cpu-loras lora-dtype lora-extra-vocab-size
-        fully-sharded-loras default-mm-loras""",
+    "all adapters that are loaded are on the device: --max-loras counts them; leave it out": "max-cpu-loras",
+    "an adapter adds no tokens here; leave it out": "lora-extra-vocab-size",
+    "a model with adapters has one rank for now; leave it out": "fully-sharded-loras",
+    "models read text alone here: name the adapter as a request's model": "default-mm-loras",
     "models read text alone here; leave it out": """
         limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb
         disable-mm-preprocessor-cache mm-processor-cache-type mm-shm-cache-max-object-size-mb mm-encoder-tp-mode

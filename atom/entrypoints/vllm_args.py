@@ -105,6 +105,23 @@ def write_reasoning_parser(name: str) -> list[str]:
     return [override("model.reasoning", choose("--reasoning-parser", name, REASONING_PARSERS | {HARMONY: None}))]
 
 
+def write_lora_modules(modules: Sequence[str]) -> list[str]:
+    """Each is name=path, or JSON with name and path."""
+    paths: dict[str, str] = {}
+    for text in modules:
+        if text.startswith("{"):
+            stated = read_object(f"--lora-modules={text}", text)
+            name, path = stated.get("name"), stated.get("path")
+        else:
+            name, _, path = text.partition("=")
+        if not (isinstance(name, str) and isinstance(path, str) and name and path):
+            raise ConfigError(f"--lora-modules={text}: write name=path, or JSON with name and path")
+        if name in paths:
+            raise ConfigError(f"--lora-modules: {name} is stated twice; leave one out")
+        paths[name] = path
+    return [override("serve.lora_modules", paths)]
+
+
 def write_executor(name: str) -> list[str]:
     launchers = {"mp": "local", "ray": "ray", "external_launcher": "torchrun"}
     return [override("parallel.launcher", choose("--distributed-executor-backend", name, launchers))]
@@ -226,6 +243,12 @@ class VLLMArgs(EngineArgs):
         "JSON with pooling_type, LAST or MEAN, and normalize; counts behind --runner",
         write=write_pooler_config,
     )
+    enable_lora: bool | None = vllm_flag("serve.enable_lora", "room for LoRA adapters; --lora-modules makes it, too")
+    lora_modules: tuple[str, ...] | None = vllm_flag(
+        "serve.lora_modules", "adapters as name=path, or JSON with name and path", null="none", write=write_lora_modules
+    )
+    max_loras: int | None = vllm_flag("serve.max_loras", "adapters that are loaded at a time")
+    max_lora_rank: int | None = vllm_flag("serve.max_lora_rank", "of an adapter, at most")
     distributed_executor_backend: str | None = vllm_flag(
         "parallel.launcher",
         "of ranks: mp, ray or external_launcher",
@@ -251,6 +274,7 @@ class VLLMArgs(EngineArgs):
     enable_prompt_tokens_details: bool | None = vllm_flag("", "usage always has them", accepted=(True,))
     enable_request_id_headers: bool | None = vllm_flag("", "answers always bear X-Request-Id", accepted=(True,))
     enable_server_load_tracking: bool | None = vllm_flag("", "/load always counts", accepted=(True,))
+    lora_dtype: str | None = vllm_flag("", "adapters are in the model's dtype", accepted=("auto",))
     model_impl: str | None = vllm_flag("", "models are atom's own", accepted=("auto", "vllm"))
     tokenizer_mode: str | None = vllm_flag("", "tokenizers are Hugging Face's", accepted=("auto", "hf", "slow"))
     config_format: str | None = vllm_flag("", "a checkpoint has a config.json", accepted=("auto", "hf"))

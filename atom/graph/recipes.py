@@ -15,6 +15,7 @@
     offset("tensor", 4, 12288)                                  where a rank's part begins, i64[1]
     rope_freqs(64, 10000.0)                                     a constant
     measured("model.layers.0.k_scale")                          a scale that no file has: 1.0 until a start measures it
+    lora_stack("model.layers.0.mlp.up_proj.lora_A", bf16[…])    adapters side by side: zeros until they are loaded
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: what a layer caches for each token
 
 Recipes are values: equal recipes are one tensor. Passes rewrite them with the nodes, `atom.weights` evaluates them.
@@ -422,6 +423,19 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class LoraStack:
+    """One factor of all adapters of a module, side by side: zeros until `weights.lora` fills it in place."""
+
+    name: str  # the module and .lora_A [L r, I] or .lora_B [O, L r]
+    type: Type
+
+    def __post_init__(self) -> None:
+        need(isinstance(self.name, str), f"lora_stack: a factor's name is a string, not {self.name!r}")
+        _need_type(self.type, self.name)
+        need(self.type.fmt is None, f"{self.name}: adapters are plain, not {self.type.fmt}")
+
+
+@dataclass(frozen=True)
 class KV:
     """The KV cache of one layer; `type` is the entry of one token."""
 
@@ -447,7 +461,7 @@ AXES = ("tensor", "experts", "width")  # of a mesh of ranks, see `atom.graph.mes
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
-Constant = RopeFreqs | Measured | Full  # of no stored tensor
+Constant = RopeFreqs | Measured | LoraStack | Full  # of no stored tensor
 Ranked = Share | Once | Offset  # of which each rank has its own
 Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | Constant | Ranked
 
@@ -471,6 +485,7 @@ TEXT_NAMES: dict[str, type[Recipe | KV]] = {
     "full": Full,
     "rope_freqs": RopeFreqs,
     "measured": Measured,
+    "lora_stack": LoraStack,
     "KV": KV,
 }
 

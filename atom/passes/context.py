@@ -23,6 +23,8 @@ class PassContext:
     mesh: Mesh = ALONE
     stage: int = 0  # of the mesh's pipeline, whose text this is
     keeps_act: bool = False  # the format of activations was asked for: it stays where no kernel takes it
+    max_loras: int = 0  # adapters beside the weights; 0: none
+    max_lora_rank: int = 0  # of each of them
 
     @classmethod
     def of(

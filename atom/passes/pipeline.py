@@ -10,7 +10,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -20,10 +20,12 @@ from atom.errors import ConfigError, PassError
 from atom.graph import Graph, Mesh, ops, show, verify
 from atom.graph.mesh import ALONE
 from atom.kernels import Target
+from atom.passes.add_lora import add_lora
 from atom.passes.context import PassContext
 from atom.passes.fuse_gate_quant import fuse_gate_quant
 from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_linear_gate import fuse_linear_gate
+from atom.passes.fuse_lora import fuse_lora
 from atom.passes.fuse_norm_linear import fuse_norm_linear
 from atom.passes.fuse_norm_residual import fuse_norm_residual
 from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
@@ -45,10 +47,12 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (sink_into_head, 1, ops.SEMANTIC),
     (fuse_qkv, 1, ops.SEMANTIC),
     (fuse_gate_up, 1, ops.SEMANTIC),
+    (add_lora, 0, ops.SEMANTIC),
     (fuse_norm_residual, 1, ops.SEMANTIC),
     (lower_moe, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),
     (quantize, 0, ops.LOWERED),
+    (fuse_lora, 1, ops.LOWERED),
     (fuse_linear_gate, 1, ops.LOWERED),
     (fuse_norm_linear, 1, ops.LOWERED),
     (fuse_norm_rope_attention, 1, ops.LOWERED),
@@ -121,16 +125,19 @@ def lower(
     *,
     stage: int = 0,
     keeps_act: bool = False,
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
     passes: PassesConfig | None = None,
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
-    stage, keeps_act: see `PassContext`. passes: None: all of ours
+    stage, keeps_act, max_loras, max_lora_rank: see `PassContext`. passes: None: all of ours
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
     context = PassContext.of(target, level, mesh, stage=stage, keeps_act=keeps_act)
+    context = replace(context, max_loras=max_loras, max_lora_rank=max_lora_rank)
     for rewrite, from_level, graph_level in steps_of(passes or PassesConfig(), first):
         if level < from_level:
             continue

@@ -9,6 +9,7 @@ while engine.has_work:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 import threading
@@ -26,6 +27,7 @@ from atom.runtime.data_parallel import DataParallelBuilder, DataParallelSchedule
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
 from atom.runtime.kv_files import KVFiles
+from atom.runtime.loras import Loras
 from atom.runtime.metrics import EngineStats
 from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
@@ -55,8 +57,10 @@ class Engine:
         ranks: Ranks | None = None,
         files: KVFiles | None = None,
         keep: Callable[[], object] | None = None,
+        loras: Loras | None = None,
     ) -> None:
-        """ranks: that take the runner's steps too. files: of KV; keep: writes what is still in memory, at the end"""
+        """ranks: that take the runner's steps too. files: of KV; keep: writes what is still in memory, at the end.
+        loras: adapters of requests; None: there are none"""
         self.runner = runner
         self.scheduler = scheduler
         self.builder = builder
@@ -64,6 +68,7 @@ class Engine:
         self.profiler = profiler or Profiler(None)
         self._ranks = ranks
         self._files, self._keep = files, keep
+        self._loras = loras
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
@@ -81,6 +86,13 @@ class Engine:
         return self.scheduler.has_work or bool(self._pending) or bool(self._ended) or bool(self._moved)
 
     @property
+    def loras(self) -> Loras:
+        """The adapters of requests. RequestError where the model is served without any."""
+        if self._loras is None:
+            raise RequestError("there are no adapters here; set serve.enable_lora=true")
+        return self._loras
+
+    @property
     def num_waiting(self) -> dict[str, int]:
         """Sequences that are not admitted, by tenant."""
         return self.scheduler.num_waiting_by_tenant
@@ -96,13 +108,18 @@ class Engine:
         tenant: str = "",
         weight: float = 1.0,
         pooling: str | None = None,
+        adapter: str | None = None,
     ) -> list[Sequence]:
         """Make the n sequences of a request, nothing queued yet. RequestError where it cannot be served.
 
         salt: requests of another salt share no cached prefix with this one. priority: lower is served earlier.
         tenant: whose request it is; those that wait are served in turn. weight: its share, relative to the others'.
         pooling: LAST or MEAN, for an embedding of the prompt; the one token behind it counts for nothing.
+        adapter: the name of a LoRA adapter; its KV is found again under it alone.
         """
+        lora = None if adapter is None else self.loras.find(adapter)
+        if lora is not None:
+            salt = hashlib.sha256(lora.digest + salt).digest()
         tokens = self.vocabulary.tokenize(prompt)
         self.vocabulary.check(params)
         bad_words = self.vocabulary.encode_bad_words(params.bad_words or ())
@@ -128,6 +145,7 @@ class Engine:
                 pooling=pooling,
                 matcher=matchers[index] if matchers else None,
                 bad_words=bad_words,
+                adapter=lora,
             )
             self.scheduler.check(sequence)
             sequences.append(sequence)
@@ -138,6 +156,8 @@ class Engine:
         first = sequences[0]
         if self.is_running(first.request_id):
             raise RequestError(f"the request id {first.request_id} is in use, choose another")
+        if first.adapter is not None:
+            self.loras.acquire(first.adapter)
         streams = [Stream(sequence, self._detokenizer(sequence), callback) for sequence in sequences]
         for stream in streams:
             self._streams[stream.sequence.id] = stream
@@ -321,5 +341,7 @@ class Engine:
             sequence.text, sequence.stop_string = stream.detokenizer.text, stream.detokenizer.stop
         if all(sibling.finished_at for sibling in self._requests[sequence.request_id]):
             del self._requests[sequence.request_id]
+            if sequence.adapter is not None:
+                self.loras.release(sequence.adapter)
         self.metrics.finish_reasons[str(sequence.finish_reason)] += 1
         self._ended.append(sequence)

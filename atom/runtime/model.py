@@ -21,6 +21,7 @@ from torch import Tensor
 
 from atom.errors import naming_a_lack_of_memory
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type
+from atom.graph.graph import ADAPTERS
 from atom.graph.shares import token_shares
 from atom.kernels import find_step_kernels
 from atom.kernels.step import Inputs
@@ -82,6 +83,7 @@ class Model:
                 torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=device)
                 for shape, each in zip(shapes, types, strict=True)
             ]
+        self._has_adapters = any(node.name == ADAPTERS for node in graph.programs[BODY].inputs)
         self._rates: Tensor | None = None
         if drafting and drafting.rates:
             self._rates = torch.tensor(drafting.rates, device=device)
@@ -166,6 +168,8 @@ class Model:
         self._find_ngrams(decoding)
         inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, num_decodes, 1 + num_drafts)
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
+        if self._has_adapters:
+            inputs = inputs._replace(adapters=self._adapters_of(rows.slots.index_select(0, rows.row_of)))
         self._draft(decoding, inputs)
         hidden, states = self._run_body(inputs)
         if not shape.num_samples:
@@ -308,7 +312,14 @@ class Model:
         starts = self._starts[num_drafts][: num_rows + 1]
         inputs = self._inputs(num_rows * query_len, num_rows, starts, num_rows, query_len)
         self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, most)
+        if self._has_adapters:
+            inputs = inputs._replace(adapters=self._adapters_of(slots.repeat_interleave(query_len)))
         return inputs
+
+    def _adapters_of(self, slots: Tensor) -> Tensor:
+        """slots i32[T] -> i64[T]"""
+        adapters: Tensor = self.state.adapters.index_select(0, slots)
+        return adapters
 
     def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int, query_len: int = 1) -> Inputs:
         kinds, device = len(self.kinds), self.device

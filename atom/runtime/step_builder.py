@@ -107,7 +107,9 @@ class StepBuilder:
             shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
         )
         if admitted:
-            packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed) for each in admitted]
+            packs = [
+                pack_admission(each.slot, each.num_tokens, each.params, each.seed, number_of(each)) for each in admitted
+            ]
             step.admissions = bytearray(b"".join(packs))
             counted = [each for each in admitted if has_penalties(each)]
             step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
@@ -286,6 +288,11 @@ def find_drafts(plan: Plan) -> list[Draft]:
             drafts.append(Draft(at, first, list(row.drafts), row.sequence.slot, row.start + 1))
             first += len(row.drafts)
     return drafts
+
+
+def number_of(sequence: Sequence) -> int:
+    """The number of a sequence's adapter, -1 without one."""
+    return -1 if sequence.adapter is None else sequence.adapter.number
 
 
 def has_penalties(sequence: Sequence) -> bool:

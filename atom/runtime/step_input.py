@@ -23,7 +23,9 @@ from atom.sampling_params import SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
 NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for a slot's first draft, -3 for the second one
-ADMISSION = struct.Struct("=qqQq6d")  # slot, tokens known, seed, top_k and the other numbers of `pack_admission`
+ADMISSION = struct.Struct(
+    "=qqQqq6d"
+)  # slot, tokens known, seed, top_k, adapter and the other numbers of `pack_admission`
 
 
 class PackedRows(NamedTuple):
@@ -198,8 +200,11 @@ class Runner(Protocol):
         """Start copies of blocks beside the next step."""
 
 
-def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int) -> bytes:
-    """Pack a sequence's admission to a slot. num_tokens: known when it samples next. seed: taken modulo 2^64."""
+def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int, adapter: int = -1) -> bytes:
+    """Pack a sequence's admission to a slot. num_tokens: known when it samples next. seed: taken modulo 2^64.
+
+    adapter: its number; -1: none
+    """
     p = params
     floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, p.top_k, *floats)
+    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, p.top_k, adapter, *floats)

@@ -89,6 +89,17 @@ class Matcher(Protocol):
 
 
 @dataclass(eq=False)
+class Adapter:
+    """A LoRA adapter that is loaded; `runtime.loras` writes it."""
+
+    name: str
+    number: int  # its place among those that are loaded
+    digest: bytes  # of its files
+    num_holders: int = 0  # requests that have not ended
+    is_dropped: bool = False  # no new request gets it
+
+
+@dataclass(eq=False)
 class Request:
     """The request of one sequence: nothing changes it."""
 
@@ -107,6 +118,7 @@ class Request:
     pooling: str | None = None  # LAST or MEAN: an embedding is made of these tokens of the prompt; None: no embedding
     matcher: Matcher | None = None  # None: the answer is not constrained
     bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not come one behind the other
+    adapter: Adapter | None = None  # None: the model's own weights alone
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
 

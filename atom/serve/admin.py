@@ -94,19 +94,19 @@ def routes(context: Context) -> APIRouter:
             "object": "model",
             "created": created,
             "owned_by": "atom",
-            "root": context.config.checkpoint or context.config.model.name,
-            "parent": None,
+            "root": context.engines.adapters.get(name) or context.config.checkpoint or context.config.model.name,
+            "parent": None if context.adapter(name) is None else context.names[0],
             "max_model_len": context.config.serve.max_model_len,
         }
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """The names of the served model."""
+        """The names of the served model, then those of its adapters, whose `parent` it is."""
         return json_response({"object": "list", "data": [describe(name) for name in context.names]})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """One name of the served model."""
+        """One of these names."""
         return json_response(describe(context.served(name)))
 
     @router.get("/debug/mtp_stats")

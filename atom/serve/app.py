@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 import atom
 from atom.errors import AtomError
-from atom.serve import admin, docs, page, signed_answers
+from atom.serve import adapters, admin, docs, page, signed_answers
 from atom.serve.anthropic import messages
 from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse, shown
@@ -44,7 +44,7 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
     http = context.config.serve.http
     signing_key = load_signing_key(http.signing_key)
     app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
-    for module in (completions, chat, responses, embeddings, messages, tokenize, admin, page):
+    for module in (completions, chat, responses, embeddings, messages, tokenize, adapters, admin, page):
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))
     app.include_router(signed_answers.routes(signing_key))

@@ -44,13 +44,21 @@ class Context:
         self.config = config
         self.engines = engines
         self.metrics = metrics
-        self.names = config.served_names
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
         self.are_several = False  # several tenants, who take turns
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
+
+    @property
+    def names(self) -> list[str]:
+        """What requests may call the model, and its adapters."""
+        return [*self.config.served_names, *self.engines.adapters]
+
+    def adapter(self, model: str) -> str | None:
+        """The adapter that a served name is of, None for the model itself."""
+        return model if model in self.engines.adapters else None
 
     @property
     def state(self) -> EngineState:

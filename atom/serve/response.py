@@ -279,6 +279,7 @@ class Responder(ABC):
                 pooling=submission.pooling,
                 tenant=tenant.name if context.are_several else "",
                 weight=tenant.limits.weight,
+                adapter=context.adapter(self.model),
                 pin=pin,
             )
             left.callback(engines.abort, stream)

@@ -37,6 +37,8 @@ MEANS: dict[str, list[str]] = {
     "--download-dir /data": ["cache='/data'"],
     "--kv-cache-memory-bytes 8GiB": ["serve.kv_cache_memory=8589934592"],
     "--swap-space 0.5": ["serve.swap_space=536870912"],
+    "--enable-lora --max-loras 2 --max-lora-rank 64": ["serve.enable_lora=true", "serve.max_loras=2", "serve.max_lora_rank=64"],
+    """--lora-modules sql=/adapters/sql '{"name": "chat", "path": "/a=b"}'""": ["serve.lora_modules={sql:'/adapters/sql',chat:'/a=b'}"],
     "--num-gpu-blocks-override 7": ["serve.num_kvcache_blocks=7"],
     "--max-model-len 4k": ["serve.max_model_len=4000"],
     "--max-model-len 4K": ["serve.max_model_len=4096"],
@@ -94,7 +96,10 @@ WRONG = {
     "-O3": "-O3: write --level 0, 1, 2 or 3",
     "-O 3": "-O: write --level 0, 1, 2 or 3",
     "--preemption_mode=swap": "--preemption_mode: whether blocks are swapped follows from --swap-space",
-    "--no-enable-lora": "--no-enable-lora: LoRA adapters are not built",
+    "--max-cpu-loras 4": "--max-cpu-loras: all adapters that are loaded are on the device",
+    "--lora-modules sql": "--lora-modules=sql: write name=path, or JSON with name and path",
+    "--lora-modules a=/a a=/b": "--lora-modules: a is stated twice",
+    "--lora-dtype float32": "--lora-dtype=float32: adapters are in the model's dtype; there is: auto",
 }
 
 

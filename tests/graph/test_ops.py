@@ -46,6 +46,9 @@ CALLS = [
     (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]", "bf16[14]"), {"eps": 1e-6, "kind": "silu"}),
     (ops.add_norm_linear, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
     (ops.add_norm_linear, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6, "kind": "gelu"}),
+    (ops.lora, ("bf16[T, 12]", "bf16[T, 24]", "bf16[36, 24]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [8, 4]}),
+    (ops.expand_lora, ("bf16[T, 30]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [12]}),
+    (ops.expand_lora, ("bf16[T, 48]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [6, 6], "kind": "silu"}),
 ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, W, interpret, parse, show
+from atom.graph import TORCH_DTYPES, Cat, Full, Graph, Recipe, W, interpret, parse, show
+from atom.graph.recipes import LoraStack
 from atom.kernels import Target, find_backend
 from atom.passes.context import PassContext
 
@@ -24,7 +25,9 @@ def random_weight(recipe: Recipe) -> torch.Tensor:
     """A tensor that depends on the stored names alone, so that fused and separate weights agree."""
     if isinstance(recipe, Cat):
         return torch.cat([random_weight(part) for part in recipe.parts], recipe.dim)
-    assert isinstance(recipe, W)
+    if isinstance(recipe, Full):
+        return torch.full(recipe.type.shape, recipe.value)
+    assert isinstance(recipe, W | LoraStack)
     generator = torch.Generator().manual_seed(sum(map(ord, recipe.name)))
     return torch.randn(recipe.type.shape, generator=generator, dtype=torch.float32).to(TORCH_DTYPES[recipe.type.dtype])
 

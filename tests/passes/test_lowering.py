@@ -204,6 +204,7 @@ def test_level_0_only_lowers():
     assert [report.name for report in reports] == [
         "split_stages",
         "shard",
+        "add_lora",
         "lower_moe",
         "lower_attention",
         "quantize",

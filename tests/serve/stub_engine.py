@@ -86,6 +86,7 @@ class StubEngine:
         tenant: str,
         weight: float,
         pooling: str | None,
+        adapter: str | None,
     ) -> list[Sequence]:
         if prompt[0] == UNPREPARED:
             raise KeyError("a fault")

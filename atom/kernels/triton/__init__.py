@@ -10,7 +10,7 @@ for kernel in BACKEND.kernels:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -36,6 +36,7 @@ FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in fl
 ACTS = ("fp8", "int8")  # of activations that the library multiplies
 GIVEN = ("fp8",)  # formats in which gates give the rows that it multiplies next
 SPAN = 128  # rows and columns of blocks in fp8 that the library multiplies
+MAX_SLICES = 3  # of a linear with adapters: q, k and v
 LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
 
 
@@ -155,6 +156,16 @@ def _refuse_packed(weight: Type) -> str | None:
     return f"{inner} columns are odd" if known.bits == 4 and inner % 2 else None
 
 
+def accepts_lora(
+    _target: Target, *_types: Any, sizes: Sequence[int], kind: str | None = None, **_attributes: Any
+) -> str | None:
+    if kind == "swigluoai":
+        return "has no swigluoai gate"
+    if kind is not None and len(sizes) > 1 and (len(sizes) != 2 or sizes[0] != sizes[1]):
+        return f"slices {list(sizes)} are not gate and up"
+    return None if len(sizes) <= MAX_SLICES else f"takes {MAX_SLICES} slices, not {len(sizes)}"
+
+
 def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
@@ -216,6 +227,8 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe", accepts=accepts_grouped, packed=("scaled", "int4", "int8", *FP4)),
     _kernel(ops.combine, "moe"),
+    _kernel(ops.lora, "lora", accepts=accepts_lora),
+    _kernel(ops.expand_lora, "lora", accepts=accepts_lora),
 )
 
 BACKEND = Backend(

@@ -35,6 +35,7 @@ from atom.serve.engine.protocol import (
     Failed,
     Frames,
     FromEngine,
+    LoadAdapter,
     Message,
     Output,
     Outputs,
@@ -43,6 +44,7 @@ from atom.serve.engine.protocol import (
     Refused,
     Start,
     Submit,
+    UnloadAdapter,
     encode,
     from_engine,
 )
@@ -89,7 +91,7 @@ class EngineClient(asyncio.Protocol):
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
         self._numbers = itertools.count()
-        self._profiling: dict[str, asyncio.Future[str]] = {}  # pending starts and stops of the profiler, by id
+        self._asked: dict[str, asyncio.Future[str]] = {}  # what operators wait for, by id
         self._frames: Frames[FromEngine] = from_engine()
         self._transport: asyncio.Transport | None = None
         self._checked_at = clock()
@@ -132,6 +134,7 @@ class EngineClient(asyncio.Protocol):
         pooling: str | None = None,
         tenant: str = "",
         weight: float = 1.0,
+        adapter: str | None = None,
     ) -> RequestStream:
         """Send a request, params for each of its prompts. tenant, weight: as in `Engine.prepare`
 
@@ -156,7 +159,7 @@ class EngineClient(asyncio.Protocol):
             self._num_sent += 1
             self._unseen.append((self._num_sent, tenant, one.n))
             self._num_unseen[tenant] += one.n
-            self._send(Submit(each, prompt, one, salt, priority, pooling, tenant, weight))
+            self._send(Submit(each, prompt, one, salt, priority, pooling, tenant, weight, adapter))
         return stream
 
     def retry_after(self) -> int:
@@ -175,12 +178,24 @@ class EngineClient(asyncio.Protocol):
 
     async def profile(self, *, starts: bool) -> str:
         """Start or stop the profiler; return the path of the trace. RequestError where that fails."""
+        return await self._ask(lambda id: Profile(id, starts))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter. RequestError where that fails."""
+        await self._ask(lambda id: LoadAdapter(id, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop a LoRA adapter; requests that have it go on. RequestError where that fails."""
+        await self._ask(lambda id: UnloadAdapter(id, name))
+
+    async def _ask(self, make: Callable[[str], Message]) -> str:
+        """Send a message of an id, and wait for its answer."""
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        id = f"profile-{next(self._numbers)}"
-        self._profiling[id] = answer
-        self._send(Profile(id, starts))
+        id = f"ask-{next(self._numbers)}"
+        self._asked[id] = answer
+        self._send(make(id))
         return await answer
 
     def drain(self) -> None:
@@ -229,7 +244,7 @@ class EngineClient(asyncio.Protocol):
             case Refused(id, error):
                 self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
             case Done(id, result, error):
-                answer = self._profiling.pop(id)
+                answer = self._asked.pop(id)
                 if not answer.done():
                     answer.set_exception(RequestError(error)) if error else answer.set_result(result)
             case Ready(num_blocks, gpus):
@@ -284,7 +299,7 @@ class EngineClient(asyncio.Protocol):
         self._num_unseen, self._num_waiting, self.num_sequences = Counter(), {}, 0
         self.stats = replace(self.stats, num_running=0, num_waiting=0, num_blocks_used=0)
         self._note_idle()
-        for answer in self._profiling.values():
+        for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(EngineDeadError(reason))
         self.dead.set()

@@ -45,6 +45,7 @@ class Submit(Message):
     pooling: str | None = None  # LAST or MEAN, for an embedding
     tenant: str = ""
     weight: float = 1.0  # of the tenant's turns
+    adapter: str | None = None  # the name of a LoRA adapter
 
 
 class Abort(Message):
@@ -56,6 +57,21 @@ class Profile(Message):
 
     id: str
     starts: bool
+
+
+class LoadAdapter(Message):
+    """Load a LoRA adapter; answered by a `Done` of the same id."""
+
+    id: str
+    name: str
+    path: str  # of its folder
+
+
+class UnloadAdapter(Message):
+    """Drop a LoRA adapter; answered likewise."""
+
+    id: str
+    name: str
 
 
 class Finish(msgspec.Struct, array_like=True, gc=False):
@@ -108,7 +124,7 @@ class Refused(Message):
 
 
 class Done(Message):
-    """The profiler has started or stopped."""
+    """The profiler has started or stopped, an adapter is loaded or dropped."""
 
     id: str
     result: str
@@ -130,7 +146,7 @@ class Failed(Message):
     exit_code: int
 
 
-ToEngine = Start | Submit | Abort | Profile
+ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter
 FromEngine = Ready | Outputs | Refused | Done | Beat | Failed
 
 T = TypeVar("T")

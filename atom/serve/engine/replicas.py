@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from atom.config import Config
@@ -53,7 +54,7 @@ class Replica:
         self.num_restarts = 0
         self._num_failures = 0  # starts in a row that came to nothing
         self._num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
-        self._config, self._command = config, command
+        self._config, self._command = config, command  # of the next start
         self._process: EngineProcess | None = None
 
     @property
@@ -75,6 +76,10 @@ class Replica:
         """seconds: for which it has served; None: not at all"""
         self._num_failures = self._num_failures + 1 if seconds is None else 0
         self._num_deaths = 1 if (seconds or 0.0) >= STEADY_SECONDS else self._num_deaths + 1
+
+    def set_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Have the next start load these adapters, paths by name."""
+        self._config = replace(self._config, serve=replace(self._config.serve, lora_modules=dict(adapters)))
 
     async def start(self) -> None:
         """Start the process. OSError where the system cannot."""
@@ -116,6 +121,8 @@ class Replicas:
         self._replicas = [Replica(config, number, command) for number in range(num_replicas)]
         self._router = Router(num_replicas, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
         self._watching: list[asyncio.Task[None]] = []
+        self.adapters: dict[str, str] = dict(serve.lora_modules or {})  # that requests may name: name -> path
+        self._updating = asyncio.Lock()  # of them
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -163,13 +170,14 @@ class Replicas:
         pooling: str | None = None,
         tenant: str = "",
         weight: float = 1.0,
+        adapter: str | None = None,
         pin: int | None = None,
     ) -> RequestStream:
         """Send a request to a replica, params for each of its prompts. The errors of `EngineClient.submit`.
 
-        pin: the replica's number; None: the router chooses.
+        adapter: the name of a LoRA adapter. pin: the replica's number; None: the router chooses.
         """
-        request = self._router.hash(prompts, salt)
+        request = self._router.hash(prompts, salt if adapter is None else adapter.encode() + b"\0" + salt)
         number = (
             self._router.choose(request, self._find_loads(sum(one.n for one in params), tenant)) if pin is None else pin
         )
@@ -177,7 +185,15 @@ class Replicas:
         if replica.client.state is not EngineState.READY:
             raise EngineDeadError(f"{replica.name} is {replica.client.state}")
         stream = replica.client.submit(
-            prompts, params, id=id, salt=salt, priority=priority, pooling=pooling, tenant=tenant, weight=weight
+            prompts,
+            params,
+            id=id,
+            salt=salt,
+            priority=priority,
+            pooling=pooling,
+            tenant=tenant,
+            weight=weight,
+            adapter=adapter,
         )
         stream.engine = number
         sent = self._router.send(number, request)
@@ -196,6 +212,39 @@ class Replicas:
         if not (header.isascii() and header.isdigit() and len(header) < 5 and int(header) < len(self)):
             raise RequestError(f"{PIN}: {header[:20]!r} is no engine here; there is: 0 to {len(self) - 1}")
         return int(header)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter in all engines, or in none. RequestError where that fails."""
+        async with self._updating:
+            serving = self._find_serving()
+            done = await asyncio.gather(*(each.load_adapter(name, path) for each in serving), return_exceptions=True)
+            faults = [each for each in done if each is not None]
+            if faults:
+                loaded = [client for client, fault in zip(serving, done, strict=True) if fault is None]
+                await asyncio.gather(*(each.unload_adapter(name) for each in loaded), return_exceptions=True)
+                raise faults[0]
+            self._set_adapters(self.adapters | {name: path})
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop a LoRA adapter in all engines; requests that have it go on. RequestError where that fails."""
+        async with self._updating:
+            serving = self._find_serving()
+            self._set_adapters({each: path for each, path in self.adapters.items() if each != name})
+            await asyncio.gather(*(each.unload_adapter(name) for each in serving))
+
+    def _find_serving(self) -> list[EngineClient]:
+        """The engines that serve. EngineDeadError where there is none, or one is loading and would miss a change."""
+        if loading := next((each.name for each in self if each.client.state is EngineState.LOADING), None):
+            raise EngineDeadError(f"{loading} is loading; try again once it serves")
+        serving = [each.client for each in self if each.client.state is EngineState.READY]
+        if not serving:
+            raise EngineDeadError(f"the engine is {self.state}")
+        return serving
+
+    def _set_adapters(self, adapters: dict[str, str]) -> None:
+        self.adapters = adapters
+        for each in self:
+            each.set_adapters(adapters)
 
     async def profile(self, *, starts: bool) -> list[str]:
         """Start or stop the profiler of all that serve; the paths of the traces. RequestError where that fails."""

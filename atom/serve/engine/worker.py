@@ -43,6 +43,7 @@ from atom.serve.engine.protocol import (
     Beat,
     Done,
     Finish,
+    LoadAdapter,
     Output,
     Outputs,
     Profile,
@@ -51,6 +52,7 @@ from atom.serve.engine.protocol import (
     Start,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
@@ -180,6 +182,10 @@ class Worker:
                 return lambda: self.engine.abort(id)
             case Profile():
                 return lambda: self._profile(message)
+            case LoadAdapter():
+                return self._prepare_adapter(message)
+            case UnloadAdapter(id, name):
+                return lambda: self._answer(id, lambda: self.engine.loras.unload(name))
         raise AssertionError(f"{message!r} is the first message and no other")
 
     def _prepare_request(self, message: Submit) -> Work:
@@ -204,6 +210,7 @@ class Worker:
                 tenant=message.tenant,
                 weight=message.weight,
                 pooling=message.pooling,
+                adapter=message.adapter,
             )
         except AtomError as error:
             reason = error
@@ -212,6 +219,27 @@ class Worker:
             LOG.exception("a request cannot be prepared")
             return lambda: refuse(None)
         return submit
+
+    def _prepare_adapter(self, message: LoadAdapter) -> Work:
+        """Read an adapter's files here; what is done between two steps."""
+        try:
+            files = self.engine.loras.read(message.path)
+        except Exception as error:
+            reason = error
+            return lambda: self._answer(message.id, lambda: _raise(reason))
+        return lambda: self._answer(message.id, lambda: self.engine.loras.load(message.name, files))
+
+    def _answer(self, id: str, work: Work) -> None:
+        """Do what an operator has asked for, and answer."""
+        try:
+            work()
+        except (AtomError, OSError) as error:
+            self._link.send(Done(id, "", str(error)))
+        except Exception:
+            LOG.exception("an adapter cannot be loaded")
+            self._link.send(Done(id, "", "internal error, the engine's log has it"))
+        else:
+            self._link.send(Done(id, ""))
 
     def _profile(self, message: Profile) -> None:
         try:
@@ -260,7 +288,7 @@ class Worker:
             self._link.send(Outputs([portion], *self._sent_state))
 
 
-def _raise(error: AtomError) -> None:
+def _raise(error: Exception) -> None:
     raise error
 
 

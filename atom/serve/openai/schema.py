@@ -323,6 +323,16 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = Field(None, description="of a prompt; a template brings its own")
 
 
+class LoadAdapterRequest(Body):
+    lora_name: Word = Field(min_length=1, description="what requests call it as their model")
+    lora_path: Text = Field(min_length=1, description="its folder on the server")
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: Word = Field(min_length=1)
+    lora_int_id: int | None = Field(None, description="ignored: the name counts")
+
+
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: List[TokenId]

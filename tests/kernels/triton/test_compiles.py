@@ -14,7 +14,7 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from atom.kernels.triton import moe, sampling, speculation
+from atom.kernels.triton import lora, moe, sampling, speculation
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
@@ -63,7 +63,7 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, prepare_inputs, linear, packed, row_kernels, moe, prefill, rope, sampling, speculation):
+for module in (decode, prepare_inputs, linear, lora, packed, row_kernels, moe, prefill, rope, sampling, speculation):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES[module.__name__.rpartition(".")[2]].split():
@@ -133,6 +133,9 @@ prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
 for kind in ("greedy", "random", "filtered"):
     sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))
 sampling.score_drawn(bf16(3, 500), slots, slots, torch.zeros(3), torch.zeros(3), rows)
+for rows in (5, 300):
+    lora.expand_lora(bf16(rows, 2048 + 384), bf16(2048, 128), torch.zeros(rows).long(), rank=16, sizes=[1024, 512, 512])
+    lora.expand_lora(bf16(rows, 2048 + 512), bf16(2048, 256), torch.zeros(rows).long(), rank=64, sizes=[1024, 1024], kind="silu")
 x, experts = bf16(7, 256), bf16(8, 64, 256)
 weights, ids = moe.router(x, bf16(8, 256), top_k=2)
 grouped, order, ends = moe.group(x, ids, ids.new_empty(1), experts=8)
@@ -148,6 +151,7 @@ NAMES = {
     "decode": "_decode",
     "prepare_inputs": "_prepare _extend",
     "linear": "_vector_kernel _matrix_kernel",
+    "lora": "_expand_kernel",
     "packed": "_unpack_kernel _scale_kernel",
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _packed_grouped_linear_kernel "

@@ -1,0 +1,74 @@
+"""Adapters by name: load and drop them while requests run.
+
+loras = Loras(LoraWeights(graph, tensors, 8, 16))
+loras.load("sql", loras.read("/adapters/sql"))      # between two steps; `read` may run in another thread
+adapter = loras.find("sql")                         # for a request, which holds it from `acquire` to `release`
+loras.unload("sql")                                 # no new request gets it; its place is free once none holds it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from atom.checkpoint.lora import AdapterFiles, read_adapter
+from atom.errors import RequestError
+from atom.runtime.types import Adapter
+from atom.weights.lora import LoraWeights
+
+
+class Loras:
+    def __init__(self, weights: LoraWeights) -> None:
+        self._weights = weights
+        self._adapters: dict[str, Adapter] = {}
+        self._free = list(range(weights.max_loras))[::-1]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._adapters)
+
+    def read(self, path: str) -> AdapterFiles:
+        """Read and check an adapter's files. CheckpointError, UnsupportedError or ConfigError say what is wrong."""
+        files = read_adapter(Path(path))
+        self._weights.check(files)
+        return files
+
+    def load(self, name: str, files: AdapterFiles) -> None:
+        """Load an adapter. RequestError where the name is taken, or there is no place."""
+        if name in self._adapters:
+            raise RequestError(f"the adapter {name} is loaded already; unload it first, or choose another name")
+        if not self._free:
+            most = f"there is room for {self._weights.max_loras}"
+            raise RequestError(
+                f"the adapter {name} has no place: {most} (serve.max_loras), of which requests may hold some"
+            )
+        number = self._free.pop()
+        self._weights.write(number, files)
+        self._adapters[name] = Adapter(name, number, files.digest)
+
+    def unload(self, name: str) -> None:
+        """Drop an adapter; requests that hold it go on. RequestError where there is none of that name."""
+        adapter = self.find(name)
+        del self._adapters[name]
+        adapter.is_dropped = True
+        self._free_unheld(adapter)
+
+    def find(self, name: str) -> Adapter:
+        """The adapter of this name. RequestError where there is none."""
+        if (adapter := self._adapters.get(name)) is None:
+            raise RequestError(f"there is no adapter {name}; there is: {', '.join(self._adapters) or 'none'}")
+        return adapter
+
+    def acquire(self, adapter: Adapter) -> None:
+        """Hold an adapter. RequestError where it has been dropped since it was found."""
+        if adapter.is_dropped:
+            raise RequestError(f"the adapter {adapter.name} has been unloaded")
+        adapter.num_holders += 1
+
+    def release(self, adapter: Adapter) -> None:
+        adapter.num_holders -= 1
+        self._free_unheld(adapter)
+
+    def _free_unheld(self, adapter: Adapter) -> None:
+        if adapter.is_dropped and not adapter.num_holders:
+            self._free.append(adapter.number)

@@ -1,0 +1,112 @@
+"""Adapters beside the linears of layers, and fused with them where a kernel takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from passes.cases import context_of, random_weight, run, text_of
+
+from atom.graph import Recipe, interpret, parse
+from atom.kernels import Target
+from atom.passes.add_lora import add_lora
+from atom.passes.context import PassContext
+from atom.passes.fuse_lora import fuse_lora
+
+GPU, BACKENDS = Target("cuda", frozenset({"amd", "gfx942"})), ("triton", "reference")
+
+WRITTEN = """\
+def body(tokens: i64[T], positions: i64[T]):
+    x = embedding(tokens, W("embed.weight", fp32[50, 8]))
+    qkv = linear(x, cat([W("l.q.weight", fp32[8, 8]), W("l.k.weight", fp32[8, 8]), W("l.v.weight", fp32[8, 8])]))
+    q, k, v = split(qkv, sizes=[8, 8, 8])
+    q_1 = split_heads(q, heads=2)
+    k_1 = split_heads(k, heads=2)
+    v_1 = split_heads(v, heads=2)
+    a = attention(q_1, k_1, v_1, KV("l", fp32[2, 2, 4]), scale=0.5)
+    return a
+def head(a: fp32[R, 2, 4]):
+    a_1 = merge_heads(a)
+    o = linear(a_1, slice(W("l.o.weight", fp32[16, 8]), 4, 12))
+    logits = linear(o, W("lm_head.weight", fp32[50, 8]))
+    return logits
+"""
+
+ADDED = """\
+def body(tokens: i64[T], positions: i64[T], adapters: i64[T]):
+    x = embedding(tokens, W("embed.weight", fp32[50, 8]))
+    qkv_1 = linear(x, cat([W("l.q.weight", fp32[8, 8]), W("l.k.weight", fp32[8, 8]), W("l.v.weight", fp32[8, 8])]))
+    qkv = lora(qkv_1, x, cat([lora_stack("l.q.lora_A", fp32[6, 8]), lora_stack("l.k.lora_A", fp32[6, 8]), lora_stack("l.v.lora_A", fp32[6, 8])]), cat([lora_stack("l.q.lora_B", fp32[8, 6]), lora_stack("l.k.lora_B", fp32[8, 6]), lora_stack("l.v.lora_B", fp32[8, 6])]), adapters, rank=2, sizes=[8, 8, 8])
+    q, k, v = split(qkv, sizes=[8, 8, 8])
+    q_1 = split_heads(q, heads=2)
+    k_1 = split_heads(k, heads=2)
+    v_1 = split_heads(v, heads=2)
+    a = attention(q_1, k_1, v_1, KV("l", fp32[2, 2, 4]), scale=0.5)
+    return a, adapters
+
+def head(a: fp32[R, 2, 4], adapters: i64[R]):
+    a_1 = merge_heads(a)
+    o_1 = linear(a_1, slice(W("l.o.weight", fp32[16, 8]), 4, 12))
+    o = lora(o_1, a_1, lora_stack("l.o.lora_A", fp32[6, 8]), slice(lora_stack("l.o.lora_B", fp32[16, 6]), 4, 12), adapters, rank=2, sizes=[8])
+    logits = linear(o, W("lm_head.weight", fp32[50, 8]))
+    return logits"""
+
+BESIDE = """\
+def f(x: fp32[T, 8], adapters: i64[T]):
+    y_1 = linear(x, W("l.y.weight", fp32[12, 8]), W("l.y.bias", fp32[12]))
+    y = lora(y_1, x, lora_stack("l.y.lora_A", fp32[6, 8]), lora_stack("l.y.lora_B", fp32[12, 6]), adapters, rank=2, sizes=[12])
+    m = gated_activate(y, kind="silu")
+    return m"""
+
+FUSED = """\
+def f(x: fp32[T, 8], adapters: i64[T]):
+    y_2 = linear(x, cat([W("l.y.weight", fp32[12, 8]), lora_stack("l.y.lora_A", fp32[6, 8])]), cat([W("l.y.bias", fp32[12]), full(0, fp32[6])]))
+    m = expand_lora(y_2, lora_stack("l.y.lora_B", fp32[12, 6]), adapters, rank=2, sizes=[12], kind="silu")
+    return m"""
+
+
+def with_room(context: PassContext) -> PassContext:
+    return replace(context, max_loras=3, max_lora_rank=2)
+
+
+def test_linears_of_layers_get_adapters_and_the_head_does_not():
+    graph = add_lora(parse(WRITTEN), context=with_room(context_of(GPU, *BACKENDS)))
+    assert text_of(graph) == ADDED
+    assert text_of(parse(ADDED)) == ADDED
+
+
+def test_without_room_nothing_changes():
+    written = parse(WRITTEN)
+    assert text_of(add_lora(written, context=context_of(GPU, *BACKENDS))) == text_of(parse(WRITTEN))
+
+
+def test_the_first_product_goes_into_the_linear_and_gates_into_the_second():
+    assert text_of(fuse_lora(parse(BESIDE), context=context_of(GPU, *BACKENDS))) == FUSED
+    inputs = {"x": torch.randn(5, 8), "adapters": torch.tensor([2, -1, 0, 1, 2])}
+    torch.testing.assert_close(run(FUSED, **inputs), run(BESIDE, **inputs))
+
+
+def test_a_token_has_the_sum_of_its_own_adapter():
+    x, adapters = torch.randn(3, 8), torch.tensor([1, -1, 0])
+    weight, bias, a, b = (
+        random_weight(recipe) for node in parse(BESIDE).programs["f"].nodes[:2] for recipe in node.args if isinstance(recipe, Recipe)
+    )  # fmt: skip
+    wanted = x @ weight.T + bias
+    for token, number in ((0, 1), (2, 0)):
+        wanted[token] += b[:, 2 * number : 2 * number + 2] @ a[2 * number : 2 * number + 2] @ x[token]
+    text = "\n".join(line for line in BESIDE.splitlines() if "gated" not in line).replace("return m", "return y")
+    torch.testing.assert_close(interpret(parse(text), "f", {"x": x, "adapters": adapters}, random_weight), wanted)
+
+
+@pytest.mark.parametrize("old, new", [
+    ('W("l.y.weight", fp32[12, 8])', 'W("l.y.weight", fp32[12, 8], fmt="fp8[1, *]")'),  # a packed weight
+    ("return m", "return m, y_1"),  # another reader of the linear
+])  # fmt: skip
+def test_what_cannot_be_joined_is_left_alone(old: str, new: str):
+    text = BESIDE.replace(old, new)
+    assert text_of(fuse_lora(parse(text), context=context_of(GPU, *BACKENDS))) == text
+
+
+def test_a_kernel_has_to_take_it():
+    assert text_of(fuse_lora(parse(BESIDE), context=context_of(Target("cpu"), "reference"))) == BESIDE

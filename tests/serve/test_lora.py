@@ -1,0 +1,92 @@
+"""Adapters over HTTP: named as models, listed, loaded and dropped while the server runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import adapters
+import pytest
+import serving
+import tiny
+import wire
+
+PROMPT = tiny.prompt(11)
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def folders(references: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: adapters.save(references("llama"), root / name, seed=seed) for seed, name in enumerate(("sql", "chat"))
+    }
+
+
+@pytest.fixture(scope="module")
+def server(
+    folders: dict[str, Path], checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    started = serving.start(
+        checkpoints("llama"), tmp_path_factory.mktemp("server"), f"serve.lora_modules={{sql: '{folders['sql']}'}}",
+        "serve.allow_runtime_lora_updating=true", "serve.http.api_keys=secret", "serve.max_loras=2",
+    )  # fmt: skip
+    yield started.url
+    started.process.kill()
+    started.process.wait()
+
+
+def complete(url: str, model: str) -> wire.Answer:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    return wire.ask(url, "POST", "/v1/completions", body, KEY)
+
+
+def names(url: str) -> list[tuple[str, str | None]]:
+    return [(each["id"], each["parent"]) for each in wire.ask(url, "GET", "/v1/models", headers=KEY).json["data"]]
+
+
+def test_a_request_names_its_adapter_as_the_model(server: str, folders: dict[str, Path], references: Any):
+    model = references("llama")
+    assert names(server) == [("talker", None), ("sql", "talker")]
+    for name, reference in (("talker", model), ("sql", adapters.merge(model, folders["sql"]))):
+        answer = complete(server, name)
+        assert answer.status == 200 and answer.json["model"] == name
+        tiny.assert_greedy({"token_ids": answer.json["choices"][0]["token_ids"]}, PROMPT, reference)
+
+
+def test_an_adapter_is_loaded_and_dropped_by_an_operator(server: str, folders: dict[str, Path], references: Any):
+    load = {"lora_name": "chat", "lora_path": str(folders["chat"])}
+    assert complete(server, "chat").status == 404
+    assert wire.ask(server, "POST", "/v1/load_lora_adapter", load).status == 401
+    loaded = wire.ask(server, "POST", "/v1/load_lora_adapter", load, KEY)
+    assert (loaded.status, loaded.body.decode()) == (200, "Success: LoRA adapter 'chat' added successfully.")
+    assert ("chat", "talker") in names(server)
+    answer = complete(server, "chat")
+    merged = adapters.merge(references("llama"), folders["chat"])
+    tiny.assert_greedy({"token_ids": answer.json["choices"][0]["token_ids"]}, PROMPT, merged)
+    again = wire.ask(server, "POST", "/v1/load_lora_adapter", load, KEY)
+    assert again.status == 400 and "the adapter chat is loaded already" in again.json["error"]["message"]
+    third = wire.ask(server, "POST", "/v1/load_lora_adapter", {**load, "lora_name": "third"}, KEY)
+    assert third.status == 400 and "serve.max_loras" in third.json["error"]["message"]
+    dropped = wire.ask(server, "POST", "/v1/unload_lora_adapter", {"lora_name": "chat"}, KEY)
+    assert (dropped.status, dropped.body.decode()) == (200, "Success: LoRA adapter 'chat' removed successfully.")
+    assert complete(server, "chat").status == 404 and names(server) == [("talker", None), ("sql", "talker")]
+    assert wire.ask(server, "POST", "/v1/unload_lora_adapter", {"lora_name": "chat"}, KEY).status == 404
+
+
+@pytest.mark.parametrize("body, reason", [
+    ({"lora_name": "talker", "lora_path": "/nowhere"}, "is the model's own name"),
+    ({"lora_name": "new", "lora_path": "/nowhere"}, "/nowhere has no adapter_config.json"),
+    ({"lora_name": "new"}, "lora_path"),
+])  # fmt: skip
+def test_what_cannot_be_loaded_is_a_fault_of_the_request(server: str, body: dict[str, str], reason: str):
+    answer = wire.ask(server, "POST", "/v1/load_lora_adapter", body, KEY)
+    assert answer.status in (400, 422) and reason in answer.json["error"]["message"]
+    assert names(server) == [("talker", None), ("sql", "talker")]
+
+
+def test_without_leave_there_are_no_such_routes(start_server: serving.Start):
+    server = start_server(stub={})
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert wire.ask(server.url, "POST", path, {"lora_name": "sql", "lora_path": "/sql"}).status == 404

@@ -1,0 +1,241 @@
+"""LoRA adapters beside the weights: tokens and logits are those of PEFT's own model, whatever runs beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import adapters
+import peft
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from atom import LLMEngine, SamplingParams
+from atom.config.load import load
+from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, UnsupportedError
+
+pytestmark = pytest.mark.early
+
+Open = Callable[..., LLMEngine]
+GREEDY = SamplingParams(max_tokens=10, temperature=0)
+
+
+def save_with_peft(model: Any, folder: Path, seed: int = 0, **fields: Any) -> Path:
+    """An adapter that PEFT has made of random factors and written, of all linears unless the fields say otherwise."""
+    torch.manual_seed(seed)
+    stated = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**stated, init_lora_weights=False))
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn_like(weight) * 0.3
+    adapted.save_pretrained(folder)
+    adapted.unload()
+    return folder
+
+
+@pytest.fixture
+def fresh(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
+    """transformers' model of a variant, not shared: PEFT changes the modules of what it is given."""
+    return lambda name: tiny.reference(checkpoints(name))
+
+
+def adapted(fresh: Callable[[str], Any], name: str, folder: Path) -> Any:
+    return peft.PeftModel.from_pretrained(fresh(name), folder).eval()
+
+
+@pytest.mark.parametrize("name, level, fields", [
+    ("llama", 0, {}),
+    ("llama", 1, {"use_rslora": True, "r": 3, "lora_alpha": 5}),
+    ("llama_biases", 1, {"target_modules": ["q_proj", "v_proj"]}),
+    ("qwen3", 1, {"rank_pattern": {"q_proj": 2, r".*\.1\.mlp\.down_proj": 7}, "alpha_pattern": {"v_proj": 3}}),
+    ("phi3", 1, {}),
+    ("phi3", 0, {}),
+    ("deepseek_v2", 1, {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+    ("mixtral", 1, {"target_modules": ["q_proj", "o_proj"]}),
+    ("qwen2_window", 1, {"target_modules": [*adapters.ALL], "layers_to_transform": [0, 2]}),
+    pytest.param("qwen3", 2, {}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_logits_and_tokens_are_those_of_peft(
+    name: str, level: int, fields: dict[str, Any], open_engine: Open, fresh: Callable[[str], Any], tmp_path: Path
+):
+    folder = save_with_peft(fresh(name), tmp_path / "sql", **fields)
+    model, plain = adapted(fresh, name, folder), fresh(name)
+    engine = open_engine(name, level=level, lora_modules={"sql": str(folder)}, max_lora_rank=8, max_loras=2)
+    prompt = tiny.prompt(20)
+    first, second = engine.generate([prompt] * 2, GREEDY, adapters=["sql", None])
+    tiny.assert_greedy(first, prompt, model)
+    tiny.assert_greedy(second, prompt, plain)
+    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    (answer,) = engine.generate([prompt], scored, adapters="sql")
+    wanted = torch.log_softmax(tiny.logits(model, prompt), -1)
+    ours = [each.logprob for each in answer["prompt_logprobs"][1:]]
+    assert ours == pytest.approx([wanted[at, token].item() for at, token in enumerate(prompt[1:])], abs=2e-3)
+    unadapted = torch.log_softmax(tiny.logits(plain, prompt), -1)
+    assert max(abs(unadapted[at, token].item() - ours[at]) for at, token in enumerate(prompt[1:])) > 0.1, "it matters"
+
+
+def save_three(model: Any, tmp_path: Path) -> dict[str, Path]:
+    return {f"a{seed}": adapters.save(model, tmp_path / f"a{seed}", rank=2 + seed, seed=seed) for seed in range(3)}
+
+
+def test_adapters_share_batches_through_chunks_and_preemptions(open_engine: Open, references: Any, tmp_path: Path):
+    model = references("llama")
+    folders = save_three(model, tmp_path)
+    models = {None: model} | {name: adapters.merge(model, folder) for name, folder in folders.items()}
+    engine = open_engine(
+        "llama", lora_modules={name: str(folder) for name, folder in folders.items()}, num_kvcache_blocks=16,
+        block_size=4, max_num_batched_tokens=12, max_num_seqs=6, max_model_len=48,
+    )  # fmt: skip
+    names = ["a0", None, "a1", "a2", "a1", None, "a0", "a2"]
+    prompts = [tiny.prompt(13 + 3 * seed, seed=seed) for seed in range(8)]
+    answers = engine.generate(prompts, GREEDY, adapters=names)
+    assert engine.metrics.scheduler.num_preemptions > 0
+    assert max(map(len, prompts)) > 12, "prompts are computed in chunks"
+    for prompt, name, answer in zip(prompts, names, answers, strict=True):
+        tiny.assert_greedy(answer, prompt, models[name])
+
+
+def test_a_cached_prefix_is_of_one_adapter(open_engine: Open, references: Any, tmp_path: Path):
+    model = references("llama")
+    folders = save_three(model, tmp_path)
+    engine = open_engine(
+        "llama", lora_modules={name: str(folder) for name, folder in folders.items()}, enable_prefix_caching=True,
+        block_size=4,
+    )  # fmt: skip
+    prompt, hits = tiny.prompt(21), []
+    for name in ("a0", None, "a1", "a0", None):
+        (answer,) = engine.generate([prompt], GREEDY, adapters=name)
+        tiny.assert_greedy(answer, prompt, model if name is None else adapters.merge(model, folders[name]))
+        hits.append(engine.metrics.scheduler.num_prefix_hit_tokens)
+    assert hits == [0, 0, 0, 20, 40]
+
+
+def test_an_adapter_is_loaded_and_dropped_while_requests_have_it(open_engine: Open, references: Any, tmp_path: Path):
+    model = references("llama")
+    folders = save_three(model, tmp_path)
+    engine = open_engine("llama", enable_lora=True, max_loras=1, enable_prefix_caching=True, block_size=4)
+    prompt = tiny.prompt(17)
+    with pytest.raises(RequestError, match="there is no adapter a0; there is: none"):
+        engine.add_request([prompt], GREEDY, adapters="a0")
+    engine.load_lora_adapter("a0", str(folders["a0"]))
+    engine.add_request([prompt], GREEDY, adapters="a0")
+    engine.step()
+    with pytest.raises(RequestError, match="the adapter a0 is loaded already"):
+        engine.load_lora_adapter("a0", str(folders["a0"]))
+    engine.unload_lora_adapter("a0")
+    with pytest.raises(RequestError, match="there is no adapter a0"):
+        engine.add_request([prompt], GREEDY, adapters="a0")
+    with pytest.raises(RequestError, match=r"the adapter a1 has no place: there is room for 1 \(serve.max_loras\)"):
+        engine.load_lora_adapter("a1", str(folders["a1"]))
+    ended = []
+    while not engine.is_finished():
+        ended += engine.step()
+    tiny.assert_greedy({"token_ids": ended[0].output}, prompt, adapters.merge(model, folders["a0"]))
+    engine.load_lora_adapter("a0", str(folders["a1"]))  # another one under its name, which finds none of its KV
+    (answer,) = engine.generate([prompt], GREEDY, adapters="a0")
+    tiny.assert_greedy(answer, prompt, adapters.merge(model, folders["a1"]))
+    engine.abort(engine.add_request([prompt], GREEDY, adapters="a0")[0])
+    engine.unload_lora_adapter("a0")
+    engine.load_lora_adapter("a2", str(folders["a2"]))  # an aborted request holds nothing
+    (answer,) = engine.generate([prompt], GREEDY, adapters="a2")
+    tiny.assert_greedy(answer, prompt, adapters.merge(model, folders["a2"]))
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def change_tensor(folder: Path, old: str, new: str | None = None, tensor: torch.Tensor | None = None) -> None:
+    """Rename a tensor, or put another in its place; without both it is removed."""
+    path, prefix = folder / "adapter_model.safetensors", "base_model.model.model.layers.0."
+    tensors = load_file(path)
+    held = tensors.pop(prefix + old)
+    if new is not None or tensor is not None:
+        tensors[new or prefix + old] = held if tensor is None else tensor
+    save_file(tensors, path)
+
+
+Q = "self_attn.q_proj.lora_"
+REFUSED: dict[str, tuple[Callable[[Path], object], type[AtomError], str]] = {
+    "dora": (lambda f: change(f, use_dora=True), UnsupportedError, "has use_dora: DoRA scales each column"),
+    "modules": (lambda f: change(f, modules_to_save=["lm_head"]), UnsupportedError, "has modules_to_save: modules are saved whole"),
+    "bias": (lambda f: change(f, bias="all"), UnsupportedError, "has bias=all; there is: none"),
+    "kind": (lambda f: change(f, peft_type="IA3"), UnsupportedError, "has peft_type=IA3; there is: LORA"),
+    "alpha": (lambda f: change(f, lora_alpha="much"), CheckpointError, "has lora_alpha='much', which is no number"),
+    "r": (lambda f: change(f, r=5), CheckpointError, r"down_proj.lora_A.weight and .*down_proj.lora_B.weight have ranks 4 and 4, not r=5"),
+    "no config": (lambda f: (f / "adapter_config.json").unlink(), CheckpointError, "has no adapter_config.json"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), CheckpointError, "has no adapter_model.safetensors"),
+    "half": (lambda f: change_tensor(f, Q + "B.weight"), CheckpointError, "q_proj.lora_A.weight stands without its other factor"),
+    "stray": (lambda f: change_tensor(f, Q + "A.weight", "base_model.model.lm_head.weight"), UnsupportedError, "lm_head.weight is no factor"),
+    "inputs": (lambda f: change_tensor(f, Q + "A.weight", tensor=torch.ones(4, 47)), CheckpointError, r"q_proj.lora_A.weight is \[4, 47\], the model expects \[4, 48\]"),
+    "outputs": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.ones(47, 4)), CheckpointError, r"q_proj.lora_B.weight is \[47, 4\], the model expects \[48, 4\]"),
+    "nan": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.full((48, 4), math.nan)), CheckpointError, "q_proj.lora_B.weight has values that"),
+    "dtype": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.ones(48, 4, dtype=torch.int32)), CheckpointError, r"q_proj.lora_B.weight is i32\[48, 4\], no matrix of floats"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def roomy(checkpoints: Callable[[str], Path]) -> LLMEngine:
+    return LLMEngine(model=str(checkpoints("llama")), dtype="fp32", level=1, enable_lora=True, kv_cache_memory=1 << 22)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name(case: str, roomy: LLMEngine, references: Any, tmp_path: Path):
+    spoil, kind, reason = REFUSED[case]
+    folder = adapters.save(references("llama"), tmp_path / "sql")
+    spoil(folder)
+    with pytest.raises(kind, match=reason) as raised:
+        roomy.load_lora_adapter("sql", str(folder))
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name, targets, module", [
+    ("llama", ("q_proj", "lm_head"), "lm_head"), ("deepseek_v2", ("kv_b_proj",), "model.layers.0.self_attn.kv_b_proj"),
+])  # fmt: skip
+def test_a_module_without_adapters_is_named(
+    name: str, targets: tuple[str, ...], module: str, open_engine: Open, references: Any, tmp_path: Path
+):
+    folder = adapters.save(references(name), tmp_path / "sql", targets=targets)
+    with pytest.raises(CheckpointError, match=rf"lora_A.weight is of {module}, which is no linear of a layer here"):
+        open_engine(name, lora_modules={"sql": str(folder)})
+
+
+def test_a_rank_beyond_the_room_names_the_option(open_engine: Open, references: Any, tmp_path: Path):
+    folder = adapters.save(references("llama"), tmp_path / "sql", rank=9)
+    with pytest.raises(ConfigError, match=r"down_proj.lora_A.weight has rank 9: set serve.max_lora_rank=9"):
+        open_engine("llama", lora_modules={"sql": str(folder)}, max_lora_rank=8)
+
+
+@pytest.mark.parametrize("overrides, kind, reason", [
+    (["serve.lora_modules={a: /a, b: /b}", "serve.max_loras=1"], ConfigError, "serve.max_loras=1 holds fewer than the 2 of serve.lora_modules; set serve.max_loras=2"),
+    (["serve.lora_modules={talker: /a}", "serve.http.served_model_name=[talker]"], ConfigError, "talker is the model's own name"),
+    (["serve.lora_modules=sql"], ConfigError, "serve.lora_modules=sql is no mapping from names to folders"),
+    (["serve.enable_lora=true", "parallel.tensor=2"], UnsupportedError, "serve.enable_lora with 2 ranks is not built yet"),
+])  # fmt: skip
+def test_options_that_do_not_fit_are_refused(
+    overrides: list[str], kind: type[AtomError], reason: str, checkpoints: Callable[[str], Path]
+):
+    with pytest.raises(kind, match=reason):
+        load([f"checkpoint={checkpoints('llama')}", "device=cpu", *overrides])
+
+
+def test_a_model_without_room_for_adapters_says_so(open_engine: Open):
+    with pytest.raises(RequestError, match=r"there are no adapters here; set serve.enable_lora=true"):
+        open_engine("llama").generate([tiny.prompt(5)], GREEDY, adapters="sql")
+
+
+def test_drafts_of_ngrams_are_verified_with_the_adapter(open_engine: Open, references: Any, tmp_path: Path):
+    model = references("llama")
+    folder = adapters.save(model, tmp_path / "sql")
+    engine = open_engine("llama", lora_modules={"sql": str(folder)}, method="ngram", prompt_lookup_min=1)
+    prompt = tiny.prompt(6) * 4
+    (answer,) = engine.generate([prompt], SamplingParams(max_tokens=40, temperature=0), adapters="sql")
+    tiny.assert_greedy(answer, prompt, adapters.merge(model, folder))
+    assert engine.metrics.scheduler.num_draft_tokens > 0

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.graph.ops.base import SEMANTIC, divide, multiply, op
+from atom.graph.ops.base import divide, multiply, op
 from atom.graph.ops.dense import gated_activate, gated_activate_type
 from atom.graph.packed import PackedWeight, plain
 from atom.graph.types import Type, need
@@ -148,7 +148,7 @@ def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_
     return _combine(_grouped_linear(m, down, ends, down_bias), weights, ids)
 
 
-@op(_experts, level=SEMANTIC, weight=(3, 4))
+@op(_experts, weight=(3, 4))
 def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
             down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str, limit: float | None = None,
             alpha: float | None = None) -> Tensor:  # fmt: skip

@@ -267,7 +267,7 @@ class Compile:
             print(*(int(size, 16) for size in re.findall(r"cp\\.async\\.c.*?(0x\\w+),", made.asm["ptx"])))
 
 latent.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
-for name in ("_attend_kernel", "_write_kernel", "_merge_kernel"):
+for name in ("_attend_kernel", "_write_kernel", "_merge_kernel", "_absorb_kernel", "_merge_values_kernel"):
     setattr(latent, name, Compile(getattr(latent, name)))
 
 def batch(num_decodes):

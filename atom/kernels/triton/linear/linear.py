@@ -38,7 +38,7 @@ from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
 from atom.kernels import tuned
-from atom.kernels.triton.activations import gated
+from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear import packed, shuffled
@@ -398,11 +398,6 @@ def activate_gates(x: Tensor, kind: str) -> Tensor:
 
 
 @jit
-def _gate(gates, ups, KIND: tl.constexpr):
-    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND).to(gates.dtype)
-
-
-@jit
 def _load_total(a_ptr, b_ptr, offsets, mask):
     """a, or a + b, rounded as it is stored, in float32."""
     total = tl.load(a_ptr + offsets, mask=mask, other=0.0)
@@ -534,7 +529,7 @@ def _vector_kernel(
         y = acc.to(y_ptr.dtype.element_ty)
         if KIND is not None:
             gates, ups = tl.split(y.reshape([NUM, 2]))
-            y = _gate(gates, ups, KIND)
+            y = activate_rounded(gates, ups, KIND)
         index = first + tl.arange(0, NUM)
         tl.store(y_ptr + index, y, mask=index < out)
 
@@ -708,7 +703,7 @@ def _matrix_kernel(
     y = acc.to(y_ptr.dtype.element_ty)
     if KIND is not None:
         gates, ups = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
-        y = _gate(gates, ups, KIND)
+        y = activate_rounded(gates, ups, KIND)
     index = (first + tl.arange(0, NUM))[:, None]
     tl.store(y_ptr + row[None, :] * out + index, y, mask=(index < out) & is_row[None, :])
 
@@ -745,4 +740,4 @@ def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, P
     pointers = x_ptr + row * 2 * width + index
     gates = tl.load(pointers, mask=index < width, other=0.0)
     ups = tl.load(pointers + width, mask=index < width, other=0.0)
-    tl.store(y_ptr + row * width + index, _gate(gates, ups, KIND), mask=index < width)
+    tl.store(y_ptr + row * width + index, activate_rounded(gates, ups, KIND), mask=index < width)

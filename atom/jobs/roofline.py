@@ -184,7 +184,7 @@ def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
     if not node.target.weights:
         return []
     if node.target is ops.experts:
-        return [expert_product(node, node.args[place]) for place in node.target.weights]
+        return [product for place in node.target.weights for product in expert_products(node, node.args[place])]
     matrix = type_of(node.args[node.target.weight])
     shape = tuple(int(size) for size in matrix.shape)
     parts = groups = 1
@@ -197,11 +197,17 @@ def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
     return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act)]
 
 
-def expert_product(node: Node, weight: Recipe) -> Product:
-    """The product of the call `experts` with one of its weights."""
-    type = weight.type
-    shape = tuple(int(size) for size in type.shape)
-    return Product(shape, held_bytes(weight), type.num_elements, float(token_share(node)))
+def expert_products(node: Node, weight: Recipe) -> list[Product]:
+    """The products of the call `experts` with one of its weights: with those chosen, and with those of all tokens."""
+    experts, *rest = (int(size) for size in weight.type.shape)
+    router, top_k = call_of(node.args[2]), int(node.args[2].meta["type"].shape[1])
+    shared = router.kwargs.get("shared", 0) if router.target is ops.router else 0
+    sizes = ((experts - shared, (top_k - shared) / (experts - shared)), (shared, 1.0))
+    return [
+        Product((num, *rest), held_bytes(weight) * num // experts, weight.type.num_elements * num // experts, share)
+        for num, share in sizes
+        if num
+    ]
 
 
 def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:

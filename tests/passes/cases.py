@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, W, interpret, parse, show
+from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, Slice, Stack, W, interpret, parse, show
 from atom.kernels import Target, find_backend
 from atom.passes.context import PassContext
 
@@ -24,6 +24,10 @@ def random_weight(recipe: Recipe) -> torch.Tensor:
     """A tensor that depends on the stored names alone, so that fused and separate weights agree."""
     if isinstance(recipe, Cat):
         return torch.cat([random_weight(part) for part in recipe.parts], recipe.dim)
+    if isinstance(recipe, Slice):
+        return random_weight(recipe.part).narrow(recipe.dim, recipe.start, recipe.stop - recipe.start)
+    if isinstance(recipe, Stack):
+        return torch.stack([random_weight(recipe.of(expert)) for expert in range(recipe.start, recipe.stop)])
     assert isinstance(recipe, W)
     generator = torch.Generator().manual_seed(sum(map(ord, recipe.name)))
     return torch.randn(recipe.type.shape, generator=generator, dtype=torch.float32).to(TORCH_DTYPES[recipe.type.dtype])

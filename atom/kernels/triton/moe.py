@@ -90,7 +90,7 @@ def choose_packed_tiles(rows: int, experts: int, inner: int, group: int, element
 
 def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
            method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-           renormalize: bool = False, scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+           renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k]; the first of equal
     experts is chosen"""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
@@ -105,14 +105,16 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
         x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
         PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64, **gpu.options,
     )  # fmt: skip
-    weights = x.new_empty(tokens, top_k, dtype=torch.float32)
-    ids = x.new_empty(tokens, top_k, dtype=torch.int64)
+    weights = x.new_empty(tokens, top_k + shared, dtype=torch.float32)
+    ids = x.new_empty(tokens, top_k + shared, dtype=torch.int64)
     groups = 1 if method == "greedy" else groups
     _choose_kernel[(tokens,)](
         logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS=num_parts, EXPERTS=experts, TOP_K=top_k,
-        HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups, TOP_GROUPS=top_groups,
+        SHARED=shared, HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups,
+        TOP_GROUPS=top_groups,
         RENORMALIZE=renormalize, BLOCK_G=next_power_of_2(groups),
-        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k), num_warps=1, **gpu.options,
+        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k + shared), num_warps=1,
+        **gpu.options,
     )  # fmt: skip
     return weights, ids
 
@@ -346,9 +348,10 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, I
 
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
-                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr,
-                   GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
+                   HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+                   RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """One token's experts and their weights; the experts are a rectangle, one row a group."""
     wait_for_inputs(PDL)
     token = tl.program_id(0)
@@ -398,9 +401,13 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
         ranks = tl.where(experts == chosen, float("-inf"), ranks)
     if RENORMALIZE:
         shares = shares / tl.maximum(tl.sum(shares), 1e-20)
-    row = token.to(tl.int64) * TOP_K + choices
-    tl.store(ids + row, chosen_ids.to(tl.int64), mask=choices < TOP_K)
-    tl.store(weights + row, shares * scale, mask=choices < TOP_K)
+    shares *= scale
+    if SHARED > 0:
+        chosen_ids = tl.where(choices < TOP_K, chosen_ids, EXPERTS + choices - TOP_K)
+        shares = tl.where(choices < TOP_K, shares, 1.0)
+    row = token.to(tl.int64) * (TOP_K + SHARED) + choices
+    tl.store(ids + row, chosen_ids.to(tl.int64), mask=choices < TOP_K + SHARED)
+    tl.store(weights + row, shares, mask=choices < TOP_K + SHARED)
 
 
 @jit(do_not_specialize=["pairs"])

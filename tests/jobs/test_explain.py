@@ -699,7 +699,7 @@ def test_the_page_has_passes_sizes_kernels_and_their_reasons(run: Any, published
     folded = re.findall(r"<summary>(\w+): (\d+) changes", out)
     assert ("fuse_qkv", "48") in folded and "split_pieces" not in dict(folded), "a pass without a diff has no fold"
     assert re.search(r'<span class="add">\+ +qkv = linear\(h, cat', out)
-    assert re.search(r"<td>grouped_linear</td><td>triton</td><td>96</td>", out)
+    assert re.search(r"<td>experts</td><td>triton</td><td>48</td>", out)
     assert "at most 132,156 tokens/s" in page and "The line is where the GPU's memory ends: 139.80 GiB." in page
 
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -234,13 +235,14 @@ def check_experts(
 ) -> None:  # fmt: skip
     """counts: experts, their width, and the hidden size; what experts hold that nobody chose is NaN."""
     experts, width, hidden = counts
-    x = torch.randn(tokens, hidden + 8).to(dtype)[:, :hidden]  # rows with gaps between them
-    weights, ids = torch.rand(tokens, top_k), choices(tokens, top_k, experts) if ids is None else ids
-    gate_up = (torch.randn(experts, 2 * width, hidden) / hidden**0.5).to(dtype)
-    down = (torch.randn(experts, hidden, width) / width**0.5).to(dtype)
-    is_chosen = torch.zeros(experts, dtype=torch.bool).index_fill(0, ids.flatten(), True)
+    randn = partial(torch.randn, device=device)
+    x = randn(tokens, hidden + 8).to(dtype)[:, :hidden]  # rows with gaps between them
+    weights = torch.rand(tokens, top_k, device=device)
+    ids = (choices(tokens, top_k, experts) if ids is None else ids).to(device)
+    gate_up = (randn(experts, 2 * width, hidden) / hidden**0.5).to(dtype)
+    down = (randn(experts, hidden, width) / width**0.5).to(dtype)
+    is_chosen = torch.zeros(experts, dtype=torch.bool, device=device).index_fill(0, ids.flatten(), True)
     gate_up[~is_chosen] = down[~is_chosen] = NAN
-    x, weights, ids, gate_up, down = (each.to(device) for each in (x, weights, ids, gate_up, down))
     truth = ops.experts.body(x.float(), weights, ids, gate_up.float(), down.float(), kind=kind)
     expected = ops.experts.body(x, weights, ids, gate_up, down, kind=kind)
     assert_as_near(moe.experts(x, weights, ids, gate_up, down, kind=kind), expected, truth)

@@ -393,7 +393,9 @@ def activate_gates(x: Tensor, kind: str) -> Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
     gpu = find_gpu(x.device)
-    _gate_kernel[(-(-width // 1024), rows)](x, y, width, 1024, kind, num_warps=4, **gpu.options)
+    _gate_kernel[(rows, -(-width // 1024))](  # of rows there may be more than the second dim holds
+        x, y, width, 1024, kind, num_warps=4, **gpu.options
+    )
     return y
 
 
@@ -735,8 +737,8 @@ def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, P
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = x_ptr + row * 2 * width + index
     gates = tl.load(pointers, mask=index < width, other=0.0)
     ups = tl.load(pointers + width, mask=index < width, other=0.0)

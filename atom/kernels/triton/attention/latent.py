@@ -8,7 +8,8 @@ The entries of the cache are keys and values of all heads.
 Queries times the key rows of kv_b meet the entries themselves, one key/value head whose values are the first L dims of
 its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
 entries are read once for many heads. Decodes, of one query or of several, are split over their contexts, and the parts
-merged in a fixed order.
+merged in a fixed order. For few queries kv_b is sent for while the kernel ahead still runs, and one launch merges the
+parts and multiplies by the value rows; of more, the vendor's library multiplies.
 """
 
 from __future__ import annotations

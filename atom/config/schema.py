@@ -236,6 +236,7 @@ class PassesConfig:
     sink_into_head: bool = True  # the last layer's work for the rows that have logits alone
     fuse_qkv: bool = True  # one linear for queries, keys and values
     fuse_gate_up: bool = True  # one linear for gate and up
+    fuse_shared_experts: bool = True  # the expert that all tokens share as some of the experts
     fuse_norm_residual: bool = True  # a sum and the norm that reads it
     fuse_lora: bool = True  # adapters and the linear beside them
     fuse_linear_gate: bool = True  # a linear and the activation behind it

@@ -14,7 +14,7 @@ from fractions import Fraction
 from torch.fx import Node
 
 from atom.graph import ops
-from atom.graph.graph import Program, call_of, node_leaves
+from atom.graph.graph import Program, call_of, node_leaves, type_of
 from atom.graph.recipes import Recipe
 
 
@@ -33,6 +33,8 @@ def token_share(node: Node) -> Fraction:
     """The share of a call's weight."""
     if node.target is ops.embedding:
         return Fraction(0)
+    if node.target is ops.experts:  # all are here
+        return Fraction(node.args[2].meta["type"].shape[1], type_of(node.args[3]).shape[0])
     if node.target is not ops.grouped_linear:
         return Fraction(1)
     group = call_of(node.args[2])

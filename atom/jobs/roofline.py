@@ -168,21 +168,23 @@ def program_costs(program: Program) -> Costs:
         if node.target is ops.embedding:  # a token takes one row of it
             continue
         weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
-        product = find_product(node, weights)
+        products = find_products(node, weights)
         if node.target in ATTENTION:
             (cache,) = (arg for arg in node.args if isinstance(arg, KV))
-            costs.attention.append(attention_costs(node, cache, product))
-        elif product is not None:
-            costs.products.append(product)
-        if product is None:
+            costs.attention.append(attention_costs(node, cache, products[0] if products else None))
+        else:
+            costs.products += products
+        if not products:
             costs.num_bytes += sum(map(held_bytes, weights))
     return costs
 
 
-def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
-    """The product of a call whose weights include a matrix or a stack of experts' matrices; None for others."""
+def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
+    """The products of a call whose weights include a matrix or stacks of experts' matrices; none of others."""
     if not node.target.weights:
-        return None
+        return []
+    if node.target is ops.experts:
+        return [product for place in node.target.weights for product in expert_products(node, node.args[place])]
     matrix = type_of(node.args[node.target.weight])
     shape = tuple(int(size) for size in matrix.shape)
     parts = groups = 1
@@ -192,7 +194,20 @@ def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
         groups = group.args[0].meta["type"].bytes_per_token // group.args[0].meta["type"].row.num_bytes
     act = str(node.kwargs.get("act", "flops")).partition("[")[0]
     num_bytes, share = sum(map(held_bytes, weights)), float(token_share(node))
-    return Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act)
+    return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act)]
+
+
+def expert_products(node: Node, weight: Recipe) -> list[Product]:
+    """The products of the call `experts` with one of its weights: with those chosen, and with those of all tokens."""
+    experts, *rest = (int(size) for size in weight.type.shape)
+    router, top_k = call_of(node.args[2]), int(node.args[2].meta["type"].shape[1])
+    shared = router.kwargs.get("shared", 0) if router.target is ops.router else 0
+    sizes = ((experts - shared, (top_k - shared) / (experts - shared)), (shared, 1.0))
+    return [
+        Product((num, *rest), held_bytes(weight) * num // experts, weight.type.num_elements * num // experts, share)
+        for num, share in sizes
+        if num
+    ]
 
 
 def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:

@@ -9,13 +9,18 @@
     y = combine(down, weights, order)
 
 Between group and combine there are rows by expert and no tokens: that part can run where the experts are.
+Declines where a kernel computes all of it.
 """
 
 from atom.graph import Graph, ops
+from atom.graph.graph import type_of
+from atom.passes.context import PassContext
 
 
-def lower_moe(graph: Graph) -> Graph:
+def lower_moe(graph: Graph, context: PassContext) -> Graph:
     for experts in graph.find(ops.experts):
+        if context.takes(ops.experts, *map(type_of, experts.args), **experts.kwargs):
+            continue
         h, weights, ids, gate_up, down, *biases = experts.args
         gate_up_bias, down_bias, *first = biases or (None, None)
         grouped, order, ends = graph.insert(

@@ -30,6 +30,7 @@ from atom.passes.fuse_norm_linear import fuse_norm_linear
 from atom.passes.fuse_norm_residual import fuse_norm_residual
 from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
 from atom.passes.fuse_qkv import fuse_qkv
+from atom.passes.fuse_shared_experts import fuse_shared_experts
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
 from atom.passes.quantize import quantize
@@ -48,6 +49,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_qkv, 1, ops.SEMANTIC),
     (fuse_gate_up, 1, ops.SEMANTIC),
     (add_lora, 0, ops.SEMANTIC),
+    (fuse_shared_experts, 1, ops.SEMANTIC),
     (fuse_norm_residual, 1, ops.SEMANTIC),
     (lower_moe, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),

@@ -113,7 +113,7 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
     code, out, _ = run(f"checkpoint={tmp_path}", "job.stage=semantic")
     assert code == 0 and out.startswith("# job.stage=semantic\ndef body(tokens: i64[T], positions: i64[T]):\n")
     code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
-    stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, quantize"
+    stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, fuse_shared_experts, fuse_norm_residual, lower_moe, lower_attention, quantize"
     assert (
         code == 2 and f"stages: {stages}, fuse_linear_gate, fuse_norm_linear, fuse_norm_rope_attention, select" in err
     )
@@ -699,7 +699,7 @@ def test_the_page_has_passes_sizes_kernels_and_their_reasons(run: Any, published
     folded = re.findall(r"<summary>(\w+): (\d+) changes", out)
     assert ("fuse_qkv", "48") in folded and "split_pieces" not in dict(folded), "a pass without a diff has no fold"
     assert re.search(r'<span class="add">\+ +qkv = linear\(h, cat', out)
-    assert re.search(r"<td>grouped_linear</td><td>triton</td><td>96</td>", out)
+    assert re.search(r"<td>experts</td><td>triton</td><td>48</td>", out)
     assert "at most 132,156 tokens/s" in page and "The line is where the GPU's memory ends: 139.80 GiB." in page
 
 

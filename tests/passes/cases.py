@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.graph import TORCH_DTYPES, Cat, Full, Graph, Recipe, W, interpret, parse, show
+from atom.graph import TORCH_DTYPES, Cat, Full, Graph, Recipe, Slice, Stack, W, interpret, parse, show
 from atom.graph.recipes import LoraStack
 from atom.kernels import Target, find_backend
 from atom.passes.context import PassContext
@@ -25,6 +25,10 @@ def random_weight(recipe: Recipe) -> torch.Tensor:
     """A tensor that depends on the stored names alone, so that fused and separate weights agree."""
     if isinstance(recipe, Cat):
         return torch.cat([random_weight(part) for part in recipe.parts], recipe.dim)
+    if isinstance(recipe, Slice):
+        return random_weight(recipe.part).narrow(recipe.dim, recipe.start, recipe.stop - recipe.start)
+    if isinstance(recipe, Stack):
+        return torch.stack([random_weight(recipe.of(expert)) for expert in range(recipe.start, recipe.stop)])
     if isinstance(recipe, Full):
         return torch.full(recipe.type.shape, recipe.value)
     assert isinstance(recipe, W | LoraStack)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import torch
-from passes.cases import run, text_of
+from passes.cases import context_of, run, text_of
 
 from atom.graph import parse
+from atom.kernels import Target
 from atom.passes.lower_moe import lower_moe
 
 BEFORE = """\
@@ -26,19 +27,30 @@ CLAMPED = BEFORE.replace(
 )
 
 
+CPU = context_of(Target("cpu"), "torch", "reference")
+GPU = context_of(Target("cuda", frozenset({"nvidia", "sm_90"})), "triton", "reference")
+
+
 def test_experts_become_group_linears_combine():
-    assert text_of(lower_moe(parse(BEFORE))).strip() == AFTER
+    assert text_of(lower_moe(parse(BEFORE), CPU)).strip() == AFTER
 
 
 def test_biases_and_the_clamp_go_along():
-    lowered = text_of(lower_moe(parse(CLAMPED)))
+    lowered = text_of(lower_moe(parse(CLAMPED), CPU))
     assert 'grouped_linear(grouped, W("gate_up", fp32[4, 12, 8]), ends, W("b1", fp32[4, 12]))' in lowered
     assert 'gated_activate(gate_up, kind="swigluoai", limit=1.5, alpha=1.7)' in lowered
     assert 'grouped_linear(m, W("down", fp32[4, 8, 6]), ends, W("b2", fp32[4, 8]))' in lowered
 
 
+def test_where_a_kernel_computes_all_of_it_experts_stay():
+    assert text_of(lower_moe(parse(BEFORE), GPU)).strip() == BEFORE
+    packed = BEFORE.replace("fp32[4, 12, 8]", 'fp32[4, 12, 8], fmt="fp8[1, *]"')
+    for text in (CLAMPED, packed):
+        assert "experts(" not in text_of(lower_moe(parse(text), GPU))
+
+
 def test_a_graph_without_experts_is_left_alone():
-    graph = lower_moe(parse("def f(x: fp32[T, 8]):\n    y = add(x, x)\n    return y\n"))
+    graph = lower_moe(parse("def f(x: fp32[T, 8]):\n    y = add(x, x)\n    return y\n"), CPU)
     assert graph.num_rewrites == 0
 
 
@@ -49,5 +61,5 @@ def test_numbers_are_equal():
         "ids": torch.stack([torch.randperm(4)[:2] for _ in range(9)]),
     }
     for text in (BEFORE, CLAMPED):
-        lowered = text_of(lower_moe(parse(text)))
+        lowered = text_of(lower_moe(parse(text), CPU))
         torch.testing.assert_close(run(lowered, **inputs), run(text, **inputs))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.graph.ops.base import SEMANTIC, divide, multiply, op
+from atom.graph.ops.base import divide, multiply, op
 from atom.graph.ops.dense import gated_activate, gated_activate_type
 from atom.graph.packed import PackedWeight, plain
 from atom.graph.types import Type, need
@@ -34,7 +34,7 @@ SCORES = ("softmax", "sigmoid")
 
 def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | None = None, *, top_k: int,
             method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-            renormalize: bool = False, scale: float = 1.0) -> tuple[Type, Type]:  # fmt: skip
+            renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Type, Type]:  # fmt: skip
     experts, inner = weight.shape
     need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
     need(method in METHODS, f"there is no routing method '{method}'; methods: {', '.join(METHODS)}")
@@ -43,20 +43,22 @@ def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | 
     need(top_k > 0 and groups > 0, f"{top_k} experts of {groups} groups")
     candidates = int(experts) if method == "greedy" else top_groups * divide(experts, groups)
     need(top_k <= candidates, f"{top_k} experts of the {candidates} that a token may choose from")
-    chosen = (x.shape[0], top_k)
+    need(isinstance(shared, int) and shared >= 0, f"there are {shared} shared experts")
+    chosen = (x.shape[0], top_k + shared)
     return Type("fp32", chosen), Type("i64", chosen)
 
 
 @op(_router, weight=1)
 def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
            method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-           renormalize: bool = False, scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+           renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k] of each token's experts.
 
     Scores are a softmax or sigmoid of x weight + bias, in float32. greedy takes the best; group_limited_greedy those of
     the top_groups groups that hold the best experts (DeepSeek-AI 2024, section 2.2.2); noaux_tc adds the correction for
     the choice alone and takes the groups whose two best experts are best together (Wang et al. 2024). The weights are
-    the chosen scores, brought to a sum of 1 by renormalize, times scale.
+    the chosen scores, brought to a sum of 1 by renormalize, times scale. Experts E to E + shared - 1, which are all
+    tokens', come last with a weight of 1; there are k of both.
     """
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
@@ -72,7 +74,8 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-    return weights * scale, ids
+    common = torch.arange(len(weight), len(weight) + shared, device=ids.device).expand(len(ids), -1)
+    return torch.cat((weights * scale, weights.new_ones(common.shape)), 1), torch.cat((ids, common), 1)
 
 
 def _group(x: Type, ids: Type, first: Type | None = None, *, experts: int) -> tuple[Type, Type, Type]:
@@ -148,7 +151,7 @@ def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_
     return _combine(_grouped_linear(m, down, ends, down_bias), weights, ids)
 
 
-@op(_experts, level=SEMANTIC, weight=(3, 4))
+@op(_experts, weight=(3, 4))
 def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
             down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str, limit: float | None = None,
             alpha: float | None = None) -> Tensor:  # fmt: skip

@@ -192,6 +192,24 @@ def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str
     return None
 
 
+def accepts_experts(
+    _target: Target,
+    _x: Type,
+    _weights: Type,
+    _ids: Type,
+    gate_up: Type,
+    down: Type,
+    *more: Type | None,
+    kind: str,
+    **_attributes: Any,
+) -> str | None:
+    if gate_up.fmt is not None or down.fmt is not None:
+        return "takes plain experts alone"
+    if any(each is not None for each in more):
+        return "has no biases, and takes all experts, not those of a rank"
+    return "has no swigluoai gate" if kind == "swigluoai" else None
+
+
 def loader(module: str, name: str) -> Callable[[LoadContext], Callable[..., Any]]:
     """What loads a kernel of a module below: a function, a program's object of a class, or a method of it."""
 
@@ -229,6 +247,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.combine, "moe"),
     _kernel(ops.lora, "lora", accepts=accepts_lora),
     _kernel(ops.expand_lora, "lora", accepts=accepts_lora),
+    _kernel(ops.experts, "moe", accepts=accepts_experts),
 )
 
 BACKEND = Backend(

@@ -48,6 +48,12 @@ def gated(gates, ups, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constex
 
 
 @jit
+def activate_rounded(gates, ups, KIND: tl.constexpr):
+    """Gates and ups -> their gated activation, rounded as they are."""
+    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND).to(gates.dtype)
+
+
+@jit
 def _round(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 

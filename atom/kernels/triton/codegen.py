@@ -33,7 +33,9 @@ FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 IMPORTS = {  # what a module takes from those beside this one
     "activations": ("activation", "gated", "tanh"),
+    "attention.common": ("wait_for_inputs",),
     "attention.rope": ("find_angle", "find_partner", "rotate"),
+    "gpu": ("find_gpu",),
     "jit": ("jit",),
 }
 
@@ -100,9 +102,9 @@ class _Kernel:
         self._calls = _calls_behind(program, results)
         self._loaded: set[Node] = set()
         self._values: dict[Any, str] = {}
-        self._lines = ["row = tl.program_id(0).to(tl.int64)"]
+        self._lines = ["wait_for_inputs(PDL)", "row = tl.program_id(0).to(tl.int64)"]
         imported = [name for names in IMPORTS.values() for name in names]
-        self._names = {"row", "c", "tl", *imported, *results.values(), *(node.name for node in program.inputs)}
+        self._names = {"row", "c", "tl", "PDL", *imported, *results.values(), *(node.name for node in program.inputs)}
         self._is_whole = any(call.target in NORMS for call in self._calls)
         widths = [math.prod(_dims(node)) for node in results]
         self._size = 1 if self._is_whole else min(BLOCK, _power(max(widths)))  # of the largest tile
@@ -117,14 +119,16 @@ class _Kernel:
 
     def source(self) -> str:
         inputs = [name for node in self._inputs() for name in (node.name, *_strides(node))]
-        return _function(self.name, [*inputs, *self._results.values()], self._lines, "@jit\n")
+        parameters = [*inputs, *self._results.values(), "PDL: tl.constexpr"]
+        return _function(self.name, parameters, self._lines, "@jit\n")
 
     def launch(self) -> str:
         grid = f"({self._rows},)" if self._num_blocks == 1 else f"({self._rows}, {self._num_blocks})"
         num_warps = max(1, min(MAX_WARPS, self._size // (32 * PER_THREAD)))
         tensors = [name for node in self._inputs() for name in (node.name, f"*{node.name}.stride()")]
         # a product fused with a sum would not be rounded in between, as the bodies round it
-        options = [f"num_warps={num_warps}", "enable_fp_fusion=False"]
+        gpu = f"find_gpu({self._inputs()[0].name}.device)"
+        options = [f"num_warps={num_warps}", "enable_fp_fusion=False", f"**{gpu}.options"]
         return _call(f"{self.name}[{grid}]", [*tensors, *self._results.values(), *options])
 
     def _inputs(self) -> list[Node]:

@@ -6,6 +6,7 @@ The host never learns how many rows an expert has, so that a graph can hold a st
     grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
     y = grouped_linear(grouped, weight, ends)                   # weight [E, O, I]; 1 launch for all experts
     out = combine(y, weights, order)                            # 1 launch for a batch of decodes
+    out = experts(h, weights, ids, gate_up, down, kind="silu")  # all behind the router, 2 launches for few tokens
 
 The signatures and results are those of the ops.
 """
@@ -23,17 +24,21 @@ from torch import Tensor
 
 from atom.graph import PackedWeight
 from atom.graph.formats import block_of, parse_format, with_block
+from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.linear import make_counters
 from atom.kernels.triton.linear.packed import style_of, unpack
+from atom.kernels.triton.linear.row_kernels import activate_gates
 from atom.kernels.triton.linear.shuffled import choose_grouped
 from atom.kernels.triton.unpack import as_bytes, packing_of, spread, unpack_bytes, unpack_pairs, unpack_scales
 
 # rows of an expert on average from which the library is faster on an H200, plain and packed, which it does not unpack
 LIBRARY_ROWS, LIBRARY_PACKED_ROWS = 128, 384
 FOLDED = 32  # columns that share a scale, up to which it multiplies the numbers, not their sums
+FEW_TOKENS = 4  # up to which each pair of token and expert reads the expert by itself
+FEW_NUMBERS = 1 << 14, 1 << 15  # of weights that a program for few tokens holds at a time: of gates and ups, of downs
 SEARCHED = 2048  # pairs of token and expert in which each row searches its position; more are sorted
 
 
@@ -86,7 +91,7 @@ def choose_packed_tiles(rows: int, experts: int, inner: int, group: int, element
 
 def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
            method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-           renormalize: bool = False, scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+           renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k]; the first of equal
     experts is chosen"""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
@@ -101,14 +106,16 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
         x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
         PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64, **gpu.options,
     )  # fmt: skip
-    weights = x.new_empty(tokens, top_k, dtype=torch.float32)
-    ids = x.new_empty(tokens, top_k, dtype=torch.int64)
+    weights = x.new_empty(tokens, top_k + shared, dtype=torch.float32)
+    ids = x.new_empty(tokens, top_k + shared, dtype=torch.int64)
     groups = 1 if method == "greedy" else groups
     _choose_kernel[(tokens,)](
         logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS=num_parts, EXPERTS=experts, TOP_K=top_k,
-        HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups, TOP_GROUPS=top_groups,
+        SHARED=shared, HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups,
+        TOP_GROUPS=top_groups,
         RENORMALIZE=renormalize, BLOCK_G=next_power_of_2(groups),
-        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k), num_warps=1, **gpu.options,
+        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k + shared), num_warps=1,
+        **gpu.options,
     )  # fmt: skip
     return weights, ids
 
@@ -147,9 +154,15 @@ def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias:
         return multiply_by_library(x, weight, ends, bias)
     if isinstance(weight, PackedWeight):
         return multiply_packed(x, weight, ends, bias)
+    return multiply_plain(x, weight, ends, bias)
+
+
+def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None,
+                   kind: str | None = None) -> Tensor:  # fmt: skip
+    """grouped_linear of a plain weight; with a kind, and gates before ups, gated_activate of it"""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
-    y = x.new_empty(rows, out)
+    y = x.new_empty(rows, out if kind is None else out // 2)
     if not rows:
         return y
     gpu = find_gpu(x.device)
@@ -157,11 +170,49 @@ def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias:
     used = min(experts, rows)
     most = used + (rows - used) // tiles.rows  # each used expert has one tile that need not be full
     _grouped_linear_kernel[(most * -(-out // tiles.out),)](
-        x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner,
+        x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner, KIND=kind,
         BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return y
+
+
+def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *, kind: str) -> Tensor:
+    """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W] -> [T, H]"""
+    if suits_few(len(x), ids.shape[1], *down.shape[1:]):
+        return multiply_few(x, weights, ids, gate_up, down, kind)
+    rows, order, ends = group(x, ids, experts=len(gate_up))
+    if suits_library(rows, gate_up):
+        m = activate_gates(multiply_by_library(rows, gate_up, ends, None), kind)
+    else:
+        m = multiply_plain(rows, gate_up, ends, kind=kind)
+    return combine(grouped_linear(m, down, ends), weights, order)
+
+
+def suits_few(tokens: int, top_k: int, hidden: int, width: int) -> bool:
+    """Whether few tokens go through their experts of these sizes without being grouped."""
+    largest = max(2 * next_power_of_2(hidden), top_k * next_power_of_2(width))
+    return 0 < tokens <= FEW_TOKENS and largest <= 2 * FEW_NUMBERS[1]
+
+
+def multiply_few(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
+    """experts of few tokens, whose programs hold what they read of a weight in registers"""
+    assert x.stride(1) == 1 and all(each.is_contiguous() for each in (weights, ids, gate_up, down)), "rows have gaps"
+    (tokens, hidden), top_k, (_, _, width), gpu = x.shape, ids.shape[1], down.shape, find_gpu(x.device)
+    m, out = x.new_empty(ids.numel(), width), x.new_empty(tokens, hidden)
+    columns, few = next_power_of_2(hidden), FEW_NUMBERS[0]
+    block_o = max(2, few // columns)
+    _few_gated_linear_kernel[(-(-width // (block_o // 2)), len(m))](
+        x, ids, gate_up, m, x.stride(0), TOP_K=top_k, WIDTH=width, INNER=hidden, KIND=kind, BLOCK_O=block_o,
+        BLOCK_I=columns, num_warps=4 if block_o * columns <= few else 8, **gpu.options,
+    )  # fmt: skip
+    columns = next_power_of_2(width)
+    block_o = max(1, FEW_NUMBERS[1] // (columns * next_power_of_2(top_k)))
+    _few_down_linear_kernel[(-(-hidden // block_o), tokens)](
+        m, weights, ids, down, out, TOP_K=top_k, WIDTH=hidden, INNER=width, BLOCK_O=block_o, BLOCK_I=columns,
+        num_warps=8, **gpu.options,
+    )  # fmt: skip
+    return out
 
 
 def suits_library(x: Tensor, weight: Tensor | PackedWeight) -> bool:
@@ -307,9 +358,10 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, I
 
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
-                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr,
-                   GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
+                   HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+                   RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """One token's experts and their weights; the experts are a rectangle, one row a group."""
     wait_for_inputs(PDL)
     token = tl.program_id(0)
@@ -359,9 +411,13 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
         ranks = tl.where(experts == chosen, float("-inf"), ranks)
     if RENORMALIZE:
         shares = shares / tl.maximum(tl.sum(shares), 1e-20)
-    row = token.to(tl.int64) * TOP_K + choices
-    tl.store(ids + row, chosen_ids.to(tl.int64), mask=choices < TOP_K)
-    tl.store(weights + row, shares * scale, mask=choices < TOP_K)
+    shares *= scale
+    if SHARED > 0:
+        chosen_ids = tl.where(choices < TOP_K, chosen_ids, EXPERTS + choices - TOP_K)
+        shares = tl.where(choices < TOP_K, shares, 1.0)
+    row = token.to(tl.int64) * (TOP_K + SHARED) + choices
+    tl.store(ids + row, chosen_ids.to(tl.int64), mask=choices < TOP_K + SHARED)
+    tl.store(weights + row, shares, mask=choices < TOP_K + SHARED)
 
 
 @jit(do_not_specialize=["pairs"])
@@ -425,9 +481,12 @@ def _rows_and_columns(ends, expert, tile, OUT: tl.constexpr, BLOCK_R: tl.constex
 
 @jit
 def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.constexpr, OUT: tl.constexpr,
-                           INNER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-                           BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One tile of one expert's rows and outputs. Tiles of the same rows are neighbours, so that caches hold those."""
+                           INNER: tl.constexpr, KIND: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+                           BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One tile of one expert's rows and outputs. Tiles of the same rows are neighbours, so that caches hold those.
+
+    With a KIND each gate is beside its up.
+    """
     wait_for_inputs(PDL)
     expert, tile = _find_expert(ends, EXPERTS, OUT, BLOCK_E, BLOCK_R, BLOCK_O)
     if expert >= EXPERTS:
@@ -436,7 +495,10 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
     inner = tl.arange(0, BLOCK_I)[None, :]
     # what lies behind the last row or column is that row or column again: nothing of it is stored
     x_pointers = x + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride + inner
-    weight_rows = expert.to(tl.int64) * OUT + tl.minimum(columns, OUT - 1)
+    column = tl.minimum(columns, OUT - 1)
+    if KIND is not None:
+        column = column // 2 + column % 2 * (OUT // 2)
+    weight_rows = expert.to(tl.int64) * OUT + column
     weight_pointers = weight + weight_rows[:, None] * INNER + inner
     total = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
     for first in range(0, INNER, BLOCK_I):
@@ -450,8 +512,69 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
         weight_pointers += BLOCK_I
     if bias is not None:
         total += tl.load(bias + weight_rows)[None, :].to(tl.float32)
-    pointers = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
-    tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < OUT)[None, :])
+    y = total.to(out.dtype.element_ty)
+    if KIND is None:
+        pointers = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
+        tl.store(pointers, y, mask=(rows < end)[:, None] & (columns < OUT)[None, :])
+    else:
+        width: tl.constexpr = OUT // 2
+        gates, ups = tl.split(y.reshape([BLOCK_R, BLOCK_O // 2, 2]))
+        first_column = tl.program_id(0) % ((OUT + BLOCK_O - 1) // BLOCK_O) * (BLOCK_O // 2)
+        columns = first_column + tl.arange(0, BLOCK_O // 2)
+        pointers = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(pointers, activate_rounded(gates, ups, KIND), mask=(rows < end)[:, None] & (columns < width)[None, :])
+
+
+@jit
+def _few_gated_linear_kernel(x, ids, weight, out, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+                             INNER: tl.constexpr, KIND: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+                             PDL: tl.constexpr):  # fmt: skip
+    """BLOCK_O gates and ups, in turns, of one pair of token and expert -> their gated activation [k T, W]."""
+    wait_for_inputs(PDL)
+    pair = tl.program_id(1)
+    num: tl.constexpr = BLOCK_O // 2
+    first = tl.program_id(0) * num
+    turn = tl.arange(0, BLOCK_O)
+    rows = tl.load(ids + pair) * (2 * WIDTH) + tl.minimum(first + turn // 2, WIDTH - 1) + turn % 2 * WIDTH
+    inner = tl.arange(0, BLOCK_I)
+    is_inner = inner < INNER
+    tile = tl.load(weight + rows[:, None] * INNER + inner[None, :], mask=is_inner[None, :], other=0.0,
+                   eviction_policy="evict_first")  # fmt: skip
+    row = tl.load(x + (pair // TOP_K).to(tl.int64) * x_stride + inner, mask=is_inner, other=0.0).to(tl.float32)
+    y = tl.sum(tile.to(tl.float32) * row[None, :], 1).to(out.dtype.element_ty)
+    gates, ups = tl.split(y.reshape([num, 2]))
+    columns = first + tl.arange(0, num)
+    tl.store(out + pair * WIDTH + columns, activate_rounded(gates, ups, KIND), mask=columns < WIDTH)
+
+
+@jit
+def _few_down_linear_kernel(x, weights, ids, down, out, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+                            INNER: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+                            PDL: tl.constexpr):  # fmt: skip
+    """BLOCK_O outputs of one token: x [k T, W] by its experts, summed by their weights.
+
+    What is read of the weight is sent for ahead of the wait: the kernel ahead, which waited before this one began, has
+    not written the ids.
+    """
+    first_pair = tl.program_id(1) * TOP_K
+    columns = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    rows = tl.minimum(columns, WIDTH - 1)
+    inner = tl.arange(0, BLOCK_I)
+    is_inner = inner < INNER
+    tiles = ()
+    for choice in tl.static_range(TOP_K):
+        own = tl.load(ids + first_pair + choice) * WIDTH + rows
+        tile = tl.load(down + own[:, None] * INNER + inner[None, :], mask=is_inner[None, :], other=0.0,
+                       eviction_policy="evict_first")  # fmt: skip
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK_O], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        row = tl.load(x + (first_pair + choice) * INNER + inner, mask=is_inner, other=0.0).to(tl.float32)
+        y = tl.sum(tiles[choice].to(tl.float32) * row[None, :], 1).to(out.dtype.element_ty)
+        total += y.to(tl.float32) * tl.load(weights + first_pair + choice)
+    pointers = out + tl.program_id(1) * WIDTH + columns
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
 @jit

@@ -292,14 +292,17 @@ import torch
 import triton.language as tl
 
 from atom.kernels.triton.activations import activation, gated, tanh
+from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.attention.rope import find_angle, find_partner, rotate
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 
 
 @jit
 def add_rms_norm_rows_a(
-    x0, x0_stride_0, x0_stride_1, x1, x1_stride_0, x1_stride_1, w0, w0_stride_0, y0, y1,
+    x0, x0_stride_0, x0_stride_1, x1, x1_stride_0, x1_stride_1, w0, w0_stride_0, y0, y1, PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     c48 = tl.arange(0, 64)
     x0_values = tl.load(x0 + row * x0_stride_0 + c48 * x0_stride_1, mask=c48 < 48).to(tl.float32)
@@ -319,6 +322,7 @@ def run(x0, x1, w0):
     y1 = torch.empty(A, 48, dtype=torch.bfloat16, device=x0.device)
     add_rms_norm_rows_a[(A,)](
         x0, *x0.stride(), x1, *x1.stride(), w0, *w0.stride(), y0, y1, num_warps=1, enable_fp_fusion=False,
+        **find_gpu(x0.device).options,
     )
     return [y0, y1]
 '''  # fmt: skip
@@ -382,10 +386,14 @@ class Compile:
         return self
     def __call__(self, *args, **options):
         types = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+        *names, pdl = self.kernel.arg_names
         signature = {name: types[arg.dtype] if torch.is_tensor(arg) else "i32"
-                     for name, arg in zip(self.kernel.arg_names, args, strict=True)}
+                     for name, arg in zip(names, args, strict=True)} | {pdl: "constexpr"}
+        del options["PDL"]
         for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-            made = triton.compile(ASTSource(self.kernel, signature), target, options)
+            source = ASTSource(self.kernel, signature, {pdl: target.backend == "cuda"})
+            dependent = {"launch_pdl": True} if target.backend == "cuda" else {}
+            made = triton.compile(source, target, options | dependent)
             is_fused = "fma.rn.bf16" in made.asm.get("ptx", "")
             print(target.backend, made.metadata.shared, is_fused)
 

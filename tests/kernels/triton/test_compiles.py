@@ -143,6 +143,8 @@ grouped, order, ends = moe.group(x, ids, experts=8)
 moe.grouped_linear(grouped, experts, ends)
 moe.add_bias(bf16(14, 64), bf16(8, 64), ends)
 moe.combine(bf16(14, 256), weights, order)
+for tokens in (1, 7):
+    moe.experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
 formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4")
 for fmt, rows in packed_shapes(formats, (14, 200, 1000)):
     moe.grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)
@@ -155,7 +157,7 @@ NAMES = {
     "packed": "_unpack_kernel _scale_kernel",
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _packed_grouped_linear_kernel "
-    "_add_bias_kernel _combine_kernel",
+    "_add_bias_kernel _combine_kernel _few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
     "speculation": "_find _repeat _accept",

@@ -75,6 +75,16 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(decodes, prefills, splits, 
     check(make_latent_case(decodes, prefills, heads=3), triton_device)
 
 
+@pytest.mark.parametrize("decodes", [[1], [5, 70], [200, 0, 3, 33]])
+def test_few_queries_are_multiplied_by_kernels_of_their_own(decodes, splits, monkeypatch, triton_device):
+    def run(few: int) -> torch.Tensor:
+        monkeypatch.setattr(latent, "FEW_QUERIES", few)
+        case = make_latent_case(decodes, heads=3, rank=35, plain=12, value=20)
+        return attend(case, triton_device)
+
+    assert_equal(run(4), run(0))
+
+
 def test_a_context_is_split_where_there_are_programs_to_spare(monkeypatch, triton_device):
     monkeypatch.setattr(latent, "PART_TILES", 1)
     monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=3))
@@ -267,7 +277,7 @@ class Compile:
             print(*(int(size, 16) for size in re.findall(r"cp\\.async\\.c.*?(0x\\w+),", made.asm["ptx"])))
 
 latent.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
-for name in ("_attend_kernel", "_write_kernel", "_merge_kernel"):
+for name in ("_attend_kernel", "_write_kernel", "_merge_kernel", "_absorb_kernel", "_merge_values_kernel"):
     setattr(latent, name, Compile(getattr(latent, name)))
 
 def batch(num_decodes):

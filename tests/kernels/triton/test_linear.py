@@ -190,6 +190,13 @@ def test_a_nan_stays_a_nan_behind_relu(triton_device):
     assert y[0, 1] == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_gates_of_more_rows_than_a_grid_has_in_its_second_dim():
+    x = torch.randn(70_000, 16, device="cuda")
+    torch.testing.assert_close(kernels.activate_gates(x, "silu"), ops.gated_activate.body(x, kind="silu"))
+
+
 @pytest.mark.parametrize("gpu", [LARGE, SMALL], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("rows", [1, 2, 9, 16, 17, 32])
 @pytest.mark.parametrize("shape", [(64, 64), (1024, 2048), (4096, 12288), (6144, 1024), (151936, 4096), (1000, 8192)])

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -248,6 +249,59 @@ def test_sums_over_the_experts_equal_the_reference(
     assert_as_near(moe.combine(x, weights, order), ops.combine.body(x, weights, order), truth)
 
 
+def check_experts(
+    tokens: int, top_k: int, counts: tuple[int, int, int], dtype: torch.dtype, device: str, kind: str = "silu",
+    ids: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """counts: experts, their width, and the hidden size; what experts hold that nobody chose is NaN."""
+    experts, width, hidden = counts
+    randn = partial(torch.randn, device=device)
+    x = randn(tokens, hidden + 8).to(dtype)[:, :hidden]  # rows with gaps between them
+    weights = torch.rand(tokens, top_k, device=device)
+    ids = (choices(tokens, top_k, experts) if ids is None else ids).to(device)
+    gate_up = (randn(experts, 2 * width, hidden) / hidden**0.5).to(dtype)
+    down = (randn(experts, hidden, width) / width**0.5).to(dtype)
+    is_chosen = torch.zeros(experts, dtype=torch.bool, device=device).index_fill(0, ids.flatten(), True)
+    gate_up[~is_chosen] = down[~is_chosen] = NAN
+    truth = ops.experts.body(x.float(), weights, ids, gate_up.float(), down.float(), kind=kind)
+    expected = ops.experts.body(x, weights, ids, gate_up, down, kind=kind)
+    assert_as_near(moe.experts(x, weights, ids, gate_up, down, kind=kind), expected, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (5, 7, 20), (9, 33, 130), (4, 16, 64)])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 17])  # few, and more, which are grouped
+def test_experts_equal_the_reference(tokens, counts, dtype, triton_device):
+    for top_k in {1, min(3, counts[0])}:
+        check_experts(tokens, top_k, counts, dtype, triton_device)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_all_tokens_may_choose_one_expert(tokens, triton_device):
+    check_experts(tokens, 1, (5, 12, 24), torch.float32, triton_device, ids=torch.full((tokens, 1), 3))
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu2"])
+def test_experts_have_any_gate(kind, triton_device):
+    for tokens in (2, 6):
+        check_experts(tokens, 2, (4, 10, 24), torch.float32, triton_device, kind)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 32, 300])
+@pytest.mark.parametrize(("top_k", "counts"), [(6, (64, 1408, 2048)), (8, (128, 768, 2048)), (2, (8, 3584, 1000))])
+def test_experts_of_models_equal_the_reference(tokens, top_k, counts):
+    check_experts(tokens, top_k, counts, torch.bfloat16, "cuda")
+
+
+def test_large_experts_are_grouped():
+    assert moe.suits_few(1, 8, 7168, 2048)
+    assert moe.suits_few(moe.FEW_TOKENS, 6, 2048, 1408)
+    assert not moe.suits_few(moe.FEW_TOKENS + 1, 6, 2048, 1408)
+    assert not moe.suits_few(1, 8, 2048, 14336)
+
+
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax of all": {"top_k": 3},
     "renormalized": {"top_k": 8, "renormalize": True, "scale": 2.5},
@@ -258,6 +312,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
                           "renormalize": True},
     "one group of three": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 3, "top_groups": 1},
     "groups of one": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 12, "top_groups": 5},
+    "experts that all tokens share": {"top_k": 3, "renormalize": True, "scale": 2.5, "shared": 2},
     "one group": {"top_k": 2, "method": "noaux_tc", "score": "sigmoid", "renormalize": True},
 }  # fmt: skip
 

@@ -8,7 +8,8 @@ The entries of the cache are keys and values of all heads.
 Queries times the key rows of kv_b meet the entries themselves, one key/value head whose values are the first L dims of
 its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
 entries are read once for many heads. Decodes, of one query or of several, are split over their contexts, and the parts
-merged in a fixed order.
+merged in a fixed order. For few queries kv_b is sent for while the kernel ahead still runs, and one launch merges the
+parts and multiplies by the value rows; of more, the vendor's library multiplies.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from atom.kernels.triton.jit import jit
 
 ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
 MAX_SPLITS = 128  # of a context
+FEW_QUERIES = 4  # of decodes, up to which kv_b is multiplied by kernels that send for it ahead
 PART_TILES = 2  # least tiles of positions in a part of the longest context
 
 
@@ -86,10 +88,13 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Pag
     weight = kv_b.view(heads, -1, rank)
     out = q_nope.new_empty(tokens, heads, weight.shape[1] - plain)
     if num_decodes:
-        some = slice(0, num_queries)
-        q = _absorb(q_nope[some], weight)
+        some, has_few = slice(0, num_queries), num_queries <= FEW_QUERIES
+        q = _absorb_few(q_nope[some], weight) if has_few else _absorb(q_nope[some], weight)
         sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, batch.lengths[:num_decodes], k_scale, scale)
-        _sum_values(sums, weight, out[some])
+        if has_few and sums.weights is not None:
+            _merge_values(sums, weight, out[some])
+        else:
+            _sum_values(_merge(sums, q.dtype), weight, out[some])
     if tokens > num_queries:
         others = slice(num_queries, tokens)
         table, starts, lengths = (each[num_decodes:] for each in (table, batch.starts, batch.lengths))
@@ -98,7 +103,7 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Pag
             some = slice(first, first + at_once)
             q = _absorb(q_nope[others, some], weight[some])
             sums = _attend(q, q_rope[others, some], blocks, table, starts, lengths, k_scale, scale)
-            _sum_values(sums, weight[some], out[others, some])
+            _sum_values(sums.parts, weight[some], out[others, some])
     return out
 
 
@@ -112,14 +117,55 @@ def _absorb(q_nope: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(q_nope.transpose(0, 1), weight[:, : q_nope.shape[2]])
 
 
+def _absorb_few(q_nope: Tensor, weight: Tensor) -> Tensor:
+    """`_absorb` of up to 16 tokens."""
+    (tokens, heads, plain), (_, rows, rank), gpu = q_nope.shape, weight.shape, find_gpu(q_nope.device)
+    q = q_nope.new_empty(heads, tokens, rank)
+    _absorb_kernel[(heads, -(-rank // 64))](
+        q_nope, weight, q, tokens, q_nope.stride(0), q_nope.stride(1), ROWS=rows, PLAIN=plain, RANK=rank,
+        BLOCK_P=max(16, next_power_of_2(plain)), BLOCK_L=64, num_warps=4, **gpu.options,
+    )  # fmt: skip
+    return q
+
+
 def _sum_values(sums: Tensor, weight: Tensor, out: Tensor) -> None:
     """Sums of entries [N, T, L], weight [N, P + U, L] -> of values, out [T, N, U]"""
     torch.bmm(sums, weight[:, -out.shape[2] :].mT, out=out.transpose(0, 1))
 
 
+class Sums(NamedTuple):
+    """Sums of entries [N, T, L], or of parts of contexts fp32[splits, N, T, L], and the log2 of what each weighs."""
+
+    parts: Tensor
+    weights: Tensor | None  # fp32[splits, N, T]
+
+
+def _merge(sums: Sums, dtype: torch.dtype) -> Tensor:
+    """The sums [N, T, L] of all parts."""
+    if sums.weights is None:
+        return sums.parts
+    (num_splits, heads, tokens, rank), gpu = sums.parts.shape, find_gpu(sums.parts.device)
+    merged = torch.empty(heads, tokens, rank, dtype=dtype, device=sums.parts.device)
+    _merge_kernel[(heads * tokens, -(-rank // 128))](
+        *sums, merged, heads * tokens, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16, **gpu.options,
+    )  # fmt: skip
+    return merged
+
+
+def _merge_values(sums: Sums, weight: Tensor, out: Tensor) -> None:
+    """`_merge` and `_sum_values` in one launch"""
+    (num_splits, heads, tokens, rank), (_, rows, _), gpu = sums.parts.shape, weight.shape, find_gpu(out.device)
+    value = out.shape[2]
+    _merge_values_kernel[(heads, tokens, -(-value // 16))](
+        *sums, weight, out, tokens, num_splits, out.stride(0), out.stride(1), ROWS=rows, VALUE=value, RANK=rank,
+        HEADS=heads, BLOCK_U=16, BLOCK_L=next_power_of_2(rank), BLOCK_S=8,
+        BLOCK_ALL=max(16, next_power_of_2(num_splits)), num_warps=4, **gpu.options,
+    )  # fmt: skip
+
+
 def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor | None, lengths: Tensor,
-            k_scale: Tensor | None, scale: float) -> Tensor:  # fmt: skip
-    """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries [N, T, L].
+            k_scale: Tensor | None, scale: float) -> Sums:  # fmt: skip
+    """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries.
 
     Starts count from an earlier token, the first of them is q's; without, each sequence has as many tokens as others.
     """
@@ -137,24 +183,20 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
         num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
     else:
         num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
+    weights = None
     sums = torch.empty_like(q) if starts is None else torch.zeros_like(q)  # tokens of no sequence give zeros
-    parts = weights = None
     if num_splits > 1:
-        parts = q.new_empty(num_splits, heads, tokens, rank, dtype=torch.float32)
+        sums = q.new_empty(num_splits, heads, tokens, rank, dtype=torch.float32)
         weights = q.new_empty(num_splits, heads, tokens, dtype=torch.float32)
     _attend_kernel[(num_tiles, num_splits)](
-        q, q_rope, cache, keys, k_scale, table, starts, lengths, sums if parts is None else parts, weights, sequences,
+        q, q_rope, cache, keys, k_scale, table, starts, lengths, sums, weights, sequences,
         tokens, num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
         RANK=rank, ROTATED=rope_dim, ENTRY=cache.shape[-1], KEY_ENTRY=keys.shape[-1], BLOCK_SIZE=cache.shape[1],
         QUERIES=queries, BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows,
         BLOCK_N=tiles.positions, BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
-    if num_splits > 1:
-        _merge_kernel[(heads * tokens, -(-rank // 128))](
-            parts, weights, sums, heads * tokens, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16, **gpu.options,
-        )  # fmt: skip
-    return sums
+    return Sums(sums, weights)
 
 
 @jit(do_not_specialize_on_alignment=["slots"])
@@ -308,3 +350,55 @@ def _merge_kernel(parts, weights, out, num_rows, num_splits, RANK: tl.constexpr,
         acc = acc * fade + tl.sum(values * shares[:, None], 0)
         best = higher
     tl.store(out + row * RANK + columns, (acc / total).to(out.dtype.element_ty), mask=columns < RANK)
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _absorb_kernel(q_nope, weight, out, num_tokens, q_stride, head_stride, ROWS: tl.constexpr, PLAIN: tl.constexpr,
+                   RANK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some latent dims of up to 16 queries of a head; what is read of the weight is sent for ahead of the wait."""
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+    plain, tokens = tl.arange(0, BLOCK_P), tl.arange(0, 16)
+    is_column = columns < RANK
+    rows = weight + (head * ROWS + plain)[:, None] * RANK
+    tile = tl.load(rows + columns[None, :], mask=(plain < PLAIN)[:, None] & is_column[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    is_token = (tokens < num_tokens)[:, None]
+    queries = q_nope + tokens[:, None] * q_stride + head * head_stride + plain[None, :]
+    q = tl.load(queries, mask=is_token & (plain < PLAIN)[None, :], other=0.0)
+    absorbed = tl.dot(q, tile, input_precision="ieee")
+    places = out + (head * num_tokens + tokens)[:, None] * RANK + columns[None, :]
+    tl.store(places, absorbed.to(out.dtype.element_ty), mask=is_token & is_column[None, :])
+
+
+@jit(do_not_specialize=["num_tokens", "num_splits"])
+def _merge_values_kernel(parts, weights, kv_b, out, num_tokens, num_splits, out_stride, head_stride,
+                         ROWS: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, HEADS: tl.constexpr,
+                         BLOCK_U: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
+                         BLOCK_ALL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some values of a query's head: its parts as in _merge_kernel, by the value rows of kv_b, which are its last."""
+    head, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    values = tl.program_id(2) * BLOCK_U + tl.arange(0, BLOCK_U)
+    columns = tl.arange(0, BLOCK_L)
+    is_value, is_column = values < VALUE, columns < RANK
+    rows = kv_b + (head * ROWS + ROWS - VALUE + values)[:, None] * RANK
+    tile = tl.load(rows + columns[None, :], mask=is_value[:, None] & is_column[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    num_rows = HEADS * num_tokens
+    row = head * num_tokens + token
+    every = tl.arange(0, BLOCK_ALL)
+    logs = tl.load(weights + every * num_rows + row, mask=every < num_splits, other=NOTHING)
+    best = tl.max(logs)
+    stop = tl.max(tl.where(logs > NOTHING, every + 1, 0))  # parts behind it are of no positions
+    acc = tl.zeros([BLOCK_L], tl.float32)
+    for first in range(0, stop, BLOCK_S):
+        splits = first + tl.arange(0, BLOCK_S)
+        places = splits * num_rows + row
+        log = tl.load(weights + places, mask=splits < stop, other=NOTHING)
+        is_part = (log > NOTHING)[:, None] & is_column[None, :]
+        each = tl.load(parts + places[:, None] * RANK + columns[None, :], mask=is_part, other=0.0)
+        acc += tl.sum(each * tl.exp2(log - best)[:, None], 0)
+    sums = (acc / tl.sum(tl.exp2(logs - best))).to(out.dtype.element_ty).to(tl.float32)
+    y = tl.sum(tile.to(tl.float32) * sums[None, :], 1)
+    place = out + token.to(tl.int64) * out_stride + head * head_stride + values
+    tl.store(place, y.to(out.dtype.element_ty), mask=is_value)

@@ -38,6 +38,7 @@ from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
 from atom.kernels import tuned
+from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear import packed, shuffled
@@ -62,7 +63,6 @@ from atom.kernels.triton.linear.packed import (
 from atom.kernels.triton.linear.row_kernels import (
     QuantizedRows,
     activate_gates,
-    gate,
     load_total,
     normalize,
     quantize_gated,
@@ -538,7 +538,7 @@ def _vector_kernel(
         y = acc.to(y_ptr.dtype.element_ty)
         if KIND is not None:
             gates, ups = tl.split(y.reshape([NUM, 2]))
-            y = gate(gates, ups, KIND)
+            y = activate_rounded(gates, ups, KIND)
         index = first + tl.arange(0, NUM)
         tl.store(y_ptr + index, y, mask=index < out)
 
@@ -742,6 +742,6 @@ def _matrix_kernel(
     y = acc.to(y_ptr.dtype.element_ty)
     if KIND is not None:
         gates, ups = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
-        y = gate(gates, ups, KIND)
+        y = activate_rounded(gates, ups, KIND)
     index = (first + tl.arange(0, NUM))[:, None]
     tl.store(y_ptr + row[None, :] * out + index, y, mask=(index < out) & is_row[None, :])

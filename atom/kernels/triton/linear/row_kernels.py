@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.graph.formats import parse_format
-from atom.kernels.triton.activations import gated
+from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
@@ -59,7 +59,9 @@ def activate_gates(x: Tensor, kind: str) -> Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
     gpu = find_gpu(x.device)
-    _gate_kernel[(-(-width // 1024), rows)](x, y, width, 1024, kind, num_warps=4, **gpu.options)
+    _gate_kernel[(rows, -(-width // 1024))](  # of rows there may be more than the second dim holds
+        x, y, width, 1024, kind, num_warps=4, **gpu.options
+    )
     return y
 
 
@@ -111,11 +113,6 @@ def _options(x: Tensor, inner: int) -> dict[str, Any]:
 
 
 @jit
-def gate(gates, ups, KIND: tl.constexpr):
-    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND).to(gates.dtype)
-
-
-@jit
 def load_total(a_ptr, b_ptr, offsets, mask):
     """a, or a + b, rounded as it is stored, in float32."""
     total = tl.load(a_ptr + offsets, mask=mask, other=0.0)
@@ -151,12 +148,12 @@ def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, P
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = x_ptr + row * 2 * width + index
     gates = tl.load(pointers, mask=index < width, other=0.0)
     ups = tl.load(pointers + width, mask=index < width, other=0.0)
-    tl.store(y_ptr + row * width + index, gate(gates, ups, KIND), mask=index < width)
+    tl.store(y_ptr + row * width + index, activate_rounded(gates, ups, KIND), mask=index < width)
 
 
 @jit
@@ -235,5 +232,5 @@ def _gate_quantize_kernel(x_ptr, KIND: tl.constexpr, q_ptr, scales_ptr, rows, x_
     pointers = x_ptr + row * x_stride + column
     gates = tl.load(pointers, mask=mask & (row < rows), other=0.0)
     ups = tl.load(pointers + INNER, mask=mask & (row < rows), other=0.0)
-    x = gate(gates, ups, KIND).to(tl.float32)
+    x = activate_rounded(gates, ups, KIND).to(tl.float32)
     _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)

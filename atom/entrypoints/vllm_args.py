@@ -62,6 +62,10 @@ def vllm_flag(key: str, about: str, **options: Any) -> Any:
     return flag(key, about, of=(VLLM,), **options)
 
 
+def write_collectives(is_nccl: bool) -> list[str]:
+    return ["parallel.collectives=nccl"] if is_nccl else []
+
+
 def write_load_format(name: str) -> list[str]:
     if name != "dummy":
         raise ConfigError(f"--load-format={name}: there is no such choice; choices: auto, safetensors, gguf, dummy")
@@ -256,6 +260,9 @@ class VLLMArgs(EngineArgs):
         accepted=("uni",),
         write=write_executor,
     )
+    disable_custom_all_reduce: bool | None = vllm_flag(
+        "parallel.collectives", "sums of ranks on GPUs through NCCL alone", write=write_collectives
+    )
 
     # flags whose one meaning is what is done here anyway
     enable_auto_tool_choice: bool | None = vllm_flag("", "calls are read in every chat with tools", accepted=(True,))
@@ -265,7 +272,6 @@ class VLLMArgs(EngineArgs):
         "", "scales of an fp8 cache are measured where the checkpoint has none", accepted=(True,)
     )
     use_tqdm_on_load: bool | None = vllm_flag("", "loading always shows its progress", accepted=(True,))
-    disable_custom_all_reduce: bool | None = vllm_flag("", "there is no custom all-reduce", accepted=(True,))
     disable_log_requests: bool | None = vllm_flag("", "no prompt is ever logged", accepted=(True,))
     disable_log_stats: bool | None = vllm_flag("", "no statistics are logged; /metrics has them", accepted=(True,))
     disable_uvicorn_access_log: bool | None = vllm_flag(

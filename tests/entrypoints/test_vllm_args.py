@@ -30,6 +30,7 @@ MEANS: dict[str, list[str]] = {
     "--served-model-name a b -- org/name": ["checkpoint='org/name'", "serve.http.served_model_name=['a','b']"],
     "--load-format dummy": ["load_dummy=true"],
     "--load-format auto": [],
+    "--disable-custom-all-reduce": ["parallel.collectives=nccl"],
     "x.gguf --load-format gguf": ["checkpoint='x.gguf'"],
     "--load-format safetensors": [],
     "-q fp8": ["quant.method='fp8'"],

@@ -563,7 +563,7 @@ def _few_down_linear_kernel(x, weights, ids, down, out, TOP_K: tl.constexpr, WID
     is_inner = inner < INNER
     tiles = ()
     for choice in tl.static_range(TOP_K):
-        own = tl.load(ids + first_pair + choice) * WIDTH + rows
+        own = tl.load(ids + first_pair + choice, cache_modifier=".cg") * WIDTH + rows
         tile = tl.load(down + own[:, None] * INNER + inner[None, :], mask=is_inner[None, :], other=0.0,
                        eviction_policy="evict_first")  # fmt: skip
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005

@@ -159,15 +159,15 @@ def test_an_engine_is_told_its_number(monkeypatch: pytest.MonkeyPatch):
             [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "GPU-8f3"}],
         ),
         (
-            ["device=cuda", "parallel=dp2_tp2", "parallel.visible_devices='5,4,2,3'"],
-            [{"CUDA_VISIBLE_DEVICES": "5,4"}, {"CUDA_VISIBLE_DEVICES": "2,3"}],
+            ["device=cuda", "parallel=dp2_tp3", "parallel.visible_devices='5,4,2,3,1,0'"],
+            [{"CUDA_VISIBLE_DEVICES": "5,4,2"}, {"CUDA_VISIBLE_DEVICES": "3,1,0"}],
         ),
     ],
 )
 def test_each_of_several_replicas_sees_the_gpus_of_its_ranks(
     texts: list[str], expected: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 4)
+    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 6)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load(texts)
     assert [environment_of(config, number) for number in range(config.parallel.replicas)] == expected

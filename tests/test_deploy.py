@@ -114,7 +114,7 @@ def test_an_image_has_known_instructions_and_files_and_a_user_who_is_not_root(pa
     copied = {each for name, value in found if name == "COPY" for each in value.split()[:-1]}
     assert all((ROOT / each).exists() for each in copied)
     packaged = {Path(each).parts[0] for each in PROJECT["tool"]["setuptools"]["package-dir"].values()}
-    assert copied == packaged | {"pyproject.toml", "constraints.txt", "LICENSE", PROJECT["project"]["readme"]}
+    assert copied == packaged | {"pyproject.toml", "constraints.txt", "LICENSE", "README.md", "setup.py"}
     assert json.loads(only(found, "ENTRYPOINT")) == list(PROJECT["project"]["scripts"])
     assert only(found, "EXPOSE") == "8000"
 

@@ -986,11 +986,12 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 3)
+    for fields, num_ranks in ((["parallel=tp3"], 3), (["parallel=pp2", "parallel.collectives=nccl"], 2)):
+        assert load([*fields, "device=cuda", "job=bench"]).parallel.num_ranks == num_ranks
     monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
-    for fields in (["parallel=tp3"], ["parallel=pp2", "parallel.collectives=nccl"]):
-        assert load([*fields, "device=cuda", "job=bench"]).parallel.num_ranks == 2
     for job in ("compile", "explain", "cache"):  # which start no rank
-        assert load(["parallel=tp4", "device=cuda", f"job={job}"]).parallel.num_ranks == 4
+        assert load(["parallel=tp9", "device=cuda", f"job={job}"]).parallel.num_ranks == 9
     there = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"
     for fields, stated in (("parallel=tp4", "tensor=4"), ("parallel=tp2_pp2", "tensor=2 parallel.pipeline=2")):
         with pytest.raises(UnsupportedError, match=f"^parallel.{stated} {there}"):
@@ -1004,7 +1005,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_collectives_are_those_of_the_device():
-    for device, unfit, there in (("cpu", "nccl", "auto, gloo"), ("cuda", "gloo", "auto, nccl")):
+    for device, unfit, there in (("cpu", "nccl", "auto, gloo"), ("cuda", "gloo", "auto, peers, nccl")):
         with pytest.raises(
             UnsupportedError, match=f"^parallel.collectives={unfit} is not for device={device}; there is: {there}$"
         ):

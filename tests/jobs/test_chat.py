@@ -41,7 +41,9 @@ def opened(engine: LLMEngine, talker: Path, *overrides: str) -> Chat:
 def test_a_question_is_sent_with_what_was_said_before(engine: LLMEngine, talker: Path, monkeypatch: Any, capsys: Any):
     sent: list[list[int]] = []
     add = engine.add_request
-    monkeypatch.setattr(engine, "add_request", lambda prompts, *rest: sent.extend(prompts) or add(prompts, *rest))
+    monkeypatch.setattr(
+        engine, "add_request", lambda prompts, *rest, **more: sent.extend(prompts) or add(prompts, *rest, **more)
+    )
     talk = opened(engine, talker, "sampling.max_tokens=8")
     talk.ask("Hello")
     talk.ask("And <|im_end|> again?")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -52,9 +53,14 @@ LINEARS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_refuses(op: ops.Op):
     assert BY_TRITON.count(op) == 1
     kernel = find_kernel(op, "triton")
-    types = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * 8
-    assert [kernel.accepts(target, *types) for target in GPUS] == [None, None]
-    assert kernel.accepts(Target("cpu"), *types) == "runs on cuda, not on cpu"
+    types = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * (5 if op is ops.experts else 8)
+    more: dict[str, Any] = {
+        ops.lora: {"sizes": [64]},
+        ops.expand_lora: {"sizes": [64]},
+        ops.experts: {"kind": "silu"},
+    }.get(op, {})
+    assert [kernel.accepts(target, *types, **more) for target in GPUS] == [None, None]
+    assert kernel.accepts(Target("cpu"), *types, **more) == "runs on cuda, not on cpu"
     assert kernel.trace is None, "it runs between pieces"
 
 

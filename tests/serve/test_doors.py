@@ -129,6 +129,7 @@ def test_a_signed_request_needs_no_key_and_counts_once(doors: Server):
 
 def test_the_key_of_the_log_and_of_metrics_is_a_name(doors: Server):
     assert Signed(BODY).ask(doors, Signed(BODY).headers() | {"x-request-id": "of-alice"}).status == 200
+    wire.wait_until(lambda: "of-alice" in doors.log.read_text())
     (line,) = [line for line in doors.log.read_text().splitlines() if "of-alice" in line]
     assert json.loads(line)["key"] == "alice"
     told = wire.metrics(doors.url, {"x-api-key": "daves-old"})
@@ -401,7 +402,7 @@ def test_a_key_of_a_better_priority_goes_first(start_server: Start, tmp_path: Pa
     file = tmp_path / "keys.yaml"
     file.write_text("urgent: {key: u, priority: -5}\nbatch: {key: b}\n")
     server = start_server(f"serve.http.api_keys=@{file}", "serve.max_num_seqs=1", "serve.http.max_queue=64")
-    long = {"prompt": [65] * 8, "max_tokens": 100, "ignore_eos": True}
+    long = {"prompt": [65] * 8, "max_tokens": 700, "ignore_eos": True}
     order: list[str] = []
 
     def ask(key: str, body: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from serving import Server
 
 OPERATIONS = [
     "GET /",
+    "GET /.well-known/http-message-signatures-directory",
     "GET /debug/mtp_stats",
     "GET /docs",
     "GET /health",

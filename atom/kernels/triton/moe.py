@@ -177,8 +177,12 @@ def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None 
     return y
 
 
-def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *, kind: str) -> Tensor:
+def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
+            down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str, limit: float | None = None,
+            alpha: float | None = None) -> Tensor:  # fmt: skip
     """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W] -> [T, H]"""
+    assert gate_up_bias is None and down_bias is None and first is None, "accepts_experts declines"
+    assert limit is None and alpha is None, "those of swigluoai, which it declines"
     if suits_few(len(x), ids.shape[1], *down.shape[1:]):
         return multiply_few(x, weights, ids, gate_up, down, kind)
     rows, order, ends = group(x, ids, experts=len(gate_up))

@@ -18,6 +18,7 @@ from atom.config import Config
 from atom.config.load import load
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Failed, Finish, Output, Outputs, Refused, Submit
+from atom.serve.tenants import read_keys
 
 ASK: dict[str, Any] = {"model": "talker", "max_tokens": 24, "messages": [{"role": "user", "content": "Hello"}]}
 TOOL = {
@@ -293,7 +294,7 @@ def test_an_error_of_the_engine_is_the_answer_or_the_last_event(
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"])
 def test_the_door_is_closed_without_a_key(path: str, ask: Asker):
-    response, seen = ask(HI, ASK, path=path, keys=["right"], headers={"x-api-key": "wrong"})
+    response, seen = ask(HI, ASK, path=path, tenants=read_keys("right"), headers={"x-api-key": "wrong"})
     assert (response.status_code, seen) == (401, [])
     error = {"type": "authentication_error", "message": "a valid API key is missing: send x-api-key: KEY"}
     assert response.json() == {"type": "error", "error": error, "request_id": response.headers["request-id"]}
@@ -301,7 +302,7 @@ def test_the_door_is_closed_without_a_key(path: str, ask: Asker):
 
 def test_either_of_the_sdks_headers_opens_the_door(ask: Asker):
     for headers in ({"x-api-key": "right"}, {"authorization": "Bearer right"}):
-        assert ask(HI, ASK, keys=["right"], headers=headers)[0].status_code == 200
+        assert ask(HI, ASK, tenants=read_keys("right"), headers=headers)[0].status_code == 200
 
 
 def test_a_full_queue_and_a_server_that_ends_are_errors(ask: Asker):

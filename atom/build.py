@@ -644,7 +644,7 @@ def open_runner(
             measure_costs(runner, config)
             return runner, num_blocks
         use_parameters(runner.model, config, progress)
-        # a graph of a stage would hold what it waits for of another, whose steps are others
+        # stages send on streams of their own, which no capture joins
         sizes = memory.capture_sizes(serve) if compiled.level == 3 and mesh_of(config).pipeline == 1 else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from atom.errors import UnsupportedError
 from atom.graph.formats import parse_format
 from atom.graph.ops import Op
 from atom.graph.types import Type
@@ -145,6 +146,17 @@ def on_device(
         return accepts(target, *types, **attributes)
 
     return accepts_here
+
+
+def collective_kernel(op: Op, backend: str, device: str) -> Kernel:
+    """The kernel of a collective, which is its program's communicator's. UnsupportedError where there is one rank."""
+
+    def load(context: LoadContext) -> Callable[..., Any]:
+        if context.communicator is None:
+            raise UnsupportedError(f"{op.name} is for several ranks, and this is one: set parallel")
+        return getattr(context.communicator, op.name)  # type: ignore[no-any-return]
+
+    return Kernel(op, backend, on_device(device), load)
 
 
 class PieceCompiler(ABC):

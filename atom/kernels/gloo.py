@@ -32,10 +32,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from atom.errors import EngineDeadError, UnsupportedError
+from atom.errors import EngineDeadError
 from atom.graph import TORCH_DTYPES, ops
-from atom.graph.ops import Op
-from atom.kernels.backend import Backend, Kernel, LoadContext, Rendezvous, on_device
+from atom.kernels.backend import Backend, Rendezvous, collective_kernel
 
 CONNECT = timedelta(seconds=30)  # for all ranks to be there, which have loaded their weights
 LOOK = timedelta(seconds=0.2)  # between two looks whether all ranks are there
@@ -274,18 +273,9 @@ class SharedMemory:
         return shown
 
 
-def _kernel(op: Op) -> Kernel:
-    def load(context: LoadContext) -> Callable[..., Any]:
-        if context.communicator is None:
-            raise UnsupportedError(f"{op.name} is for several ranks, and this is one: set parallel")
-        return getattr(context.communicator, op.name)  # type: ignore[no-any-return]
-
-    return Kernel(op, "gloo", on_device("cpu"), load)
-
-
 BACKEND = Backend(
     "gloo",
-    tuple(_kernel(op) for op in ops.OPS.values() if op.is_collective),
+    tuple(collective_kernel(op, "gloo", "cpu") for op in ops.OPS.values() if op.is_collective),
     find_versions=lambda: {"torch": torch.__version__},
     connect=GlooCommunicator,
 )

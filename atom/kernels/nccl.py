@@ -34,9 +34,8 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import TORCH_DTYPES, ops
-from atom.graph.ops import Op
 from atom.kernels import peers
-from atom.kernels.backend import Backend, Communicator, Kernel, LoadContext, Rendezvous, on_device
+from atom.kernels.backend import Backend, Communicator, Rendezvous, collective_kernel
 
 LIBRARIES = ("libnccl.so.2", "librccl.so.1")  # which torch has loaded
 # of all ranks: a multicast object that one of them leaves behind can take the links of a whole machine down
@@ -288,18 +287,9 @@ def compile_launches(_pool: Executor) -> Iterator[None]:
         is_walking.reset(token)
 
 
-def _kernel(op: Op) -> Kernel:
-    def load(context: LoadContext) -> Callable[..., Any]:
-        if context.communicator is None:
-            raise UnsupportedError(f"{op.name} is for several ranks, and this is one: set parallel")
-        return getattr(context.communicator, op.name)  # type: ignore[no-any-return]
-
-    return Kernel(op, "nccl", on_device("cuda"), load)
-
-
 BACKEND = Backend(
     "nccl",
-    tuple(_kernel(op) for op in ops.OPS.values() if op.is_collective),
+    tuple(collective_kernel(op, "nccl", "cuda") for op in ops.OPS.values() if op.is_collective),
     compile_launches=compile_launches,
     connect=connect,
 )

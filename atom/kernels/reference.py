@@ -25,7 +25,7 @@ def body_kernel(op: ops.Op, backend: str = "reference", accepts: Accepts = accep
 
 
 def _no_collective(context: LoadContext) -> NoReturn:
-    raise UnsupportedError("collectives run on a communicator, and this device has none yet; there is: device=cpu")
+    raise UnsupportedError("collectives run on a communicator: name the kernels of gloo, or of nccl")
 
 
 def _kernel(op: ops.Op) -> Kernel:

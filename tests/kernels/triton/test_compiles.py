@@ -14,7 +14,7 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from atom.kernels.triton import lora, moe, sampling, speculation
+from atom.kernels.triton import few_experts, lora, moe, sampling, speculation
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
@@ -63,7 +63,7 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, prepare_inputs, linear, lora, packed, row_kernels, moe, prefill, rope, sampling, speculation):
+for module in (decode, few_experts, prepare_inputs, linear, lora, packed, row_kernels, moe, prefill, rope, sampling, speculation):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES[module.__name__.rpartition(".")[2]].split():
@@ -157,7 +157,8 @@ NAMES = {
     "packed": "_unpack_kernel _scale_kernel",
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _packed_grouped_linear_kernel "
-    "_add_bias_kernel _combine_kernel _few_gated_linear_kernel _few_down_linear_kernel",
+    "_add_bias_kernel _combine_kernel",
+    "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
     "speculation": "_find _repeat _accept",

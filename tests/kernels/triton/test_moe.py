@@ -7,7 +7,7 @@ import torch
 from kernels.checks import assert_as_near, assert_equal
 
 from atom.graph import PackedWeight, Type, ops
-from atom.kernels.triton import moe
+from atom.kernels.triton import few_experts, moe
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.weights.quantize import quantize
 
@@ -296,10 +296,10 @@ def test_experts_of_models_equal_the_reference(tokens, top_k, counts):
 
 
 def test_large_experts_are_grouped():
-    assert moe.suits_few(1, 8, 7168, 2048)
-    assert moe.suits_few(moe.FEW_TOKENS, 6, 2048, 1408)
-    assert not moe.suits_few(moe.FEW_TOKENS + 1, 6, 2048, 1408)
-    assert not moe.suits_few(1, 8, 2048, 14336)
+    assert few_experts.suits_few(1, 8, 7168, 2048)
+    assert few_experts.suits_few(few_experts.FEW_TOKENS, 6, 2048, 1408)
+    assert not few_experts.suits_few(few_experts.FEW_TOKENS + 1, 6, 2048, 1408)
+    assert not few_experts.suits_few(1, 8, 2048, 14336)
 
 
 ROUTERS: dict[str, dict[str, Any]] = {

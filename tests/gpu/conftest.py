@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from atom import LLMEngine
 
 @pytest.fixture(scope="session")
 def gpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache folder of all engines of the session: equal pieces are compiled once."""
-    return tmp_path_factory.mktemp("cache")
+    """The cache folder of all engines of the session, in whichever of its processes: equal kernels are compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gpu-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 @pytest.fixture

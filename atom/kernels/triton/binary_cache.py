@@ -11,6 +11,8 @@ A copied folder needs no compiler.
 An entry is one kernel's binary with its metadata, or one module of Triton's launcher. It holds no path, and like all
 code in the cache it counts only while its owner and its checksums are right. Kernels that are not of our JIT class stay
 in Triton's own folder, and so does what is compiled while Triton's compiler is debugged.
+
+Of processes that want the same entry, as the ranks of an engine do, one makes it and the others wait for that.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import triton
 from triton import knobs
@@ -51,18 +53,19 @@ def kept() -> Iterator[None]:
     if binaries is None or _is_debugged():
         yield
         return
-    token = _active.set(binaries)
-    try:
-        with _by_thread:
-            yield
-    finally:
-        _active.reset(token)
+    with ExitStack() as locks:
+        token = _active.set(_Making(binaries, locks, set()))
+        try:
+            with _by_thread:
+                yield
+        finally:
+            _active.reset(token)
 
 
 def compile_kept(compile: Callable[..., Any], src: Any, **options: Any) -> Any:
     """`triton.compile`, for what is not in the cache; within `kept`."""
-    binaries = _active.get()
-    return compile(src, **options) if binaries is None else binaries.compile(compile, src, **options)
+    making = _active.get()
+    return compile(src, **options) if making is None else making.compile(compile, src, **options)
 
 
 def _is_debugged() -> bool:
@@ -83,7 +86,7 @@ class BinaryCache:
         self._used: dict[str, None] = {}
         self._compiled: list[str] = []
         self._not_kept: dict[str, dict[str, str]] = {}  # files of entries that could not be written to the cache folder
-        self._printing, self._hashing = threading.Lock(), threading.Lock()  # several threads compile
+        self._printing, self.hashing = threading.Lock(), threading.Lock()  # several threads compile
         self._num_printed = sys.maxsize  # how many of the cache's warnings were printed: all, until `print_warnings`
 
     @property
@@ -94,29 +97,6 @@ class BinaryCache:
     def used(self) -> list[str]:
         """The keys of all entries that were found or made."""
         return list(self._used)
-
-    def compile(
-        self, compile: Callable[..., Any], src: Any, *, target: Any, options: dict[str, Any], **rest: Any
-    ) -> Any:
-        """Triton's CompiledKernel, found or compiled; the ingredients of its key are those of Triton's own."""
-        backend = make_backend(target)
-        ingredients = {
-            "triton": self._triton,
-            "source": src.hash(),
-            "backend": backend.hash(),
-            "options": backend.parse_options(options).hash(),
-            "environment": digest(str(sorted(get_cache_invalidating_env_vars().items()))),
-            "file": f"{src.name[:100]}.json",
-        }
-        if files := self.find(ingredients):
-            return CompiledKernel(src, files, key_of(ingredients))
-        with self._hashing:
-            triton_key()  # cached by Triton, which otherwise reads all its files when it first asks for it
-        kernel = compile(src, target=target, options=options, **rest)
-        files = kernel.metadata_group
-        made: dict[str, bytes | Path] = {name: Path(files[name]) for name in files if Path(name).suffix in KEPT}
-        self.publish(ingredients, made)
-        return kernel
 
     def print_warnings(self) -> None:
         """Print the cache's warnings as they come from now on; those of the start were the caller's to print."""
@@ -144,7 +124,7 @@ class BinaryCache:
         return _files_in(folder)
 
     @cached_property
-    def _triton(self) -> str:
+    def triton(self) -> str:
         """Triton's version: its files as the installer listed them, else as Triton reads them in 0.5 s."""
         records = Path(triton.__file__).parents[1].glob("*triton*.dist-info/RECORD")
         lines = [line for record in records for line in record.read_text().splitlines()]
@@ -167,18 +147,61 @@ def _files_in(folder: Path) -> dict[str, str]:
     return {path.name: str(path) for path in folder.iterdir() if path.name != MANIFEST}
 
 
+class _Making(NamedTuple):
+    """What a thread makes within `kept`."""
+
+    binaries: BinaryCache
+    locks: ExitStack  # of entries that this thread makes, until `kept` ends: a kernel has a launcher then, too
+    locked: set[str]  # their keys
+
+    def compile(
+        self, compile: Callable[..., Any], src: Any, *, target: Any, options: dict[str, Any], **rest: Any
+    ) -> Any:
+        """Triton's CompiledKernel, found or compiled; the ingredients of its key are those of Triton's own."""
+        backend = make_backend(target)
+        ingredients = {
+            "triton": self.binaries.triton,
+            "source": src.hash(),
+            "backend": backend.hash(),
+            "options": backend.parse_options(options).hash(),
+            "environment": digest(str(sorted(get_cache_invalidating_env_vars().items()))),
+            "file": f"{src.name[:100]}.json",
+        }
+        if files := self.find(ingredients):
+            return CompiledKernel(src, files, key_of(ingredients))
+        with self.binaries.hashing:
+            triton_key()  # cached by Triton, which otherwise reads all its files when it first asks for it
+        kernel = compile(src, target=target, options=options, **rest)
+        files = kernel.metadata_group
+        made: dict[str, bytes | Path] = {name: Path(files[name]) for name in files if Path(name).suffix in KEPT}
+        self.binaries.publish(ingredients, made)
+        return kernel
+
+    def find(self, ingredients: dict[str, str]) -> dict[str, str]:
+        """The files of a trusted entry, path by name, once no other process makes it; none where this one is to."""
+        key, files = key_of(ingredients), self.binaries.find(ingredients)
+        if files or key in self.locked:
+            return files
+        with ExitStack() as lock:
+            lock.enter_context(self.binaries.cache.lock(BINARIES, key))
+            if not (files := self.binaries.find(ingredients)):
+                self.locked.add(key)
+                self.locks.push(lock.pop_all())
+        return files
+
+
 class _Manager(CacheManager):  # type: ignore[misc]
     """Triton's cache of one key: a module, which is asked for first, or the files of a compiled kernel."""
 
-    def __init__(self, key: str, binaries: BinaryCache) -> None:
+    def __init__(self, key: str, making: _Making) -> None:
         self._key = key
-        self._binaries = binaries
+        self._making, self._binaries = making, making.binaries
         self._modules: set[str] = set()
         self._folder: Path | None = None
 
     def get_file(self, filename: str) -> str | None:
         self._modules.add(filename)
-        return self._binaries.find(self._module(filename)).get(filename)
+        return self._making.find(self._module(filename)).get(filename)
 
     def put(self, data: object, filename: str, binary: bool = True) -> str:
         content = data if isinstance(data, bytes) else str(data).encode()
@@ -227,9 +250,9 @@ class _ByThread:
 
     def find(self, key: str, **purpose: bool) -> CacheManager:
         """The cache manager of a key, in place of Triton's `manager_class`."""
-        binaries = _active.get()
-        return self._others(key, **purpose) if binaries is None else _Manager(key, binaries)
+        making = _active.get()
+        return self._others(key, **purpose) if making is None else _Manager(key, making)
 
 
-_active: ContextVar[BinaryCache | None] = ContextVar("active", default=None)  # of this thread
+_active: ContextVar[_Making | None] = ContextVar("active", default=None)  # of this thread
 _by_thread = _ByThread()

@@ -154,6 +154,21 @@ def test_the_first_process_compiles_and_the_second_finds(built: Any, copy: Path,
         assert again[same] == first[same]
 
 
+def test_processes_that_start_at_the_same_time_compile_each_entry_once(built: Any, tmp_path: Path):
+    """As ranks do: what one makes, the others wait for."""
+    _, source, first = built
+    with contextlib.ExitStack() as started, ThreadPoolExecutor(2) as pool:
+        folders = [tmp_path / str(number) for number in range(2)]
+        for folder in folders:
+            folder.mkdir()
+        runs = [started.enter_context(builder(folder)) for folder in folders]
+        list(pool.map(lambda run: run(tmp_path / "other", source), runs))  # what they import and read takes time
+        told = list(pool.map(lambda run: run(tmp_path / "cache", source), runs))
+    assert sum(each["compiled"] for each in told) == 3
+    for each in told:
+        assert each["binaries"] == first["binaries"] and each["used"] == first["used"] and each["answer"] == 42
+
+
 def test_a_folder_that_was_copied_needs_no_compiler(built: Any, copy: Path, tmp_path: Path):
     """In a process whose ptxas only tells its version, which is part of Triton's key, and which has no C compiler."""
     _, source, first = built

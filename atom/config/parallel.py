@@ -52,19 +52,23 @@ def derive_parallel(config: Config) -> ParallelConfig:
 
 def devices_of(parallel: ParallelConfig, replica: int = 0) -> list[str]:
     """The GPU of each rank of an engine, as CUDA_VISIBLE_DEVICES has it."""
-    first, last = replica * parallel.num_ranks, (replica + 1) * parallel.num_ranks
-    if parallel.visible_devices is None:
-        return [str(number) for number in range(first, last)]
-    return [device.strip() for device in parallel.visible_devices.split(",")[first:last]]
+    return _visible(parallel, replica * parallel.num_ranks, parallel.num_ranks)
 
 
 def own_device(parallel: ParallelConfig) -> str:
     """The GPU of a rank that torchrun has started here, likewise."""
     number = _whole("LOCAL_RANK", parallel.torchrun.local_rank or "0")
-    devices = devices_of(replace(parallel, tensor=number + 1, data=1, pipeline=1))
-    if len(devices) <= number:
+    devices = _visible(parallel, number, 1)
+    if not devices:
         raise ConfigError(f"LOCAL_RANK={number}: CUDA_VISIBLE_DEVICES={parallel.visible_devices} has no GPU for it")
-    return devices[number]
+    return devices[0]
+
+
+def _visible(parallel: ParallelConfig, first: int, count: int) -> list[str]:
+    """So many GPUs from a number on, of those that there are for this process."""
+    if parallel.visible_devices is None:
+        return [str(number) for number in range(first, first + count)]
+    return [device.strip() for device in parallel.visible_devices.split(",")[first : first + count]]
 
 
 def _unused(launcher: str) -> tuple[str, ...]:

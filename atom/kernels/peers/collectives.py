@@ -229,6 +229,18 @@ def _reduce_scatter_kernel(
     _advance(epochs, epoch)
 
 
+@jit
+def _load_joined(x, y, z, at, x_words, y_words, z_words):
+    """The words at these places of the tensors, one behind the other; y and z may be None"""
+    value = tl.load(x + at, mask=at < x_words, other=0)
+    if y is not None:
+        below = at - x_words
+        value |= tl.load(y + below, mask=(below >= 0) & (below < y_words), other=0)
+        beyond = below - y_words
+        value |= tl.load(z + beyond, mask=(beyond >= 0) & (beyond < z_words), other=0)
+    return value
+
+
 @jit(do_not_specialize=["rank"])
 def _gather_kernel(
     x, y, z, out_x, out_y, out_z, table, epochs, stop, rank, x_words, y_words, z_words, row, out_row, tiles,
@@ -242,20 +254,12 @@ def _gather_kernel(
     for tile in range(tiles):
         place = tile * BLOCK + columns
         at = first + place
-        value = tl.load(x + at, mask=at < x_words, other=0)
-        if y is not None:
-            value |= tl.load(y + (at - x_words), mask=(at >= x_words) & (at - x_words < y_words), other=0)
-            beyond = at - x_words - y_words
-            value |= tl.load(z + beyond, mask=(beyond >= 0) & (beyond < z_words), other=0)
+        value = _load_joined(x, y, z, at, x_words, y_words, z_words)
         _push(value, table, rank, epoch, place, PROGRAMS, RANKS, REGION)
     for tile in range(tiles):
         place = tile * BLOCK + columns
         at = first + place
-        value = tl.load(x + at, mask=at < x_words, other=0)
-        if y is not None:
-            value |= tl.load(y + (at - x_words), mask=(at >= x_words) & (at - x_words < y_words), other=0)
-            beyond = at - x_words - y_words
-            value |= tl.load(z + beyond, mask=(beyond >= 0) & (beyond < z_words), other=0)
+        value = _load_joined(x, y, z, at, x_words, y_words, z_words)
         own = _to_word(value, epoch)
         waits = 1
         while waits > 0:

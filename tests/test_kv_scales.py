@@ -17,7 +17,7 @@ from probe import logits_of
 from safetensors.torch import load_file, save_file
 from test_fp8_kv import NEAR, rounded_logits
 from thread_ranks import ThreadRanks, thread_ranks
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -56,7 +56,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
 def add_tokenizer(folder: Path, first: int = 0) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({byte: first + place for place, byte in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
+import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import tiny
 import torch
 import transformers
+from rank_checks import (
+    GREEDY,
+    answer_beside_an_abort,
+    assert_ends_by_a_signal,
+    assert_ranks_end_with_their_driver,
+    assert_same_answers,
+    eventful_prompts,
+    rank_processes,
+)
+from test_kv_scales import add_tokenizer
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, build
@@ -40,7 +46,6 @@ __all__ = ["thread_ranks"]
 
 pytestmark = pytest.mark.early
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 Open = Callable[..., LLMEngine]
 EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
             "enable_prefix_caching": True}  # fmt: skip
@@ -54,8 +59,7 @@ def test_ranks_generate_the_tokens_of_the_reference(
 ):
     experts = {"enable_expert_parallel": True} if tiny.is_mixture(name) else {}
     engine = open_engine(name, tensor_parallel_size=tiny.num_ranks(name), **EVENTFUL, **experts)
-    shared = tiny.prompt(30)
-    prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+    prompts = eventful_prompts()
     for batch in (prompts, prompts[::-1]):
         for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
             tiny.assert_greedy(answer, prompt, references(name))
@@ -106,8 +110,7 @@ def test_stages_generate_the_tokens_of_the_reference(
     name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
 ):
     engine = open_engine(name, **EVENTFUL, **fields)
-    shared = tiny.prompt(30)
-    prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+    prompts = eventful_prompts()
     for batch in (prompts, prompts[::-1]):
         for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
             tiny.assert_greedy(answer, prompt, references(name))
@@ -116,12 +119,30 @@ def test_stages_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > metrics.num_steps
 
 
-def rank_processes() -> list[int]:
-    """The processes of ranks that this one has started."""
-    shown = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in shown.stdout.splitlines() if "RankLink" in line]
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {"tensor_parallel_size": 2}),
+        ("llama", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
+    ],
+)
+def test_ranks_write_what_a_grammar_allows_as_one_does(
+    name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], tmp_path: Path
+):
+    pytest.importorskip("llguidance")
+    tiny.save_changed(name, tmp_path, vocab_size=300, eos_token_id=255)
+    add_tokenizer(tmp_path)
+    pattern, texts = r"[a-f]{3}-[0-9]{2,4}(xyz)?", []
+    wanted = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40, structured_outputs={"regex": pattern})
+    for own in ({}, fields):
+        engine = LLMEngine(str(tmp_path), dtype="fp32", level=1, kv_cache_memory=1 << 22, **own)
+        texts.append([answer["text"] for answer in engine.generate(["x", "yz", "q"], [wanted, GREEDY, wanted])])
+        engine.close()
+    assert texts[1] == texts[0] and len(thread_ranks) == 1
+    written = [*texts[0][:2], *texts[0][3:]]
+    assert all(re.fullmatch(pattern, text) for text in written), texts
+    assert len({*written}) > 1
 
 
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02, seed=7, max_tokens=16, n=2, frequency_penalty=0.5)
@@ -141,16 +162,10 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
     alone = open_engine("qwen3_moe").generate(prompts, params)
     engine = open_engine("qwen3_moe", enable_prefix_caching=True, **divided)
     assert len(rank_processes()) == 1
-    (aborted,) = engine.add_request([tiny.prompt(50, seed=9)], GREEDY)
-    engine.step()
-    engine.abort(aborted)
-    answers = engine.generate(prompts, params)
-    assert [each["token_ids"] for each in answers] == [each["token_ids"] for each in alone]
+    answers = answer_beside_an_abort(engine, prompts, params)
+    assert_same_answers(answers, alone)
     for ours, theirs in zip(answers[-1]["logprobs"], alone[-1]["logprobs"], strict=True):
         assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    ours, theirs = (each[-1]["prompt_logprobs"][1:] for each in (answers, alone))
-    assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
-    assert not np.allclose([each.logprob for each in theirs], 0)
     engine.close()
     assert rank_processes() == []
 
@@ -164,34 +179,11 @@ def test_a_rank_that_dies_or_stops_ends_the_engine(
 ):
     engine = open_engine("llama", **divided)
     engine.generate([[1, 2, 3]], GREEDY)
-    (pid,) = rank_processes()
-    os.kill(pid, number)
-    since = time.monotonic()
-    with pytest.raises(EngineDeadError, match=reason):
-        engine.generate([tiny.prompt(9)], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-    assert time.monotonic() - since < 6
-    with pytest.raises(EngineDeadError, match=reason):
-        engine.generate([[1]], GREEDY)
-    engine.close()
-    assert rank_processes() == []
+    assert_ends_by_a_signal(engine, number, reason, within=6)
 
 
 def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str], Path]):
-    code = f"""if True:
-        from atom import LLMEngine
-        engine = LLMEngine({str(checkpoints("llama"))!r}, dtype="fp32", level=0, tensor_parallel_size=2, kv_cache_memory=1 << 22)
-        print("open", flush=True)
-        import time; time.sleep(60)
-    """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None and driver.stdout.readline() == "open\n"
-        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
-        driver.kill()
-    end = time.monotonic() + 5
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < end, "a rank is left"
-        time.sleep(0.05)
-    assert children
+    assert_ranks_end_with_their_driver(checkpoints("llama"), dtype="fp32", level=0, kv_cache_memory=1 << 22)
 
 
 def test_the_error_of_a_rank_is_that_of_the_engine():

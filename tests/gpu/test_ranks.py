@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import os
+import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_kv_scales
 import tiny
 import torch
 from gpu.collectives import SHAPES, SIZES, inputs_of, of, two_ranks
-from gpu.steps import GREEDY, ON_GPU
+from gpu.steps import FIELDS, GREEDY, ON_GPU
+from gpu.test_drafts import PARAMS as DRAFTED
+from gpu.test_drafts import PROMPTS as REPEATING
+from rank_checks import (
+    answer_beside_an_abort,
+    assert_ends_by_a_signal,
+    assert_ranks_end_with_their_driver,
+    assert_same_answers,
+    eventful_prompts,
+)
+from test_draft_engine import CASES, VOCAB
+from test_host_blocks import SIZES as TALKS
+from test_host_blocks import SMALL, load_always, talk
+from test_kv_scales import checkpoint
 
 from atom import LLMEngine, SamplingParams
 from atom.errors import EngineDeadError
+
+__all__ = ["checkpoint"]
 
 pytestmark = [*ON_GPU, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")]
 
@@ -89,8 +103,7 @@ def test_ranks_generate_the_tokens_of_the_reference(
     name: str, fields: dict[str, Any], level: int, open_engine: Open, references: Any
 ):
     engine = open_engine(name, level=level, **EVENTFUL, **fields)
-    shared = tiny.prompt(30)
-    prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+    prompts = eventful_prompts()
     prompts += [tiny.prompt(1 + 9 * seed, seed=seed + 3) for seed in range(4)] if "parallel.data" in fields else []
     for batch in (prompts, prompts[::-1], prompts[:1]):  # the last leaves a group empty
         for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
@@ -113,21 +126,71 @@ def test_ranks_sample_what_one_samples(name: str, fields: dict[str, Any], open_e
     prompts = [tiny.prompt(length, seed=length) for length in (9, 30, 1, 17)]
     alone = open_engine(name, level=3).generate(prompts, PARAMS)
     engine = open_engine(name, level=3, **fields)
-    (aborted,) = engine.add_request([tiny.prompt(50, seed=9)], GREEDY)
-    engine.step()
-    engine.abort(aborted)
-    answers = engine.generate(prompts, PARAMS)
-    assert [each["token_ids"] for each in answers] == [each["token_ids"] for each in alone]
-    ours, theirs = (each[-1]["prompt_logprobs"][1:] for each in (answers, alone))
-    assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+    assert_same_answers(answer_beside_an_abort(engine, prompts, PARAMS), alone)
 
 
-def rank_processes() -> list[int]:
-    """The processes of ranks that this one has started."""
-    shown = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in shown.stdout.splitlines() if "RankLink" in line]
+@pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[3], DIVIDED[5]])
+def test_ranks_look_up_drafts_and_keep_the_tokens_of_none(name: str, fields: dict[str, Any], open_engine: Open):
+    expected = [answer["token_ids"] for answer in open_engine(name, level=3).generate(REPEATING, DRAFTED)]
+    engine = open_engine(name, level=3, method="ngram", prompt_lookup_min=1, **fields)
+    assert [answer["token_ids"] for answer in engine.generate(REPEATING, DRAFTED)] == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens and stats.num_ahead > 0
+
+
+@pytest.mark.parametrize(("name", "fields"), [("mtp_deepseek_v3", DIVIDED[4][1]), ("eagle3_qwen3", DIVIDED[0][1])])
+def test_programs_of_ranks_draft_and_keep_the_tokens_of_none(
+    name: str, fields: dict[str, Any], tmp_path: Path, gpu_cache: Path
+):
+    case, common = CASES[name](tmp_path), {**FIELDS, "level": 3, "cache": str(gpu_cache)}
+    prompts, found = [[token % VOCAB for token in prompt] for prompt in REPEATING], []
+    for own in ({}, {**case.fields, "num_speculative_tokens": 2, "max_verified_tokens": 256, **fields}):
+        engine = LLMEngine(str(case.folder), **{**common, **own})
+        found.append([answer["token_ids"] for answer in engine.generate(prompts, DRAFTED)])
+        stats = engine.metrics.scheduler
+        engine.close()
+    assert found[1] == found[0] and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[3]])
+def test_each_rank_keeps_its_share_of_what_goes_to_the_host(name: str, fields: dict[str, Any], open_engine: Open):
+    expected = talk(open_engine(name, level=3, **TALKS, num_kvcache_blocks=200))
+    engine = load_always(open_engine(name, level=3, **fields, **SMALL))
+    assert talk(engine) == expected
+    assert engine.metrics.scheduler.num_host_hit_tokens > 0
+
+
+@pytest.mark.parametrize("checkpoint", ["LlamaConfig"], indirect=True)
+def test_ranks_measure_the_scales_of_one(checkpoint: Path):
+    scored, found = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), []
+    on_gpu = ("device=cuda", "level=3", "serve.num_kvcache_blocks=256", "serve.max_num_seqs=8")
+    for number, fields in enumerate([[], ["parallel=tp2"], ["parallel=tp2"]]):
+        engine = test_kv_scales.open_engine(checkpoint, *on_gpu, f"cache={checkpoint}.{number > 0}", *fields)
+        (answer,) = engine.generate([test_kv_scales.TOKENS], scored)
+        logprobs = [logprob.logprob for logprob in answer["prompt_logprobs"][1:]]
+        found.append((test_kv_scales.scales_of(engine), logprobs))
+        engine.close()
+    alone, measured, kept = found
+    assert alone[0] == measured[0] == kept[0] and max(alone[0].values()) > 1
+    for _, logprobs in (measured, kept):
+        assert logprobs == pytest.approx(alone[1], abs=0.05)  # entries that round to another number of fp8
+
+
+@pytest.mark.timeout(300)
+def test_ranks_tune_in_step_and_know_it_the_next_time(
+    open_engine: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    fields = {"level": 3, "dtype": "bf16", "tune": True, "max_num_seqs": 1, "cudagraph_capture_sizes": [1]}
+    answers = []
+    for told in ("tune=true: a step of 1 decodes takes ", "tune=true knows all 5 linears of this model"):
+        engine = open_engine("llama", cache=str(tmp_path), tensor_parallel_size=2, **fields)
+        answers.append(engine.generate([tiny.prompt(20)], GREEDY)[0]["token_ids"])
+        engine.close()
+        err = capfd.readouterr().err
+        assert err.count("tune=true") == err.count(told) == 1, "one rank tells it"
+    assert answers[0] == answers[1]
+    (file,) = (tmp_path / "tuned").iterdir()
+    assert len(json.loads(file.read_text())["linear"]) == 5, "qkv, o, gate_up, down, head, of a rank"
 
 
 @pytest.mark.parametrize("fields", [DIVIDED[0][1], DIVIDED[5][1]])
@@ -139,46 +202,13 @@ def test_a_rank_that_dies_or_stops_under_load_ends_the_engine(
 ):
     engine = open_engine("llama", level=3, **fields)
     engine.generate([tiny.prompt(9)], GREEDY)
-    (pid,) = rank_processes()
-    engine.add_request(
-        [tiny.prompt(9), tiny.prompt(12)], SamplingParams(temperature=0, max_tokens=220, ignore_eos=True)
-    )
-    for _ in range(20):
-        engine.step()
-    os.kill(pid, number)
-    since = time.monotonic()
-    with pytest.raises(EngineDeadError, match=reason):
-        while True:
-            engine.step()
-    assert time.monotonic() - since < 5.5
-    with pytest.raises(EngineDeadError, match=reason):
-        engine.generate([[1]], GREEDY)
-    engine.close()
-    assert time.monotonic() - since < 6 and rank_processes() == []
+    assert_ends_by_a_signal(engine, number, reason, within=5.5)
     torch.cuda.synchronize()  # nothing waits on the GPU
 
 
 def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str], Path], gpu_cache: Path):
-    code = f"""if True:
-        from atom import LLMEngine, SamplingParams
-        engine = LLMEngine({str(checkpoints("llama"))!r}, dtype="fp32", device="cuda", level=3, tensor_parallel_size=2,
-                           num_kvcache_blocks=64, cudagraph_capture_sizes=[1], max_num_seqs=1, max_num_batched_tokens=64,
-                           cache={str(gpu_cache)!r})
-        engine.add_request([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-        engine.step()
-        print("runs", flush=True)
-        while True:
-            engine.step()
-    """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None and driver.stdout.readline() == "runs\n"
-        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
-        driver.kill()
-    end = time.monotonic() + 5
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < end, "a rank is left"
-        time.sleep(0.05)
-    assert children
+    fields = {**FIELDS, "cudagraph_capture_sizes": [1], "max_num_seqs": 1, "cache": str(gpu_cache)}
+    assert_ranks_end_with_their_driver(checkpoints("llama"), level=3, **fields)
 
 
 def test_a_second_start_compiles_nothing(open_engine: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

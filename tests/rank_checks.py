@@ -1,0 +1,95 @@
+"""What ranks are asked on a CPU and on GPUs alike, and what becomes of their processes.
+
+answers = answer_beside_an_abort(engine, prompts, params)
+assert_same_answers(answers, alone)
+assert_ends_by_a_signal(engine, signal.SIGKILL, "rank 1 has ended", within=6)
+assert_ranks_end_with_their_driver(folder, level=0)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from atom import LLMEngine, SamplingParams
+from atom.errors import EngineDeadError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def rank_processes() -> list[int]:
+    """The processes of ranks that this one has started."""
+    shown = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in shown.stdout.splitlines() if "RankLink" in line]
+
+
+def eventful_prompts() -> list[list[int]]:
+    """Prompts that share blocks, of more than a step's tokens each."""
+    shared = tiny.prompt(30)
+    return [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+
+
+def answer_beside_an_abort(engine: LLMEngine, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:
+    """The answers to prompts that come while another request has been aborted within its prompt."""
+    (aborted,) = engine.add_request([tiny.prompt(50, seed=9)], GREEDY)
+    engine.step()
+    engine.abort(aborted)
+    return engine.generate(prompts, params)
+
+
+def assert_same_answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """The same tokens, and of the last prompt the same log probabilities of its own."""
+    assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
+    found, expected = ([each.logprob for each in answers[-1]["prompt_logprobs"][1:]] for answers in (ours, theirs))
+    assert found == pytest.approx(expected, abs=1e-4) and any(expected)
+
+
+def assert_ends_by_a_signal(engine: LLMEngine, number: int, reason: str, within: float) -> None:
+    """A signal to its only other rank ends an engine that runs, within so many seconds, for good."""
+    (pid,) = rank_processes()
+    engine.add_request(
+        [tiny.prompt(9), tiny.prompt(12)], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    )
+    for _ in range(20):
+        engine.step()
+    os.kill(pid, number)
+    since = time.monotonic()
+    with pytest.raises(EngineDeadError, match=reason):
+        while True:
+            engine.step()
+    assert time.monotonic() - since < within
+    with pytest.raises(EngineDeadError, match=reason):
+        engine.generate([[1]], GREEDY)
+    engine.close()
+    assert time.monotonic() - since < within + 0.5 and rank_processes() == []
+
+
+def assert_ranks_end_with_their_driver(folder: Path, **fields: Any) -> None:
+    """No child of a process is left once that is killed in the midst of a request."""
+    code = f"""if True:
+        from atom import LLMEngine, SamplingParams
+        engine = LLMEngine({str(folder)!r}, tensor_parallel_size=2, **{fields!r})
+        engine.add_request([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        engine.step()
+        print("runs", flush=True)
+        while True:
+            engine.step()
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None and driver.stdout.readline() == "runs\n"
+        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+        driver.kill()
+    end = time.monotonic() + 5
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < end, "a rank is left"
+        time.sleep(0.05)
+    assert children

@@ -71,6 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a trace")
+    parser.add_argument("--parallel", default="tp1", help="of several ranks, as in tp2; the first one's GPU is traced")
     parser.add_argument("--keep", help="a folder for the traces")
     parser.add_argument("--read", nargs="+", default=[], help="traces that are there: nothing is run")
     parser.add_argument("--json", action="store_true")
@@ -84,7 +85,8 @@ def main() -> int:
                 return 2
             save_checkpoint(Path(folder), json.loads(CONFIG.read_text()))
             traces = str(Path(options.keep or folder).resolve())
-            config = load([f"checkpoint={folder}", "load_dummy=true", f"serve.torch_profiler_dir={traces}"])
+            stated = [f"serve.torch_profiler_dir={traces}", f"parallel={options.parallel}"]
+            config = load([f"checkpoint={folder}", "load_dummy=true", *stated])
             paths, traffic = uvloop.run(trace_traffic(config, options.traces, options.seconds))
         traced = [read_steps(read_trace(path)) for path in paths]
     summary = {**measure(traced), **traffic}

@@ -5,14 +5,15 @@ What it holds when it is idle again must not grow, and nobody's tokens depend on
     python scripts/soak_gpu.py 6
 
 Rounds of arrivals, aborts and stops, with more work than the pool holds; between them the engine runs empty, and its
-blocks, slots and memory are counted. Then requests of all rounds, a sample, run alone in an engine that waits for each
-step.
+blocks, slots and memory are counted, those of its other ranks too (--parallel tp2). Then requests of all rounds, a
+sample, run alone in an engine of one rank that waits for each step.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import sys
 import tempfile
@@ -35,7 +36,8 @@ NUM_WARM = 3  # rounds in which caches fill
 NUM_SAMPLE = 100
 MOST_WAITING = 48  # requests that wait or run
 MIB = 1 << 20
-GROWTH = {"device": 1 * MIB, "reserved": 20 * MIB, "host": 24 * MIB}  # since the warm rounds; 20: torch's large segment
+# since the warm rounds; 20: torch's large segment
+GROWTH = {"device": 1 * MIB, "reserved": 20 * MIB, "host": 24 * MIB, "rank_device": 20 * MIB, "rank_host": 24 * MIB}
 FIELDS: dict[str, Any] = {"dtype": "fp32", "max_num_seqs": 24, "max_num_batched_tokens": 96, "max_model_len": 200,
                           "block_size": 4, "num_kvcache_blocks": 130}  # fmt: skip
 
@@ -60,21 +62,36 @@ class Held(NamedTuple):
     device: int  # bytes of live tensors
     reserved: int  # bytes that torch has reserved on the device
     host: int  # bytes of this process
+    rank_device: int  # bytes that are used of the GPUs of other ranks
+    rank_host: int  # bytes of the processes of other ranks
 
 
 def held_by(engine: LLMEngine) -> Held:
     gc.collect()
-    scheduler = engine._engine.scheduler
-    blocks = sum(pool.num_blocks - 1 - pool.num_free for pool in scheduler.cache.pools)
+    ranks = rank_processes()
+    groups = getattr(engine._engine.scheduler, "groups", [engine._engine.scheduler])
+    blocks = sum(pool.num_blocks - 1 - pool.num_free for group in groups for pool in group.cache.pools)
     has_gpu = torch.cuda.is_available()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    memory = [torch.cuda.mem_get_info(1 + place) for place in range(len(ranks))] if has_gpu else []
     return Held(
         blocks,
-        scheduler.max_num_seqs - len(scheduler._slots),
+        sum(group.max_num_seqs - len(group._slots) for group in groups),
         torch.cuda.memory_allocated() if has_gpu else 0,
         torch.cuda.memory_reserved() if has_gpu else 0,
-        pages * 4096,
+        resident_bytes(os.getpid()),
+        sum(total - free for free, total in memory),
+        sum(map(resident_bytes, ranks)),
     )
+
+
+def rank_processes() -> list[int]:
+    """The processes of ranks that this one has started."""
+    children = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    return [pid for pid in children if b"RankLink" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_request(chance: random.Random) -> tuple[list[int], SamplingParams]:
@@ -144,13 +161,15 @@ def main() -> int:
     parser.add_argument("minutes", nargs="?", type=float, default=6.0)
     parser.add_argument("--variant", default="qwen3", help="of tests/tiny.py")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parallel", help="of several ranks, as in tp2")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     chance = random.Random(asked.seed)
     temporary = tempfile.TemporaryDirectory()  # removed at the end
     folder = tiny.save(asked.variant, Path(temporary.name))
     fields = {"device": asked.device, "level": None if asked.device == "cuda" else 1}
-    engine = LLMEngine(str(folder), **{**FIELDS, **fields, "enable_prefix_caching": True})
+    divided = {"parallel": asked.parallel} if asked.parallel else {}
+    engine = LLMEngine(str(folder), **{**FIELDS, **fields, **divided, "enable_prefix_caching": True})
     faults: list[str] = []
     seen: list[Held] = []
     sample = Sample(NUM_SAMPLE, chance)
@@ -159,7 +178,8 @@ def main() -> int:
         held = held_by(engine)
         seen.append(held)
         print(f"round {place}: {num_came} came, {num_ended} ended; device {held.device / MIB:.2f} MiB of "
-              f"{held.reserved / MIB:.0f} reserved, host {held.host / MIB:.0f} MiB", flush=True)  # fmt: skip
+              f"{held.reserved / MIB:.0f} reserved, host {held.host / MIB:.0f} MiB, of other ranks "
+              f"{held.rank_device / MIB:.0f} and {held.rank_host / MIB:.0f} MiB", flush=True)  # fmt: skip
         if num_came != num_ended:
             faults.append(f"round {place}: {num_came} came and {num_ended} ended")
         if held.blocks or held.slots:

@@ -52,7 +52,7 @@ from atom.runtime.scheduler import Scheduler
 from atom.runtime.speculation import Drafter, NgramDrafter, RunnerDrafter, acceptance_rates
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import NUM_REPORTED
-from atom.runtime.tune import tune, tune_drafts, use_measured, use_measured_drafts
+from atom.runtime.tune import Exchange, alone, tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
@@ -613,7 +613,7 @@ def open_runner(
     measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
     kinds_of: Sequence[Sequence[CacheKind]] | None = None,
-    exchange: Callable[[bytes], list[bytes]] = lambda own: [own],
+    exchange: Exchange = alone,
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
@@ -643,7 +643,7 @@ def open_runner(
                 measure(runner.model)
             measure_costs(runner, config)
             return runner, num_blocks
-        use_parameters(runner.model, config, progress)
+        use_parameters(runner.model, config, progress, exchange)
         # stages send on streams of their own, which no capture joins
         sizes = memory.capture_sizes(serve) if compiled.level == 3 and mesh_of(config).pipeline == 1 else []
         with progress.task("compiling kernels"):
@@ -667,8 +667,11 @@ def measure_costs(runner: Runner, config: Config) -> None:
         runner.host.costs = measure_swap(runner.model, runner.host, num_tokens)
 
 
-def use_parameters(model: Model, config: Config, progress: Progress) -> None:
-    """Use what was measured on this GPU, of linears and steps with drafts; tune=true first measures what is missing."""
+def use_parameters(model: Model, config: Config, progress: Progress, exchange: Exchange) -> None:
+    """Use what was measured on this GPU, of linears and steps with drafts; tune=true first measures what is missing.
+
+    exchange: that of all ranks, which do so at the same time
+    """
     assert config.cache is not None, "config.load resolves it"
     cache, tuner = Path(config.cache), find_tuner(config.device, model.device)
 
@@ -678,11 +681,11 @@ def use_parameters(model: Model, config: Config, progress: Progress) -> None:
     if tuner is not None:
         use_measured(model, tuner, cache, log)
     if tuner is not None and config.tune:
-        tune(model, tuner, cache, progress, log)
+        tune(model, tuner, cache, progress, log, exchange=exchange)
     if tuner is not None and model.drafting is not None and config.serve.max_verified_tokens is None:
         text = digest_of(model.graph)
-        measured = (tune_drafts if config.tune else use_measured_drafts)(model, tuner, cache, text, log)
-        model.limits = replace(model.limits, draft_table=measured)
+        measure = tune_drafts if config.tune else use_measured_drafts
+        model.limits = replace(model.limits, draft_table=measure(model, tuner, cache, text, log, exchange=exchange))
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], config: Config) -> str:

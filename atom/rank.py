@@ -128,7 +128,8 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
     communicator = connect_rank(config.device, rendezvous)
     scales = KVScales(compiled.graph, tensors)
     measure = set_kv_scales(scales, msgspec.msgpack.decode(plan, type=ScalePlan), mesh, communicator)
-    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of, link.exchange)
+    with contextlib.redirect_stderr(io.StringIO()):  # likewise
+        runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of, link.exchange)
     gather_kv_scales(scales, link.exchange)
     settle()
     return runner, opening.rank in mesh.leaders

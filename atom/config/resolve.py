@@ -284,8 +284,8 @@ def check_devices(config: Config, device: str) -> None:
     ):
         there = f"needs {needed} GPUs, one a rank, and this machine has {num_gpus}"
         raise UnsupportedError(f"{stated} {there}; set as many at most, or device=cpu")
-    if config.tune and parallel.num_ranks > 1:
-        raise UnsupportedError(f"tune=true with {stated} is not built yet; leave tune out")
+    if config.tune and parallel.pipeline > 1:
+        raise UnsupportedError(f"tune=true with parallel.pipeline={parallel.pipeline} is not built yet; leave tune out")
 
 
 def check_pipeline(config: Config, model: ModelConfig) -> None:

@@ -10,6 +10,9 @@ The fastest parameters of each are kept.
 For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
 step is timed with one product's candidates after the other, while the other products keep the best known so far. What
 was timed with fewer rows than it would hold for is used in this run, and not kept.
+
+Ranks do all of this in step, since they meet in each decode: what the first one knows counts, of a step the time of the
+slowest, and only candidates that are right on all.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -41,6 +46,7 @@ CONTEXT = 300  # tokens of each row, the newest included
 TIMINGS = 3  # of a step with drafts, the least of which counts
 SECONDS = 0.01  # least seconds of replays that make one timing
 Log = Callable[[str], object]  # takes a line for the user
+Exchange = Callable[[bytes], list[bytes]]  # gives the bytes of all ranks for a rank's own
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a function; the result times it in seconds
 
 
@@ -50,15 +56,28 @@ def use_measured(model: Model, tuner: Tuner, cache: Path, log: Log) -> None:
         model.use(tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table])))
 
 
+def alone(own: bytes) -> list[bytes]:
+    """The exchange of one rank."""
+    return [own]
+
+
 @torch.inference_mode()
-def tune(model: Model, tuner: Tuner, cache: Path, progress: Progress, log: Log, capture: Capture | None = None) -> None:
+def tune(
+    model: Model,
+    tuner: Tuner,
+    cache: Path,
+    progress: Progress,
+    log: Log,
+    capture: Capture | None = None,
+    exchange: Exchange = alone,
+) -> None:
     """Measure parameters that are not known for this GPU, keep and use them.
 
     What is found for a product is kept before the next one is tried. The model's slots, tables and KV are used, and are
     empty again afterwards. CapacityError where memory does not suffice for the steps.
     """
     products, max_rows = tuner.products(model.graph), model.limits.max_decodes
-    known = tuned.read(tuner.gpu, cache)[tuner.table]
+    known = _of_all(tuned.read(tuner.gpu, cache)[tuner.table], exchange)[0]
     unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
@@ -66,7 +85,7 @@ def tune(model: Model, tuner: Tuner, cache: Path, progress: Progress, log: Log, 
         log(f"tune=true {has} of this model on {tuner.gpu}: nothing is measured")
         return
     trial = tuner.trial(tuner.known(known))
-    tuning = _Tuning(model, tuner, trial, cache, progress, log, capture or _capture_on_gpu())
+    tuning = _Tuning(model, tuner, trial, cache, progress, log, capture or _capture_on_gpu(exchange), exchange)
     with _pool_of(model, min(max(unknown), max_rows)):
         for size, missing in unknown.items():
             tuning.measure(size, min(size, max_rows), missing)
@@ -74,26 +93,34 @@ def tune(model: Model, tuner: Tuner, cache: Path, progress: Progress, log: Log, 
         model.use(tuner.kernels(tuner.known(found)))
 
 
-def use_measured_drafts(model: Model, tuner: Tuner, cache: Path, text: str, log: Log) -> DraftTable | None:
+def use_measured_drafts(
+    model: Model, tuner: Tuner, cache: Path, text: str, log: Log, exchange: Exchange = alone
+) -> DraftTable | None:
     """The table of steps with drafts that was measured on this machine; None where some are missing.
 
     text: the digest of the model's text
     """
-    known, missing = _split_drafts(model, tuned.read(tuner.gpu, cache)[tuned.DRAFTS], text)
+    known, missing = _split_drafts(model, _of_all(tuned.read(tuner.gpu, cache)[tuned.DRAFTS], exchange)[0], text)
     return None if missing else _describe_table(known, log)
 
 
 @torch.inference_mode()
 def tune_drafts(
-    model: Model, tuner: Tuner, cache: Path, text: str, log: Log, capture: Capture | None = None
+    model: Model,
+    tuner: Tuner,
+    cache: Path,
+    text: str,
+    log: Log,
+    capture: Capture | None = None,
+    exchange: Exchange = alone,
 ) -> DraftTable:
     """Measure how long steps take with each number of drafts, and without, where that is not known, and keep it.
 
     A step is timed with its draw, and with the draft's own layers behind it. The rest as in `tune`.
     """
-    known, missing = _split_drafts(model, tuned.read(tuner.gpu, cache)[tuned.DRAFTS], text)
+    known, missing = _split_drafts(model, _of_all(tuned.read(tuner.gpu, cache)[tuned.DRAFTS], exchange)[0], text)
     if missing:
-        capture = capture or _capture_on_gpu()
+        capture = capture or _capture_on_gpu(exchange)
         with _pool_of(model, min(max(missing), model.limits.max_decodes)):
             for size in missing:
                 rows = _admit(model, min(size, model.limits.max_decodes))
@@ -184,6 +211,7 @@ class _Tuning:
     progress: Progress
     log: Log
     capture: Capture
+    exchange: Exchange
     is_kept: bool = True  # results can be written to the cache folder
 
     def measure(self, size: int, num_rows: int, products: Sequence[Any]) -> None:
@@ -215,7 +243,7 @@ class _Tuning:
 
         title = f"tuning {len(rows)} rows of {product.inner} → {product.out}, {place}"
         with self.progress.task(title, 2 * len(options), in_bytes=False) as task:
-            fitting = compile_options(tuner, calls, options, partial(task.advance, 1))
+            fitting = compile_options(tuner, calls, options, partial(task.advance, 1), self.exchange)
             fastest = tuner.search(current, fitting.right, prepare, partial(task.advance, 1))
             task.advance(len(options) - len(fitting.right))
         for option in fitting.wrong:
@@ -243,9 +271,13 @@ class Fitting:
 
 
 def compile_options(
-    tuner: Tuner, calls: Sequence[Any], options: Sequence[Any], on_compiled: Callable[[], object]
+    tuner: Tuner,
+    calls: Sequence[Any],
+    options: Sequence[Any],
+    on_compiled: Callable[[], object],
+    exchange: Exchange = alone,
 ) -> Fitting:
-    """Compile these calls with each option, on all cores, and check their results."""
+    """Compile these calls with each option, on all cores, and check their results, on all ranks."""
 
     @torch.inference_mode()
     def is_fit(option: Any) -> bool:
@@ -269,7 +301,10 @@ def compile_options(
     finally:
         pool.shutdown(cancel_futures=True)
     right = [option for option in fitting if option is None or all(tuner.agrees(call, option) for call in calls)]
-    return Fitting(right, [option for option in fitting if option not in right])
+    of_ranks = _of_all([[option in each for option in options] for each in (fitting, right)], exchange)
+    fits_all, is_right = ([all(flags) for flags in zip(*each, strict=True)] for each in zip(*of_ranks, strict=True))
+    is_wrong = [fits and not is_same for fits, is_same in zip(fits_all, is_right, strict=True)]
+    return Fitting(list(compress(options, is_right)), list(compress(options, is_wrong)))
 
 
 def _pool(model: Model, num_rows: int) -> dict[str, int]:
@@ -302,7 +337,12 @@ def _admit(model: Model, num_rows: int) -> Tensor:
     return rows
 
 
-def _capture_on_gpu() -> Capture:
+def _of_all(own: Any, exchange: Exchange) -> list[Any]:
+    """A value of each rank, in order; all call this at the same time."""
+    return [msgspec.msgpack.decode(each) for each in exchange(msgspec.msgpack.encode(own))]
+
+
+def _capture_on_gpu(exchange: Exchange) -> Capture:
     """Capture CUDA graphs that share their memory, since their results are not read."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     kept: list[torch.cuda.CUDAGraph] = []  # the latest graph, since a pool ends with its last one
@@ -326,7 +366,7 @@ def _capture_on_gpu() -> Capture:
                 graph.replay()
             end.record()
             end.synchronize()
-            return float(start.elapsed_time(end)) / num / 1e3
+            return float(max(_of_all(start.elapsed_time(end) / num / 1e3, exchange)))
 
         time(1)  # uploads the graph to the GPU
         return partial(time, math.ceil(SECONDS / time(1)))

@@ -987,7 +987,11 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 3)
-    for fields, num_ranks in ((["parallel=tp3"], 3), (["parallel=pp2", "parallel.collectives=nccl"], 2)):
+    for fields, num_ranks in (
+        (["parallel=tp3"], 3),
+        (["parallel=pp2", "parallel.collectives=nccl"], 2),
+        (["parallel=tp3", "tune=true"], 3),
+    ):
         assert load([*fields, "device=cuda", "job=bench"]).parallel.num_ranks == num_ranks
     monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
     for job in ("compile", "explain", "cache"):  # which start no rank
@@ -1000,8 +1004,10 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
         UnsupportedError, match=r"on GPUs with parallel.launcher=ray is not built yet; there is: local, t"
     ):
         load(["parallel=tp2", "device=cuda", "parallel.launcher=ray"])
-    with pytest.raises(UnsupportedError, match=r"^tune=true with parallel.tensor=2 is not built yet; leave tune out$"):
-        load(["parallel=tp2", "device=cuda", "tune=true"])
+    with pytest.raises(
+        UnsupportedError, match=r"^tune=true with parallel.pipeline=2 is not built yet; leave tune out$"
+    ):
+        load(["parallel=pp2", "device=cuda", "tune=true"])
 
 
 def test_collectives_are_those_of_the_device():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 
@@ -107,6 +108,30 @@ class Shown:
 
         assert not in_bytes
         yield Task()
+
+
+def test_ranks_take_what_is_right_on_all_and_what_the_first_one_knows(opened: Any, tmp_path: Path):
+    model, graph = opened
+    asked: list[Any] = []
+
+    def exchange(own: bytes) -> list[bytes]:
+        """Of two ranks, on the second of which FAST is wrong; this is the first one."""
+        asked.append(msgspec.msgpack.decode(own))
+        if isinstance(asked[-1], dict):
+            return [own, msgspec.msgpack.encode({"1 1 1 1": ["library"]})]
+        fits, right = asked[-1]
+        return [own, msgspec.msgpack.encode([fits, [*right[:2], False, *right[3:]]])]
+
+    lines: list[str] = []
+    tune(model, graph, tmp_path, 1, Shown(), lines.append, Steps(model).capture, exchange)
+    assert asked == [{}] + [[[True, True, True, True, False], [True, True, True, False, False]]] * 5
+    written = json.loads((tmp_path / "tuned" / "test_gpu.json").read_text())["linear"]
+    assert len(written) == 5 and all(entry[4:5] != [3] for entry in written.values()), "FAST has 3 stages"
+    assert sum(f"{FAST} of " in line for line in lines) == sum(f"{WRONG} of " in line for line in lines) == 5
+
+    known = msgspec.msgpack.encode(written)
+    tune(model, graph, tmp_path / "other", 1, Shown(), lines.append, None, lambda own: [known, own])
+    assert lines[-1] == "tune=true knows all 5 linears of this model on Test GPU: nothing is measured"
 
 
 def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened: Any, tmp_path: Path):
@@ -282,11 +307,12 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
 ):
     model, _ = opened
     asked: list[Path] = []
-    monkeypatch.setattr(build, "tune", lambda model, tuner, cache, *_: asked.append(cache))
+    monkeypatch.setattr(build, "tune", lambda model, tuner, cache, *_, **__: asked.append(cache))
 
     def start(**fields: Any) -> str:
         given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}
-        build.use_parameters(model, load(engine_overrides(str(checkpoints("qwen3")), given)), SilentProgress())
+        config = load(engine_overrides(str(checkpoints("qwen3")), given))
+        build.use_parameters(model, config, SilentProgress(), tuning.alone)
         return capsys.readouterr().err
 
     assert start() == "" and model._bindings.kernels == {} and asked == []

@@ -298,7 +298,8 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
     yield "weights", f"{_size(result['weights_bytes'])} in all, {_size(result['active_weights_bytes'])} active"
     for fmt, size in result["formats"].items():
         stored, held = size["stored_bytes"], size["held_bytes"]
-        then = f", of which {_size(held)} stay so" if held < stored else ""
+        where = " on a rank" if "ranks" in result else ""
+        then = f", of which {_size(held)} stay so{where}" if held < stored else ""
         if fmt not in BITS and held > stored:
             then = f", {_size(held)} in memory"
         yield f"  {fmt}", f"{_size(stored)}{then}" if stored else f"{_size(held)}, packed while they load"

@@ -603,6 +603,7 @@ def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: A
     )
     code, out, _ = run(published("qwen3_30b_a3b"), "load_dummy=true", "parallel=tp4_ep", "job.gpu=h200")
     assert code == 0 and "all_reduce: 2 changes" not in out and "  all_reduce" in out and "  tp2 " not in out
+    assert re.search(r"  bf16 +56\.9 GiB, of which [0-9.]+ GiB stay so on a rank$", out, re.MULTILINE)
 
 
 def test_each_stage_of_a_pipeline_is_explained(explain: Any, run: Any, published: Any):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -102,3 +104,20 @@ def test_a_grammar_is_held(server: Server):
     answer = wire.ask(server.url, "POST", "/v1/completions", body)
     text = answer.json["choices"][0]["text"]
     assert len(text) == 6 and set(text) <= {"a", "b"}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
+def test_each_replica_answers_on_a_gpu_of_its_own(talker: Path, cpu: LLMEngine, tmp_path: Path):
+    overrides = [f"serve.{name}={value}" for name, value in FIELDS.items()]
+    server = serving.start(talker, tmp_path, "device=cuda", "level=1", "parallel=dp2", *overrides)
+    health = partial(wire.ask, server.url, "GET", "/health")
+    wire.wait_until(lambda: [each["state"] for each in health().json["engines"]] == ["ready", "ready"], 60)
+    body = {"prompt": "The capital of France is", "max_tokens": 40, "temperature": 0}
+    for number in range(2):
+        answer = wire.ask(server.url, "POST", "/v1/completions", body, {"X-data-parallel-rank": str(number)})
+        assert answer.json["choices"][0]["text"] == expected(cpu, body["prompt"], max_tokens=40, temperature=0)
+    seen = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in serving.family(server)]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    assert {f"CUDA_VISIBLE_DEVICES={name}".encode() for name in names} <= {each for own in seen for each in own}
+    server.process.terminate()
+    assert server.process.wait(60) == 0, "it ends cleanly"

@@ -15,6 +15,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
@@ -33,7 +34,7 @@ from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
-from atom.runtime.driver import Driver
+from atom.runtime.driver import Driver, RanksProfiler
 from atom.runtime.engine import Engine
 from atom.runtime.host_blocks import HostBlocks, plan_host_blocks
 from atom.runtime.host_blocks import measure as measure_swap
@@ -153,13 +154,15 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             print(f"atom-run: {config.checkpoint} also reads images; here its text model runs alone", file=sys.stderr)
         if text := _describe_sampling(config):
             print(f"atom-run: {text}", file=sys.stderr)
+        driver = None if ranks is None else Driver(runner, ranks, mesh)
+        traces: dict[str, Any] = {"folder": serve.torch_profiler_dir, "is_detailed": serve.profiler_more}
         engine = Engine(
-            runner if ranks is None else Driver(runner, ranks, mesh),
+            driver or runner,
             schedulers[0] if ranks is None else DataParallelScheduler(schedulers),
             builders[0] if ranks is None else DataParallelBuilder(builders),
             vocabulary,
             seed=config.seed + replica,
-            profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
+            profiler=Profiler(**traces) if driver is None else RanksProfiler(driver, **traces),
             ranks=ranks,
             files=files,
             loras=loras,

@@ -35,30 +35,31 @@ from atom.build import (
 )
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
-from atom.errors import ArtifactError, AtomError
+from atom.errors import ArtifactError, AtomError, ConfigError, RequestError
 from atom.gc_utils import no_collection, settle
 from atom.kernels import Rendezvous, connect_rank
 from atom.runtime.driver import WAIT
 from atom.runtime.kv_scales import KVScales, ScalePlan
+from atom.runtime.profiler import Profiler
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import StepInput
-from atom.runtime.types import BlockCopies
+from atom.runtime.types import BlockCopies, Profile
 
-DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies)
+DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies | Profile)
 
 
 def main(link: RankLink) -> None:
     """Serve as a rank, until the driver ends."""
     try:
-        runner, is_leader = open_rank(link)
+        runner, is_leader, profiler = open_rank(link)
         link.done()
         pending: deque[Pending] = deque()
         started: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         if is_leader:
             threading.Thread(target=answer, args=(link, started), name="answer", daemon=True).start()
         while True:  # ahead of the device, as the driver is
-            step = take(link.receive(), runner, pending)
+            step = take(link.receive(), runner, pending, profiler)
             if is_leader and step is not None:
                 started.put(step)
     except Exception as error:
@@ -83,8 +84,10 @@ def fail(link: RankLink, error: Exception) -> NoReturn:
     os._exit(1)
 
 
-def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Pending | None:
-    """Take a step or copies that the driver tells, or finish the oldest step; the one that was started to its end.
+def take(body: bytes, runner: Runner, pending: deque[Pending], profiler: Profiler) -> Pending | None:
+    """Do what the driver tells: take a step or copies, finish the oldest step, or start or stop the profiler.
+
+    Gives the step that was started to its end.
 
     pending: steps that were not
     """
@@ -92,16 +95,27 @@ def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Pending | None
     if isinstance(told, BlockCopies):
         runner.copy(told)
         return None
+    if isinstance(told, Profile):
+        profile(profiler, told)
+        return None
     if told is not None:
         pending.append(runner.execute(told))
     return pending.popleft().finished() if runner.model.defers_logits == (body == WAIT) else None
 
 
+def profile(profiler: Profiler, told: Profile) -> None:
+    """Start or stop the profiler; a trace that cannot be written, on a host of its own, ends no engine."""
+    try:
+        profiler.start() if told.starts else profiler.stop()
+    except (ConfigError, RequestError) as error:
+        print(f"atom-run: a rank has no trace: {error}", file=sys.stderr)
+
+
 @no_collection()
-def open_rank(link: RankLink) -> tuple[Runner, bool]:
+def open_rank(link: RankLink) -> tuple[Runner, bool, Profiler]:
     """Open the model of the opening that the driver sends, and connect to the other ranks.
 
-    Gives the runner, and whether the driver needs what it samples: that of a data group beside its own.
+    Gives the runner, whether the driver needs what it samples, as that of a data group beside its own, and a profiler.
     """
     opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
     config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)
@@ -132,4 +146,6 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
         runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of, link.exchange)
     gather_kv_scales(scales, link.exchange)
     settle()
-    return runner, opening.rank in mesh.leaders
+    serve = config.serve
+    profiler = Profiler(serve.torch_profiler_dir, rank=opening.rank, is_detailed=serve.profiler_more)
+    return runner, opening.rank in mesh.leaders, profiler

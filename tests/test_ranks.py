@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import gzip
+import json
 import re
 import shutil
 import signal
@@ -35,7 +37,15 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
 from atom.config.load import load
 from atom.entrypoints.args import EngineArgs
-from atom.errors import AtomError, CapacityError, CheckpointError, ConfigError, EngineDeadError, UnsupportedError
+from atom.errors import (
+    AtomError,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    UnsupportedError,
+)
 from atom.graph import W, show
 from atom.pieces import compile_pieces
 from atom.runtime.ranks import RankProcess, Ranks
@@ -168,6 +178,35 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
         assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     engine.close()
     assert rank_processes() == []
+
+
+@pytest.mark.parametrize("folder", ["traces", "none"])
+def test_each_rank_writes_a_trace_of_its_own(
+    folder: str, open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    where = tmp_path / "traces"
+    where.mkdir()
+    if folder == "none":  # as on another host, whose folder takes no files
+        (where / "rank_1").write_text("")
+    engine = open_engine("llama", tensor_parallel_size=2, torch_profiler_dir=str(where))
+    engine.generate([[1, 2, 3]], GREEDY)
+    with pytest.raises(RequestError, match="the profiler does not run"):
+        engine.stop_profile()
+    engine.start_profile()
+    with pytest.raises(RequestError, match="the profiler runs already"):
+        engine.start_profile()
+    engine.generate([[1, 2, 3]], GREEDY)
+    first = engine.stop_profile()
+    engine.generate([[1, 2, 3]], GREEDY)  # which the other rank takes once it has written
+    engine.close()
+    assert list((where / "rank_0").iterdir()) == [first]
+    if folder == "none":
+        assert capfd.readouterr().err.count("a rank has no trace: ") == 2
+        return
+    (second,) = (where / "rank_1").iterdir()
+    for trace in (first, second):
+        names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+        assert names.count("atom::norm_rope_write") >= 3 * GREEDY.max_tokens, "of each layer and step"
 
 
 @pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])

@@ -26,6 +26,7 @@ from atom.config import Config
 from atom.graph import TORCH_DTYPES, Mesh, ops
 from atom.rank import take
 from atom.runtime.kv_scales import KVScales, ScalePlan
+from atom.runtime.profiler import Profiler
 from atom.runtime.runner import Pending
 
 
@@ -112,7 +113,7 @@ class ThreadRanks:
             build.gather_kv_scales(scales, exchange)
             pending: deque[Pending] = deque()
             while (step := steps.get()) is not None:
-                started = take(step, runner, pending)
+                started = take(step, runner, pending, Profiler(None))
                 if rank in self.answers and started is not None:
                     self.answers[rank].put(msgspec.msgpack.encode(started.wait()))
         except BaseException:

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
 from atom.errors import EngineDeadError
 from atom.graph import Mesh
+from atom.runtime.profiler import Profiler
 from atom.runtime.ranks import Ranks
 from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import Capacity, StepInput
-from atom.runtime.types import BlockCopies, Sampled
+from atom.runtime.types import BlockCopies, Profile, Sampled
 
 WAIT = b""  # what ranks are told in place of a step
 FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
@@ -64,6 +66,11 @@ class Driver:
             self._ranks.tell([bodies[group] for group in self._groups[1:]])
             self.runner.copy(copies)
 
+    def profile(self, *, starts: bool) -> None:
+        """Have the other ranks start or stop their profilers between two steps."""
+        body = msgspec.msgpack.encode(Profile(starts))
+        self._ranks.tell([body] * (len(self._groups) - 1))
+
     def check(self) -> None:
         """Raise why the ranks cannot go on, if they cannot."""
         self._ranks.check()
@@ -85,6 +92,23 @@ class Driver:
             if not isinstance(error, Exception):
                 raise
             raise self._dead from error
+
+
+class RanksProfiler(Profiler):
+    """Traces all ranks, each of which writes a file of its own; `stop` gives the first one's."""
+
+    def __init__(self, driver: Driver, folder: str | None, *, is_detailed: bool) -> None:
+        super().__init__(folder, is_detailed=is_detailed)
+        self._driver = driver
+
+    def start(self) -> None:
+        super().start()
+        self._driver.profile(starts=True)
+
+    def stop(self) -> Path:
+        if self.is_running:
+            self._driver.profile(starts=False)  # first, so that all write at the same time
+        return super().stop()
 
 
 @dataclass

@@ -26,6 +26,10 @@ class Profiler:
         self._is_detailed = is_detailed
         self._running: profile | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
     def start(self) -> None:
         """Start a trace. RequestError where one runs."""
         if self._folder is None:

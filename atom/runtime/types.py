@@ -216,6 +216,12 @@ class BlockCopies(msgspec.Struct, tag=True):
     others: list[BlockCopies] = []  # of the other data groups
 
 
+class Profile(msgspec.Struct, tag=True):
+    """Starts or stops the profiler of a rank."""
+
+    starts: bool
+
+
 class SwapCosts(NamedTuple):
     """What it takes to load KV from host memory, and to compute it."""
 

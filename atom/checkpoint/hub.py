@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import huggingface_hub
 from huggingface_hub import errors
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from atom.checkpoint.folder import pooling_file, read_modules
 from atom.checkpoint.progress import SILENT, Progress, Task
 from atom.errors import AtomError, CheckpointError, first_line
 
@@ -58,6 +59,10 @@ def download(name: str, *, revision: str | None = None, weights: bool = True, pr
         folder = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=wanted, ignore_patterns=SKIP, tqdm_class=counting_bar(task)
         )
+        if (pooling := pooling_file(read_modules(Path(folder)))) is not None:  # which stands in a folder of its own
+            fetch = huggingface_hub.hf_hub_download
+            with suppress(errors.EntryNotFoundError):
+                fetch(name, pooling, revision=Path(folder).name, tqdm_class=counting_bar(task))
         return Path(folder)
 
 

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from atom.build import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
+from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
 from atom.config.load import engine_overrides, load
 from atom.errors import AtomError, EngineDeadError, RequestError, UnsupportedError
@@ -77,19 +79,20 @@ class LLMEngine:
         prompts: Prompt | List[Prompt],
         sampling_params: SamplingParams | List[SamplingParams] | None = None,
         adapters: str | List[str | None] | None = None,
+        use_tqdm: bool = False,
     ) -> list[dict[str, Any]]:
         """Answer every prompt, or one text or mapping; blocks until all are done.
 
         adapters: the name of a loaded LoRA adapter for all prompts, or one for each, None for the model alone.
+        use_tqdm: show on stderr how many answers are done.
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
         prompt_logprobs where asked for. A prompt that fails where others run has finish_reason error and its `error`;
         what fails all that run is raised.
         """
-        return [
-            answer(sequence) for sequence in self._finish(self.add_request(prompts, sampling_params, adapters=adapters))
-        ]
+        ids = self.add_request(prompts, sampling_params, adapters=adapters)
+        return [answer(sequence) for sequence in self._finish(ids, RichProgress() if use_tqdm else SILENT)]
 
     def chat(
         self,
@@ -102,12 +105,13 @@ class LLMEngine:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         adapters: str | List[str | None] | None = None,
+        use_tqdm: bool = False,
     ) -> list[dict[str, Any]]:
         """Answer a conversation, or a list of them, by arguments of vLLM's `LLM.chat`; the answers are generate's.
 
         chat_template: in place of the checkpoint's. continue_final_message: the answer goes on where the last message
         ends, and add_generation_prompt must be false. chat_template_kwargs: more variables of the template.
-        adapters: as in generate.
+        adapters, use_tqdm: as in generate.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True needs add_generation_prompt=False")
@@ -120,35 +124,55 @@ class LLMEngine:
         conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
         encoded = [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
-        return self.generate(encoded, sampling_params, adapters)
+        return self.generate(encoded, sampling_params, adapters, use_tqdm)
 
     def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
         """The cosine similarity of embeddings: of one prompt with each of a list, or of two equally long lists.
 
         Embeddings are those of serve.pooler_config.pooling_type; RequestError where it is not set.
         """
-        pooling = self.config.serve.pooler_config.pooling_type
-        if pooling is None:
-            raise RequestError("score needs embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
         first, second = prompts_of(data_1), prompts_of(data_2)
         if not second or len(first) not in (1, len(second)):
             raise RequestError(
                 f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none"
             )
-        params = SamplingParams(max_tokens=1, temperature=0)
-        prepared = [self._engine.prepare(each, params, pooling=pooling) for each in [*first, *second]]
-        vectors = []
-        for sequence in self._finish([self._engine.submit(each) for each in prepared]):
-            if sequence.embedding is None:
-                raise AtomError(f"a prompt could not be embedded: {sequence.error or sequence.finish_reason}")
-            vectors.append(sequence.embedding.astype(np.float64))
-        left, right = np.stack(vectors[: len(first)]), np.stack(vectors[len(first) :])
+        vectors = np.stack([vector for vector, _ in self._pool([*first, *second])]).astype(np.float64)
+        left, right = vectors[: len(first)], vectors[len(first) :]
         lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
         scores: list[float] = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-8)).tolist()
         return scores
 
-    def _finish(self, ids: list[str]) -> list[Sequence]:
+    def embed(self, prompts: Prompt | List[Prompt]) -> list[dict[str, Any]]:
+        """The embedding of each prompt, or of one text or mapping, by the name of vLLM's `LLM.embed`.
+
+        Embeddings are those of serve.pooler_config; RequestError where no pooling_type is set. A dict for each prompt:
+        embedding (a list of as many numbers as the model is wide) and num_tokens_input.
+        """
+        made = self._pool(prompts_of(prompts))
+        if self.config.serve.pooler_config.normalize:
+            made = [(vector / max(float(np.linalg.norm(vector)), 1e-12), size) for vector, size in made]
+        return [{"embedding": vector.tolist(), "num_tokens_input": size} for vector, size in made]
+
+    def _pool(self, prompts: List[str | list[int]]) -> list[tuple[npt.NDArray[np.float32], int]]:
+        """The embedding of each prompt, not normalized, and its number of tokens."""
+        pooling = self.config.serve.pooler_config.pooling_type
+        if pooling is None:
+            raise RequestError("this model makes no embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
+        params = SamplingParams(max_tokens=1, temperature=0)
+        prepared = [self._engine.prepare(each, params, pooling=pooling) for each in prompts]
+        vectors = []
+        for sequence in self._finish([self._engine.submit(each) for each in prepared]):
+            if sequence.embedding is None:
+                raise AtomError(f"a prompt could not be embedded: {sequence.error or sequence.finish_reason}")
+            vectors.append((sequence.embedding, len(sequence.prompt)))
+        return vectors
+
+    def _finish(self, ids: list[str], progress: Progress = SILENT) -> list[Sequence]:
         """Step until these requests have ended; their sequences in order. What fails all that run is raised."""
+        with progress.task("answering", len(ids), in_bytes=False) as task:
+            return self._finish_within(ids, task)
+
+    def _finish_within(self, ids: list[str], task: Task) -> list[Sequence]:
         order = {id: place for place, id in enumerate(ids)}
         mine: list[Sequence] = []
         others: list[Sequence] = []
@@ -157,7 +181,9 @@ class LLMEngine:
             while waiting:
                 for sequence in self.step():
                     (mine if sequence.request_id in order else others).append(sequence)
-                waiting = {id for id in waiting if self._engine.is_running(id)}
+                running = {id for id in waiting if self._engine.is_running(id)}
+                task.advance(len(waiting) - len(running))
+                waiting = running
         except BaseException:
             for id in waiting:
                 self.abort(id)

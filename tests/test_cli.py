@@ -93,8 +93,11 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
         ),
         (["--seed=3"], "atom-run: ConfigError: unrecognized arguments: --seed=3, write seed=…; atom-run --help"),
         (["--model", "x"], "atom-run: ConfigError: unrecognized arguments: --model, write checkpoint=…; atom-run --h"),
-        (["serve", "a/b"], "atom-run: ConfigError: 'serve' is no override; write job=serve checkpoint=a/b"),
-        (["serve", "serve.http.api_keys=sesame"], "atom-run: ConfigError: 'serve' is no override; write job=serve\n"),
+        (["serve", "a/b"], "atom-run: ConfigError: 'serve' is not an override; write job=serve checkpoint=a/b"),
+        (
+            ["serve", "serve.http.api_keys=sesame"],
+            "atom-run: ConfigError: 'serve' is not an override; write job=serve\n",
+        ),
         (
             ["model=a/b"],
             "atom-run: ConfigError: model=a/b: model is the name of a file in conf/model; write checkpoint=a/b",
@@ -102,6 +105,28 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
         (
             ["serve", "a/b", "-pp", "2"],
             "atom-run: ConfigError: -pp is a flag of vLLM: write parallel.pipeline=2, or python -m atom.entrypoints.openai_server -pp 2\n",
+        ),
+        (
+            ["-hf", "org/name-GGUF:Q4_K_M"],
+            "atom-run: ConfigError: -hf is a flag of llama.cpp: write checkpoint=org/name-GGUF:Q4_K_M\n",
+        ),
+        (["-c", "4096"], "atom-run: ConfigError: -c is a flag of llama.cpp: write serve.max_model_len=4096\n"),
+        (
+            ["-cnv", "-p", "Tell me a joke"],
+            "atom-run: ConfigError: -cnv is a flag of llama.cpp: write job=chat\n",
+        ),
+        (
+            ["-p", "Tell me a joke"],
+            "atom-run: ConfigError: -p is a flag of llama.cpp: write prompts='Tell me a joke'\n",
+        ),
+        (["-ngl"], "atom-run: ConfigError: -ngl is a flag of llama.cpp: write device=cuda\n"),
+        (
+            ["--temp", "0.2"],
+            "atom-run: ConfigError: unrecognized arguments: --temp, write sampling.temperature=…; atom-run",
+        ),
+        (
+            ["Tell me a joke"],
+            "atom-run: ConfigError: 'Tell me a joke' is not an override; write prompts='Tell me a joke'\n",
         ),
         (["-tp2"], "atom-run: ConfigError: -tp is a flag of vLLM: write parallel.tensor=2, or python -m atom.entry"),
         (["--bogus"], "atom-run: ConfigError: unrecognized arguments: --bogus; atom-run --help shows what there is"),

@@ -621,3 +621,42 @@ def test_scores_are_cosines_of_the_hidden_states_of_transformers(open_engine: Op
     with pytest.raises(RequestError, match="data_1 has 2 prompts and data_2 3"):
         engine.score(documents[:2], documents)
     assert engine._engine.scheduler.cache.usage == 0
+    embedded = engine.embed([query, *documents])
+    assert [each["num_tokens_input"] for each in embedded] == [6, 1, 19, 33]
+    for each, prompt in zip(embedded, [query, *documents], strict=True):
+        unit = torch.nn.functional.normalize(embedding(prompt), dim=0)
+        torch.testing.assert_close(torch.tensor(each["embedding"]), unit, atol=2e-5, rtol=0)
+
+
+def test_an_embedding_model_pools_as_its_files_say(references: Any, tmp_path: Path, checkpoints: Callable[[str], Path]):
+    folder = tmp_path / "embedder"  # as Qwen3-Embedding: the weights begin inside the model, without its head
+    references("qwen3").model.save_pretrained(folder)
+    stated = json.loads((checkpoints("qwen3") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "tie_word_embeddings": True}))
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False})
+    )
+    engine = LLMEngine(model=str(folder), dtype="fp32", level=1, kv_cache_memory=1 << 22)
+    pooler = engine.config.serve.pooler_config
+    assert (pooler.pooling_type, pooler.normalize) == ("MEAN", False)
+    prompt = tiny.prompt(19)
+    with torch.inference_mode():
+        expected = references("qwen3").model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+    (found,) = engine.embed([prompt])
+    torch.testing.assert_close(torch.tensor(found["embedding"]), expected, atol=2e-5, rtol=0)
+    engine.close()
+
+
+def test_a_caller_may_watch_how_many_answers_are_done(open_engine: Open, capsys: pytest.CaptureFixture[str]):
+    engine = open_engine("qwen3")
+    silent = engine.generate([[1], [2]], SamplingParams(max_tokens=2, temperature=0))
+    assert "answering" not in capsys.readouterr().err
+    assert (
+        engine.generate([[1], [2]], SamplingParams(max_tokens=2, temperature=0), use_tqdm=True)[1]["text"]
+        is silent[1]["text"]
+    )
+    assert "atom-run: answering: done in" in capsys.readouterr().err

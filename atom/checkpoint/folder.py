@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor, normalize_rope, read_json
-from atom.checkpoint.files import MAX_INDEX, map_file
+from atom.checkpoint.files import MAX_DESCRIPTION, MAX_INDEX, map_file, read_file
 from atom.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from atom.dtypes import BY_SAFETENSORS, DTYPES
 from atom.errors import CheckpointError, UnsupportedError
@@ -30,6 +30,11 @@ OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with a text_c
 VISION = "vision_config"  # what config.json has of a model that also reads images
 NO_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 TEXT = re.compile(r"^(?:language_model\.(?=lm_head|model\.)|(model\.)language_model\.)")
+POOLING = {  # sentence-transformers' names
+    "pooling_mode_lasttoken": "LAST",
+    "pooling_mode_mean_tokens": "MEAN",
+    "pooling_mode_mean": "MEAN",
+}
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 # A tensor, its bytes in the mapped file, and the file and the byte that they start at.
@@ -49,16 +54,21 @@ class FolderCheckpoint(Checkpoint):
         self.location = location or str(folder)
         self._folder, self._fetch_names = folder, fetch_names
         self.config = with_modelopt(normalize_rope(with_inner_configs(read_config(folder))), folder)
+        self.config |= read_pooling(folder)
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
         if VISION in self.config:
             stored = {ours: entry for name, entry in stored.items() if (ours := text_name(name)) is not None}
+        if self._has_no_head(stored):
+            stored = {f"model.{name}": entry for name, entry in stored.items()}
         self.tensors = {name: entry[0] for name, entry in stored.items()}
         self._stored = stored
 
     def names(self) -> Collection[str]:
         names = self._stated_names()
+        if self._has_no_head(names):
+            return {f"model.{name}" for name in names}
         return {ours for name in names if (ours := text_name(name))} if VISION in self.config else names
 
     def _stated_names(self) -> Collection[str]:
@@ -80,6 +90,10 @@ class FolderCheckpoint(Checkpoint):
 
     def close(self) -> None:
         self._stored = {}  # a file stays mapped until its last view is gone
+
+    def _has_no_head(self, names: Collection[str]) -> bool:
+        """Whether these are the names of an embedding model saved without its head, inside which they begin."""
+        return "sentence_transformers" in self.config and "embed_tokens.weight" in names
 
     def _find(self, name: str) -> Entry:
         if name not in self._stored:
@@ -115,6 +129,43 @@ def text_name(name: str) -> str | None:
     if NO_TEXT.match(name):
         return None
     return TEXT.sub(r"\1", name)
+
+
+def read_pooling(folder: Path) -> dict[str, Any]:
+    """How sentence-transformers makes embeddings, as an entry for the config; {} where its files do not say so.
+
+    {"sentence_transformers": {"pooling": "LAST", "normalize": True}}; pooling is None where it is none of ours.
+    """
+    modules = read_modules(folder)
+    if (at := pooling_file(modules)) is None or not (folder / at).is_file():
+        return {}
+    stated = read_json(folder / at)
+    modes = {mode for mode, is_on in stated.items() if mode.startswith("pooling_mode_") and is_on is True}
+    if isinstance(mode := stated.get("pooling_mode"), str):  # as newer versions write it
+        modes = {f"pooling_mode_{mode}"}
+    pooling = POOLING.get(modes.pop()) if len(modes) == 1 else None
+    normalize = any(str(each.get("type")).endswith(".Normalize") for each in modules)
+    return {"sentence_transformers": {"pooling": pooling, "normalize": normalize}}
+
+
+def read_modules(folder: Path) -> list[dict[str, Any]]:
+    """The steps that sentence-transformers makes an embedding with; [] for other checkpoints."""
+    if not (folder / "modules.json").is_file():
+        return []
+    try:
+        modules = json.loads(read_file(folder / "modules.json", MAX_DESCRIPTION))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / 'modules.json'} is not valid JSON ({error}); download it again") from None
+    return [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+
+
+def pooling_file(modules: list[dict[str, Any]]) -> str | None:
+    """The path in the checkpoint of the file that says which tokens are pooled."""
+    for each in modules:
+        path = str(each.get("path"))
+        if str(each.get("type")).endswith(".Pooling") and re.fullmatch(r"\w+", path):
+            return f"{path}/config.json"
+    return None
 
 
 def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:

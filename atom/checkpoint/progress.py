@@ -103,7 +103,8 @@ class _CountedTask:
 
     def __str__(self) -> str:
         if not self._total:
-            return self._description
+            so_far = f": {self._done / 1e6:,.0f} MB" if self._in_bytes and self._done else ""
+            return self._description + so_far
         done = f"{self._done * 100 // self._total}%" if self._in_bytes else f"{self._done} of {self._total} done"
         return f"{self._description}: {done}"
 
@@ -112,9 +113,14 @@ class _CountedTask:
 def _show_bar(description: str, total: int | None, *, in_bytes: bool) -> Iterator[Task]:
     from rich import progress
     from rich.console import Console
+    from rich.text import Text
+
+    class BytesSoFar(progress.FileSizeColumn):
+        def render(self, task: progress.Task) -> Text:
+            return super().render(task) if task.completed else Text("")
 
     known = (progress.BarColumn(), progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn())
-    columns = known if total is not None else (progress.SpinnerColumn(finished_text=""),)
+    columns = known if total is not None else (progress.SpinnerColumn(finished_text=""), BytesSoFar())
     text, elapsed = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
     with progress.Progress(text, *columns, elapsed, console=Console(stderr=True)) as bars:
         yield _RichTask(bars, bars.add_task(description, total=total))

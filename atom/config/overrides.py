@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +56,7 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         if not match or (match[3] is None and match[1] != "~"):
             meant = as_overrides([each for each in overrides if "=" not in each])
             write = " ".join(meant) if all("=" in each for each in meant) else "key=value"
-            raise ConfigError(f"'{text}' is no override; write {write or 'key=value'}")
+            raise ConfigError(f"'{text}' is not an override; write {write or 'key=value'}")
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
         refuse_to_come(key)
         if key == "model" and value and value[0] in "~/.":
@@ -90,11 +91,14 @@ def ranks_of(name: str) -> list[str]:
 
 
 def as_overrides(words: Sequence[str]) -> list[str]:
-    """Words without a key as overrides: a job; a checkpoint, which may have any name behind a job; else themselves."""
+    """Words without a key as overrides: a job; a checkpoint, which may have any name behind a job; a prompt."""
     jobs = [word for word in words if re.fullmatch(r"\w+", word) and (CONF / "job" / f"{word}.yaml").is_file()]
     is_command = words[:1] == jobs and len(words) == 2  # as in `serve MODEL`
     keys = ["job" if word in jobs else "checkpoint" if is_command or may_be_checkpoint(word) else "" for word in words]
-    return [f"{key}={word}" if key else word for key, word in zip(keys, words, strict=True)]
+    pairs = [f"{key}={word}" if key else word for key, word in zip(keys, words, strict=True)]
+    return [
+        f"prompts={shlex.quote(each)}" if re.search(r"\w\s+\w", each) and "=" not in each else each for each in pairs
+    ]
 
 
 def may_be_checkpoint(text: str) -> bool:
@@ -149,7 +153,7 @@ def parse(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         hint = f"quote the value: {text.partition('=')[0]}=\"'…'\""
-        raise ConfigError(f"'{text}' is no override ({one_line(error)}); {hint}") from None
+        raise ConfigError(f"'{text}' is not an override ({one_line(error)}); {hint}") from None
 
 
 def plain(parsed: Override) -> Any:

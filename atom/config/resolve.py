@@ -52,7 +52,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
 
     names: of a quantized checkpoint's tensors, where they are known.
     """
-    config = respell(config)
+    config = with_pooler(respell(config))
     check(config)
     model, serve = config.model, config.serve
     max_model_len = serve.max_model_len or model.max_position
@@ -170,6 +170,15 @@ def respell(config: Config) -> Config:
             enable_dp_attention=parallel.data > 1,
         ),
     )
+
+
+def with_pooler(config: Config) -> Config:
+    """Take from sentence-transformers' files how embeddings are made, where the configuration leaves it to them."""
+    pooler, stated = config.serve.pooler_config, config.hf.get("sentence_transformers") or {}
+    kind = stated.get("pooling") if pooler.pooling_type == "auto" else pooler.pooling_type
+    normalize = stated.get("normalize", True) if pooler.normalize is None else pooler.normalize
+    made = replace(pooler, pooling_type=kind, normalize=normalize)
+    return replace(config, serve=replace(config.serve, pooler_config=made))
 
 
 def divide_attention(parallel: ParallelConfig, serve: ServeConfig) -> tuple[ParallelConfig, ServeConfig]:

@@ -330,8 +330,8 @@ class HTTPConfig:
 
 @dataclass
 class PoolerConfig:
-    pooling_type: str | None = one_of(None, "LAST", "MEAN")  # tokens that an embedding is made of; null: none is served
-    normalize: bool = True  # embeddings have the length 1
+    pooling_type: str | None = one_of("auto", None, "LAST", "MEAN")  # of embeddings; auto: as in 1_Pooling; null: none
+    normalize: bool | None = None  # embeddings have the length 1; null: as modules.json says, else true
 
 
 @dataclass

@@ -39,7 +39,7 @@ def answer_prompts(args: argparse.Namespace) -> int:
     llm = EngineArgs.from_cli_args(args).create_engine()
     prompts = [as_chat(llm, prompt) for prompt in PROMPTS]
     llm.generate(prompts, warm_up)
-    for prompt, answer in zip(PROMPTS, llm.generate(prompts, params), strict=True):
+    for prompt, answer in zip(PROMPTS, llm.generate(prompts, params, use_tqdm=True), strict=True):
         print(f"Prompt: {prompt}\nCompletion: {answer['text']}\n")
     llm.print_mtp_statistics()
     return 0

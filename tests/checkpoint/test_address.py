@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf_files
@@ -116,12 +117,12 @@ def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((name, path, revision))
         return str(tmp_path / path)
 
-    def list_files(name: str, *, revision: str | None) -> list[str]:
+    def model_info(name: str, *, revision: str | None) -> Any:
         asked.append((name, revision))
-        return files
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", list_files)
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
     return asked
 
 
@@ -162,7 +163,7 @@ def test_the_files_of_a_repository_are_those_of_the_cache_where_there_is_no_hub(
 
     (tmp_path / "Q8_0").mkdir()
     (tmp_path / "Q8_0" / "x.gguf").write_bytes(b"")
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
+    monkeypatch.setattr(huggingface_hub, "model_info", fail)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     assert hub.list_files("a/b") == ["Q8_0/x.gguf"]
 

@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from atom.checkpoint import SilentProgress, Tokenizer, open_checkpoint, stop_ids
+from atom.checkpoint import SilentProgress, Tokenizer, hub, open_checkpoint, stop_ids
 from atom.checkpoint.progress import RichProgress
 from atom.errors import AtomError, CheckpointError
 
@@ -129,6 +129,24 @@ def test_trouble_with_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch, error
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint("org/name", revision="v2")
     assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_received_and_written_are_counted_once() -> None:
+    class Told:
+        done = 0
+
+        def advance(self, amount: int, /) -> None:
+            self.done += amount
+
+    told = Told()
+    bar = hub.counting_bar(told)
+    files, received, written = bar(total=2, desc="Fetching 2 files"), bar(unit="B"), bar(unit="B", total=90)
+    received.update(50)
+    written.update(30)
+    assert told.done == 50
+    written.update(60)
+    files.update(2)
+    assert told.done == 90
 
 
 def test_a_full_disk_while_fetching_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

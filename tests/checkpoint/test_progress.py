@@ -45,6 +45,24 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch):
     assert "loading weights" in terminal.getvalue() and "atom-run" not in terminal.getvalue()
 
 
+def test_a_task_whose_size_is_unknown_says_how_many_bytes_have_come(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+    with RichProgress().task("Fetching org/name from the hub") as task:
+        task.advance(1_234_000_000)
+        time.sleep(0.3)
+    assert "atom-run: Fetching org/name from the hub: 1,234 MB, 0 s so far" in capsys.readouterr().err
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with RichProgress().task("Fetching org/name from the hub") as task:
+        task.advance(1_234_000_000)
+    assert "1.2 GB" in terminal.getvalue()
+    with RichProgress().task("compiling kernels"):
+        pass
+    assert "0 bytes" not in terminal.getvalue()
+
+
 def test_a_terminal_shows_how_far_a_task_is():
     watched = WatchedProgress(SilentProgress())
     assert watched.doing == ""

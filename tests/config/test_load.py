@@ -862,7 +862,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("sampling.temperature=hot", "sampling.temperature: Value 'hot' .* could not be converted to Float"),
         ("seed=1.5", "seed: Value '1.5' .* could not be converted to Integer"),
         ("seed=1,2", "'seed=1,2' is a sweep: add -m, or quote the value"),
-        ("seed=[1", r"'seed=\[1' is no override .*; quote the value"),
+        ("seed=[1", r"'seed=\[1' is not an override .*; quote the value"),
         ("seed=???", r"seed=\?\?\? has no value"),
         ("cache=${nope}/x", "cache: Interpolation key 'nope' not found"),
         (

@@ -115,22 +115,22 @@ def test_what_is_not_built_yet_is_refused():
 
 @pytest.mark.parametrize("text", ["prompts", "=3", "a b=3", ""])
 def test_what_is_no_override_is_refused(text: str):
-    with pytest.raises(ConfigError, match="is no override; write key=value"):
+    with pytest.raises(ConfigError, match="is not an override; write key=value"):
         rewrite([text])
 
 
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["serve", "Qwen/Qwen3-0.6B"], "'serve' is no override; write job=serve checkpoint=Qwen/Qwen3-0.6B"),
+        (["serve", "Qwen/Qwen3-0.6B"], "'serve' is not an override; write job=serve checkpoint=Qwen/Qwen3-0.6B"),
         (
             ["Qwen/Qwen3-0.6B", "serve.http.port=1"],
-            "'Qwen/Qwen3-0.6B' is no override; write checkpoint=Qwen/Qwen3-0.6B",
+            "'Qwen/Qwen3-0.6B' is not an override; write checkpoint=Qwen/Qwen3-0.6B",
         ),
-        (["seed=1", "./model.gguf"], "'./model.gguf' is no override; write checkpoint=./model.gguf"),
-        (["explain"], "'explain' is no override; write job=explain"),
-        (["serve", "Qwen3"], "'serve' is no override; write job=serve checkpoint=Qwen3"),
-        (["serve", "one", "two"], "'serve' is no override; write key=value"),
+        (["seed=1", "./model.gguf"], "'./model.gguf' is not an override; write checkpoint=./model.gguf"),
+        (["explain"], "'explain' is not an override; write job=explain"),
+        (["serve", "Qwen3"], "'serve' is not an override; write job=serve checkpoint=Qwen3"),
+        (["serve", "one", "two"], "'serve' is not an override; write key=value"),
         (["model=~/qwen3"], "model=~/qwen3: model is the name of a file in conf/model; write checkpoint=~/qwen3"),
     ],
 )
@@ -145,9 +145,9 @@ def test_a_folder_with_a_config_may_be_a_checkpoint(tmp_path: Path, monkeypatch:
     for name in ("mine", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"'mine' is no override; write checkpoint=mine$"):
+    with pytest.raises(ConfigError, match=r"'mine' is not an override; write checkpoint=mine$"):
         rewrite(["mine"])
-    with pytest.raises(ConfigError, match=r"'other' is no override; write key=value$"):
+    with pytest.raises(ConfigError, match=r"'other' is not an override; write key=value$"):
         rewrite(["other"])
 
 

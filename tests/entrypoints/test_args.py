@@ -103,7 +103,7 @@ WRONG = {
     "--level 5": "--level=5: there is no such choice",
     "--set level=5": "level=5: there is no such choice",
     "--set serve.max_num_seqs=0": "serve.max_num_seqs=0 must be a finite number from 1",
-    "--set nonsense": "'nonsense' is no override; write key=value",
+    "--set nonsense": "'nonsense' is not an override; write key=value",
     "--set serve.max_num_seq=4": "serve.max_num_seq: there is no such field, did you mean max_num_seqs?",
 }
 

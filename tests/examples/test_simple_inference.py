@@ -21,9 +21,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     calls: Asked = []
     generate = LLMEngine.generate
 
-    def record(self: LLMEngine, prompts: Any, params: Any = None) -> Any:
+    def record(self: LLMEngine, prompts: Any, params: Any = None, **others: Any) -> Any:
         calls.append((prompts, params))
-        return generate(self, prompts, params)
+        return generate(self, prompts, params, **others)
 
     monkeypatch.setattr(LLMEngine, "generate", record)
     return calls

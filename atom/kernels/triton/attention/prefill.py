@@ -64,7 +64,7 @@ def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: i
         and q.dtype in (torch.bfloat16, torch.float16)
         and cache.dtype in (q.dtype, torch.float8_e4m3fn)
         and num_tokens - num_decodes > FEW_TOKENS
-        and dim in (64, 128)
+        and dim in (64, 128, 256)
         and 64 % (heads // kv_heads) == 0
         and block_size % 16 == 0
         and cache.data_ptr() % 16 == 0

@@ -35,12 +35,10 @@ from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 ROWS = gl.constexpr(128)  # of a tile: queries times heads
 HALF = gl.constexpr(64)  # of them, which a group of warps has
-POSITIONS = gl.constexpr(128)  # of keys and values in a tile
-PIECE = gl.constexpr(16)  # of them, which one copy brings
+PIECE = gl.constexpr(16)  # positions of a tile of keys and values, which one copy brings
 COLUMNS = gl.constexpr(64)  # that it brings of them
 STAGES = gl.constexpr(2)
 LONG = 4096  # tokens of a sequence in a step
-PIECES = gl.constexpr(8)  # POSITIONS / PIECE
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 GROUPED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # queries by heads by columns
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # to store by
@@ -101,9 +99,10 @@ def fill_piece(rows, begin, start, length, values, slot, ROW: gl.constexpr, DIM:
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PIECE_LINES))
     places = lines[:, None] * ROW + columns[None, :]
     is_seen = (begin + lines >= start) & (begin + lines < length)
+    PIECES: gl.constexpr = values.shape[0] // (STAGES * (DIM // COLUMNS))
     for part in gl.static_range(DIM // COLUMNS):
         x = gl.load(rows + part * COLUMNS + places, mask=is_seen[:, None], other=0.0)
-        values.index((slot * (DIM // COLUMNS) + part) * PIECES + begin % POSITIONS // PIECE).store(x)
+        values.index((slot * (DIM // COLUMNS) + part) * PIECES + begin // PIECE % PIECES).store(x)
     fence_async_shared()
     barrier()  # one lane tells of it
 
@@ -111,8 +110,9 @@ def fill_piece(rows, begin, start, length, values, slot, ROW: gl.constexpr, DIM:
 @jit
 def copy_tile(pieces, rows, column, boxes, slot, ready, num_skipped, skipped, also_skipped, DIM: gl.constexpr):
     """Rows i32[PIECES] of the cache, DIM columns of each, to a stage; all pieces but num_skipped, the others are -1."""
+    PIECES: gl.constexpr = boxes.shape[0] // (STAGES * (DIM // COLUMNS))
     for count in gl.static_range(3):
-        mbarrier.expect(ready.index(slot), (POSITIONS - count * PIECE) * DIM * 2, pred=num_skipped == count)
+        mbarrier.expect(ready.index(slot), (PIECES - count) * PIECE * DIM * 2, pred=num_skipped == count)
     for part in gl.static_range(DIM // COLUMNS):
         for piece in gl.static_range(PIECES):
             box = boxes.index((slot * (DIM // COLUMNS) + part) * PIECES + piece)
@@ -126,14 +126,15 @@ def copy_tile(pieces, rows, column, boxes, slot, ready, num_skipped, skipped, al
 def produce_tile(cache, pieces, blocks, start, length, stop, head, num_tiles, first_tile, base, memory,
                  WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Keys and values of the positions from `start` to `stop`, the last tile first; `base` tiles went before."""
-    _, _, keys, values, _, _, _, k_ready, k_free, v_ready, v_free, _ = memory
+    _, _, keys, values, _, _, k_ready, k_free, v_ready, v_free, _ = memory
     ROW: gl.constexpr = 2 * HEADS * DIM
+    PIECES: gl.constexpr = keys.shape[0] // (STAGES * (DIM // COLUMNS))
     column = (HEADS + head) * DIM
     ending = length // PIECE * PIECE  # of the piece that the sequence ends within
     opening = start // PIECE * PIECE  # of the piece that the window begins within
     for step in range(num_tiles):
         rows = ()
-        first = (first_tile + num_tiles - 1 - step) * POSITIONS
+        first = (first_tile + num_tiles - 1 - step) * (PIECES * PIECE)
         for piece in gl.static_range(PIECES):
             position = first + piece * PIECE
             is_there = position < stop
@@ -146,14 +147,14 @@ def produce_tile(cache, pieces, blocks, start, length, stop, head, num_tiles, fi
         mbarrier.wait(k_free.index(slot), phase)
         copy_tile(pieces, rows, head * DIM, keys, slot, k_ready, 0, -1, -1, DIM)
         mbarrier.wait(v_free.index(slot), phase)
-        skipped = gl.where((step == 0) & (ending < stop), ending % POSITIONS // PIECE, -1)
+        skipped = gl.where((step == 0) & (ending < stop), ending // PIECE % PIECES, -1)
         if skipped >= 0:
             last_row = gl.load(blocks + ending // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + ending % BLOCK_SIZE
             fill_piece(cache + last_row * ROW + column, ending, start, length, values, slot, ROW, DIM)
         num_skipped, also_skipped = (skipped >= 0).to(gl.int32), -1
         if WINDOW is not None:
             is_open = (step == num_tiles - 1) & (start > opening) & ((step > 0) | (opening != ending))
-            also_skipped = gl.where(is_open, opening % POSITIONS // PIECE, -1)
+            also_skipped = gl.where(is_open, opening // PIECE % PIECES, -1)
             num_skipped += (also_skipped >= 0).to(gl.int32)
             if also_skipped >= 0:
                 first_row = gl.load(blocks + opening // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + opening % BLOCK_SIZE
@@ -166,9 +167,11 @@ def produce(cache, pieces, queries, table, plan, starts, lengths, tickets, num_t
             table_stride, together, memory, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
             GROUP: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Produce this program's tiles one after another: the plan, queries, keys and values of each."""
-    plans, q_boxes, _, _, _, q_ready, q_free, _, _, _, _, _ = memory
+    plans, q_boxes, k_boxes, _, q_ready, q_free, _, _, _, _, _ = memory
     QUERIES: gl.constexpr = ROWS // GROUP
     PARTS: gl.constexpr = DIM // COLUMNS
+    SIDES: gl.constexpr = q_boxes.shape[0] // (2 * PARTS)
+    POSITIONS: gl.constexpr = k_boxes.shape[0] // (STAGES * PARTS) * PIECE
     num_places = (num_tokens - num_decodes) // QUERIES + num_sequences - num_decodes + 1
     item, number, base = gl.program_id(0), 0, 0
     behind = num_sequences + 1
@@ -193,8 +196,8 @@ def produce(cache, pieces, queries, table, plan, starts, lengths, tickets, num_t
                 first_tile = start // POSITIONS
             num_tiles = gl.maximum(gl.cdiv(stop, POSITIONS) - first_tile, 1)
 
-            side = number % 2
-            mbarrier.wait(q_free.index(side), number // 2 & 1 ^ 1)
+            side = number % SIDES
+            mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
             write_plan(plans.index(side), num_tiles, oldest, head, first + place, end, first_tile)
             mbarrier.expect(q_ready.index(side), ROWS * DIM * 2)
             for half in gl.static_range(2):
@@ -208,8 +211,8 @@ def produce(cache, pieces, queries, table, plan, starts, lengths, tickets, num_t
             base += num_tiles
         item = gl.num_programs(0) + read_ticket(taken)
 
-    side = number % 2
-    mbarrier.wait(q_free.index(side), number // 2 & 1 ^ 1)
+    side = number % SIDES
+    mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
     write_plan(plans.index(side), 0, 0, 0, 0, 0, 0)
     mbarrier.arrive(q_ready.index(side))
     if read_ticket(take_ticket(tickets + 1, "acq_rel")) == gl.num_programs(0) - 1:
@@ -224,7 +227,7 @@ def soften(scores, best, total, position, newest, k_scale, SCALE: gl.constexpr, 
     factor = score_factor(k_scale, SCALE, SOFTCAP)
     scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
     if MASKED:
-        positions = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, scores.type.layout))
+        positions = position + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
         is_seen = positions[None, :] <= newest[:, None]
         if WINDOW is not None:
             is_seen = is_seen & (positions[None, :] > newest[:, None] - WINDOW)
@@ -240,12 +243,12 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
               SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
               WHO: gl.constexpr):  # fmt: skip
     """The product with the keys of this turn, and beside it the one of the last turn's weights with its values."""
-    _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
+    _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
     slot, last = turn % STAGES, (turn - 1) % STAGES
     mbarrier.wait(k_ready.index(slot), turn // STAGES & 1)
     mbarrier.wait(turns.index(WHO), turn & 1 ^ (1 - WHO))
     SCORES: gl.constexpr = best.type.layout.parent
-    scores = gl.zeros([HALF, POSITIONS], gl.float32, SCORES)
+    scores = gl.zeros([HALF, keys.shape[1]], gl.float32, SCORES)
     scores = warpgroup_mma(queries, keys.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(last), (turn - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, values.index(last), acc, is_async=True)
@@ -263,14 +266,15 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
 
 
 @jit
-def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_tiles, base, memory, k_scale, v_scale,
+def consume_tile(out, sinks, plan, queries, free, keys, values, num_tiles, base, memory, k_scale, v_scale,
                  SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr,
                  GROUP: gl.constexpr, DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """Half of the rows of a tile attend to all tiles of keys and values; `base` of these went before."""
+    POSITIONS: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, POSITIONS, 16])
     ATTENDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ATTENDED, 2)
-    _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
+    _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
 
     oldest, first_tile = read_plan(plan, 1), read_plan(plan, 5)
     stop_tile = first_tile + num_tiles
@@ -317,7 +321,6 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
                 (stop_tile - 1 - step) * POSITIONS, newest, k_scale, SCALE, SOFTCAP, WINDOW, True, WHO,
             )  # fmt: skip
     head, begin, end = read_plan(plan, 2), read_plan(plan, 3), read_plan(plan, 4)
-    mbarrier.arrive(free)
     last = base + num_tiles - 1
     mbarrier.wait(v_ready.index(last % STAGES), last // STAGES & 1)
     acc = warpgroup_mma(weights, values.index(last % STAGES), acc, is_async=True)
@@ -335,13 +338,15 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
     if v_scale is not None:
         share = share * v_scale
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ATTENDED))[:, None]
-    attended.store(acc.to(attended.dtype))  # to bring the columns of a row together
+    queries.store(acc.to(queries.dtype))  # in their place, to bring the columns of a row together
     lines = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LINES))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
     tokens = (begin + lines // GROUP).to(gl.int64)
     is_row = (tokens < end)[:, None]
     out_rows = out + (tokens * (HEADS * GROUP) + head * GROUP + lines % GROUP) * DIM
-    gl.store(out_rows[:, None] + columns[None, :], attended.load(LINES), mask=is_row)
+    gl.store(out_rows[:, None] + columns[None, :], queries.load(LINES), mask=is_row)
+    fence_async_shared()
+    mbarrier.arrive(free)
 
 
 @jit
@@ -352,23 +357,25 @@ def consume(out, sinks, k_scale, v_scale, memory, SCALE: gl.constexpr, SOFTCAP: 
         k_scale = gl.load(k_scale)
     if v_scale is not None:
         v_scale = gl.load(v_scale)
-    plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, _, _, _, _, _ = memory
-    q_tiles = q_boxes._reinterpret(q_boxes.dtype, [4, HALF, DIM], SHARED)
+    plans, q_boxes, k_boxes, v_boxes, q_ready, q_free, _, _, _, _, _ = memory
+    SIDES: gl.constexpr = q_boxes.shape[0] // (2 * (DIM // COLUMNS))
+    POSITIONS: gl.constexpr = k_boxes.shape[0] // (STAGES * (DIM // COLUMNS)) * PIECE
+    q_tiles = q_boxes._reinterpret(q_boxes.dtype, [2 * SIDES, HALF, DIM], SHARED)
     keys = k_boxes._reinterpret(k_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)
     values = v_boxes._reinterpret(v_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)
     number, base = 0, 0
     mbarrier.wait(q_ready.index(0), 0)
     num_tiles = read_plan(plans.index(0), 0)
     while num_tiles > 0:
-        side = number % 2
+        side = number % SIDES
         consume_tile(
             out, sinks, plans.index(side), q_tiles.index(side * 2 + WHO), q_free.index(side), keys, values,
-            outs.index(WHO), num_tiles, base, memory, k_scale, v_scale, SCALE, SOFTCAP, WINDOW, HEADS, GROUP, DIM, WHO,
+            num_tiles, base, memory, k_scale, v_scale, SCALE, SOFTCAP, WINDOW, HEADS, GROUP, DIM, WHO,
         )  # fmt: skip
         number += 1
         base += num_tiles
-        mbarrier.wait(q_ready.index(number % 2), number // 2 & 1)
-        num_tiles = read_plan(plans.index(number % 2), 0)
+        mbarrier.wait(q_ready.index(number % SIDES), number // SIDES & 1)
+        num_tiles = read_plan(plans.index(number % SIDES), 0)
 
 
 @jit(
@@ -390,13 +397,14 @@ def _prefill(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PARTS: gl.constexpr = DIM // COLUMNS
     dtype: gl.constexpr = out.dtype.element_ty
-    plans = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_boxes = gl.allocate_shared_memory(dtype, [4 * PARTS, HALF // GROUP, GROUP, COLUMNS], GROUPED)
+    PIECES: gl.constexpr = 8 if DIM <= 128 else 4  # of a tile of keys and values
+    SIDES: gl.constexpr = 2 if DIM <= 128 else 1  # tiles of queries in memory
+    plans = gl.allocate_shared_memory(gl.int32, [SIDES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_boxes = gl.allocate_shared_memory(dtype, [2 * SIDES * PARTS, HALF // GROUP, GROUP, COLUMNS], GROUPED)
     k_boxes = gl.allocate_shared_memory(dtype, [STAGES * PARTS * PIECES, PIECE, COLUMNS], SHARED)
     v_boxes = gl.allocate_shared_memory(dtype, [STAGES * PARTS * PIECES, PIECE, COLUMNS], SHARED)
-    outs = gl.allocate_shared_memory(dtype, [2, HALF, DIM], SHARED)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -407,13 +415,14 @@ def _prefill(
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_free.index(stage), count=2)
+    for side in gl.static_range(SIDES):
+        mbarrier.init(q_ready.index(side), count=1)
+        mbarrier.init(q_free.index(side), count=2)
     for who in gl.static_range(2):
-        mbarrier.init(q_ready.index(who), count=1)
-        mbarrier.init(q_free.index(who), count=2)
         mbarrier.init(turns.index(who), count=1)
     fence_async_shared()
 
-    memory = (plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
+    memory = (plans, q_boxes, k_boxes, v_boxes, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
     gl.warp_specialize(
         [
             (consume, (out, sinks, k_scale, v_scale, memory, SCALE, SOFTCAP, WINDOW, HEADS, GROUP, DIM, 0)),

@@ -248,7 +248,8 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
     mbarrier.wait(k_ready.index(slot), turn // STAGES & 1)
     mbarrier.wait(turns.index(WHO), turn & 1 ^ (1 - WHO))
     SCORES: gl.constexpr = best.type.layout.parent
-    scores = gl.zeros([HALF, keys.shape[1]], gl.float32, SCORES)
+    POSITIONS: gl.constexpr = keys.shape[1]
+    scores = gl.zeros([HALF, POSITIONS], gl.float32, SCORES)
     scores = warpgroup_mma(queries, keys.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(last), (turn - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, values.index(last), acc, is_async=True)

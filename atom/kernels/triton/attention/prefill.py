@@ -31,7 +31,7 @@ from atom.kernels.triton.attention.context import PIECE, Context
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
-FEW_TOKENS = 512  # of prompts in a step, up to which the kernel of prefill_hopper.py is not faster
+FEW_TOKENS = 512  # of prompts in a step, or of a window, up to which the kernel of prefill_hopper.py is not faster
 
 
 class Parameters(NamedTuple):
@@ -64,11 +64,11 @@ def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: i
         and q.dtype in (torch.bfloat16, torch.float16)
         and cache.dtype in (q.dtype, torch.float8_e4m3fn)
         and num_tokens - num_decodes > FEW_TOKENS
-        and dim in (64, 128, 256)
+        and dim in (64, 128)
         and 64 % (heads // kv_heads) == 0
         and block_size % 16 == 0
         and cache.data_ptr() % 16 == 0
-        and (window is None or cache.dtype == q.dtype)
+        and (window is None or (window >= FEW_TOKENS and cache.dtype == q.dtype))
     )
 
 

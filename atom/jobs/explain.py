@@ -40,7 +40,7 @@ from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
 from atom.jobs.explain_page import make_page
-from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts
+from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts, prefill_limit
 from atom.kernels import Target, find_target, tuned
 from atom.passes import PassReport
 from atom.pieces import identity
@@ -81,10 +81,9 @@ def run(config: Config) -> int:
         graph if stage == config.job.pipeline_rank else compile_graph(lowered, target=target, stage=stage)
         for stage in range(mesh_of(config).pipeline)
     ]
-    described = [sizes(each, config, graphs) for each in graphs]
-    result |= described[config.job.pipeline_rank]
+    result |= sizes(graph, config, graphs)
     if gpu is not None:
-        result["gpu"] = limits(gpu, graphs, described, config)
+        result["gpu"] = limits(gpu, graphs, config)
         if mesh_of(config).num_ranks == 1 and config.job.graph is None:
             result["gpu"]["layouts"] = list(layouts(gpu, config, target))
     if config.job.output == "json":
@@ -253,23 +252,14 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
     return {"pieces": counts.total(), "distinct_pieces": distinct}
 
 
-def limits(
-    gpu: GPUConfig, graphs: Sequence[Graph], described: Sequence[dict[str, Any]], config: Config
-) -> dict[str, Any]:
-    """A GPU's room and limits. That of prefill is two operations an active parameter, at the rate of its format, or of
-    bf16 where the GPU states none; without attention. graphs: of all stages, whose sizes are described
-    """
-    bf16, formats = gpu.rates.get("bf16"), [each for sizes in described for each in sizes["formats"].items()]
-    rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt, _ in formats}
-    ranks = mesh_of(config).ranks_per_stage
-    products = ((2 * each["active_parameters"] / ranks, rates[fmt]) for fmt, each in formats)
-    seconds = [operations / rate for operations, rate in products if rate]
+def limits(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
+    """A GPU's room and limits. graphs: of all stages"""
     return {
         "name": config.job.gpu,
         "memory_bytes": gpu.memory,
         "bandwidth": gpu.bandwidth,
         **fit(gpu, graphs, config),
-        "prefill_tokens_per_second": 1 / sum(seconds) if all(rates.values()) else None,
+        "prefill_tokens_per_second": prefill_limit(graphs, gpu, mesh_of(config)),
     }
 
 
@@ -333,7 +323,7 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
             shown = ", ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
             yield "  collectives", f"{shown} of these steps, by the times in the GPU's file"
         if rate := gpu["prefill_tokens_per_second"]:
-            yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the active weights, without attention"
+            yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the products of layers, without attention"
         for layout in gpu.get("layouts", ()):
             yield f"  {layout['name']}", _layout(layout)
 

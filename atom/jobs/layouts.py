@@ -22,10 +22,11 @@ from atom.config import Config, GPUConfig
 from atom.config.resolve import divides_heads
 from atom.config.schema import ParallelConfig
 from atom.errors import CapacityError, ConfigError, UnsupportedError
-from atom.graph import Graph, Mesh, ops
+from atom.graph import BODY, Graph, Mesh, ops
+from atom.graph.formats import act_of
 from atom.graph.graph import results_of
 from atom.graph.recipes import held_bytes
-from atom.jobs.roofline import PRODUCTS, Limits, read_costs, step_work, total
+from atom.jobs.roofline import PRODUCTS, Limits, Product, program_costs, read_costs, step_work, total
 from atom.jobs.workload import Step
 from atom.kernels import Target
 from atom.runtime.kv_cache import num_blocks_needed
@@ -112,6 +113,25 @@ def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[d
         rate = num_requests / seconds
         result.append({"requests": num_requests, "tokens_per_second": rate, "collective_seconds": collectives})
     return result
+
+
+def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float | None:
+    """The most tokens a second of long prompts, by the products of layers; None where the GPU states no rate.
+
+    A weight's product counts at the rate of its 8-bit numbers, where the GPU states one. Attention, the head and
+    reading do not count. graphs: of all stages, one after the other
+    """
+    if "bf16" not in gpu.rates:
+        return None
+    products = [product for graph in graphs for product in program_costs(graph.programs[BODY]).products]
+    seconds = sum(sum(product.work(1)[1:]) / rate_of(product, gpu) for product in products)
+    return mesh.data / seconds
+
+
+def rate_of(product: Product, gpu: GPUConfig) -> float:
+    """FLOP/s"""
+    act = act_of(product.fmt) if product.fmt else None
+    return gpu.rates.get(act.partition("[")[0] if act else product.act, gpu.rates["bf16"])
 
 
 def collective_seconds(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:

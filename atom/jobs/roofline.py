@@ -89,6 +89,7 @@ class Product(NamedTuple):
     parts: int = 1  # of the experts, of which each rank has one
     groups: int = 1  # whose rows come together
     act: str = "flops"  # the field of Work that its operations count for
+    fmt: str | None = None  # of the weight, where it stays packed
 
     def work(self, num_rows: int) -> Work:
         """The work of a product; of experts, the expected share that some row needs is read."""
@@ -194,7 +195,7 @@ def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
         groups = group.args[0].meta["type"].bytes_per_token // group.args[0].meta["type"].row.num_bytes
     act = str(node.kwargs.get("act", "flops")).partition("[")[0]
     num_bytes, share = sum(map(held_bytes, weights)), float(token_share(node))
-    return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act)]
+    return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act, matrix.fmt)]
 
 
 def expert_products(node: Node, weight: Recipe) -> list[Product]:

@@ -31,7 +31,7 @@ from atom.kernels.triton.attention.context import PIECE, Context
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
-FEW_TOKENS = 512  # of prompts in a step, up to which the kernel of prefill_hopper.py is not faster
+FEW_TOKENS = 512  # of prompts in a step, or of a window, up to which the kernel of prefill_hopper.py is not faster
 
 
 class Parameters(NamedTuple):
@@ -55,9 +55,7 @@ def choose(dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters
     return Parameters()
 
 
-def suits_hopper(
-    gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: int | None, softcap: float | None
-) -> bool:
+def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: int | None) -> bool:
     """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`; for long prompts it is faster."""
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
@@ -70,8 +68,7 @@ def suits_hopper(
         and 64 % (heads // kv_heads) == 0
         and block_size % 16 == 0
         and cache.data_ptr() % 16 == 0
-        and window is None
-        and softcap is None
+        and (window is None or (window >= FEW_TOKENS and cache.dtype == q.dtype))
     )
 
 
@@ -162,14 +159,14 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     num_sequences, group = lengths.shape[0], heads // kv_heads
     gpu, plan = find_gpu(q.device), None
     if parameters is None:
-        if suits_hopper(gpu, q, cache, num_decodes, window, softcap):
+        if suits_hopper(gpu, q, cache, num_decodes, window):
             from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
 
             blocks, places = cache, table
             if cache.dtype != q.dtype:
                 blocks, places, plan = context.unpack(cache, table, lengths, num_decodes, q.dtype)
             prefill_hopper.prefill(q, blocks, places, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                   tickets, plan)  # fmt: skip
+                                   window, softcap, tickets, plan)  # fmt: skip
             most = table.shape[1] * block_size * (num_sequences - num_decodes)
             if plan is None or most <= len(blocks) * PIECE:
                 return

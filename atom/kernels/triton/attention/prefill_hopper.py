@@ -2,9 +2,9 @@
 
 It computes what prefill.py does, for many tokens a third faster.
 
-    args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out
-    prefill(*args, scale, tickets)
-    prefill(*args, scale, tickets, plan)    # of what context.py unpacked
+    args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap
+    prefill(*args, tickets)
+    prefill(*args, tickets, plan)    # of what context.py unpacked
 
 A program on each multiprocessor takes one tile after another, by tickets, the longest of a sequence first. One of its
 warps finds the tile and loads its queries by TMA and, some positions of a block at a time, its keys and values, ahead
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from atom.kernels.triton.attention.common import LOG2E, NOTHING, wait_for_inputs
+from atom.kernels.triton.attention.common import LOG2E, NOTHING, cap_scores, score_factor, wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
@@ -35,12 +35,10 @@ from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 ROWS = gl.constexpr(128)  # of a tile: queries times heads
 HALF = gl.constexpr(64)  # of them, which a group of warps has
-POSITIONS = gl.constexpr(128)  # of keys and values in a tile
-PIECE = gl.constexpr(16)  # of them, which one copy brings
+PIECE = gl.constexpr(16)  # positions of a tile of keys and values, which one copy brings
 COLUMNS = gl.constexpr(64)  # that it brings of them
 STAGES = gl.constexpr(2)
 LONG = 4096  # tokens of a sequence in a step
-PIECES = gl.constexpr(8)  # POSITIONS / PIECE
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 GROUPED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # queries by heads by columns
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # to store by
@@ -79,11 +77,11 @@ def read_ticket(taken):
 
 
 @jit
-def write_plan(plan, num_tiles, oldest, head, begin, end):
+def write_plan(plan, num_tiles, oldest, head, begin, end, first_tile):
     """Write a tile's plan for the other warps; num_tiles of keys is 0 when no tile of queries is left."""
     field = gl.arange(0, 8, layout=LANES)
     x = gl.where(field == 0, num_tiles, gl.where(field == 1, oldest, gl.where(field == 2, head, 0)))
-    x = gl.where(field == 3, begin, gl.where(field == 4, end, x))
+    x = gl.where(field == 3, begin, gl.where(field == 4, end, gl.where(field == 5, first_tile, x)))
     plan.store(x)
     barrier()  # one lane tells of it
 
@@ -94,64 +92,86 @@ def read_plan(plan, which: gl.constexpr):
 
 
 @jit
-def fill_last_piece(rows, begin, length, values, slot, ROW: gl.constexpr, DIM: gl.constexpr):
-    """The values from position `begin` on, `rows` of the cache, with zeros behind the end: what is there may be no
-    number, and as such would not vanish under a weight of 0."""
+def fill_piece(rows, begin, start, length, values, slot, ROW: gl.constexpr, DIM: gl.constexpr):
+    """The values from position `begin` on, `rows` of the cache, with zeros before `start` and behind the end: what is
+    there may be no number, and as such would not vanish under a weight of 0."""
     lines = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_LINES))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PIECE_LINES))
     places = lines[:, None] * ROW + columns[None, :]
+    is_seen = (begin + lines >= start) & (begin + lines < length)
+    PIECES: gl.constexpr = values.shape[0] // (STAGES * (DIM // COLUMNS))
     for part in gl.static_range(DIM // COLUMNS):
-        x = gl.load(rows + part * COLUMNS + places, mask=(begin + lines < length)[:, None], other=0.0)
-        values.index((slot * (DIM // COLUMNS) + part) * PIECES + begin % POSITIONS // PIECE).store(x)
+        x = gl.load(rows + part * COLUMNS + places, mask=is_seen[:, None], other=0.0)
+        values.index((slot * (DIM // COLUMNS) + part) * PIECES + begin // PIECE % PIECES).store(x)
     fence_async_shared()
     barrier()  # one lane tells of it
 
 
 @jit
-def copy_tile(pieces, rows, column, boxes, slot, ready, skipped, DIM: gl.constexpr):
-    """Rows i32[PIECES] of the cache, DIM columns of each, to a stage; all pieces but the one `skipped`."""
-    mbarrier.expect(ready.index(slot), POSITIONS * DIM * 2, pred=skipped < 0)
-    mbarrier.expect(ready.index(slot), (POSITIONS - PIECE) * DIM * 2, pred=skipped >= 0)
+def copy_tile(pieces, rows, column, boxes, slot, ready, num_skipped, skipped, also_skipped, DIM: gl.constexpr):
+    """Rows i32[PIECES] of the cache, DIM columns of each, to a stage; all pieces but num_skipped, the others are -1."""
+    PIECES: gl.constexpr = boxes.shape[0] // (STAGES * (DIM // COLUMNS))
+    for count in gl.static_range(3):
+        mbarrier.expect(ready.index(slot), (PIECES - count) * PIECE * DIM * 2, pred=num_skipped == count)
     for part in gl.static_range(DIM // COLUMNS):
         for piece in gl.static_range(PIECES):
             box = boxes.index((slot * (DIM // COLUMNS) + part) * PIECES + piece)
             place = [rows[piece], column + part * COLUMNS]
-            tma.async_copy_global_to_shared(pieces, place, ready.index(slot), box, pred=piece != skipped)
+            tma.async_copy_global_to_shared(
+                pieces, place, ready.index(slot), box, pred=(piece != skipped) & (piece != also_skipped)
+            )
 
 
 @jit
-def produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, memory, BLOCK_SIZE: gl.constexpr,
-                 HEADS: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
-    """Keys and values of the positions before `stop`, the last tile first; `base` tiles of them went before."""
-    _, _, keys, values, _, _, _, k_ready, k_free, v_ready, v_free, _ = memory
-    begin = length // PIECE * PIECE  # of the piece that the sequence ends within
+def produce_tile(cache, pieces, blocks, start, length, stop, head, num_tiles, first_tile, base, memory,
+                 WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
+    """Keys and values of the positions from `start` to `stop`, the last tile first; `base` tiles went before."""
+    _, _, keys, values, _, _, k_ready, k_free, v_ready, v_free, _ = memory
+    ROW: gl.constexpr = 2 * HEADS * DIM
+    PIECES: gl.constexpr = keys.shape[0] // (STAGES * (DIM // COLUMNS))
+    column = (HEADS + head) * DIM
+    ending = length // PIECE * PIECE  # of the piece that the sequence ends within
+    opening = start // PIECE * PIECE  # of the piece that the window begins within
     for step in range(num_tiles):
         rows = ()
+        first = (first_tile + num_tiles - 1 - step) * (PIECES * PIECE)
         for piece in gl.static_range(PIECES):
-            position = (num_tiles - 1 - step) * POSITIONS + piece * PIECE
-            block = gl.load(blocks + position // BLOCK_SIZE, mask=position < stop, other=0)
+            position = first + piece * PIECE
+            is_there = position < stop
+            if WINDOW is not None:
+                is_there = is_there & (position >= opening)
+            block = gl.load(blocks + position // BLOCK_SIZE, mask=is_there, other=0)
             row = block * BLOCK_SIZE + position % BLOCK_SIZE
-            rows += (gl.where(position < stop, row, -PIECE),)  # type: ignore[assignment]  # there it is all zeros
+            rows += (gl.where(is_there, row, -PIECE),)  # type: ignore[assignment]  # there it is all zeros
         slot, phase = (base + step) % STAGES, (base + step) // STAGES & 1 ^ 1
         mbarrier.wait(k_free.index(slot), phase)
-        copy_tile(pieces, rows, head * DIM, keys, slot, k_ready, -1, DIM)
+        copy_tile(pieces, rows, head * DIM, keys, slot, k_ready, 0, -1, -1, DIM)
         mbarrier.wait(v_free.index(slot), phase)
-        skipped = gl.where((step == 0) & (begin < stop), begin % POSITIONS // PIECE, -1)
+        skipped = gl.where((step == 0) & (ending < stop), ending // PIECE % PIECES, -1)
         if skipped >= 0:
-            last_row = gl.load(blocks + begin // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + begin % BLOCK_SIZE
-            ROW: gl.constexpr = 2 * HEADS * DIM
-            fill_last_piece(cache + last_row * ROW + (HEADS + head) * DIM, begin, length, values, slot, ROW, DIM)
-        copy_tile(pieces, rows, (HEADS + head) * DIM, values, slot, v_ready, skipped, DIM)
+            last_row = gl.load(blocks + ending // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + ending % BLOCK_SIZE
+            fill_piece(cache + last_row * ROW + column, ending, start, length, values, slot, ROW, DIM)
+        num_skipped, also_skipped = (skipped >= 0).to(gl.int32), -1
+        if WINDOW is not None:
+            is_open = (step == num_tiles - 1) & (start > opening) & ((step > 0) | (opening != ending))
+            also_skipped = gl.where(is_open, opening // PIECE % PIECES, -1)
+            num_skipped += (also_skipped >= 0).to(gl.int32)
+            if also_skipped >= 0:
+                first_row = gl.load(blocks + opening // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + opening % BLOCK_SIZE
+                fill_piece(cache + first_row * ROW + column, opening, start, length, values, slot, ROW, DIM)
+        copy_tile(pieces, rows, column, values, slot, v_ready, num_skipped, skipped, also_skipped, DIM)
 
 
 @jit
 def produce(cache, pieces, queries, table, plan, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
-            table_stride, together, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-            DIM: gl.constexpr):  # fmt: skip
+            table_stride, together, memory, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
+            GROUP: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Produce this program's tiles one after another: the plan, queries, keys and values of each."""
-    plans, q_boxes, _, _, _, q_ready, q_free, _, _, _, _, _ = memory
+    plans, q_boxes, k_boxes, _, q_ready, q_free, _, _, _, _, _ = memory
     QUERIES: gl.constexpr = ROWS // GROUP
     PARTS: gl.constexpr = DIM // COLUMNS
+    SIDES: gl.constexpr = q_boxes.shape[0] // (2 * PARTS)
+    POSITIONS: gl.constexpr = k_boxes.shape[0] // (STAGES * PARTS) * PIECE
     num_places = (num_tokens - num_decodes) // QUERIES + num_sequences - num_decodes + 1
     item, number, base = gl.program_id(0), 0, 0
     behind = num_sequences + 1
@@ -170,25 +190,30 @@ def produce(cache, pieces, queries, table, plan, starts, lengths, tickets, num_t
                 blocks = table + gl.load(plan + 1 + sequence, mask=sequence < num_sequences, other=0)
             oldest = length - (end - first) + place
             stop = gl.minimum(oldest + QUERIES, length)
-            num_tiles = gl.maximum(gl.cdiv(stop, POSITIONS), 1)
+            start, first_tile = 0, 0
+            if WINDOW is not None:
+                start = gl.maximum(oldest - (WINDOW - 1), 0)
+                first_tile = start // POSITIONS
+            num_tiles = gl.maximum(gl.cdiv(stop, POSITIONS) - first_tile, 1)
 
-            side = number % 2
-            mbarrier.wait(q_free.index(side), number // 2 & 1 ^ 1)
-            write_plan(plans.index(side), num_tiles, oldest, head, first + place, end)
+            side = number % SIDES
+            mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
+            write_plan(plans.index(side), num_tiles, oldest, head, first + place, end, first_tile)
             mbarrier.expect(q_ready.index(side), ROWS * DIM * 2)
             for half in gl.static_range(2):
                 for part in gl.static_range(PARTS):
                     corner = [first + place + half * (HALF // GROUP), head * GROUP, part * COLUMNS]
                     box = q_boxes.index((side * 2 + half) * PARTS + part)
                     tma.async_copy_global_to_shared(queries, corner, q_ready.index(side), box)
-            produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, memory, BLOCK_SIZE, HEADS, DIM)
+            produce_tile(cache, pieces, blocks, start, length, stop, head, num_tiles, first_tile, base, memory, WINDOW,
+                         BLOCK_SIZE, HEADS, DIM)  # fmt: skip
             number += 1
             base += num_tiles
         item = gl.num_programs(0) + read_ticket(taken)
 
-    side = number % 2
-    mbarrier.wait(q_free.index(side), number // 2 & 1 ^ 1)
-    write_plan(plans.index(side), 0, 0, 0, 0, 0)
+    side = number % SIDES
+    mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
+    write_plan(plans.index(side), 0, 0, 0, 0, 0, 0)
     mbarrier.arrive(q_ready.index(side))
     if read_ticket(take_ticket(tickets + 1, "acq_rel")) == gl.num_programs(0) - 1:
         gl.store(tickets, 0)
@@ -196,11 +221,17 @@ def produce(cache, pieces, queries, table, plan, starts, lengths, tickets, num_t
 
 
 @jit
-def soften(scores, best, total, position, newest, factor, MASKED: gl.constexpr):
+def soften(scores, best, total, position, newest, k_scale, SCALE: gl.constexpr, SOFTCAP: gl.constexpr,
+           WINDOW: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """Products of queries and keys from `position` on -> their weights, and the softmax so far."""
+    factor = score_factor(k_scale, SCALE, SOFTCAP)
+    scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
     if MASKED:
-        positions = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, scores.type.layout))
-        scores = gl.where(positions[None, :] <= newest[:, None], scores, float("-inf"))
+        positions = position + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        is_seen = positions[None, :] <= newest[:, None]
+        if WINDOW is not None:
+            is_seen = is_seen & (positions[None, :] > newest[:, None] - WINDOW)
+        scores = gl.where(is_seen, scores, float("-inf"))
     higher = gl.maximum(best, gl.max(scores, 1) * factor)
     weights = gl.exp2(scores * factor - higher[:, None])
     fade = gl.exp2(best - higher)
@@ -208,14 +239,16 @@ def soften(scores, best, total, position, newest, factor, MASKED: gl.constexpr):
 
 
 @jit
-def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, factor,
-              MASKED: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
+def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, k_scale,
+              SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
+              WHO: gl.constexpr):  # fmt: skip
     """The product with the keys of this turn, and beside it the one of the last turn's weights with its values."""
-    _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
+    _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
     slot, last = turn % STAGES, (turn - 1) % STAGES
     mbarrier.wait(k_ready.index(slot), turn // STAGES & 1)
     mbarrier.wait(turns.index(WHO), turn & 1 ^ (1 - WHO))
     SCORES: gl.constexpr = best.type.layout.parent
+    POSITIONS: gl.constexpr = keys.shape[1]
     scores = gl.zeros([HALF, POSITIONS], gl.float32, SCORES)
     scores = warpgroup_mma(queries, keys.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(last), (turn - 1) // STAGES & 1)
@@ -223,7 +256,9 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
     mbarrier.arrive(turns.index(1 - WHO))
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(slot))
-    new_weights, best, fade, total = soften(scores, best, total, position, newest, factor, MASKED)
+    new_weights, best, fade, total = soften(
+        scores, best, total, position, newest, k_scale, SCALE, SOFTCAP, WINDOW, MASKED
+    )
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
     mbarrier.arrive(v_free.index(last))
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -232,22 +267,31 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
 
 
 @jit
-def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_tiles, base, memory, factor, v_scale,
-                 HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
+def consume_tile(out, sinks, plan, queries, free, keys, values, num_tiles, base, memory, k_scale, v_scale,
+                 SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr,
+                 GROUP: gl.constexpr, DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """Half of the rows of a tile attend to all tiles of keys and values; `base` of these went before."""
+    POSITIONS: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, POSITIONS, 16])
     ATTENDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ATTENDED, 2)
-    _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
+    _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
 
-    oldest = read_plan(plan, 1)
+    oldest, first_tile = read_plan(plan, 1), read_plan(plan, 5)
+    stop_tile = first_tile + num_tiles
     row = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
     newest = oldest + row // GROUP
     best = gl.full([HALF], NOTHING, gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([HALF, DIM], gl.float32, ATTENDED)
-    num_whole = gl.maximum(oldest + WHO * HALF // GROUP + 1, 0) // POSITIONS  # every row sees these
-    num_masked = gl.maximum(num_tiles - num_whole, 1)
+    # every row sees all of the tiles up to whole_end, but for those before its window
+    whole_end = gl.maximum(oldest + WHO * HALF // GROUP + 1, 0) // POSITIONS
+    num_masked = gl.maximum(stop_tile - whole_end, 1)
+    num_seen = num_tiles
+    if WINDOW is not None:
+        last_newest = oldest + (WHO * HALF + HALF - 1) // GROUP
+        whole_start = gl.maximum(last_newest - WINDOW + POSITIONS, 0) // POSITIONS
+        num_seen = gl.maximum(stop_tile - whole_start, num_masked)
 
     slot = base % STAGES
     mbarrier.wait(k_ready.index(slot), base // STAGES & 1)
@@ -257,19 +301,27 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
     mbarrier.arrive(turns.index(1 - WHO))
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_free.index(slot))
-    weights, best, _, total = soften(scores, best, total, (num_tiles - 1) * POSITIONS, newest, factor, True)
+    weights, best, _, total = soften(
+        scores, best, total, (stop_tile - 1) * POSITIONS, newest, k_scale, SCALE, SOFTCAP, WINDOW, True
+    )
     weights = gl.convert_layout(weights.to(queries.dtype), WEIGHTS)
     for step in range(1, num_masked):
-        position = (num_tiles - 1 - step) * POSITIONS
         acc, weights, best, total = take_turn(
-            queries, keys, values, memory, acc, weights, best, total, base + step, position, newest, factor, True, WHO
-        )
-    for step in range(num_masked, num_tiles):
+            queries, keys, values, memory, acc, weights, best, total, base + step, (stop_tile - 1 - step) * POSITIONS,
+            newest, k_scale, SCALE, SOFTCAP, WINDOW, True, WHO,
+        )  # fmt: skip
+    for step in range(num_masked, num_seen):
         acc, weights, best, total = take_turn(
-            queries, keys, values, memory, acc, weights, best, total, base + step, 0, newest, factor, False, WHO
-        )
+            queries, keys, values, memory, acc, weights, best, total, base + step, 0, newest, k_scale, SCALE, SOFTCAP,
+            WINDOW, False, WHO,
+        )  # fmt: skip
+    if WINDOW is not None:
+        for step in range(num_seen, num_tiles):
+            acc, weights, best, total = take_turn(
+                queries, keys, values, memory, acc, weights, best, total, base + step,
+                (stop_tile - 1 - step) * POSITIONS, newest, k_scale, SCALE, SOFTCAP, WINDOW, True, WHO,
+            )  # fmt: skip
     head, begin, end = read_plan(plan, 2), read_plan(plan, 3), read_plan(plan, 4)
-    mbarrier.arrive(free)
     last = base + num_tiles - 1
     mbarrier.wait(v_ready.index(last % STAGES), last // STAGES & 1)
     acc = warpgroup_mma(weights, values.index(last % STAGES), acc, is_async=True)
@@ -287,41 +339,44 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
     if v_scale is not None:
         share = share * v_scale
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ATTENDED))[:, None]
-    attended.store(acc.to(attended.dtype))  # to bring the columns of a row together
+    queries.store(acc.to(queries.dtype))  # in their place, to bring the columns of a row together
     lines = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LINES))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
     tokens = (begin + lines // GROUP).to(gl.int64)
     is_row = (tokens < end)[:, None]
     out_rows = out + (tokens * (HEADS * GROUP) + head * GROUP + lines % GROUP) * DIM
-    gl.store(out_rows[:, None] + columns[None, :], attended.load(LINES), mask=is_row)
+    gl.store(out_rows[:, None] + columns[None, :], queries.load(LINES), mask=is_row)
+    fence_async_shared()
+    mbarrier.arrive(free)
 
 
 @jit
-def consume(out, sinks, k_scale, v_scale, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-            DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
+def consume(out, sinks, k_scale, v_scale, memory, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
+            HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """Attend half of the rows of each of this program's tiles."""
-    factor = FACTOR
     if k_scale is not None:
-        factor = factor * gl.load(k_scale)
+        k_scale = gl.load(k_scale)
     if v_scale is not None:
         v_scale = gl.load(v_scale)
-    plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, _, _, _, _, _ = memory
-    q_tiles = q_boxes._reinterpret(q_boxes.dtype, [4, HALF, DIM], SHARED)
+    plans, q_boxes, k_boxes, v_boxes, q_ready, q_free, _, _, _, _, _ = memory
+    SIDES: gl.constexpr = q_boxes.shape[0] // (2 * (DIM // COLUMNS))
+    POSITIONS: gl.constexpr = k_boxes.shape[0] // (STAGES * (DIM // COLUMNS)) * PIECE
+    q_tiles = q_boxes._reinterpret(q_boxes.dtype, [2 * SIDES, HALF, DIM], SHARED)
     keys = k_boxes._reinterpret(k_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)
     values = v_boxes._reinterpret(v_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)
     number, base = 0, 0
     mbarrier.wait(q_ready.index(0), 0)
     num_tiles = read_plan(plans.index(0), 0)
     while num_tiles > 0:
-        side = number % 2
+        side = number % SIDES
         consume_tile(
             out, sinks, plans.index(side), q_tiles.index(side * 2 + WHO), q_free.index(side), keys, values,
-            outs.index(WHO), num_tiles, base, memory, factor, v_scale, HEADS, GROUP, DIM, WHO,
+            num_tiles, base, memory, k_scale, v_scale, SCALE, SOFTCAP, WINDOW, HEADS, GROUP, DIM, WHO,
         )  # fmt: skip
         number += 1
         base += num_tiles
-        mbarrier.wait(q_ready.index(number % 2), number // 2 & 1)
-        num_tiles = read_plan(plans.index(number % 2), 0)
+        mbarrier.wait(q_ready.index(number % SIDES), number // SIDES & 1)
+        num_tiles = read_plan(plans.index(number % SIDES), 0)
 
 
 @jit(
@@ -330,8 +385,8 @@ def consume(out, sinks, k_scale, v_scale, memory, FACTOR: gl.constexpr, HEADS: g
 )
 def _prefill(
     queries, cache, pieces, table, plan, starts, lengths, sinks, k_scale, v_scale, out, tickets, num_tokens,
-    num_sequences, num_decodes, table_stride, together, FACTOR: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    num_sequences, num_decodes, table_stride, together, SCALE: gl.constexpr, SOFTCAP: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS // GROUP queries by the GROUP heads of one of HEADS kv heads; `together` of these before the next.
 
@@ -343,13 +398,14 @@ def _prefill(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PARTS: gl.constexpr = DIM // COLUMNS
     dtype: gl.constexpr = out.dtype.element_ty
-    plans = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_boxes = gl.allocate_shared_memory(dtype, [4 * PARTS, HALF // GROUP, GROUP, COLUMNS], GROUPED)
+    PIECES: gl.constexpr = 8 if DIM <= 128 else 4  # of a tile of keys and values
+    SIDES: gl.constexpr = 2 if DIM <= 128 else 1  # tiles of queries in memory
+    plans = gl.allocate_shared_memory(gl.int32, [SIDES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_boxes = gl.allocate_shared_memory(dtype, [2 * SIDES * PARTS, HALF // GROUP, GROUP, COLUMNS], GROUPED)
     k_boxes = gl.allocate_shared_memory(dtype, [STAGES * PARTS * PIECES, PIECE, COLUMNS], SHARED)
     v_boxes = gl.allocate_shared_memory(dtype, [STAGES * PARTS * PIECES, PIECE, COLUMNS], SHARED)
-    outs = gl.allocate_shared_memory(dtype, [2, HALF, DIM], SHARED)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -360,19 +416,20 @@ def _prefill(
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_free.index(stage), count=2)
+    for side in gl.static_range(SIDES):
+        mbarrier.init(q_ready.index(side), count=1)
+        mbarrier.init(q_free.index(side), count=2)
     for who in gl.static_range(2):
-        mbarrier.init(q_ready.index(who), count=1)
-        mbarrier.init(q_free.index(who), count=2)
         mbarrier.init(turns.index(who), count=1)
     fence_async_shared()
 
-    memory = (plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
+    memory = (plans, q_boxes, k_boxes, v_boxes, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
     gl.warp_specialize(
         [
-            (consume, (out, sinks, k_scale, v_scale, memory, FACTOR, HEADS, GROUP, DIM, 0)),
-            (consume, (out, sinks, k_scale, v_scale, memory, FACTOR, HEADS, GROUP, DIM, 1)),
+            (consume, (out, sinks, k_scale, v_scale, memory, SCALE, SOFTCAP, WINDOW, HEADS, GROUP, DIM, 0)),
+            (consume, (out, sinks, k_scale, v_scale, memory, SCALE, SOFTCAP, WINDOW, HEADS, GROUP, DIM, 1)),
             (produce, (cache, pieces, queries, table, plan, starts, lengths, tickets, num_tokens, num_sequences,
-                       num_decodes, table_stride, together, memory, BLOCK_SIZE, HEADS, GROUP, DIM)),
+                       num_decodes, table_stride, together, memory, WINDOW, BLOCK_SIZE, HEADS, GROUP, DIM)),
         ],
         [4, 1],  # warps
         [208, 88],  # registers a thread
@@ -389,7 +446,8 @@ def _query_descriptors(group: int) -> TensorDescriptors:
 
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
             sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float,
-            tickets: Tensor, plan: Tensor | None = None) -> None:  # fmt: skip
+            window: int | None, softcap: float | None, tickets: Tensor,
+            plan: Tensor | None = None) -> None:  # fmt: skip
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention.
 
     tickets: i32[2] of zeros, which are zeros again behind it: calls that have the same must run one after another.
@@ -408,6 +466,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1
     _prefill[(min(find_gpu(q.device).units, num_places * kv_heads),)](
         queries, cache, pieces, table, plan, starts, lengths, sinks, k_scale, v_scale, out, tickets, num_tokens,
-        num_sequences, num_decodes, table.stride(0), together, scale * LOG2E.value, block_size, kv_heads, group, dim,
+        num_sequences, num_decodes, table.stride(0), together, scale, softcap, window, block_size, kv_heads,
+        group, dim,
         num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip

@@ -98,6 +98,7 @@ GPTQ_V2 = {"values": Part(".qweight", "u8", "bytes", "gptq"), "zeros": Part(".qz
 GPTQ = {**GPTQ_V2, "zeros": Part(".qzeros", "u8", words="gptq_minus_1")}
 CT_INTS, CT_INTS_Z = {"values": CT_VALUES, "scales": SCALE}, {"values": CT_VALUES, "scales": SCALE, "zeros": CT_ZEROS}
 GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": Part("_g_idx", "i32", "columns")}
+GGUF_EXPONENT = Part("", "u8", words="block_exponents")
 GGUF_SCALE, GGUF_MIN = Part("", "fp16", words="block_scales"), Part("", "fp16", words="block_mins")
 GGUF_PAIRS, GGUF_BYTES = Part("", "u8", "bytes", "block_pairs"), Part("", "u8", "bytes", "block_bytes")
 FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
@@ -133,6 +134,7 @@ FORMATS: dict[str, Format] = {
     "q4_0": _format(4, 16, (1, 32), "int4", values=GGUF_PAIRS, scales=GGUF_SCALE),
     "q4_1": _format(4, 32, (1, 32), "int4", values=GGUF_PAIRS, scales=GGUF_SCALE, mins=GGUF_MIN),
     "q8_0": _format(8, 16, (1, 32), "int8", values=GGUF_BYTES, scales=GGUF_SCALE),
+    "gguf_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=GGUF_PAIRS, scales=GGUF_EXPONENT),
     "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
     "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
     "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=FP4_VALUES, scales=Part("_scale", "u8")),
@@ -141,3 +143,4 @@ FORMATS: dict[str, Format] = {
     "modelopt_nvfp4": _format(4, 8, (1, 16), "nvfp4", values=FP4_VALUES, scales=FP4_SCALE,
                               factor=Part("_scale_2", "fp32", "tensor")),
 }  # fmt: skip
+GGUF_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0", "MXFP4": "gguf_mxfp4"}  # by a tensor's type

@@ -25,7 +25,7 @@ from atom.checkpoint.gguf_config import FACTORS, make_config, whole_number
 from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, Type, dequantize, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.tokenizer import Tokenizer
-from atom.dtypes import FORMATS
+from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
 NAMES = {  # name in the file: the usual name on the hub, within a layer for tensors of layers
@@ -92,7 +92,7 @@ class GGUFCheckpoint(Checkpoint):
             self.tensors[whole] = StoredTensor("fp32", (heads * (nope + self.tensors.pop(halves[1]).shape[1]), rank))
         divisors = {name: np.frombuffer(tensor.data, np.float32).tolist() for name, tensor in factors.items()}
         self.config = make_config(path, self._metadata, self.tensors, divisors)
-        if formats := find_formats(self._stored):
+        if formats := find_formats({name: each for name, each in self._stored.items() if name in self.tensors}):
             self.config[quantization.KEY] = {"quant_method": "gguf", "formats": formats}
         keys = [
             key for key in (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")) if key in self._metadata
@@ -171,16 +171,20 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
 
 
 def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
-    """The shape [O, B, bytes of a block] of a matrix of a type that may be kept packed, None for others."""
-    if tensor.type.name.lower() not in FORMATS or len(tensor.shape) != 2:
+    """The shape [..., O, B, bytes of a block] of a matrix, or one for each expert, of a type that may be kept packed,
+    None for others."""
+    if tensor.type.name not in GGUF_FORMATS or len(tensor.shape) not in (2, 3):
         return None
     size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
-    return (tensor.shape[0], tensor.shape[1] // size, num_bytes)
+    return (*tensor.shape[:-1], tensor.shape[-1] // size, num_bytes)
 
 
 def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
-    """The formats of modules by their names, or by a pattern where all layers have one."""
-    found = {name: tensor.type.name.lower() if blocks_shape(tensor) else None for name, tensor in tensors.items()}
+    """The formats of modules by their names, or by a pattern where all layers have one.
+
+    A model may call the experts of a layer by one name, as the file does, or each by its own.
+    """
+    found = {name: GGUF_FORMATS[tensor.type.name] if blocks_shape(tensor) else None for name, tensor in tensors.items()}
     of_layers: dict[str, set[str | None]] = {}
     for name, fmt in found.items():
         of_layers.setdefault(quantization.generalize(name), set()).add(fmt)
@@ -188,7 +192,9 @@ def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
     for name, fmt in found.items():
         if fmt is not None:
             module, is_one = name.removesuffix(".weight"), len(of_layers[quantization.generalize(name)]) == 1
-            formats[f"re:{quantization.generalize(module)}$" if is_one and ".layers." in name else module] = fmt
+            pattern = quantization.generalize(module) if is_one and ".layers." in name else re.escape(module)
+            pattern = pattern.replace(r"\.experts\.", r"\.experts\.([0-9]+\.)?")
+            formats[module if pattern == re.escape(module) else f"re:{pattern}$"] = fmt
     return formats
 
 

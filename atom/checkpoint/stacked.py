@@ -40,7 +40,10 @@ class StackedCheckpoint(Checkpoint):
         return self.read_part(name, 0, 1)
 
     def read_blocks(self, name: str) -> memoryview:
-        return self._stored.read_blocks(name)  # a part has none
+        source, part, num_parts = self._parts.get(name, (name, 0, 1))
+        whole = self._stored.read_blocks(source)
+        size = len(whole) // num_parts
+        return whole[part * size : (part + 1) * size]
 
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         source, part, num_parts = self._parts.get(name, (name, 0, 1))
@@ -119,4 +122,5 @@ def cut_tensor(at: str, tensor: StoredTensor, names: Sequence[str]) -> tuple[int
         shape = (shape[0] // len(names), *shape[1:])
     if num_experts * len(names) > 1 and math.prod(shape) * DTYPES[tensor.dtype].bits % 8:
         raise CheckpointError(f"{described}: a part of it, {list(shape)}, is no whole number of bytes")
-    return num_experts, StoredTensor(tensor.dtype, shape)
+    blocks = tensor.blocks and (*shape[:-1], *tensor.blocks[-2:])
+    return num_experts, StoredTensor(tensor.dtype, shape, blocks)

@@ -34,7 +34,7 @@ from atom.config.schema import (
 )
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import count_devices, find_device, is_built_for_amd
-from atom.dtypes import BY_NAME, FORMATS, ONLINE
+from atom.dtypes import BY_NAME, FORMATS, GGUF_FORMATS, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.sampling_params import out_of_range
 
@@ -579,7 +579,7 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
     fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in stated.items())
     packed = [key for key, each in stated.items() if each and each not in words[key]]
     stored = {each.partition("[")[0] for each in (model.fmt, *model.formats.values()) if each}
-    if packed and stored - {"q4_0", "q4_1", "q8_0"}:  # GGUF's blocks are unpacked, and packed anew
+    if packed and stored - {*GGUF_FORMATS.values()}:  # GGUF's blocks are unpacked, and packed anew
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
         raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
     return replace(quant, fmt=fmt, experts=experts, head=head or "plain", kv="auto")

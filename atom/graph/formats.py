@@ -19,7 +19,8 @@ from atom.errors import UnsupportedError
 if TYPE_CHECKING:
     from atom.graph.types import Type
 
-BLOCK_WORDS = ("block_scales", "block_mins", "block_pairs", "block_bytes")  # of one tensor of blocks, as GGUF has them
+# of one tensor of blocks, as GGUF has them
+BLOCK_WORDS = ("block_scales", "block_exponents", "block_mins", "block_pairs", "block_bytes")
 
 
 ACTS = {"fp8_e4m3": "fp8", "i8": "int8"}  # formats of activations, by the dtype of a weight's numbers

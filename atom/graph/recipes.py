@@ -249,8 +249,9 @@ class Repack:
     columns: a word has numbers of one row, the first in its lowest bits; rows: of one column (compressed-tensors).
     gptq: as rows for values [I, O], as columns for zeros [G, O], both transposed; gptq_minus_1: less 1, as v1 has zeros
     awq: as columns, both transposed, and in the order 0, 2, 4, 6, 1, 3, 5, 7 (AutoAWQ, awq/utils/packing_utils.py).
-    block_scales, block_mins, block_pairs, block_bytes: of blocks u8[R, B, bytes], each a scale fp16, maybe a minimum
-    fp16, and its numbers (ggml, ggml-common.h): two a byte, the first half of them low, or i8, which become u8.
+    block_scales, block_exponents, block_mins, block_pairs, block_bytes: of blocks u8[..., B, bytes], each a scale fp16
+    and maybe a minimum fp16, or an exponent u8, then its numbers (ggml, ggml-common.h): two a byte, the first half of
+    them low, or i8, which become u8.
     """
 
     part: Recipe
@@ -612,8 +613,8 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
             return narrow(Cat(tuple(map(Dequantize, packed.parts)), packed.dim), start, stop, dim)
         if isinstance(packed, Stack):
             return narrow(replace(packed, part=Dequantize(packed.part)), start, stop, dim)
-    if isinstance(recipe, Repack) and dim == 0 and (words := _words_of_rows(recipe, start, stop)) is not None:
-        shape = (stop - start, *recipe.type.shape[1:])
+    if isinstance(recipe, Repack) and (words := _words_of(recipe, start, stop, dim)) is not None:
+        shape = (*recipe.type.shape[:dim], stop - start, *recipe.type.shape[dim + 1 :])
         return replace(recipe, part=words, type=replace(recipe.type, shape=shape))
     if isinstance(recipe, Quantize | Regroup) and is_of_blocks(
         recipe if isinstance(recipe, Quantize) else recipe.part, start, stop, dim
@@ -645,17 +646,19 @@ def renamed(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
     return replace(recipe, part=renamed(recipe.part, rename))
 
 
-def _words_of_rows(recipe: Repack, start: int, stop: int) -> Recipe | None:
-    """The words of a range of rows alone; None where the range cuts words."""
+def _words_of(recipe: Repack, start: int, stop: int, dim: int) -> Recipe | None:
+    """The words of a range of rows, or the blocks of any range of them; None where the range cuts words."""
     if recipe.words in formats.BLOCK_WORDS:
-        return narrow(recipe.part, start, stop)
-    holds_values, per_word = len(recipe.type.shape) > len(recipe.part.type.shape), 32 // recipe.bits
-    dim = 0 if recipe.words in ("columns", "rows") else 1
-    if recipe.words == "columns" or (recipe.words.startswith("gptq") and holds_values):
         return narrow(recipe.part, start, stop, dim)
+    if dim:
+        return None
+    holds_values, per_word = len(recipe.type.shape) > len(recipe.part.type.shape), 32 // recipe.bits
+    words_dim = 0 if recipe.words in ("columns", "rows") else 1
+    if recipe.words == "columns" or (recipe.words.startswith("gptq") and holds_values):
+        return narrow(recipe.part, start, stop, words_dim)
     if start % per_word or (stop % per_word and stop != recipe.type.shape[0]):
         return None
-    return narrow(recipe.part, start // per_word, -(-stop // per_word), dim)
+    return narrow(recipe.part, start // per_word, -(-stop // per_word), words_dim)
 
 
 def is_of_blocks(recipe: Recipe, start: int, stop: int, dim: int) -> bool:

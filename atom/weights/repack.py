@@ -41,7 +41,10 @@ def repack(words: Tensor, how: str, bits: int, shape: Sequence[int]) -> Tensor:
 
 
 def _of_blocks(blocks: Tensor, part: str) -> Tensor:
-    """A part of blocks u8[R, B, bytes]: a scale fp16, maybe a minimum fp16, 16 bytes of pairs or 32 of numbers."""
+    """A part of blocks u8[..., B, bytes]: a scale fp16 and maybe a minimum fp16, or an exponent, then 16 bytes of pairs
+    or 32 of numbers."""
+    if part == "block_exponents":
+        return blocks[..., :1]
     if part in ("block_scales", "block_mins"):
         first = 0 if part == "block_scales" else 2
         return blocks[..., first : first + 2].contiguous().view(torch.float16)

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from atom.checkpoint import SILENT, GGUFFacts, open_checkpoint
 from atom.checkpoint.base import normalize_rope
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize
+from atom.checkpoint.quantization import format_of
+from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
-from atom.graph import Dequantize, W
+from atom.graph import Dequantize, Stack, W
 from atom.graph import Type as GraphType
 from atom.graph.recipes import narrow
 from atom.weights import load
@@ -153,6 +155,50 @@ def test_formats_are_of_modules_by_a_pattern_where_all_layers_have_one_type(tmp_
     assert len(formats) == 8
     plain = open_checkpoint(str(write(tmp_path / "plain.gguf", layer_tensors(Type.F32)))).config
     assert "quantization_config" not in plain
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.MXFP4], ids=lambda kind: kind.name)
+def test_blocks_of_experts_are_read_as_one_tensor_or_each_by_itself(tmp_path: Path, kind: Any) -> None:
+    numbers = random(3, WIDTH, HIDDEN)
+    tensors = {**layer_tensors(), "blk.1.ffn_up_exps.weight": (numbers, kind)}
+    path, fmt = write(tmp_path / "tiny.gguf", tensors), GGUF_FORMATS[kind.name]
+    expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(numbers, kind), kind))
+    name, parts = (
+        "model.layers.1.mlp.experts.up_proj.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    )
+
+    whole = W(name, GraphType("fp32", (3, WIDTH, HIDDEN), fmt))
+    ranges = {whole: ..., narrow(whole, 1, 3): slice(1, 3), narrow(whole, 16, 48, 1): (slice(None), slice(16, 48)),
+              narrow(whole, 32, 64, 2): (..., slice(32, 64))}  # fmt: skip
+    made = load([*ranges, Dequantize(whole)], open_checkpoint(str(path)), SILENT)
+    assert torch.equal(made[Dequantize(whole)], expected)
+    for recipe, index in ranges.items():
+        assert torch.equal(made[recipe].unpack(), expected[index])
+
+    checkpoint = open_checkpoint(str(path), stacked={"model.layers.{layer}.mlp.experts.up_proj.weight": [parts]})
+    expert = W("model.layers.1.mlp.experts.{expert}.up_proj.weight", GraphType("fp32", (WIDTH, HIDDEN), fmt))
+    made = load([Stack(expert, 0, 3)], checkpoint, SILENT)
+    assert torch.equal(made[Stack(expert, 0, 3)].unpack(), expected)
+
+
+def test_formats_of_experts_are_those_of_each_by_its_own_name_too(tmp_path: Path) -> None:
+    kinds = {("gate", 0): Type.Q4_0, ("gate", 1): Type.Q4_0, ("down", 0): Type.Q4_1, ("down", 1): Type.Q5_1}
+    tensors = {
+        f"blk.{layer}.ffn_{name}_exps.weight": (random(3, 32, HIDDEN), kind) for (name, layer), kind in kinds.items()
+    }
+    config = open_checkpoint(str(write(tmp_path / "tiny.gguf", {**layer_tensors(), **tensors}))).config
+    formats = config["quantization_config"]["formats"]
+    assert len(formats) == 2
+    for module, fmt in [
+        ("model.layers.1.mlp.experts.gate_proj", "q4_0"),
+        ("model.layers.1.mlp.experts.2.gate_proj", "q4_0"),
+        ("model.layers.0.mlp.experts.0.down_proj", "q4_1"),
+        ("model.layers.1.mlp.experts.0.down_proj", None),
+        ("model.layers.1.mlp.down_proj", None),
+        ("model.layers.1.mlp.shared_experts.gate_proj", None),
+    ]:
+        assert format_of(module, None, (), formats) == fmt
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 import gguf_files
 import pytest
 import tiny
+import torch
 import yaml
 from law import assert_same_logits
 from probe import logits_of
 
 from atom import LLMEngine
+from atom.dtypes import GGUF_FORMATS
 
 ROOT = Path(__file__).parents[2]
 GEMMA3 = {"query_pre_attn_scalar": 256}
@@ -62,6 +64,7 @@ LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_
         ("qwen3_moe", SIZES, {}),
         ("deepseek_v3", SIZES | LATENT, {}),
         ("deepseek_v3", SIZES | LATENT, {"old_mla": True}),
+        ("gpt_oss", SIZES, {}),
     ],
 )
 def test_packed_tensors_are_those_that_they_round_to(
@@ -73,6 +76,37 @@ def test_packed_tensors_are_those_that_they_round_to(
         path = tmp_path / f"{packed}.gguf"
         gguf_files.convert(tmp_path / "checkpoint", path, rounded="Q8_0", packed=packed, **options)
         engine = LLMEngine(model=str(path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
+        made.append(logits_of(engine, tiny.prompt(20)))
+        engine.close()
+    assert_same_logits(made[1], made[0])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])  # each expert by its name; one tensor for all
+def test_experts_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:
+    tiny.save_changed(variant, tmp_path / "checkpoint", **SIZES)
+    made: dict[bool, torch.Tensor] = {}
+    for packed in (False, True):
+        path = tmp_path / f"{packed}.gguf"
+        gguf_files.convert(tmp_path / "checkpoint", path, rounded=kind, packed=packed)
+        engine = LLMEngine(model=str(path), level=1, dtype="fp32", kv_cache_memory=1 << 22)
+        graph = engine._engine.runner.model.graph  # type: ignore[attr-defined]
+        formats = [recipe.type.fmt for recipe in graph.recipes() if len(recipe.type.shape) == 3]
+        assert formats == [GGUF_FORMATS[kind] if packed else None] * 4
+        made[packed] = logits_of(engine, tiny.prompt(20))
+        engine.close()
+    assert_same_logits(made[True], made[False])
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_packed_anew_from_the_numbers_of_a_file(variant: str, tmp_path: Path) -> None:
+    tiny.save_changed(variant, tmp_path / "checkpoint", **SIZES)
+    made = []
+    for packed in (False, True):
+        path = tmp_path / f"{packed}.gguf"
+        gguf_files.convert(tmp_path / "checkpoint", path, rounded="Q4_1", packed=packed)
+        fields = {"quant": {"fmt": "int8"}, "cache": str(tmp_path / "cache")}
+        engine = LLMEngine(model=str(path), level=1, dtype="fp32", kv_cache_memory=1 << 22, **fields)
         made.append(logits_of(engine, tiny.prompt(20)))
         engine.close()
     assert_same_logits(made[1], made[0])

@@ -181,8 +181,6 @@ def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str
     rows, columns = known.block
     if known.has_order:
         return "the columns of its weight that share a scale are not neighbours"
-    if "mins" in known.parts:
-        return f"blocks of {weight.fmt} have a minimum"
     if known.is_whole and rows != 1:
         return f"its weight is stored transposed, as {weight.fmt}"
     if known.kind in FP4:

@@ -30,10 +30,18 @@ from atom.kernels.triton.few_experts import multiply_few, suits_few
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.linear import make_counters
-from atom.kernels.triton.linear.packed import style_of, unpack
+from atom.kernels.triton.linear.packed import are_minima, style_of, unpack
 from atom.kernels.triton.linear.row_kernels import activate_gates
 from atom.kernels.triton.linear.shuffled import choose_grouped
-from atom.kernels.triton.unpack import as_bytes, packing_of, spread, unpack_bytes, unpack_pairs, unpack_scales
+from atom.kernels.triton.unpack import (
+    as_bytes,
+    offsets_of,
+    packing_of,
+    spread,
+    unpack_bytes,
+    unpack_pairs,
+    unpack_scales,
+)
 
 # rows of an expert on average from which the library is faster on an H200, plain and packed, which it does not unpack
 LIBRARY_ROWS, LIBRARY_PACKED_ROWS = 128, 384
@@ -257,7 +265,8 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
     factor = parts.get("factor", parts.get("divisor"))
     strides = (0, 0) if factor is None else factor.expand(experts, out).stride()
     _packed_grouped_linear_kernel[(most * -(-out // tiles.out),)](
-        x, as_bytes(parts["values"]), as_bytes(parts["scales"]), parts.get("zeros"), factor, ends, bias, y, x.stride(0),
+        x, as_bytes(parts["values"]), as_bytes(parts["scales"]), parts.get("zeros", parts.get("mins")), factor, ends,
+        bias, y, x.stride(0),
         EXPERTS=experts, OUT=out, INNER=inner, PACKING=packing_of(weight), SCALE_ROWS=block_rows, GROUP=group,
         FACTOR_E=strides[0], FACTOR_O=strides[1], HAS_DIVISOR="divisor" in parts,
         BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
@@ -511,8 +520,9 @@ def _packed_grouped_linear_kernel(
 ):  # fmt: skip
     """As above, with the weight on the left of the products, so that few rows are padded to 16 and not to 64.
 
-    A scale of e2m1 or of fewer columns than a step multiplies the unpacked numbers, another the sums of a step, in
-    fp32. FACTOR_E and FACTOR_O: the strides of factor, by expert and row.
+    A scale of e2m1, of fewer columns than a step or beside a minimum multiplies the unpacked numbers, another the sums
+    of a step, in fp32. zeros: zero points, or minima in floating point. FACTOR_E and FACTOR_O: the strides of factor,
+    by expert and row.
     """
     wait_for_inputs(PDL)
     expert, tile = _find_expert(ends, EXPERTS, OUT, BLOCK_E, BLOCK_R, BLOCK_O)
@@ -524,7 +534,9 @@ def _packed_grouped_linear_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     PER_BYTE: tl.constexpr = 1 if PACKING == "fp8" or PACKING == "i8" or PACKING == "int8" else 2
     IS_E2M1: tl.constexpr = PACKING == "mxfp4" or PACKING == "nvfp4"
-    IS_FOLDED: tl.constexpr = IS_E2M1 or (GROUP < BLOCK_I and GROUP < INNER)  # scales multiply numbers, not sums
+    HAS_MINIMA: tl.constexpr = are_minima(zeros)
+    # scales multiply numbers, not sums
+    IS_FOLDED: tl.constexpr = IS_E2M1 or HAS_MINIMA or (GROUP < BLOCK_I and GROUP < INNER)
     HAS_SUMS: tl.constexpr = not IS_FOLDED and GROUP < INNER  # of a step
     NUM_GROUPS: tl.constexpr = (INNER + GROUP - 1) // GROUP
     inner, byte = tl.arange(0, BLOCK_I)[None, :], tl.arange(0, BLOCK_I // PER_BYTE)[None, :]
@@ -550,8 +562,12 @@ def _packed_grouped_linear_kernel(
         times = unpack_scales(scale, PACKING, dtype)
         part = tl.zeros([BLOCK_O, BLOCK_R], tl.float32) if HAS_SUMS else total
         if PER_BYTE == 2:
-            even, odd = unpack_pairs(packed, zero, PACKING, dtype, HAS_PTX)
-            if IS_FOLDED:
+            even, odd = unpack_pairs(packed, None if HAS_MINIMA else zero, PACKING, dtype, HAS_PTX)
+            if HAS_MINIMA:
+                offset = spread(offsets_of(zero, times), packed.shape[1])
+                times = spread(times, packed.shape[1])
+                even, odd = (even * times + offset).to(dtype), (odd * times + offset).to(dtype)
+            elif IS_FOLDED:
                 times = spread(times, packed.shape[1])
                 even, odd = (even * times).to(dtype), (odd * times).to(dtype)
             even_a, odd_a = tl.split(a.reshape([BLOCK_R, BLOCK_I // 2, 2]))
@@ -573,7 +589,7 @@ def _packed_grouped_linear_kernel(
         if factor is not None:
             factors = tl.load(factor + expert * FACTOR_E + column * FACTOR_O)[:, None]
             total = total / factors if HAS_DIVISOR else total * factors
-    elif GROUP >= INNER:
+    elif GROUP >= INNER and not IS_FOLDED:
         total *= tl.load(scales + scale_rows)[:, None].to(tl.float32)
     if bias is not None:
         total += tl.load(bias + weight_rows)[:, None].to(tl.float32)

@@ -126,6 +126,12 @@ def unpack_scales(scales, PACKING: tl.constexpr, dtype: tl.constexpr):
 
 
 @jit
+def offsets_of(minima, scales):
+    """What is added to numbers of 4 bits, less 8 and scaled: a block's minimum, and 8 times its scale"""
+    return minima.to(tl.float32) + 8 * scales
+
+
+@jit
 def _times(bits, factor: tl.constexpr, dtype: tl.constexpr):
     """The bits of bf16s, u16, as numbers times a factor."""
     if dtype == tl.bfloat16:

@@ -145,7 +145,7 @@ moe.add_bias(bf16(14, 64), bf16(8, 64), ends)
 moe.combine(bf16(14, 256), weights, order)
 for tokens in (1, 7):
     moe.experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
-formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4")
+formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4", "q4_1")
 for fmt, rows in packed_shapes(formats, (14, 200, 1000)):
     moe.grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)
 """

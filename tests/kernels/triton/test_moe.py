@@ -87,6 +87,8 @@ def packed(weight: torch.Tensor, fmt: str, dtype: str = "fp32") -> PackedWeight:
     parts = quantize(fmt, weight)
     if "zeros" in parts:
         parts["zeros"] = torch.randint_like(parts["zeros"], 5, 12)
+    if "mins" in parts:
+        parts["mins"] *= torch.rand_like(parts["mins"])
     for name in ("factor", "divisor"):
         if name in parts:
             parts[name] = torch.rand_like(parts[name]) + 0.5
@@ -114,7 +116,7 @@ def check_packed(counts: list[int], out: int, inner: int, fmt: str, dtype: str, 
 
 FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]", "fp8[1, *]", "int8[1, *]", "int8[1, 32]",
            "int4[1, 32]", "ct_packed_int4z[1, 32]", "ct_packed_int4[1, *]", "awq_int4[1, 96]", "gptq_int8[1, 96]",
-           "ct_packed_int8"]  # fmt: skip
+           "ct_packed_int8", "q4_0", "q4_1", "q8_0", "gguf_mxfp4"]  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -126,6 +128,11 @@ FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]"
 ])  # fmt: skip
 def test_grouped_linears_of_packed_experts_equal_the_reference(fmt, counts, out, inner, triton_device):
     check_packed(counts, out, inner, fmt, "fp32", triton_device)
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "q8_0"])
+def test_a_row_may_be_one_block(fmt, triton_device):
+    check_packed([2, 0, 17], 40, 32, fmt, "fp32", triton_device)
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if "fp4" not in fmt])

@@ -26,6 +26,7 @@ from atom.graph.packed import PackedWeight
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
+from atom.kernels.triton.unpack import offsets_of
 
 INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each
 LEAST_INT8_ROWS = 32  # that the library multiplies
@@ -271,7 +272,7 @@ def are_minima(zeros_ptr):
 @jit
 def load_offsets(pointers, mask, scales):
     """What is added to each number of a block, less 8 and scaled, of 4 bits: its minimum, and 8 times its scale."""
-    return _load(pointers, mask).to(tl.float32) + 8 * scales
+    return offsets_of(_load(pointers, mask), scales)
 
 
 @jit

@@ -31,17 +31,22 @@ def lower_attention(graph: Graph) -> Graph:
 def _lower(graph: Graph, attention: Node) -> None:
     rotated, k, v, cache, *more = attention.args  # sinks, and scales of entries in fp8
     batch = graph.program_of(attention).input("batch", BATCH)
-    q, k, cos, sin, attributes = _before_rope(rotated, k)
+    (q, k, *turned), attributes = ahead_of_norm_rope(rotated, k)
+    written = graph.insert(
+        attention, ops.norm_rope_write, q, k, v, *turned, cache, batch, *more[1:], name="q", **attributes
+    )
+    paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *more, **attention.kwargs)
+    graph.replace({attention: paged} if q is rotated else {attention: paged, rotated: written})
+
+
+def ahead_of_norm_rope(q: Node, k: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What norm_rope takes to give these: q and k ahead of the norms and the rope that they share, and these."""
+    q, k, cos, sin, attributes = _before_rope(q, k)
     q_norm = k_norm = None
     if q.target is ops.rms_norm and k.target is ops.rms_norm and q.kwargs == k.kwargs:
         attributes |= q.kwargs
         (q, q_norm), (k, k_norm) = q.args, k.args
-    written = graph.insert(
-        attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, batch, *more[1:], name="q",
-        **attributes,
-    )  # fmt: skip
-    paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *more, **attention.kwargs)
-    graph.replace({attention: paged} if q is rotated else {attention: paged, rotated: written})
+    return (q, k, cos, sin, q_norm, k_norm), attributes
 
 
 def _lower_latent(graph: Graph, attention: Node) -> None:

@@ -39,6 +39,7 @@ from atom.kernels import Tuner, tuned
 from atom.runtime.cuda_graphs import begin, draw
 from atom.runtime.draft_table import DraftTable
 from atom.runtime.model import Model
+from atom.runtime.program import Kernels
 from atom.runtime.step_input import pack_admission
 from atom.sampling_params import SAMPLING_KINDS, SamplingParams
 
@@ -52,8 +53,15 @@ Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a fu
 
 def use_measured(model: Model, tuner: Tuner, cache: Path, log: Log) -> None:
     """Have a model use the parameters that were measured on this machine, if any."""
-    if tuned.read_own(tuner.gpu, cache, log):
-        model.use(tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table])))
+    if kernels := measured_kernels(tuner, cache, log):
+        model.use(kernels)
+
+
+def measured_kernels(tuner: Tuner, cache: Path, log: Log) -> Kernels:
+    """Kernels with the parameters that were measured on this machine; none where nothing was."""
+    if not tuned.read_own(tuner.gpu, cache, log):
+        return {}
+    return tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table]))
 
 
 def alone(own: bytes) -> list[bytes]:

@@ -17,7 +17,7 @@ import ctypes
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 
@@ -64,7 +64,13 @@ M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
     """Check the checkpoint against the graph: no tensor is missing, unused or of another shape."""
-    needed = {leaf.name: leaf.type for recipe in graph.recipes() for leaf in stored_tensors(recipe)}
+    needed = check_stored(graph.recipes(), stored)
+    check_surplus(needed, stored, ignore)
+
+
+def check_stored(recipes: Iterable[Recipe], stored: Mapping[str, StoredTensor]) -> Collection[str]:
+    """Check that recipes have their tensors, of the right shapes; the names of these."""
+    needed = {leaf.name: leaf.type for recipe in recipes for leaf in stored_tensors(recipe)}
     missing = [name for name in needed if name not in stored]
     if missing:
         raise CheckpointError(
@@ -78,6 +84,11 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
             raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
         if dtype != type.dtype and not {dtype, type.dtype} <= set(FLOAT_DTYPES):
             raise CheckpointError(f"tensor {name} is {dtype}, the model expects {type.dtype}; is its scale missing?")
+    return needed
+
+
+def check_surplus(needed: Collection[str], stored: Iterable[str], ignore: Iterable[str] = ()) -> None:
+    """Check that every stored tensor is needed, or may be left out."""
     patterns = tuple(ignore)
     surplus = [
         name for name in stored if name not in needed and not any(fnmatch(name, pattern) for pattern in patterns)

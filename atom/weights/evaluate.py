@@ -45,6 +45,18 @@ AT_ONCE = 1 << 20  # elements
 WORD = 8  # rows at most that share int32 words
 
 
+def tensors_in(loaded: Loaded) -> list[Tensor]:
+    """The tensors of what is loaded of a recipe, in order."""
+    match loaded:
+        case Tensor():
+            return [loaded]
+        case LaidOut():
+            return [loaded.tensor]
+        case PackedWeight():
+            return [*loaded.parts.values()]
+    return [tensor for expert in loaded for tensor in tensors_in(expert)]
+
+
 def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
     """Split a recipe at its joins: each part, with its target, the view of the tensor that it fills."""
     if isinstance(recipe, Dequantize):

@@ -16,6 +16,7 @@ from atom.graph.ops.attention import (
     attention,
     causal_mask,
     merge_heads,
+    norm_rope,
     norm_rope_write,
     paged_attention,
     rope,
@@ -71,7 +72,7 @@ __all__ = [
     "add_norm_linear", "add_rms_norm", "all_gather", "all_reduce", "argmax", "attend", "attend_latent", "attention",
     "causal_mask", "combine", "embedding", "expand_lora", "experts", "gated_activate", "gated_linear",
     "gather_tokens", "group", "grouped_linear", "join", "layer_norm", "linear", "local_tokens", "lora", "mask_rows",
-    "merge_heads", "mla_attention", "mul", "norm_linear", "norm_rope_attention", "norm_rope_write",
+    "merge_heads", "mla_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
     "norm_rope_write_latent", "paged_attention", "paged_mla_attention", "receive", "reduce_scatter", "rms_norm",
     "rope", "rotary", "router", "scale", "scale_by_rms", "send", "softcap", "split", "split_heads", "sum_squares",
 ]  # fmt: skip

@@ -130,6 +130,24 @@ def need_batch(batch: BatchType) -> None:
     need(isinstance(batch, BatchType), f"{batch} is no Batch")
 
 
+def _norm_rope(q: Type, k: Type, cos: Type | None, sin: Type | None, q_norm: Type | None, k_norm: Type | None, *,
+               eps: float = 0.0, interleaved: bool = False) -> tuple[Type, Type]:  # fmt: skip
+    need(q.shape[::2] == k.shape[::2], f"q is {q}, k {k}")
+    return q, k
+
+
+@op(_norm_rope)
+def norm_rope(q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
+              k_norm: Tensor | None, *, eps: float = 0.0,
+              interleaved: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Norm and rotate q [T, N, D] and k [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> both"""
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
+    if cos is not None and sin is not None:
+        q, k = (rope(x, cos, sin, interleaved=interleaved) for x in (q, k))
+    return q, k
+
+
 def _norm_rope_write(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | None, q_norm: Type | None,
                      k_norm: Type | None, cache: KV, batch: BatchType, k_scale: Type | None = None,
                      v_scale: Type | None = None, *, eps: float = 0.0, interleaved: bool = False) -> Type:  # fmt: skip
@@ -149,10 +167,7 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
     q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D],
     k_scale and v_scale fp32[1], of entries in fp8, see `to_entry` -> q [T, N, D]
     """
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
-    if cos is not None and sin is not None:
-        q, k = (rope(x, cos, sin, interleaved=interleaved) for x in (q, k))
+    q, k = norm_rope(q, k, cos, sin, q_norm, k_norm, eps=eps, interleaved=interleaved)
     dtype = cache.blocks.dtype
     write_entries(cache, batch, torch.stack((to_entry(k, dtype, k_scale), to_entry(v, dtype, v_scale)), dim=1))
     return q

@@ -234,6 +234,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear, PACKED, ACTS, GIVEN),
     _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear, PACKED, ACTS, GIVEN),
     _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED, ACTS, GIVEN),
+    _kernel(ops.norm_rope, "attention.rope", accepts=accepts_attention),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),

@@ -190,3 +190,15 @@ def test_norm_rope_write_is_norm_then_rope_then_write(interleaved: bool):
     torch.testing.assert_close(cache.view(16, 2, K, D)[slots, 0], turned[1])
     torch.testing.assert_close(cache.view(16, 2, K, D)[slots, 1], v)
     assert cache.count_nonzero() == T * 2 * K * D
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_norm_rope_is_norm_then_rope(interleaved: bool):
+    q, k, _ = random_qkv(T)
+    cos, sin = ops.rotary(torch.arange(T), torch.tensor([1.0]))
+    weight = torch.rand(D)
+    out = checked(ops.norm_rope, q, k, cos, sin, weight, weight, eps=1e-6, interleaved=interleaved)
+    for made, x in zip(out, (q, k), strict=True):
+        torch.testing.assert_close(made, ops.rope(ops.rms_norm(x, weight, eps=1e-6), cos, sin, interleaved=interleaved))
+    for made, x in zip(checked(ops.norm_rope, q, k, None, None, None, None), (q, k), strict=True):
+        assert torch.equal(made, x)

@@ -106,6 +106,7 @@ slots = torch.arange(9)
 table, starts = torch.zeros(4, 4, dtype=torch.int32), torch.tensor([0, 1, 2, 3, 9], dtype=torch.int32)
 batch = Batch({"full": table}, {"full": slots}, starts, torch.full((4,), 9, dtype=torch.int32), 3)
 rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, batch, eps=1e-6)
+rope.norm_rope(q, k, angle, angle, bf16(128), bf16(128), eps=1e-6)
 paged.PagedAttention()(q, cache, batch, scale=0.1)
 paged.PagedAttention()(q, cache, batch._replace(query_len=3), scale=0.1, window=8)
 for norm, turning in ((bf16(128), angle), (None, None)):

@@ -7,7 +7,7 @@ from kernels.paged import KIND, cached, change, move, widen
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache, ops
-from atom.kernels.triton.attention.rope import norm_rope_write
+from atom.kernels.triton.attention.rope import norm_rope, norm_rope_write
 
 
 class Case(NamedTuple):
@@ -67,6 +67,26 @@ def test_norm_rotation_and_write_equal_the_reference(
     attributes = {"eps": 1e-3, "interleaved": interleaved}
     for out, expected in zip(run(case, triton_device, **attributes), reference(case, **attributes), strict=True):
         assert_equal(out, expected, 1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim", "turned", "has_norm"),
+    [(1, 1, 1, 8, 8, True), (5, 6, 2, 20, 14, True), (3, 4, 2, 7, 2, False), (65, 9, 3, 16, 16, True), (4, 3, 1, 20, 0, True)],
+)  # fmt: skip
+def test_norm_and_rotation_without_a_cache_equal_the_reference(
+    triton_device, tokens, heads, kv_heads, dim, turned, has_norm, interleaved
+):
+    case = make_case(tokens, heads, kv_heads, dim, turned, has_norm=has_norm)
+    attributes = {"eps": 1e-3, "interleaved": interleaved}
+    qkv = torch.cat((case.q, case.k, case.v), dim=1).to(triton_device)
+    before, (q, k, _) = qkv.clone(), qkv.split([heads, kv_heads, kv_heads], dim=1)
+    made = norm_rope(q, k, *move(case, triton_device)[3:7], **attributes)
+    expected = ops.norm_rope.body(case.q, case.k, *case[3:7], **attributes)
+    for out, reference in zip(made, expected, strict=True):
+        assert out.is_contiguous()
+        assert_equal(out.cpu(), reference, 1e-6)
+    assert torch.equal(qkv, before)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

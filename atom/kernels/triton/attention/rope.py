@@ -92,7 +92,7 @@ def _norm_rope_write(
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of q, then of k with those of v."""
+    """Some rows of q, then of k with those of v, to their slots; without v of k alone, to the tokens' own places."""
     if k_scale is not None:
         k_scale = tl.load(k_scale)
     if v_scale is not None:
@@ -111,16 +111,19 @@ def _norm_rope_write(
         tokens = (rows // KV_HEADS).to(tl.int64)
         heads = rows % KV_HEADS
         is_row = tokens < num_tokens
-        columns = tl.arange(0, triton.next_power_of_2(DIM))
-        is_there = is_row[:, None] & (columns < DIM)[None, :]
-        value_rows = v + tokens * v_stride + heads * DIM
-        values = tl.load(value_rows[:, None] + columns[None, :], mask=is_there, other=0.0)
-        slot = tl.load(slots + tokens, mask=is_row, other=0)
-        entries = cache + (slot * (2 * KV_HEADS) + heads) * DIM
+        if v is None:
+            entries = cache + (tokens * KV_HEADS + heads) * DIM
+        else:
+            columns = tl.arange(0, triton.next_power_of_2(DIM))
+            is_there = is_row[:, None] & (columns < DIM)[None, :]
+            value_rows = v + tokens * v_stride + heads * DIM
+            values = tl.load(value_rows[:, None] + columns[None, :], mask=is_there, other=0.0)
+            slot = tl.load(slots + tokens, mask=is_row, other=0)
+            entries = cache + (slot * (2 * KV_HEADS) + heads) * DIM
+            tl.store((entries + KV_HEADS * DIM)[:, None] + columns[None, :],
+                     to_entry(values, v_scale, cache.dtype.element_ty), mask=is_there)  # fmt: skip
         store_rotated(k + tokens * k_stride + heads * DIM, entries, k_scale, tokens, is_row, cos, sin, k_norm, EPS,
                      INTERLEAVED, DIM, HALF)  # fmt: skip
-        tl.store((entries + KV_HEADS * DIM)[:, None] + columns[None, :],
-                 to_entry(values, v_scale, cache.dtype.element_ty), mask=is_there)  # fmt: skip
 
 
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
@@ -129,15 +132,31 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
                     interleaved: bool = False) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K,
     D], k_scale and v_scale fp32[1] -> a new q [T, N, D]"""
+    assert has_rows(v) and cache.blocks.is_contiguous(), "heads must lie side by side"
+    slots = batch.slot_mappings[cache.kind]
+    return _launch(q, k, v, cos, sin, q_norm, k_norm, cache.blocks, slots, k_scale, v_scale, eps, interleaved)
+
+
+def norm_rope(q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
+              k_norm: Tensor | None, *, eps: float = 0.0,
+              interleaved: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [T, N, D], k [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> a new q and a new k"""
+    keys = torch.empty_like(k, memory_format=torch.contiguous_format)
+    return _launch(q, k, None, cos, sin, q_norm, k_norm, keys, None, None, None, eps, interleaved), keys
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
+            k_norm: Tensor | None, cache: Tensor, slots: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
+            eps: float, interleaved: bool) -> Tensor:  # fmt: skip
     num_tokens, q_heads, dim = q.shape
     kv_heads, half = k.shape[1], 0 if cos is None else cos.shape[1]
-    assert has_rows(q) and has_rows(k) and has_rows(v) and cache.blocks.is_contiguous(), "heads must lie side by side"
+    assert has_rows(q) and has_rows(k), "heads must lie side by side"
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    v_stride = 0 if v is None else v.stride(0)
     gpu = find_gpu(q.device)
     _norm_rope_write[(-(-num_tokens * q_heads // ROWS) + -(-num_tokens * kv_heads // ROWS),)](
-        q, k, v, cos, sin, q_norm, k_norm, cache.blocks, batch.slot_mappings[cache.kind], k_scale, v_scale, out,
-        num_tokens, q.stride(0), k.stride(0), v.stride(0), eps, interleaved, q_heads, kv_heads, dim, half, ROWS,
-        num_warps=4, **gpu.options,
+        q, k, v, cos, sin, q_norm, k_norm, cache, slots, k_scale, v_scale, out, num_tokens, q.stride(0), k.stride(0),
+        v_stride, eps, interleaved, q_heads, kv_heads, dim, half, ROWS, num_warps=4, **gpu.options,
     )  # fmt: skip
     return out

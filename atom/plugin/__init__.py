@@ -1,0 +1,1 @@
+"""Run atom's models inside other engines."""

@@ -247,6 +247,11 @@ def test_flags_of_vllm_are_overrides_of_atom():
     }  # fmt: skip
 
 
+def test_a_checkpoint_that_says_how_it_is_packed_is_read_so():
+    packed = SimpleNamespace(quantization_config={"quant_method": "awq"})
+    assert not any(each.startswith("quant=") for each in overrides_of(config_of(quantization="awq", hf_config=packed)))
+
+
 @pytest.mark.parametrize("fields", [{"hf_overrides": {"rope_theta": 1.0}}, {"quantization": "bitsandbytes"}])
 def test_what_atom_has_no_word_for_is_refused(fields: dict[str, Any]):
     with pytest.raises(UnsupportedError) as error:
@@ -269,7 +274,6 @@ def test_each_family_is_registered_but_for_models_that_read_images(monkeypatch: 
 
 
 def test_the_platform_is_for_amds_gpus_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atom.plugin.vllm.find_spec", lambda name: object())
     assert register_platform() is None
     plugins = vllm.MODULES["vllm.platforms"]["builtin_platform_plugins"]
     monkeypatch.setitem(plugins, "rocm", lambda: "vllm.platforms.rocm.RocmPlatform")

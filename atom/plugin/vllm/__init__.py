@@ -9,7 +9,6 @@ vLLM calls both in each of its processes, so they import no torch. ATOM_DISABLE_
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 
 from atom.config.hydra import model_files, search_path_of
 
@@ -30,7 +29,7 @@ def register_model() -> None:
 
 def register_platform() -> str | None:
     """The name of atom's platform on AMD's GPUs; None on others, where vLLM's own is the right one."""
-    if is_disabled() or find_spec("vllm") is None:
+    if is_disabled():
         return None
     from vllm.platforms import builtin_platform_plugins
 

@@ -37,7 +37,8 @@ def overrides_of(vllm_config: VllmConfig) -> list[str]:
     }
     if parallel.enable_expert_parallel and model.is_moe:
         stated["parallel.experts"] = parallel.tensor_parallel_size
-    if model.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
+    is_plain = getattr(model.hf_config, "quantization_config", None) is None
+    if model.quantization is not None and is_plain:
         if model.quantization != "fp8":
             raise UnsupportedError(f"--quantization={model.quantization} of a plain checkpoint: atom packs fp8 alone")
         stated["quant"] = "fp8"

@@ -287,6 +287,11 @@ class Pending:
         """The same step, started to its end."""
         return self if self.finish is None else self.finish()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the device is through with it, once it was started to its end."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def wait(self, check: Callable[[], object] | None = None) -> Sampled:
         """Wait for the device; what was sampled.
 

@@ -634,7 +634,7 @@ def open_runner(
             defers_logits=stages_overlap(config) and any(node.target is ops.receive for node in head.nodes),
         )  # fmt: skip
         ahead = {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if stages_overlap(config) else {}
-        runner = Runner(model, **ahead)
+        runner = Runner(model, flops=most_flops(model.flops_a_token, exchange), **ahead)
         if serve.swap_space:
             runner.host = HostBlocks(model, plan_host_blocks(kinds, serve.block_size, serve.swap_space))
         num_blocks = (
@@ -647,8 +647,10 @@ def open_runner(
             measure_costs(runner, config)
             return runner, num_blocks
         use_parameters(runner.model, config, progress, exchange)
-        # stages send on streams of their own, which no capture joins
-        sizes = memory.capture_sizes(serve) if compiled.level == 3 and mesh_of(config).pipeline == 1 else []
+        has_stages = mesh_of(config).pipeline > 1
+        # a stage that waits for the logits of its step waits for what is sent behind its graph
+        has_graphs = compiled.level == 3 and (not has_stages or stages_overlap(config))
+        sizes = memory.capture_sizes(serve) if has_graphs else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
         if measure is not None:
@@ -657,10 +659,17 @@ def open_runner(
         num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
         runner.bind(num_blocks)
         with progress.task("capturing CUDA graphs"):
-            # a server captures all before it is ready; a run of some prompts needs only few sizes
-            runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
+            # a server captures all before it is ready; a run of some prompts needs only few sizes. A stage cannot
+            # capture beside steps that are not finished
+            runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate" and not has_stages)
         measure_costs(runner, config)
     return runner, num_blocks
+
+
+def most_flops(own: float, exchange: Exchange) -> float:
+    """Of a token in any stage of a pipeline, by which all capture the same steps; all ranks call this together."""
+    every = exchange(msgspec.msgpack.encode(own))
+    return max(msgspec.msgpack.decode(each, type=float) for each in every)
 
 
 def measure_costs(runner: Runner, config: Config) -> None:

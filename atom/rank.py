@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
@@ -55,15 +56,26 @@ def main(link: RankLink) -> None:
         runner, is_leader, profiler = open_rank(link)
         link.done()
         pending: deque[Pending] = deque()
+        running: list[Pending] = []
         started: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         if is_leader:
             threading.Thread(target=answer, args=(link, started), name="answer", daemon=True).start()
         while True:  # ahead of the device, as the driver is
             step = take(link.receive(), runner, pending, profiler)
+            if step is not None:
+                running = [*find_running(running), step]
             if is_leader and step is not None:
                 started.put(step)
     except Exception as error:
         fail(link, error)
+
+
+def find_running(steps: Iterable[Pending]) -> list[Pending]:
+    """Those that a device is not through with.
+
+    They are to be held until then: it writes log probabilities into memory of the host that they own.
+    """
+    return [step for step in steps if not step.is_over]
 
 
 def answer(link: RankLink, started: queue.SimpleQueue[Pending]) -> None:

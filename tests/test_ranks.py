@@ -13,9 +13,11 @@ import signal
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -48,9 +50,10 @@ from atom.errors import (
 )
 from atom.graph import W, show
 from atom.pieces import compile_pieces
+from atom.rank import find_running
 from atom.runtime.ranks import RankProcess, Ranks
 from atom.runtime.remote_ranks import without_secrets
-from atom.runtime.runner import wait_for
+from atom.runtime.runner import Pending, wait_for
 
 __all__ = ["thread_ranks"]
 
@@ -265,6 +268,18 @@ def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
 def test_all_ranks_have_the_blocks_of_the_one_with_the_least_room():
     plans = [{"full": 9, "window": 4}, {"full": 7, "window": 6}, {"latent": 3}]
     assert build.take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
+
+
+def test_a_rank_holds_steps_until_its_device_is_through_with_them():
+    """A kernel writes into memory of the host that they own, which would be taken for the next step's numbers."""
+
+    def step(is_over: bool | None) -> Pending:
+        taken: Any = None
+        event: Any = None if is_over is None else SimpleNamespace(query=lambda: is_over)
+        return Pending(taken, np.zeros(1, np.int64), [], None, event)
+
+    first, second, third, fourth = (step(is_over) for is_over in (True, False, None, False))
+    assert find_running([first, second, third, fourth]) == [second, fourth]
 
 
 def test_a_device_that_waits_for_a_rank_which_is_gone_is_not_waited_for():

@@ -44,6 +44,13 @@ class Target:
     features: frozenset[str] = frozenset()  # of this machine: onednn_bf16, …; a GPU's vendor and architecture
 
 
+class Held(NamedTuple):
+    """A tensor that is to be sent behind each replay of a CUDA graph, which computes it."""
+
+    x: Tensor
+    send: Callable[[Tensor], object]
+
+
 class Communicator(Protocol):
     """What a rank's collectives run on: each gives what the op of its name does, of the ranks along an axis.
 
@@ -63,6 +70,9 @@ class Communicator(Protocol):
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor: ...
 
     def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor: ...
+
+    def take_held(self) -> list[Held]:
+        """What `send` has held back since this was asked last, since a CUDA graph was being captured."""
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective in which the host waits call this now and then: it raises where a rank is gone."""

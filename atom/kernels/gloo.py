@@ -34,7 +34,7 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError
 from atom.graph import TORCH_DTYPES, ops
-from atom.kernels.backend import Backend, Rendezvous, collective_kernel
+from atom.kernels.backend import Backend, Held, Rendezvous, collective_kernel
 
 CONNECT = timedelta(seconds=30)  # for all ranks to be there, which have loaded their weights
 LOOK = timedelta(seconds=0.2)  # between two looks whether all ranks are there
@@ -76,6 +76,9 @@ class GlooCommunicator:
         x = torch.empty(len(like), columns, dtype=TORCH_DTYPES[dtype])
         self._along[axis].receive(x, source)
         return x
+
+    def take_held(self) -> list[Held]:
+        return []  # a CPU has no graphs
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this, which raises where a rank is gone."""

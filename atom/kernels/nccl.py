@@ -8,7 +8,8 @@ Small tensors are pushed into the peers' memory instead where GPUs can open each
 NCCL, or RCCL on AMD's GPUs, which has the same functions, is called through ctypes on the current stream, so that a
 CUDA graph takes a collective as any kernel, and nothing watches it but the driver of the ranks. Each group of ranks
 along an axis has a communicator of its own, and so has each direction in which two stages send: a stage that sends
-waits for nothing, on a stream of its own, since the other one may be sending too.
+waits for nothing, on a stream of its own, since the other one may be sending too. A graph holds no such send, for it
+would end with it: what it computes is sent behind each replay.
 
 NVLink's multicast is never used. What ranks on several hosts send is neither encrypted nor authenticated.
 """
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,7 +37,7 @@ from torch import Tensor
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import TORCH_DTYPES, ops
 from atom.kernels import peers
-from atom.kernels.backend import Backend, Communicator, Rendezvous, collective_kernel
+from atom.kernels.backend import Backend, Communicator, Held, Rendezvous, collective_kernel
 
 LIBRARIES = ("libnccl.so.2", "librccl.so.1")  # which torch has loaded
 # of all ranks: a multicast object that one of them leaves behind can take the links of a whole machine down
@@ -133,6 +135,7 @@ class NcclCommunicator:
         connected = {way: self._connect(ids, ops.STAGES, way, rank) for way in ways}  # in one order on all ranks
         self._senders = {to: group for (source, to), group in connected.items() if source == rank}
         self._receivers = {source: group for (source, to), group in connected.items() if to == rank}
+        self._held: list[Held] = []
         self._streams: dict[int, Any] = {to: torch.cuda.Stream() for to in self._senders}  # type: ignore[no-untyped-call]
         self._handles = [group.handle for group in (*self._groups.values(), *connected.values())]
         weakref.finalize(self, abort, self._nccl, self._handles, self._is_dead).atexit = False
@@ -184,11 +187,11 @@ class NcclCommunicator:
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
         if self._launches(x):
-            rank = self._stages[to]
-            copied, stream = x.clone(memory_format=torch.contiguous_format), self._streams[rank]
-            stream.wait_stream(torch.cuda.current_stream())
-            copied.record_stream(stream)
-            self._send(copied, self._senders[rank], stream)
+            send = partial(self._send_beside, rank=self._stages[to])
+            if torch.cuda.is_current_stream_capturing():
+                self._held.append(Held(x, send))
+            else:
+                send(x)
         return x
 
     def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
@@ -196,6 +199,10 @@ class NcclCommunicator:
         if self._launches(x):
             self._receive(x, self._receivers[self._stages[source]])
         return x
+
+    def take_held(self) -> list[Held]:
+        held, self._held = self._held, []
+        return held
 
     def watch(self, check: Callable[[], object]) -> None:
         """The host waits in no collective."""
@@ -209,6 +216,13 @@ class NcclCommunicator:
         if self._is_dead.is_set():
             raise EngineDeadError("the ranks have ended")
         return x.numel() > 0 and not is_walking.get()
+
+    def _send_beside(self, x: Tensor, rank: int) -> None:
+        """Send a copy on the stream for this rank."""
+        copied, stream = x.clone(memory_format=torch.contiguous_format), self._streams[rank]
+        stream.wait_stream(torch.cuda.current_stream())
+        copied.record_stream(stream)
+        self._send(copied, self._senders[rank], stream)
 
     def _send(self, x: Tensor, way: _Group, stream: Any) -> None:
         self._nccl.send(x.data_ptr(), x.nbytes, BYTES, 1, way.handle, stream.cuda_stream)

@@ -11,6 +11,7 @@ The host takes as long to launch the kernels of a small step as those of a large
 the small one. So steps with prompts are captured up to a size.
 
 All graphs share one memory pool and overwrite each other's results: a step's results are read before the next step.
+Where steps are finished later, as stages of a pipeline do, only shapes of their results are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from atom.kernels import compile_launches
 from atom.runtime.model import Computed, Model
-from atom.runtime.program import Hidden
+from atom.runtime.program import Hidden, score
 from atom.runtime.step_input import BatchShape, PackedRows, StepInput
 from atom.sampling_params import SAMPLING_KINDS
 
@@ -64,6 +65,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     packed: Tensor  # the input buffer of the step's numbers
     started: Started
+    sends: Sequence[Callable[[], object]] = ()  # of what it computes, to other stages of a pipeline
     sent: bytearray | None = None  # its present content
 
 
@@ -90,8 +92,9 @@ def draw(model: Model, started: Started, logits: Tensor, kind: str, penalties: b
 
 
 class Graphs:
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: Model, flops: float | None = None) -> None:
+        """flops: of a token in the stage that computes the most; None: in the model"""
+        self._model, self._flops = model, flops
         self._decodes: dict[int, _Captured | None] = {}  # by their number, smallest first; None: not captured yet
         self._drafts: dict[tuple[int, int], _Captured | None] = {}  # of decodes with drafts, by both numbers
         self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
@@ -141,6 +144,10 @@ class Graphs:
             found.packed.copy_(self._model.send(step.packed))
             found.sent = step.packed
         found.graph.replay()
+        for send in found.sends:
+            send()
+        if found.started.unscored:  # the next replay comes before this step samples
+            return replace(found.started, slots=found.started.slots.clone())
         return found.started
 
     @torch.inference_mode()
@@ -176,7 +183,7 @@ class Graphs:
     def _find_shapes(self) -> list[BatchShape]:
         """The shapes of steps with prompts to capture, smallest first; none is larger than a step can be."""
         num_slots = self._model.state.num_slots
-        largest = max(FREE_TOKENS, int(MAX_FLOPS / self._model.flops_a_token))
+        largest = max(FREE_TOKENS, int(MAX_FLOPS / (self._flops or self._model.flops_a_token)))
         shapes, fewer = [], -1  # decodes: more than those of the shapes before
         for num_decodes in (0, *_doubled(MIN_DECODES, num_slots)):
             num_left = num_slots - (fewer + 1)  # prompts beside so many decodes
@@ -192,7 +199,7 @@ class Graphs:
 
     def _rehearse_decodes(self, size: int) -> None:
         slots = self._model.send(np.full(size, self._model.padding, np.int32))
-        begin(self._model, self._model.decode(slots), slots).follow()
+        self._end_rehearsal(begin(self._model, self._model.decode(slots), slots))
 
     def _find_draft_sizes(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Numbers of decodes, and of drafts of each: those of the table, else as many as the scheduler gives the fewest
@@ -230,7 +237,12 @@ class Graphs:
     def _rehearse_mixed(self, shape: BatchShape) -> None:
         packed = self._model.send(shape.pad(self._model.padding))
         rows = shape.split(packed)
-        begin(self._model, self._model.mix(shape, packed), rows.sampled, rows).follow()
+        self._end_rehearsal(begin(self._model, self._model.mix(shape, packed), rows.sampled, rows))
+
+    def _end_rehearsal(self, started: Started) -> None:
+        if started.unscored:  # the last stage has sent the logits
+            score(self._model.head, started.unscored)
+        started.follow()
 
     def _sample_in_every_way(self) -> None:
         """Sample a row of padding with penalties, with the host's logit processors, and as graphs do."""
@@ -282,7 +294,8 @@ class Graphs:
         self._rehearse_decodes(size)  # what a first launch allocates for good must not be in a graph
         slots = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
         graph, computed = self._capture(lambda: model.decode(slots))
-        return _Captured(graph, slots, self._started(begin(model, computed, slots)))
+        sends = self._take_sends()
+        return _Captured(graph, slots, self._started(begin(model, computed, slots)), sends)
 
     @torch.inference_mode()
     def _capture_drafts(self, size: int, num_drafts: int) -> _Captured:
@@ -298,18 +311,27 @@ class Graphs:
         self._rehearse_mixed(shape)
         packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
         graph, computed = self._capture(lambda: model.mix(shape, packed))
-        rows = shape.split(packed)
-        return _Captured(graph, packed, self._started(begin(model, computed, rows.sampled, rows)))
+        sends, rows = self._take_sends(), shape.split(packed)
+        return _Captured(graph, packed, self._started(begin(model, computed, rows.sampled, rows)), sends)
+
+    def _take_sends(self) -> list[Callable[[], object]]:
+        """The sends that the last capture has held back."""
+        communicator = self._model.communicator
+        return [] if communicator is None else [partial(send, unowned(x)) for x, send in communicator.take_held()]
 
     def _started(self, started: Started) -> Started:
         """What a graph starts that has just been captured; captures what comes behind it."""
         model, logits = self._model, started.logits
-        assert logits is not None, "each shape has rows that sample"
-        started.tails = {kind: self._capture(partial(draw, model, started, logits, kind)) for kind in SAMPLING_KINDS}
-        if model.has_draft_programs:
-            started.follow = self._capture(started.follow)[0].replay
-        started.logits, started.behind = unowned(logits), tuple(map(unowned, started.behind))
+        if not started.unscored:  # else what comes behind it waits for another stage
+            assert logits is not None, "each shape has rows that sample"
+            started.tails = {
+                kind: self._capture(partial(draw, model, started, logits, kind)) for kind in SAMPLING_KINDS
+            }
+            if model.has_draft_programs:
+                started.follow = self._capture(started.follow)[0].replay
+            started.logits, started.behind = unowned(logits), tuple(map(unowned, started.behind))
         started.hidden = started.hidden and tuple(map(unowned, started.hidden))
+        started.unscored = tuple(map(unowned, started.unscored))
         return started
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -23,7 +23,7 @@ from atom.errors import naming_a_lack_of_memory
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type
 from atom.graph.graph import ADAPTERS
 from atom.graph.shares import token_shares
-from atom.kernels import find_step_kernels
+from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.step import Inputs
 from atom.runtime.program import Bindings, Executable, Hidden, Kernels, rows_of, score
 from atom.runtime.request_state import RequestState, send, zeros
@@ -108,6 +108,10 @@ class Model:
     @property
     def caches(self) -> Mapping[KV, Tensor]:
         return self._bindings.caches
+
+    @property
+    def communicator(self) -> Communicator | None:
+        return self._bindings.communicator
 
     @property
     def kernels(self) -> Kernels:

@@ -37,12 +37,12 @@ HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 
 class Runner:
-    def __init__(self, model: Model, run_ahead: int | None = None) -> None:
-        """run_ahead: steps behind one that is not committed; None: as the device wants"""
+    def __init__(self, model: Model, run_ahead: int | None = None, flops: float | None = None) -> None:
+        """run_ahead: steps behind one that is not committed; None: as the device wants. flops: as `Graphs` says"""
         self.model = model
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
-        self.graphs = Graphs(self.model)
+        self.graphs = Graphs(self.model, flops)
         self.host: HostBlocks | None = None  # where blocks are copied to, if anywhere
         self._dead: EngineDeadError | None = None  # why no further step can be started
 
@@ -286,6 +286,11 @@ class Pending:
     def finished(self) -> Pending:
         """The same step, started to its end."""
         return self if self.finish is None else self.finish()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device is through with it, once it was started to its end."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, check: Callable[[], object] | None = None) -> Sampled:
         """Wait for the device; what was sampled.

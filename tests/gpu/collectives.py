@@ -2,6 +2,7 @@
 
 with two_ranks("ops") as run:
     ours, theirs = run()          # what the function `ops` of this module gives on each rank
+found = push_among(4)             # what each of four ranks gets of the others, however many GPUs there are
 """
 
 from __future__ import annotations
@@ -174,3 +175,42 @@ def be_second(link: RankLink) -> None:
         name = link.receive().decode()
         torch.save(WORK[name](communicator, 1), folder / name)
         link.done()
+
+
+def push_among(num: int) -> list[list[Tensor]]:
+    """What `pushes` gives on each of so many ranks, of which several may share a GPU; NCCL would refuse that."""
+    code = CODE.replace("be_second", "push_as_one")
+    with tempfile.TemporaryDirectory() as folder:
+        channels = [RankProcess(code, str(rank % torch.cuda.device_count())) for rank in range(1, num)]
+        ranks = Ranks(channels, [f"{rank} {num} {folder}".encode() for rank in range(1, num)])
+        try:
+            ours = pushes(0, num, ranks.exchange, Path(folder))
+            ranks.wait()
+            return [ours, *(torch.load(Path(folder) / str(rank)) for rank in range(1, num))]
+        finally:
+            ranks.close()
+
+
+def push_as_one(link: RankLink) -> None:
+    """Be a rank of `push_among`."""
+    rank, num, folder = link.receive().decode().split(" ", 2)
+    torch.save(pushes(int(rank), int(num), link.exchange, Path(folder)), Path(folder) / rank)
+    link.done()
+    link.receive()
+
+
+def pushes(rank: int, num: int, exchange: Callable[[bytes], list[bytes]], folder: Path) -> list[Tensor]:
+    """What each pushed collective gives, by dtype and shape."""
+    nobody: Any = None  # takes what is not pushed
+    found: list[Tensor] = []
+    rendezvous = Rendezvous(rank, Mesh(tensor=num), "127.0.0.1", exchange, folder)
+    communicator = PeerCommunicator(rendezvous, nobody)
+    arena = communicator.arenas["tensor"]
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in PUSHED:
+            x, rows = of(rank, shape, dtype).cuda(), of(rank, (num * shape[0], shape[1]), dtype, seed=1).cuda()
+            found += [collectives.all_reduce(x, arena), collectives.all_reduce_in_parts(x, arena)]
+            found += [collectives.reduce_scatter(rows, arena), collectives.all_gather(x, num * shape[1], arena)]
+    torch.cuda.synchronize()
+    exchange(b"")  # others write into its memory until then
+    return [each.cpu() for each in found]

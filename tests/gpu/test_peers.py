@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.collectives import PUSHED, of, two_ranks
+from gpu.collectives import PUSHED, of, push_among, two_ranks
 from gpu.steps import ON_GPU
 
-pytestmark = [*ON_GPU, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")]
+pytestmark = ON_GPU
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
 
 
+@two_gpus
 def test_pushed_sums_equal_those_in_float64_and_nccl_s_and_have_the_same_bits_on_each_rank():
     with two_ranks() as (_, _, run):
         ours, theirs = run("shots")
@@ -20,7 +22,23 @@ def test_pushed_sums_equal_those_in_float64_and_nccl_s_and_have_the_same_bits_on
             assert torch.equal(each, exact), (dtype, shape)
 
 
+@two_gpus
 def test_replays_of_mixed_calls_are_right_with_ranks_that_are_late():
     with two_ranks() as (_, _, run):
         ours, theirs = run("mixed")
     assert ours == theirs == [0, 10_000]
+
+
+@pytest.mark.parametrize("num", [3, 4])
+def test_more_ranks_push_what_float64_adds_and_have_the_same_bits(num: int):
+    found = push_among(num)
+    cases = [(dtype, shape) for dtype in (torch.float32, torch.bfloat16) for shape in PUSHED]
+    for number, (dtype, shape) in enumerate(cases):
+        totals, parts, scattered, gathered = zip(*(each[4 * number : 4 * number + 4] for each in found), strict=True)
+        x = [of(rank, shape, dtype) for rank in range(num)]
+        exact, eps = sum(each.double() for each in x), torch.finfo(dtype).eps
+        for each in (*totals, *parts):
+            assert torch.equal(each, totals[0]) and torch.allclose(each.double(), exact, rtol=eps, atol=num * 1e-6)
+        rows = sum(of(rank, (num * shape[0], shape[1]), dtype, seed=1).double() for rank in range(num))
+        assert torch.allclose(torch.cat(scattered).double(), rows, rtol=eps, atol=num * 1e-6)
+        assert all(torch.equal(each, torch.hstack(x)) for each in gathered)

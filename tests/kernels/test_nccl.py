@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from atom.errors import UnsupportedError
 from atom.graph import Type, ops
@@ -17,6 +19,21 @@ def test_stages_send_hidden_states_to_the_next_one_and_logits_to_all():
     assert directions([3]) == []
     assert directions([0, 2]) == [(0, 2), (2, 0)]
     assert directions([0, 1, 2]) == [(0, 1), (1, 2), (2, 0), (2, 1)]
+
+
+def test_what_a_graph_computes_is_held_back_and_sent_later(monkeypatch: pytest.MonkeyPatch):
+    sent: list[tuple[int, list[float]]] = []
+    communicator = object.__new__(backend.NcclCommunicator)
+    communicator._is_dead, communicator._held, communicator._stages = threading.Event(), [], (2, 5)
+    monkeypatch.setattr(communicator, "_send_beside", lambda x, rank: sent.append((rank, x.tolist())))
+    for is_capturing in (False, True):
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda found=is_capturing: found)
+        communicator.send(x := torch.tensor([1.0, 2.0]), axis=ops.STAGES, to=1)
+        assert sent == [(5, [1.0, 2.0])]
+    (held,) = communicator.take_held()
+    assert held.x is x and communicator.take_held() == []
+    held.send(held.x * 2)  # what the next replay computes there
+    assert sent[1:] == [(5, [2.0, 4.0])]
 
 
 def test_each_collective_has_a_kernel_for_gpus_which_needs_several_ranks():

@@ -104,6 +104,16 @@ def test_the_same_rows_are_sent_once_and_others_anew(graphs: Graphs):
         assert started is not None and started.slots.tolist() == [*slots, PADDING]
 
 
+def test_a_stage_sends_behind_each_replay_and_its_slots_outlive_the_next(graphs: Graphs):
+    captured: Any = graphs._decodes[2]
+    told: list[int] = []
+    captured.sends = [lambda: told.append(captured.graph.num), lambda: told.append(-1)]
+    captured.started.unscored = (torch.zeros(2, 5),)
+    first, second = decode(graphs, [5, 3]), decode(graphs, [4, 0])
+    assert first is not None and second is not None
+    assert (first.slots.tolist(), second.slots.tolist()) == ([5, 3], [4, 0]) and told == [1, -1, 2, -1]
+
+
 @pytest.mark.parametrize(("counts", "num_tokens"), [([3, 4], 8), ([8], 8), ([4, 5], 16), ([9, 9], None), ([1, 1, 1], None),
                                                    ([2, 2, 4], 8)])  # fmt: skip
 def test_a_step_with_prompts_runs_in_the_smallest_graph_that_holds_it(
@@ -137,7 +147,9 @@ def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypa
 
 def imagine(num_slots: int, flops_a_token: float = 1e6, num_drafts: int = 0) -> Any:
     """A model for graphs that capture nothing."""
-    return Mock(flops_a_token=flops_a_token, padding=PADDING, num_drafts=num_drafts, limits=StepLimits(num_slots, 1, 1, 64),
+    computed = Mock(return_value=Mock(unscored=()))
+    return Mock(decode=computed, mix=Mock(return_value=computed.return_value), decode_drafts=Mock(return_value=computed.return_value),
+                flops_a_token=flops_a_token, padding=PADDING, num_drafts=num_drafts, limits=StepLimits(num_slots, 1, 1, 64),
                  state=SimpleNamespace(num_slots=num_slots, vocab=8),
                 logits_dtype=torch.float32, device=torch.device("cpu"), tables=torch.zeros(1, 1, 1),
                 send=lambda array: torch.frombuffer(array, dtype=torch.int32))  # fmt: skip

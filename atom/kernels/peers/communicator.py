@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import ops
-from atom.kernels.backend import Communicator, Rendezvous
+from atom.kernels.backend import Communicator, Held, Rendezvous
 from atom.kernels.peers import collectives
 from atom.kernels.peers.collectives import ARENA_BYTES, DTYPES, MAX_PROGRAMS, MAX_RANKS, Arena
 from atom.kernels.peers.memory import IpcMemory
@@ -128,6 +128,9 @@ class PeerCommunicator:
 
     def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
         return self.large.receive(like, axis=axis, source=source, columns=columns, dtype=dtype)
+
+    def take_held(self) -> list[Held]:
+        return self.large.take_held()
 
     def watch(self, check: Callable[[], object]) -> None:
         self.large.watch(check)

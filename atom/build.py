@@ -32,6 +32,7 @@ from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestErro
 from atom.gc_utils import no_collection
 from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
+from atom.measurement.phases import PhaseClock
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver, RanksProfiler
@@ -66,11 +67,19 @@ SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
 @no_collection()
-def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None, *, replica: int = 0) -> Engine:
+def open_engine(
+    config: Config,
+    progress: Progress,
+    compiled: Compiled | None = None,
+    *,
+    replica: int = 0,
+    clock: PhaseClock | None = None,
+) -> Engine:
     """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives.
 
-    replica: its number; each draws tokens of its own where a request has no seed
+    replica: its number; each draws tokens of its own where a request has no seed. clock: has the phases before this one
     """
+    clock = clock or PhaseClock()
     with ExitStack() as started:
         placement = place_ranks(config, started)
         processes = start_processes(config, replica, started)  # which import torch meanwhile
@@ -81,11 +90,14 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
+            clock.stop("model")
             ranks = start_ranks(config, compiled, placement or processes, started)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             check_same_tokens(tokenizer, checkpoint, config)
+            clock.stop("tokenizer")
             tensors = load_weights(graph, checkpoint, config, progress)
             loras = open_loras(graph, tensors, config)
+            clock.stop("weights")
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             assert config.cache is not None, "config.load resolves it"
             scales = KVScales(graph, tensors)
@@ -96,7 +108,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         if ranks is None:
             kinds = cache_kinds(graph)
             measure = set_kv_scales(scales, plan, mesh)
-            runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
+            runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, clock=clock)
             values = scales.values()
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
@@ -105,8 +117,9 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
                 ranks.exchange(msgspec.msgpack.encode(plan))
                 communicator = connect(ranks, config, placement, folder)
                 measure = set_kv_scales(scales, plan, mesh, communicator)
+                clock.stop("ranks")
                 runner, num_blocks = open_runner(
-                    compiled, tensors, config, progress, measure, communicator, kinds_of, ranks.exchange
+                    compiled, tensors, config, progress, measure, communicator, kinds_of, ranks.exchange, clock
                 )
                 values = gather_kv_scales(scales, ranks.exchange)
                 ranks.wait()
@@ -168,6 +181,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             loras=loras,
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
         )
+        clock.stop("engine")
+        print(f"atom-run: opened in {clock.describe()}", file=sys.stderr)
         weakref.finalize(engine, started.pop_all().close)  # what the stack would end now ends with the engine
         return engine
 
@@ -617,13 +632,14 @@ def open_runner(
     communicator: Communicator | None = None,
     kinds_of: Sequence[Sequence[CacheKind]] | None = None,
     exchange: Exchange = alone,
+    clock: PhaseClock | None = None,
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
     measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline.
     exchange: that of all ranks, which do all of this in step: they meet in each step that is rehearsed or captured
     """
-    serve, is_cpu = config.serve, config.device == "cpu"
+    serve, is_cpu, clock = config.serve, config.device == "cpu", clock or PhaseClock()
     kinds = kinds_of_all(kinds_of := kinds_of or [cache_kinds(compiled.graph)])
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
@@ -645,24 +661,30 @@ def open_runner(
             if measure is not None:
                 measure(runner.model)
             measure_costs(runner, config)
+            clock.stop("runner")
             return runner, num_blocks
         use_parameters(runner.model, config, progress, exchange)
+        clock.stop("runner")
         has_stages = mesh_of(config).pipeline > 1
         # a stage that waits for the logits of its step waits for what is sent behind its graph
         has_graphs = compiled.level == 3 and (not has_stages or stages_overlap(config))
         sizes = memory.capture_sizes(serve) if has_graphs else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
+        clock.stop("kernels")
         if measure is not None:
             measure(runner.model)
+            clock.stop("KV scales")
         own = plan_kv(cache_kinds(compiled.graph), config, memory.measure_left(runner, sizes[-1:], serve))
         num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
         runner.bind(num_blocks)
+        clock.stop("memory")
         with progress.task("capturing CUDA graphs"):
             # a server captures all before it is ready; a run of some prompts needs only few sizes. A stage cannot
             # capture beside steps that are not finished
             runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate" and not has_stages)
         measure_costs(runner, config)
+        clock.stop("CUDA graphs")
     return runner, num_blocks
 
 

@@ -26,6 +26,7 @@ from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
 from atom.config.load import engine_overrides, load
 from atom.errors import AtomError, EngineDeadError, RequestError, UnsupportedError
+from atom.measurement.phases import PhaseClock
 from atom.runtime.metrics import EngineStats
 from atom.runtime.remote_ranks import serve_rank
 from atom.runtime.speculation import describe_drafts, draft_statistics
@@ -48,20 +49,20 @@ class LLMEngine:
         self._open(load(engine_overrides(model, fields), config_dirs=config_dirs), SilentProgress())
 
     @classmethod
-    def from_config(cls, config: Config) -> LLMEngine:
-        """The engine of a loaded configuration, its progress shown on stderr."""
+    def from_config(cls, config: Config, clock: PhaseClock | None = None) -> LLMEngine:
+        """The engine of a loaded configuration, its progress shown on stderr. clock: has the phases before this one"""
         engine = cls.__new__(cls)
-        engine._open(config, RichProgress())
+        engine._open(config, RichProgress(), clock)
         return engine
 
-    def _open(self, config: Config, progress: Progress) -> None:
+    def _open(self, config: Config, progress: Progress, clock: PhaseClock | None = None) -> None:
         if (num_replicas := config.parallel.replicas) > 1:
             instead = "LLMEngine is one engine; leave it out, or serve with atom-run"
             raise UnsupportedError(f"parallel.replicas={num_replicas}: {instead}")
         if config.parallel.rank > 0:
             sys.exit(serve_rank(config))
         self.config = config
-        self._engine = open_engine(config, progress)
+        self._engine = open_engine(config, progress, clock=clock)
         self._ended: list[Sequence] = []  # ended while generate waited for others
 
     @property

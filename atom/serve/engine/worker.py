@@ -33,6 +33,7 @@ from atom.checkpoint import Progress, RichProgress, WatchedProgress
 from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
 from atom.gc_utils import no_collection, settle
+from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.runtime.metrics import EngineStats
 from atom.runtime.speculation import DraftLog
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
@@ -304,7 +305,8 @@ def open_real(start: Start, progress: Progress) -> Engine:
 
         if config.parallel.replicas > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.parallel.replicas, 1))
-        return open_engine(config, progress, replica=start.replica)
+        clock = PhaseClock({"imports": seconds_since_exec()})
+        return open_engine(config, progress, replica=start.replica, clock=clock)
 
 
 def describe_gpus() -> str:

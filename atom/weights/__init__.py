@@ -263,8 +263,10 @@ def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
 def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
     """Make a packed weight: of its stored parts, or of the plain tensor, which is in memory meanwhile."""
     if isinstance(recipe, Cat | Regroup | Slice) and any(packed_while_loading(recipe)) and not source.is_random:
-        joined = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
-        return _joined(recipe, [_packed(part, source, device) for part in joined])
+        parts_of_it = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
+        joined = [_packed(part, source, device) for part in parts_of_it]
+        source.flush()
+        return _joined(recipe, joined)
     parts: Mapping[str, Recipe] | None = source.packed.find(recipe) if source.packed else None
     if source.is_random or (isinstance(recipe, Quantize) and parts is None):
         plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
@@ -334,7 +336,9 @@ def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
 def _rounded(recipe: Recipe, source: WeightSource, device: str) -> Tensor | None:
     """A plain tensor, or a range of one, that is packed and unpacked again; None where a recipe is none."""
     if isinstance(recipe, Dequantize) and any(packed_while_loading(recipe.part)):
-        return _packed(recipe.part, source, device).unpack()
+        packed = _packed(recipe.part, source, device)
+        source.flush()
+        return packed.unpack()
     if isinstance(recipe, Slice) and (whole := _rounded(recipe.part, source, device)) is not None:
         return whole[(slice(None),) * recipe.dim + (slice(recipe.start, recipe.stop, recipe.step),)]
     return None

@@ -170,6 +170,10 @@ class LLMEngine:
 
     def _finish(self, ids: list[str], progress: Progress = SILENT) -> list[Sequence]:
         """Step until these requests have ended; their sequences in order. What fails all that run is raised."""
+        if self._engine.is_sleeping:
+            for id in ids:
+                self.abort(id)
+            raise RequestError("the engine sleeps; call wake_up first")
         with progress.task("answering", len(ids), in_bytes=False) as task:
             return self._finish_within(ids, task)
 
@@ -251,6 +255,21 @@ class LLMEngine:
     def unload_lora_adapter(self, name: str) -> None:
         """Drop a LoRA adapter; requests that have it end with it. RequestError where there is none of that name."""
         self._engine.loras.unload(name)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give up the memory of weights and KV until `wake_up`; see `atom.runtime.engine.Engine.sleep`.
+
+        RequestError without enable_sleep_mode=True.
+        """
+        self._engine.sleep(level, mode)
+
+    def wake_up(self, tags: List[str] | None = None) -> None:
+        """Take the memory again. tags: weights or kv_cache alone; CapacityError where there is too little."""
+        self._engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._engine.is_sleeping
 
     def start_profile(self) -> None:
         """Trace the following steps. ConfigError without serve.torch_profiler_dir, RequestError while a trace runs."""

@@ -50,10 +50,12 @@ from atom.serve.engine.protocol import (
     Profile,
     Ready,
     Refused,
+    Sleep,
     Start,
     Submit,
     ToEngine,
     UnloadAdapter,
+    WakeUp,
 )
 
 if TYPE_CHECKING:
@@ -187,6 +189,10 @@ class Worker:
                 return self._prepare_adapter(message)
             case UnloadAdapter(id, name):
                 return lambda: self._answer(id, lambda: self.engine.loras.unload(name))
+            case Sleep(id, level, mode):
+                return lambda: self._answer(id, lambda: self.engine.sleep(level, mode, self._send_outputs))
+            case WakeUp(id, tags):
+                return lambda: self._answer(id, lambda: self.engine.wake_up(tags))
         raise AssertionError(f"{message!r} is the first message and no other")
 
     def _prepare_request(self, message: Submit) -> Work:
@@ -237,7 +243,7 @@ class Worker:
         except (AtomError, OSError) as error:
             self._link.send(Done(id, "", str(error)))
         except Exception:
-            LOG.exception("an adapter cannot be loaded")
+            LOG.exception("what an operator asked for has failed")
             self._link.send(Done(id, "", "internal error, the engine's log has it"))
         else:
             self._link.send(Done(id, ""))

@@ -4,13 +4,11 @@
 
 find_device()     # cuda, which is AMD's GPUs too, or cpu
 count_devices()   # the GPUs that this process may use
-load_early()      # torch's libraries are loaded while the configuration is read
 open_early()      # the GPU's context is made while torch is imported
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from functools import cache
@@ -56,23 +54,6 @@ def _num_devices(folder: Path, library: str, start: str, count: str) -> int:
         if getattr(driver, start)(0) == 0 and getattr(driver, count)(ctypes.byref(num)) == 0:
             return num.value
     return 0
-
-
-def load_early() -> threading.Thread:
-    """Load torch's libraries in a thread, as its import will, while this one reads the configuration."""
-    thread = threading.Thread(target=_load_libraries)
-    thread.start()
-    return thread
-
-
-def _load_libraries() -> None:
-    """Load them; what cannot be loaded alone is left to the import, which reports the error."""
-    folder = _torch_folder()
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)  # which torch loads first
-        for name in ("libtorch_cpu.so", *VENDORS):
-            if (folder / name).exists():
-                ctypes.CDLL(str(folder / name))
 
 
 def open_early() -> threading.Thread:

@@ -24,7 +24,6 @@ from atom.build import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
-from atom.config.load import engine_overrides, load
 from atom.errors import AtomError, EngineDeadError, RequestError, UnsupportedError
 from atom.measurement.phases import PhaseClock
 from atom.runtime.metrics import EngineStats
@@ -46,6 +45,8 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | None = None, *, config_dirs: List[str] = (), **fields: Any) -> None:
+        from atom.config.load import engine_overrides, load
+
         self._open(load(engine_overrides(model, fields), config_dirs=config_dirs), SilentProgress())
 
     @classmethod

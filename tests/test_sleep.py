@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stable
 import tiny
 import torch
 
 from atom import AsyncLLMEngine, LLMEngine, SamplingParams
 from atom.config.load import load
-from atom.errors import CheckpointError, RequestError, UnsupportedError
+from atom.errors import CapacityError, CheckpointError, RequestError, UnsupportedError
 from atom.graph.recipes import Measured
+from atom.kernels.stable_memory import StableMemory
+from atom.runtime import sleep
 
 Open = Callable[..., LLMEngine]
 
@@ -189,3 +192,39 @@ def test_a_task_that_comes_while_the_engine_sleeps_waits(checkpoints: Any):
         asyncio.run(run())
     finally:
         engine.shutdown()
+
+
+@pytest.mark.parametrize("fields", [{}, {"quant": "int8"}], ids=["plain", "packed"])
+def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
+    fields: dict[str, Any], open_engine: Open, monkeypatch: pytest.MonkeyPatch
+):
+    """With a driver that is played."""
+    driver = stable.play(monkeypatch)
+    pinned: list[int] = []
+    monkeypatch.setattr(sleep, "pin", lambda tensor, instead: pinned.append(tensor.data_ptr()))
+    monkeypatch.setattr(sleep, "unpin", pinned.remove)
+    monkeypatch.setattr("atom.build.stable_memories", lambda config: (StableMemory(1 << 24), StableMemory(1 << 24)))
+    monkeypatch.setattr("atom.weights.sources.NUM_READERS", 1)  # as a GPU has one thread that places weights
+    engine = open_engine("llama", enable_sleep_mode=True, level=0, **fields)
+    expected, model = tokens_of(engine), engine._engine.runner.model
+    num_there, tensors = driver.num_there, [*model.caches.values()]
+    tensors += [tensor for each in model._bindings.weights.values() for tensor in sleep.tensors_of(each)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for level in (1, 2, 1):
+        engine.sleep(level)
+        assert driver.num_there == 0 and len(pinned) == (level == 1)
+        engine.wake_up(["weights"])
+        assert 0 < driver.num_there < num_there and not pinned
+        engine.wake_up()
+        assert driver.num_there == num_there
+        assert all(cache.view(torch.uint8).max() == 0 for cache in model.caches.values()), "no NaN of others"
+        assert tokens_of(engine) == expected
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    engine.sleep()
+    driver.most = num_there - 1
+    with pytest.raises(CapacityError, match="end what uses it"):
+        engine.wake_up()
+    assert engine.is_sleeping
+    driver.most = num_there
+    engine.wake_up()
+    assert tokens_of(engine) == expected

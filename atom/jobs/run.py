@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atom.config.overrides import SECRET, rewrite
-from atom.devices import load_early, open_early
+from atom.devices import open_early
 from atom.errors import ConfigError
 from atom.gc_utils import no_collection
 from atom.jobs import module_of
@@ -33,8 +33,6 @@ def run(
     report: is called with the numbers of a job that has any, which are those of its OBJECTIVES
     """
     overrides = choose_job(overrides, dirs)
-    if not {f"job={kind}" for kind in IN_PROCESS}.isdisjoint(overrides):
-        load_early()
     with no_collection():
         config = load_job(overrides, dirs, is_sweep=is_sweep)
         if config.parallel.rank > 0:

@@ -51,14 +51,16 @@ class AccessDesc(ctypes.Structure):
 class StableMemory:
     """Tensors one behind the other, in memory of the current device. UnsupportedError where the driver has none."""
 
+    device = torch.device("cuda")
+
     def __init__(self, most: int) -> None:
         """most: bytes that all tensors may take"""
         if torch.version.hip is not None:
             raise UnsupportedError("serve.enable_sleep_mode is for NVIDIA's GPUs and CPUs; leave it out")
         torch.cuda.synchronize()  # there is a context now, in this thread
-        self._driver = ctypes.CDLL(LIBRARY)
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._prop = AllocationProp(type=PINNED, location=Location(DEVICE, self._device.index))
+        self._driver = open_driver()
+        self._place = Location(DEVICE, torch.cuda.current_device())
+        self._prop = AllocationProp(type=PINNED, location=self._place)
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), 0)
         self._unit = granularity.value
@@ -130,12 +132,12 @@ class StableMemory:
             self._driver.cuMemRelease(handle)
             raise
         self._handles.append(handle.value)
-        access = AccessDesc(Location(DEVICE, self._device.index), READ_WRITE)
+        access = AccessDesc(self._place, READ_WRITE)
         self._call("cuMemSetAccess", _u64(address), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
 
     def _view(self, start: int, num_bytes: int) -> Tensor:
-        storage = torch._C._construct_storage_from_data_pointer(self._first + start, self._device, num_bytes)
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))
+        storage = torch._C._construct_storage_from_data_pointer(self._first + start, self.device, num_bytes)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (num_bytes,), (1,))
 
     def _round(self, num_bytes: int) -> int:
         return -(-num_bytes // self._unit) * self._unit
@@ -149,6 +151,10 @@ class StableMemory:
             self._driver.cuGetErrorString(result, ctypes.byref(text))
             reason = text.value.decode() if text.value else f"error {result}"
             raise UnsupportedError(f"serve.enable_sleep_mode: {name}: {reason}; leave it out")
+
+
+def open_driver() -> Any:
+    return ctypes.CDLL(LIBRARY)
 
 
 def _u64(number: int) -> ctypes.c_uint64:

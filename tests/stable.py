@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from atom.kernels import stable_memory
-from atom.kernels.stable_memory import StableMemory
 
 GRANULARITY = 1 << 12
 GARBAGE = 0xA5
@@ -81,8 +80,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(stable_memory, "open_driver", lambda: driver)
-    monkeypatch.setattr(StableMemory, "device", torch.device("cpu"))
+    monkeypatch.setattr(stable_memory, "find_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(stable_memory, "CHUNK", 1 << 16)
     return driver

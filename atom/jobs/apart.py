@@ -33,7 +33,7 @@ class Loaded(msgspec.Struct):
 def run_apart(argv: Sequence[str]) -> int | None:
     """Run a job of KINDS that has no flags; its exit code."""
     kind = find_kind(argv)
-    if kind is None or not hasattr(os, "fork") or threading.active_count() > 1:
+    if kind is None or not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return None
     await_config = load_apart(argv)
     job = module_of(kind)

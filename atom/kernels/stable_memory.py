@@ -1,4 +1,4 @@
-"""Memory of a GPU that can be given up and taken again at the same addresses.
+"""Memory of a GPU that is given up and taken again at its addresses.
 
     memory = StableMemory(1 << 36)             # reserves addresses, and takes nothing
     weight = memory.tensor((4096, 4096), torch.bfloat16)
@@ -51,15 +51,14 @@ class AccessDesc(ctypes.Structure):
 class StableMemory:
     """Tensors one behind the other, in memory of the current device. UnsupportedError where the driver has none."""
 
-    device = torch.device("cuda")
-
     def __init__(self, most: int) -> None:
         """most: bytes that all tensors may take"""
         if torch.version.hip is not None:
             raise UnsupportedError("serve.enable_sleep_mode is for NVIDIA's GPUs and CPUs; leave it out")
         torch.cuda.synchronize()  # there is a context now, in this thread
         self._driver = open_driver()
-        self._place = Location(DEVICE, torch.cuda.current_device())
+        self._device = find_device()
+        self._place = Location(DEVICE, self._device.index or 0)
         self._prop = AllocationProp(type=PINNED, location=self._place)
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), 0)
@@ -136,8 +135,8 @@ class StableMemory:
         self._call("cuMemSetAccess", _u64(address), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
 
     def _view(self, start: int, num_bytes: int) -> Tensor:
-        storage = torch._C._construct_storage_from_data_pointer(self._first + start, self.device, num_bytes)
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (num_bytes,), (1,))
+        storage = torch._C._construct_storage_from_data_pointer(self._first + start, self._device, num_bytes)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))
 
     def _round(self, num_bytes: int) -> int:
         return -(-num_bytes // self._unit) * self._unit
@@ -151,6 +150,11 @@ class StableMemory:
             self._driver.cuGetErrorString(result, ctypes.byref(text))
             reason = text.value.decode() if text.value else f"error {result}"
             raise UnsupportedError(f"serve.enable_sleep_mode: {name}: {reason}; leave it out")
+
+
+def find_device() -> torch.device:
+    """The current device, with its index: a storage of `cuda` is on another one than a tensor of `cuda:0`."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def open_driver() -> Any:

@@ -209,40 +209,41 @@ class Engine:
         finish_reason abort, waited for, or kept, to go on afterwards with their KV computed again. on_step: called
         after each step until then. RequestError without serve.enable_sleep_mode.
         """
-        sleeper = self._need_sleeper()
+        sleeper, scheduler = self._need_sleeper()
         if level not in SLEEP_LEVELS or mode not in SLEEP_MODES:
             raise RequestError(f"level={level}, mode={mode}: levels are 1 and 2, modes {', '.join(SLEEP_MODES)}")
         if level == 2 and self._loras is not None:
             raise RequestError("level=2 would drop what was read of LoRA adapters; sleep with level=1")
-        self.scheduler.is_paused = True
+        scheduler.is_paused = True
         try:
             for id in list(self._requests) if mode == "abort" else ():
                 self.abort(id)
             self._is_halted = mode != "wait"
-            while self._pending or (mode == "wait" and self.scheduler.num_running):
+            while self._pending or (mode == "wait" and scheduler.num_running):
                 self._ended += self.step()
                 on_step()
             if not sleeper.is_sleeping:
-                self.scheduler.drop_kv()
+                scheduler.drop_kv()
             sleeper.sleep(level)
             self._is_halted = True
         finally:
             if not sleeper.is_sleeping:
-                self.scheduler.is_paused = self._is_halted = False
+                scheduler.is_paused = self._is_halted = False
 
     def wake_up(self, tags: List[str] | None = None) -> None:
         """Take the memory again, or a part of it first: weights, kv_cache. CapacityError where there is too little."""
-        sleeper = self._need_sleeper()
+        sleeper, scheduler = self._need_sleeper()
         if unknown := next((tag for tag in tags or () if tag not in TAGS), None):
             raise RequestError(f"tags={unknown}: there is: {', '.join(TAGS)}")
         sleeper.wake_up(tags or TAGS)
         if not sleeper.is_sleeping:
-            self.scheduler.is_paused = self._is_halted = False
+            scheduler.is_paused = self._is_halted = False
 
-    def _need_sleeper(self) -> Sleeper:
+    def _need_sleeper(self) -> tuple[Sleeper, Scheduler]:
         if self._sleeper is None:
             raise RequestError("this engine cannot sleep; set serve.enable_sleep_mode=true")
-        return self._sleeper
+        assert isinstance(self.scheduler, Scheduler), "several ranks are refused"
+        return self._sleeper, self.scheduler
 
     def start_profile(self) -> None:
         """Start a trace of this thread. ConfigError without a folder for traces, RequestError where one runs."""

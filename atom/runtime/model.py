@@ -68,6 +68,7 @@ class Model:
         self.is_cpu = self.device.type == "cpu"
         self._step = find_step_kernels(self.device.type, backend)
         self._bindings = bindings
+        self.executables: dict[str, Executable] = {}
         self.defers_logits, self._kv_memory = defers_logits, kv_memory
         self.kinds = list(kinds or dict.fromkeys(cache.kind for cache in graph.caches()))
         logits = logits_type(graph)

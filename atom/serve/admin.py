@@ -128,7 +128,7 @@ def routes(context: Context) -> APIRouter:
     @router.post("/wake_up")
     async def wake_up(tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:
         """Take the memory again; with tags=weights or tags=kv_cache a part of it, the engine then still sleeps."""
-        await context.engines.wake_up(tags and [*tags])
+        await context.engines.wake_up(None if tags is None else list(map(str, tags)))
         return json_response({"is_sleeping": context.engines.is_sleeping})
 
     @router.get("/is_sleeping")

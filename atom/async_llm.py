@@ -95,6 +95,17 @@ class AsyncLLMEngine:
         """End a request with finish_reason abort; one that has ended is no error."""
         self._inbox.put(lambda: self._engine.abort(request_id))
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give up the memory of weights and KV until `wake_up`; see `LLMEngine.sleep`. Requests wait meanwhile."""
+        await self._do(lambda: self._engine.sleep(level, mode))
+
+    async def wake_up(self, tags: List[str] | None = None) -> None:
+        """Take the memory again; see `LLMEngine.wake_up`."""
+        await self._do(lambda: self._engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        return self._engine.is_sleeping
+
     async def get_tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer, None without one."""
         return self._engine.vocabulary.tokenizer
@@ -108,6 +119,22 @@ class AsyncLLMEngine:
         """End the engine and all requests."""
         self._inbox.put(None)
         self._thread.join()
+
+    async def _do(self, work: Work) -> None:
+        """Have the engine's thread do something between two steps."""
+        self.check_health()
+        done: Future[None] = Future()
+
+        def do() -> None:
+            try:
+                work()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._inbox.put(do)
+        await asyncio.wrap_future(done)
 
     def _submit(self, sequences: list[Sequence], request: _Request) -> None:
         try:

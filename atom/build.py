@@ -23,7 +23,7 @@ from torch import Tensor
 
 from atom import weights
 from atom.cache import Cache, digest
-from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
+from atom.checkpoint import DRAFT_PREFIX, SILENT, Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
 from atom.compiler import Compiled, compile_graph, compile_model, has_draft, mesh_of, semantic_graph
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_with_draft
@@ -32,6 +32,8 @@ from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestErro
 from atom.gc_utils import no_collection
 from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
+from atom.kernels.stable_memory import StableMemory
+from atom.measurement.phases import PhaseClock
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver, RanksProfiler
@@ -50,13 +52,14 @@ from atom.runtime.ray_ranks import place_with_ray
 from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks, without_secrets
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
+from atom.runtime.sleep import CPUSleeper, GPUSleeper, Sleeper, place_in
 from atom.runtime.speculation import Drafter, NgramDrafter, RunnerDrafter, acceptance_rates
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.tune import Exchange, alone, tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
-from atom.weights.evaluate import Loaded
+from atom.weights.evaluate import Loaded, Place
 from atom.weights.lora import LoraWeights
 from atom.weights.packed_store import describe_file
 
@@ -66,11 +69,19 @@ SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
 @no_collection()
-def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None, *, replica: int = 0) -> Engine:
+def open_engine(
+    config: Config,
+    progress: Progress,
+    compiled: Compiled | None = None,
+    *,
+    replica: int = 0,
+    clock: PhaseClock | None = None,
+) -> Engine:
     """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives.
 
-    replica: its number; each draws tokens of its own where a request has no seed
+    replica: its number; each draws tokens of its own where a request has no seed. clock: has the phases before this one
     """
+    clock = clock or PhaseClock()
     with ExitStack() as started:
         placement = place_ranks(config, started)
         processes = start_processes(config, replica, started)  # which import torch meanwhile
@@ -81,11 +92,16 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
+            clock.stop("model")
             ranks = start_ranks(config, compiled, placement or processes, started)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             check_same_tokens(tokenizer, checkpoint, config)
-            tensors = load_weights(graph, checkpoint, config, progress)
+            clock.stop("tokenizer")
+            memory, kv_memory = stable_memories(config)
+            place = None if memory is None else functools.partial(place_in, memory)
+            tensors = load_weights(graph, checkpoint, config, progress, place=place)
             loras = open_loras(graph, tensors, config)
+            clock.stop("weights")
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             assert config.cache is not None, "config.load resolves it"
             scales = KVScales(graph, tensors)
@@ -96,7 +112,9 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         if ranks is None:
             kinds = cache_kinds(graph)
             measure = set_kv_scales(scales, plan, mesh)
-            runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
+            runner, num_blocks = open_runner(
+                compiled, tensors, config, progress, measure, clock=clock, kv_memory=kv_memory
+            )
             values = scales.values()
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
@@ -105,8 +123,9 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
                 ranks.exchange(msgspec.msgpack.encode(plan))
                 communicator = connect(ranks, config, placement, folder)
                 measure = set_kv_scales(scales, plan, mesh, communicator)
+                clock.stop("ranks")
                 runner, num_blocks = open_runner(
-                    compiled, tensors, config, progress, measure, communicator, kinds_of, ranks.exchange
+                    compiled, tensors, config, progress, measure, communicator, kinds_of, ranks.exchange, clock
                 )
                 values = gather_kv_scales(scales, ranks.exchange)
                 ranks.wait()
@@ -167,9 +186,44 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             files=files,
             loras=loras,
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
+            sleeper=open_sleeper(runner, graph, tensors, config, num_blocks, memory, kv_memory),
         )
+        clock.stop("engine")
+        print(f"atom-run: opened in {clock.describe()}", file=sys.stderr)
         weakref.finalize(engine, started.pop_all().close)  # what the stack would end now ends with the engine
         return engine
+
+
+def stable_memories(config: Config) -> tuple[StableMemory, StableMemory] | tuple[None, None]:
+    """Memory for the weights and for KV of a GPU that an engine which sleeps can give up."""
+    if not config.serve.enable_sleep_mode or config.device == "cpu":
+        return None, None
+    _, total = torch.cuda.mem_get_info()
+    return StableMemory(total), StableMemory(total)
+
+
+def open_sleeper(
+    runner: Runner,
+    graph: Graph,
+    tensors: dict[Recipe, Loaded],
+    config: Config,
+    num_blocks: Mapping[str, int],
+    memory: StableMemory | None,
+    kv_memory: StableMemory | None,
+) -> Sleeper | None:
+    """What puts an engine to sleep, where serve.enable_sleep_mode is set. memory, kv_memory: of a GPU"""
+    if not config.serve.enable_sleep_mode:
+        return None
+
+    def load(place: Place | None) -> dict[Recipe, Loaded]:
+        with ExitStack() as opened:
+            checkpoint = open_checked(config, SILENT, opened)
+            check_weights(graph, checkpoint, config)
+            return load_weights(graph, checkpoint, config, SILENT, place=place)
+
+    if memory is None or kv_memory is None:
+        return CPUSleeper(runner, load, tensors, num_blocks)
+    return GPUSleeper(runner, load, tensors, memory, kv_memory)
 
 
 def open_loras(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Config) -> Loras | None:
@@ -390,16 +444,21 @@ def whole_graph(graph: Graph, config: Config) -> Graph:
 
 
 def load_weights(
-    graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress, rank: int = 0
+    graph: Graph,
+    checkpoint: Checkpoint,
+    config: Config,
+    progress: Progress,
+    rank: int = 0,
+    place: Place | None = None,
 ) -> dict[Recipe, Loaded]:
-    """Load a rank's tensors of the graph's recipes, stored or random."""
+    """Load a rank's tensors of the graph's recipes, stored or random. place: as `weights.load` has it"""
     mesh = mesh_of(config)
     coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None
     if config.load_dummy:
-        return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates)
+        return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates, place)
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache, coordinates)
+    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache, coordinates, place)
     for line in cache.warnings:
         print(f"atom-run: {line}", file=sys.stderr)
     check_kv_scales(tensors, config)
@@ -617,13 +676,15 @@ def open_runner(
     communicator: Communicator | None = None,
     kinds_of: Sequence[Sequence[CacheKind]] | None = None,
     exchange: Exchange = alone,
+    clock: PhaseClock | None = None,
+    kv_memory: StableMemory | None = None,
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
     measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline.
     exchange: that of all ranks, which do all of this in step: they meet in each step that is rehearsed or captured
     """
-    serve, is_cpu = config.serve, config.device == "cpu"
+    serve, is_cpu, clock = config.serve, config.device == "cpu", clock or PhaseClock()
     kinds = kinds_of_all(kinds_of := kinds_of or [cache_kinds(compiled.graph)])
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
@@ -632,6 +693,7 @@ def open_runner(
             compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device, drafting=drafting,
             kinds=[kind.name for kind in kinds],
             defers_logits=stages_overlap(config) and any(node.target is ops.receive for node in head.nodes),
+            kv_memory=kv_memory,
         )  # fmt: skip
         ahead = {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if stages_overlap(config) else {}
         runner = Runner(model, flops=most_flops(model.flops_a_token, exchange), **ahead)
@@ -645,24 +707,30 @@ def open_runner(
             if measure is not None:
                 measure(runner.model)
             measure_costs(runner, config)
+            clock.stop("runner")
             return runner, num_blocks
         use_parameters(runner.model, config, progress, exchange)
+        clock.stop("runner")
         has_stages = mesh_of(config).pipeline > 1
         # a stage that waits for the logits of its step waits for what is sent behind its graph
         has_graphs = compiled.level == 3 and (not has_stages or stages_overlap(config))
         sizes = memory.capture_sizes(serve) if has_graphs else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
+        clock.stop("kernels")
         if measure is not None:
             measure(runner.model)
+            clock.stop("KV scales")
         own = plan_kv(cache_kinds(compiled.graph), config, memory.measure_left(runner, sizes[-1:], serve))
         num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
         runner.bind(num_blocks)
+        clock.stop("memory")
         with progress.task("capturing CUDA graphs"):
             # a server captures all before it is ready; a run of some prompts needs only few sizes. A stage cannot
             # capture beside steps that are not finished
             runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate" and not has_stages)
         measure_costs(runner, config)
+        clock.stop("CUDA graphs")
     return runner, num_blocks
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import atom
 from atom.config.help import help_text
 from atom.jobs import module_of
+from atom.jobs.apart import run_apart
 from atom.jobs.report import report
 
 
@@ -33,6 +34,8 @@ def dispatch(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
+    if (done := run_apart(argv)) is not None:
+        return done
     args = module_of("flags").parse_flags(argv)
     code: int = module_of("command").run_flags(args)
     return code

@@ -24,8 +24,8 @@ from atom.build import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
-from atom.config.load import engine_overrides, load
 from atom.errors import AtomError, EngineDeadError, RequestError, UnsupportedError
+from atom.measurement.phases import PhaseClock
 from atom.runtime.metrics import EngineStats
 from atom.runtime.remote_ranks import serve_rank
 from atom.runtime.speculation import describe_drafts, draft_statistics
@@ -45,23 +45,25 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | None = None, *, config_dirs: List[str] = (), **fields: Any) -> None:
+        from atom.config.load import engine_overrides, load
+
         self._open(load(engine_overrides(model, fields), config_dirs=config_dirs), SilentProgress())
 
     @classmethod
-    def from_config(cls, config: Config) -> LLMEngine:
-        """The engine of a loaded configuration, its progress shown on stderr."""
+    def from_config(cls, config: Config, clock: PhaseClock | None = None) -> LLMEngine:
+        """The engine of a loaded configuration, its progress shown on stderr. clock: has the phases before this one"""
         engine = cls.__new__(cls)
-        engine._open(config, RichProgress())
+        engine._open(config, RichProgress(), clock)
         return engine
 
-    def _open(self, config: Config, progress: Progress) -> None:
+    def _open(self, config: Config, progress: Progress, clock: PhaseClock | None = None) -> None:
         if (num_replicas := config.parallel.replicas) > 1:
             instead = "LLMEngine is one engine; leave it out, or serve with atom-run"
             raise UnsupportedError(f"parallel.replicas={num_replicas}: {instead}")
         if config.parallel.rank > 0:
             sys.exit(serve_rank(config))
         self.config = config
-        self._engine = open_engine(config, progress)
+        self._engine = open_engine(config, progress, clock=clock)
         self._ended: list[Sequence] = []  # ended while generate waited for others
 
     @property
@@ -169,6 +171,10 @@ class LLMEngine:
 
     def _finish(self, ids: list[str], progress: Progress = SILENT) -> list[Sequence]:
         """Step until these requests have ended; their sequences in order. What fails all that run is raised."""
+        if self._engine.is_sleeping:
+            for id in ids:
+                self.abort(id)
+            raise RequestError("the engine sleeps; call wake_up first")
         with progress.task("answering", len(ids), in_bytes=False) as task:
             return self._finish_within(ids, task)
 
@@ -250,6 +256,21 @@ class LLMEngine:
     def unload_lora_adapter(self, name: str) -> None:
         """Drop a LoRA adapter; requests that have it end with it. RequestError where there is none of that name."""
         self._engine.loras.unload(name)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give up the memory of weights and KV until `wake_up`; see `atom.runtime.engine.Engine.sleep`.
+
+        RequestError without enable_sleep_mode=True.
+        """
+        self._engine.sleep(level, mode)
+
+    def wake_up(self, tags: List[str] | None = None) -> None:
+        """Take the memory again. tags: weights or kv_cache alone; CapacityError where there is too little."""
+        self._engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._engine.is_sleeping
 
     def start_profile(self) -> None:
         """Trace the following steps. ConfigError without serve.torch_profiler_dir, RequestError while a trace runs."""

@@ -88,7 +88,7 @@ serve: enable_prefix_caching enforce_eager tensor_parallel_size pipeline_paralle
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
-serve: enable_lora lora_modules max_loras max_lora_rank allow_runtime_lora_updating
+serve: enable_sleep_mode enable_lora lora_modules max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket listen_fds listen_pid
@@ -143,7 +143,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
     "atom.entrypoints.openai_server": """
         host server-port served-model-name api-key chat-template default-chat-template-kwargs allowed-origins tool-calls max-queue drain-seconds
         config load-format quantization download-dir kv-cache-memory-bytes swap-space num-gpu-blocks-override max-logprobs
-        enable-lora lora-modules max-loras max-lora-rank lora-dtype
+        enable-sleep-mode enable-lora lora-modules max-loras max-lora-rank lora-dtype
         generation-config override-generation-config tool-call-parser reasoning-parser distributed-executor-backend
         enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales use-tqdm-on-load
         disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
@@ -201,6 +201,7 @@ LOCAL_IMPORTS = {
     "atom.build.open_engine": "torch, as above",
     "atom.checkpoint.gguf.GGUFCheckpoint": "gguf",
     "atom.checkpoint.hub": "huggingface_hub",
+    "atom.config.load": "hydra: a configuration that is loaded needs it no more",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
     "atom.config.recipes.format_recipe": "yaml: a launch that finds its artifact writes no recipe",
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from atom.config import Config
 from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
 from atom.kernels import Target, building_kernels, find_piece_compiler, find_target, keep_binaries
+from atom.measurement.phases import PhaseClock
 from atom.passes import PassReport, lower
 from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_pieces, identity
 
@@ -125,7 +125,7 @@ def _compile_with_pieces(
     config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any], stage: int
 ) -> Compiled | None:
     """Compile a model of level 2 or 3; None where a compiler is missing or a piece is wrong, and level 1 will do."""
-    clock, target = _Clock(), find_target(config.device)
+    clock, target = PhaseClock(), find_target(config.device)
     key, ingredients, cached = "", {}, None
     if config.job.graph is None:
         ingredients = launch_ingredients(config, target, stage)
@@ -180,18 +180,6 @@ def _do_without_pieces(config: Config, reason: str, cache: Cache) -> None:
     if config.level is not None:
         raise PassError(f"level={config.level}: {reason}; take level=1, or have job=compile try it again")
     cache.warnings.append(f"{reason}: this runs at level 1, which is slower; job=compile tries it again")
-
-
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def stop(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage], self._last = now - self._last, now
 
 
 def pieces_of(graph: Graph) -> list[Piece]:

@@ -87,6 +87,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     derived = derive_model(config, max_model_len, names)
     check_parallel(config, derived, device)
     check_lora(config)
+    check_sleep(config)
     check_speculation(config, device)
     check_replicas(config)
     return replace(
@@ -132,6 +133,15 @@ def check_lora(config: Config) -> None:
         raise UnsupportedError(
             f"serve.enable_lora with {config.parallel.num_ranks} ranks is not built yet; merge the adapter"
         )
+
+
+def check_sleep(config: Config) -> None:
+    """Check that what sleeps is one rank, whose KV can be dropped."""
+    serve, stated = config.serve, "serve.enable_sleep_mode=true"
+    if serve.enable_sleep_mode and (num_ranks := config.parallel.num_ranks) > 1:
+        raise UnsupportedError(f"{stated} with {num_ranks} ranks is not built yet; leave it out, or use one GPU")
+    if serve.enable_sleep_mode and serve.swap_space:
+        raise UnsupportedError(f"{stated} drops KV, and serve.swap_space keeps it: this is not built yet, set one")
 
 
 def respell(config: Config) -> Config:

@@ -364,6 +364,7 @@ class ServeConfig:
     prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
     prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
     idle_exit_seconds: float | None = number(None, 0, above=True)  # without a request, before it ends; null: never
+    enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep
     enable_lora: bool = False  # room for adapters beside the weights; the next ones make it, too
     lora_modules: Any = None  # a mapping from names in requests to folders of LoRA adapters, as PEFT saves them
     allow_runtime_lora_updating: bool = False  # serve /v1/load_lora_adapter and /v1/unload_lora_adapter

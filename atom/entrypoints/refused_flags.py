@@ -67,7 +67,6 @@ VLLM_REFUSED = {
         speculative-model ngram-prompt-lookup-max ngram-prompt-lookup-min""",
     "there is no such extension here; leave it out": """
         additional-config middleware tool-parser-plugin reasoning-parser-plugin tool-server""",
-    "no device is left while the server runs; end it instead": "enable-sleep-mode",
     "no traces are sent; /metrics and the line of each request have the times": """
         otlp-traces-endpoint collect-detailed-traces""",
     "metrics have one set of names; --set serve.http.vllm_metrics=true adds vLLM's": """

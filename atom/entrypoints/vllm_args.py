@@ -247,6 +247,7 @@ class VLLMArgs(EngineArgs):
         "JSON with pooling_type, LAST or MEAN, and normalize; counts behind --runner",
         write=write_pooler_config,
     )
+    enable_sleep_mode: bool | None = vllm_flag("serve.enable_sleep_mode", "serve /sleep, /wake_up and /is_sleeping")
     enable_lora: bool | None = vllm_flag("serve.enable_lora", "room for LoRA adapters; --lora-modules makes it, too")
     lora_modules: tuple[str, ...] | None = vllm_flag(
         "serve.lora_modules", "adapters as name=path, or JSON with name and path", null="none", write=write_lora_modules

@@ -21,6 +21,7 @@ from rich.console import Console
 from atom.config import Config
 from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine
+from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.runtime.types import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.serve.output.parsers import Talk
@@ -34,7 +35,7 @@ def run(config: Config) -> int:
     """Read a line, answer it, until there are no more; RequestErrors are shown and the chat goes on."""
     if config.sampling.n != 1:
         raise ConfigError(f"sampling.n={config.sampling.n}: a chat has one answer; leave it out")
-    engine = LLMEngine.from_config(config)
+    engine = LLMEngine.from_config(config, PhaseClock({"imports": seconds_since_exec()}))
     if engine.tokenizer is None:
         raise ConfigError("the checkpoint has no tokenizer, so it cannot chat")
     chat = Chat(engine, config)

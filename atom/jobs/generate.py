@@ -19,6 +19,7 @@ from typing import Any
 from atom.config import Config
 from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine, answer
+from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.runtime.types import RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
@@ -38,7 +39,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     prompts = read_prompts(config.prompts)
     params = SamplingParams(**config.sampling.values())
     started = time.perf_counter()
-    engine = LLMEngine.from_config(config)
+    engine = LLMEngine.from_config(config, PhaseClock({"imports": seconds_since_exec()}))
     loaded = time.perf_counter()
     is_json = config.job.output == "json"
     indices: dict[str, int] = {}  # request id -> index of the prompt

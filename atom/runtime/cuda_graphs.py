@@ -161,7 +161,11 @@ class Graphs:
         largest = max([*sizes, min(model.state.num_slots, max_tokens)])
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches(model.device.type, pool):
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+            compile_launches(model.device.type, pool),
+            model.thinned(),
+        ):
             self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))  # the slowest to compile first: long prompts,
             self._sample_in_every_way()  # and sampling
             for shape in self._find_shapes():

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from copy import copy
 from pathlib import Path
 
@@ -33,9 +34,10 @@ from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
 from atom.runtime.ranks import Ranks
 from atom.runtime.scheduler import Scheduler, finish_reason
+from atom.runtime.sleep import Sleeper
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import Runner
-from atom.runtime.types import Matcher, Plan, Sequence, StreamCallback
+from atom.runtime.types import SLEEP_LEVELS, SLEEP_MODES, TAGS, Matcher, Plan, Sequence, StreamCallback
 from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
@@ -58,9 +60,10 @@ class Engine:
         files: KVFiles | None = None,
         keep: Callable[[], object] | None = None,
         loras: Loras | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """ranks: that take the runner's steps too. files: of KV; keep: writes what is still in memory, at the end.
-        loras: adapters of requests; None: there are none"""
+        loras: adapters of requests; None: there are none. sleeper: gives memory up; None: it cannot"""
         self.runner = runner
         self.scheduler = scheduler
         self.builder = builder
@@ -68,7 +71,7 @@ class Engine:
         self.profiler = profiler or Profiler(None)
         self._ranks = ranks
         self._files, self._keep = files, keep
-        self._loras = loras
+        self._loras, self._sleeper = loras, sleeper
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
@@ -80,10 +83,17 @@ class Engine:
         self._seeds = random.Random(seed)
         self._grammars: GrammarCompiler | None = None  # made when the first request asks for it
         self._lock = threading.Lock()  # of these three
+        self._is_halted = False  # no step is started
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._pending) or bool(self._ended) or bool(self._moved)
+        has_requests = self.scheduler.has_work and not self.is_sleeping
+        return has_requests or bool(self._pending) or bool(self._ended) or bool(self._moved)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether its memory is given up: requests wait."""
+        return self._sleeper is not None and self._sleeper.is_sleeping
 
     @property
     def loras(self) -> Loras:
@@ -192,6 +202,49 @@ class Engine:
         if self._ranks is not None:
             self._ranks.close()
 
+    def sleep(self, level: int = 1, mode: str = "abort", on_step: Callable[[], object] = lambda: None) -> None:
+        """Give up the memory of weights and KV until `wake_up`; requests wait meanwhile.
+
+        level: 1 keeps the weights in host memory, 2 reads them again. mode: running requests are ended with
+        finish_reason abort, waited for, or kept, to go on afterwards with their KV computed again. on_step: called
+        after each step until then. RequestError without serve.enable_sleep_mode.
+        """
+        sleeper, scheduler = self._need_sleeper()
+        if level not in SLEEP_LEVELS or mode not in SLEEP_MODES:
+            raise RequestError(f"level={level}, mode={mode}: levels are 1 and 2, modes {', '.join(SLEEP_MODES)}")
+        if level == 2 and self._loras is not None:
+            raise RequestError("level=2 would drop what was read of LoRA adapters; sleep with level=1")
+        scheduler.is_paused = True
+        try:
+            for id in list(self._requests) if mode == "abort" else ():
+                self.abort(id)
+            self._is_halted = mode != "wait"
+            while self._pending or (mode == "wait" and scheduler.num_running):
+                self._ended += self.step()
+                on_step()
+            if not sleeper.is_sleeping:
+                scheduler.drop_kv()
+            sleeper.sleep(level)
+            self._is_halted = True
+        finally:
+            if not sleeper.is_sleeping:
+                scheduler.is_paused = self._is_halted = False
+
+    def wake_up(self, tags: List[str] | None = None) -> None:
+        """Take the memory again, or a part of it first: weights, kv_cache. CapacityError where there is too little."""
+        sleeper, scheduler = self._need_sleeper()
+        if unknown := next((tag for tag in tags or () if tag not in TAGS), None):
+            raise RequestError(f"tags={unknown}: there is: {', '.join(TAGS)}")
+        sleeper.wake_up(tags or TAGS)
+        if not sleeper.is_sleeping:
+            scheduler.is_paused = self._is_halted = False
+
+    def _need_sleeper(self) -> tuple[Sleeper, Scheduler]:
+        if self._sleeper is None:
+            raise RequestError("this engine cannot sleep; set serve.enable_sleep_mode=true")
+        assert isinstance(self.scheduler, Scheduler), "several ranks are refused"
+        return self._sleeper, self.scheduler
+
     def start_profile(self) -> None:
         """Start a trace of this thread. ConfigError without a folder for traces, RequestError where one runs."""
         self.profiler.start()
@@ -231,7 +284,7 @@ class Engine:
         here; the next step goes on.
         """
         self._emit()
-        while len(self._pending) <= self.runner.run_ahead:
+        while len(self._pending) <= self.runner.run_ahead and not self._is_halted:
             plan = self.scheduler.schedule()
             if on_plan is not None:
                 on_plan()

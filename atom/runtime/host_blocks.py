@@ -71,7 +71,7 @@ class HostBlocks:
             self._staging = torch.empty(num_staged, dtype=self._unit, device=model.device)
         if self._stream is not None:
             for rows in self._rows.values():
-                pin(rows)
+                pin(rows, "lower serve.swap_space")
                 weakref.finalize(self, unpin, rows.data_ptr()).atexit = False
 
     def copy(self, copies: BlockCopies) -> None:
@@ -194,13 +194,16 @@ def runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
             start = place
 
 
-def pin(tensor: Tensor) -> None:
-    """Pin memory that torch did not allocate: its own allocator takes the next power of two."""
+def pin(tensor: Tensor, instead: str) -> None:
+    """Pin memory that torch did not allocate: its own allocator takes the next power of two.
+
+    instead: what to do where that fails, with a CapacityError
+    """
     num_bytes = tensor.nbytes
     if error := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):  # type: ignore[no-untyped-call]
         raise CapacityError(
-            f"serve.swap_space: {num_bytes} bytes of host memory cannot be pinned (CUDA error {error}): lower it, or "
-            "raise the limit of locked memory (ulimit -l)"
+            f"{num_bytes} bytes of host memory cannot be pinned (CUDA error {error}): {instead}, or raise the limit of "
+            "locked memory (ulimit -l)"
         )
 
 

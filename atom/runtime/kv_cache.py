@@ -142,10 +142,14 @@ class BlockPool:
             self.is_overwritten |= self._save(block) and not to_load
             if self.files is not None:
                 self.writes.append((block, digest_of(self._prefix_of(block))))
-            self._prefixes.forget(self._prefix_of(block), self.name)
-            self.prefix[block] = None
+            self.drop(block)
         self.num_holders[block] = 1
         return block
+
+    def drop(self, block: int) -> None:
+        """Drop the prefix whose last tokens a block holds."""
+        self._prefixes.forget(self._prefix_of(block), self.name)
+        self.prefix[block] = None
 
     def share(self, block: int) -> int:
         if not self.num_holders[block]:
@@ -495,6 +499,14 @@ class KVCache:
             self._forget_loads(sequence)
             for pool in self.pools:  # another one may write to its blocks, that are to be saved
                 pool.is_overwritten |= bool(pool.saves)
+
+    def forget(self) -> None:
+        """Forget all prefixes; no sequence has blocks."""
+        for pool in self.pools:
+            while pool.cached:
+                block, _ = pool.cached.popitem(last=False)
+                pool.drop(block)
+                pool.blank.append(block)
 
     def _find_prefix(self, sequence: Sequence) -> list[Prefix]:
         """The longest prefix that all kinds have, less than all the sequence's tokens, block by block.

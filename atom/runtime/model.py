@@ -11,7 +11,8 @@ model.follow(computed, slots)                               # where programs tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_
 from atom.graph.graph import ADAPTERS
 from atom.graph.shares import token_shares
 from atom.kernels import Communicator, find_step_kernels
+from atom.kernels.stable_memory import StableMemory
 from atom.kernels.step import Inputs
 from atom.runtime.program import Bindings, Executable, Hidden, Kernels, rows_of, score
 from atom.runtime.request_state import RequestState, send, zeros
@@ -55,16 +57,19 @@ class Model:
         drafting: Drafting | None = None,
         kinds: Sequence[str] | None = None,
         defers_logits: bool = False,
+        kv_memory: StableMemory | None = None,
     ) -> None:
         """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step. drafting:
         of tokens that decodes verify; None: there are none, or the host gives them. kinds: of caches, those of all
-        stages of a pipeline; None: the graph's. defers_logits: the head runs later, as another stage computes them"""
+        stages of a pipeline; None: the graph's. defers_logits: the head runs later, as another stage computes them.
+        kv_memory: where the caches go; None: where torch has memory"""
         self.graph, self.block_size, self.limits = graph, block_size, limits
         self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
         self._step = find_step_kernels(self.device.type, backend)
         self._bindings = bindings
-        self.defers_logits = defers_logits
+        self.executables: dict[str, Executable] = {}
+        self.defers_logits, self._kv_memory = defers_logits, kv_memory
         self.kinds = list(kinds or dict.fromkeys(cache.kind for cache in graph.caches()))
         logits = logits_type(graph)
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
@@ -106,6 +111,14 @@ class Model:
         return 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
 
     @property
+    def body(self) -> Executable:
+        return self.executables[BODY]
+
+    @property
+    def head(self) -> Executable:
+        return self.executables[HEAD]
+
+    @property
     def caches(self) -> Mapping[KV, Tensor]:
         return self._bindings.caches
 
@@ -120,12 +133,31 @@ class Model:
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
         """Allocate another KV pool, empty, of so many blocks by cache kind."""
+        if self._kv_memory is not None:
+            self._kv_memory.clear()
         caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self.graph.caches()}
         self._bind(self._bindings._replace(caches=caches))
+
+    def unbind(self) -> None:
+        """Let go of the KV pool and of what holds weights; `bind` comes before the next step."""
+        self._bindings = self._bindings._replace(caches={})
+        self.executables = {}
 
     def use(self, kernels: Kernels) -> None:
         """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
         self._bind(self._bindings._replace(kernels=kernels))
+
+    @contextmanager
+    def thinned(self) -> Iterator[None]:
+        """Within this context, calls of programs that are alike are made once, to find out what steps launch."""
+        programs, whole = self.graph.programs, self.executables
+        self.executables = {
+            name: Executable(program, self._bindings, is_thinned=True) for name, program in programs.items()
+        }
+        try:
+            yield
+        finally:
+            self.executables = whole
 
     def clear_slots(self) -> None:
         """Reset slots and tables."""
@@ -136,7 +168,6 @@ class Model:
     def _bind(self, bindings: Bindings) -> None:
         self._bindings = bindings
         self.executables = {name: Executable(program, bindings) for name, program in self.graph.programs.items()}
-        self.body, self.head = self.executables[BODY], self.executables[HEAD]
 
     def send(self, array: bytearray | npt.NDArray[Any], dtype: torch.dtype = torch.int32) -> Tensor:
         """A copy on the device, which the host does not wait for."""
@@ -347,6 +378,8 @@ class Model:
             f"the KV cache of {cache.name} takes {nbytes} bytes, more than the {has} has: "
             f"lower serve.{knob}, or serve.num_kvcache_blocks where it is set"
         ):
+            if self._kv_memory is not None:
+                return self._kv_memory.zeros(shape, TORCH_DTYPES[cache.type.dtype])
             return zeros(shape, TORCH_DTYPES[cache.type.dtype], self.device)
 
 

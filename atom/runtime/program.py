@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from atom.graph import KV, LaidOut, PagedCache, Program, Recipe
+from atom.graph import KV, LaidOut, PackedWeight, PagedCache, Program, Recipe
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import Communicator, LoadContext, find_kernel
 from atom.pieces import PieceCode, find_pieces
 
+ALIGNMENT = 16  # bytes, by which Triton's kernels differ
 Kernels = Mapping[tuple[Op, str], Callable[..., Any]]  # by op and backend
 Hidden = tuple[Tensor, ...]  # [T, …] each: the results of a body by token, and, of some tokens, the inputs of its head
 
@@ -58,7 +59,9 @@ class _Step(NamedTuple):
 class Executable:
     """Runs a program's calls in order over a list of values: one for each input, constant and result."""
 
-    def __init__(self, program: Program, bindings: Bindings) -> None:
+    def __init__(self, program: Program, bindings: Bindings, *, is_thinned: bool = False) -> None:
+        """is_thinned: of calls that are alike, as those of equal layers, only the first is made: what a step launches
+        is known then, and its results are not those of the model"""
         self.inputs = {node.name: at for at, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
         indices: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
@@ -85,6 +88,21 @@ class Executable:
                 self._start.append(None)
             return tuple(indices[result] for result in results)
 
+        firsts: dict[Any, tuple[int, ...]] = {}  # indices of the results of the first of calls that are alike
+        origins: dict[int, Any] = {at: name for name, at in self.inputs.items()}  # of values, by their indices
+
+        def add(call: Callable[..., Any], args: tuple[int, ...], results: Sequence[Node], is_single: bool) -> None:
+            if is_thinned:
+                which = (call.func, repr(call.keywords)) if isinstance(call, functools.partial) else call
+                alike = which, tuple(origins[at] if at in origins else describe(self._start[at]) for at in args)
+                if alike in firsts:
+                    indices.update(zip(results, firsts[alike], strict=True))
+                    return
+            steps.append(_Step(call, args, made := result_indices(results), is_single))
+            if is_thinned:
+                firsts[alike] = made
+                origins.update((at, (which, place)) for place, at in enumerate(made))
+
         pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in bindings.code}
         inside = {call for piece in pieces.values() for call in piece.calls}
         steps: list[_Step] = []
@@ -92,15 +110,15 @@ class Executable:
             if node in pieces:
                 piece = pieces[node]
                 args = tuple(piece_index_of(arg) for arg in (*piece.inputs, *piece.weights))
-                steps.append(_Step(bindings.code[piece.text], args, result_indices(piece.results), False))
+                add(bindings.code[piece.text], args, piece.results, False)
             elif node not in inside:
                 assert isinstance(node.target, Op)
                 key = node.target, node.meta.get("kernel", "reference")
                 if key not in loaded:
                     loaded[key] = find_kernel(*key).load(context)
                 call = functools.partial(loaded[key], **node.kwargs) if node.kwargs else loaded[key]
-                args, results = tuple(index_of(arg) for arg in node.args), result_indices(results_of(node))
-                steps.append(_Step(call, args, results, not isinstance(node.meta["type"], tuple)))
+                is_single = not isinstance(node.meta["type"], tuple)
+                add(call, tuple(index_of(arg) for arg in node.args), results_of(node), is_single)
         self._results = tuple(indices[node] for node in program.results)
         self._steps = _with_deaths(steps, {*self.inputs.values(), *self._results})
 
@@ -119,6 +137,22 @@ class Executable:
             for at in dead:
                 values[at] = None
         return tuple(values[at] for at in self._results)
+
+
+def describe(value: Any) -> Any:
+    """What a launch depends on of an argument that is no result: of a tensor all but its numbers and its place."""
+    match value:
+        case Tensor():
+            return value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT
+        case PackedWeight():
+            return value.type, value.layout, describe(value.parts)
+        case LaidOut():
+            return value.type, describe(value.tensor)
+        case Mapping():
+            return tuple((name, describe(each)) for name, each in value.items())
+        case list() | tuple():
+            return tuple(map(describe, value))
+    return type(value), repr(value)
 
 
 def _with_deaths(steps: Sequence[_Step], kept: Collection[int]) -> list[_Step]:

@@ -96,6 +96,7 @@ class Scheduler:
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
         self._slots = list(range(self.max_num_seqs - 1, -1, -1))  # free ones
         self._refused: Sequence | None = None  # found no room, and no block has been freed since
+        self.is_paused = False  # none is admitted
 
     @property
     def has_work(self) -> bool:
@@ -213,7 +214,7 @@ class Scheduler:
             if num_tokens:
                 planned[sequence] = num_tokens
                 budget -= num_tokens
-        if not self._is_delayed():
+        if not self.is_paused and not self._is_delayed():
             self._admit(planned, budget)
         decode_rows: list[ScheduledRequest] = []
         other_rows: list[ScheduledRequest] = []
@@ -280,6 +281,13 @@ class Scheduler:
             row.sequence.num_planned = row.start
             if row.sequence.finish_reason is not None:
                 self._release(row.sequence)
+
+    def drop_kv(self) -> None:
+        """Preempt all running sequences, and forget all prefixes; no plan is pending."""
+        assert not self._in_flight, "all plans are committed"
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence)
+        self.cache.forget()
 
     def _is_delayed(self) -> bool:
         """Whether those that wait should wait for more, as by vLLM's scheduler_delay_factor."""

@@ -20,6 +20,10 @@ import numpy.typing as npt
 
 from atom.sampling_params import SamplingParams
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # what of an engine's memory can be woken up by itself, by vLLM's names
+TAGS = (WEIGHTS, KV_CACHE)
+SLEEP_LEVELS = (1, 2)
+SLEEP_MODES = ("abort", "wait", "keep")  # what becomes of running requests
 INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered body, by name
 
 

@@ -1,4 +1,4 @@
-"""Operators' routes: /health, /ready, /ping, /load, /metrics, /version, /server_info, models, profiler.
+"""Operators' routes: /health, /ready, /ping, /load, /metrics, /version, /server_info, models, sleep, profiler.
 
 curl -i localhost:8000/health
 """
@@ -9,9 +9,9 @@ import asyncio
 import platform
 import time
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
@@ -114,6 +114,27 @@ def routes(context: Context) -> APIRouter:
         """Counts of drafted tokens and of those that were accepted, of each engine; see docs/speculation.md."""
         stats = [draft_statistics(engine.client.stats.scheduler) for engine in context.engines]
         return json_response(stats[0] if len(stats) == 1 else {"engines": stats})
+
+    @router.post("/sleep")
+    async def sleep(level: Literal["1", "2"] = "1", mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
+        """Give up the memory of weights and KV until /wake_up; needs serve.enable_sleep_mode.
+
+        level 1 keeps the weights in host memory, 2 reads them again. Running requests are aborted, waited for, or kept,
+        to go on afterwards; new ones wait.
+        """
+        await context.engines.sleep(int(level), mode)
+        return json_response({"is_sleeping": True})
+
+    @router.post("/wake_up")
+    async def wake_up(tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:
+        """Take the memory again; with tags=weights or tags=kv_cache a part of it, the engine then still sleeps."""
+        await context.engines.wake_up(None if tags is None else list(map(str, tags)))
+        return json_response({"is_sleeping": context.engines.is_sleeping})
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        """Whether the engines, or some of them, sleep."""
+        return json_response({"is_sleeping": context.engines.is_sleeping})
 
     @router.post("/start_profile")
     async def start_profile() -> Response:

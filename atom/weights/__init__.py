@@ -51,7 +51,7 @@ from atom.graph.formats import block_of, parse_format
 from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipes import LoraStack, Measured, held_bytes, leaves, packed_while_loading, shuffled_alone
 from atom.kernels import shuffle
-from atom.weights.evaluate import Loaded, split_recipe
+from atom.weights.evaluate import Loaded, Place, split_recipe
 from atom.weights.localize import localize
 from atom.weights.packed_store import PackedStore
 from atom.weights.quantize import quantize
@@ -169,11 +169,13 @@ def load(
     device: str = "cpu",
     cache: Cache | None = None,
     coordinates: Mapping[str, int] | None = None,
+    place: Place | None = None,
 ) -> dict[Recipe, Loaded]:
     """Load every recipe's tensor to the device. CapacityError where they do not fit.
 
     cache: keeps what is packed while it loads, for the next time
     coordinates: of the rank whose parts are loaded; None: there is one rank
+    place: takes each weight to where it is to be; None: it stays where it was made
     """
     own = {recipe: recipe if coordinates is None else localize(recipe, coordinates) for recipe in recipes}
     ordered = sorted({*own.values()}, key=lambda recipe: -recipe.type.num_bytes)  # so the readers end together
@@ -182,15 +184,16 @@ def load(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
-        is_cpu, place = device == "cpu", torch.device(device)
         with returned_memory(), nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache) as store:
             if store is not None:
                 checkpoint = store.checkpoint
             source = (
-                MappedSource(checkpoint, task.advance) if is_cpu else StreamedSource(checkpoint, place, task.advance)
+                MappedSource(checkpoint, task.advance)
+                if device == "cpu"
+                else StreamedSource(checkpoint, torch.device(device), task.advance)
             )
             source.packed = store
-            made = make_all(ordered, source, device)
+            made = make_all(ordered, source, device, place)
     return {recipe: made[local] for recipe, local in own.items()}
 
 
@@ -211,21 +214,38 @@ def returned_memory() -> Iterator[None]:
 
 
 def load_dummy(
-    recipes: Iterable[Recipe], seed: int, device: str = "cpu", coordinates: Mapping[str, int] | None = None
+    recipes: Iterable[Recipe],
+    seed: int,
+    device: str = "cpu",
+    coordinates: Mapping[str, int] | None = None,
+    place: Place | None = None,
 ) -> dict[Recipe, Loaded]:
-    """Make random weights, normal(0, 0.02), on the device, in place of stored ones; all ranks have the same."""
+    """Make random weights, normal(0, 0.02), on the device, in place of stored ones; all ranks have the same.
+
+    place: as in `load`
+    """
     own = {
         recipe: localize(recipe, coordinates) if coordinates and isinstance(recipe, Offset) else recipe
         for recipe in recipes
     }
-    made = make_all([*own.values()], RandomSource(seed, device), device)
+    made = make_all([*own.values()], RandomSource(seed, device), device, place)
     return {recipe: made[local] for recipe, local in own.items()}
 
 
-def make_all(recipes: Sequence[Recipe], source: WeightSource, device: str) -> dict[Recipe, Loaded]:
-    """Make the tensors of recipes from a source. CapacityError where they do not fit."""
+def make_all(
+    recipes: Sequence[Recipe], source: WeightSource, device: str, place: Place | None = None
+) -> dict[Recipe, Loaded]:
+    """Make the tensors of recipes from a source. CapacityError where they do not fit. place: as in `load`"""
+
+    def make(recipe: Recipe) -> Loaded:
+        made = _make(recipe, source, device)
+        if place is None:
+            return made
+        source.flush()  # it has arrived
+        return place(recipe, made)
+
     with _within_memory(recipes, device):
-        return dict(zip(recipes, source.map(lambda recipe: _make(recipe, source, device), recipes), strict=True))
+        return dict(zip(recipes, source.map(make, recipes), strict=True))
 
 
 @contextmanager
@@ -263,8 +283,10 @@ def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
 def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
     """Make a packed weight: of its stored parts, or of the plain tensor, which is in memory meanwhile."""
     if isinstance(recipe, Cat | Regroup | Slice) and any(packed_while_loading(recipe)) and not source.is_random:
-        joined = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
-        return _joined(recipe, [_packed(part, source, device) for part in joined])
+        parts_of_it = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
+        joined = [_packed(part, source, device) for part in parts_of_it]
+        source.flush()
+        return _joined(recipe, joined)
     parts: Mapping[str, Recipe] | None = source.packed.find(recipe) if source.packed else None
     if source.is_random or (isinstance(recipe, Quantize) and parts is None):
         plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
@@ -334,7 +356,9 @@ def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
 def _rounded(recipe: Recipe, source: WeightSource, device: str) -> Tensor | None:
     """A plain tensor, or a range of one, that is packed and unpacked again; None where a recipe is none."""
     if isinstance(recipe, Dequantize) and any(packed_while_loading(recipe.part)):
-        return _packed(recipe.part, source, device).unpack()
+        packed = _packed(recipe.part, source, device)
+        source.flush()
+        return packed.unpack()
     if isinstance(recipe, Slice) and (whole := _rounded(recipe.part, source, device)) is not None:
         return whole[(slice(None),) * recipe.dim + (slice(recipe.start, recipe.stop, recipe.step),)]
     return None

@@ -39,6 +39,7 @@ from atom.weights.repack import repack
 
 # a list: one per expert, each in a kernel's own layout
 Loaded = Tensor | PackedWeight | LaidOut | list[Tensor | LaidOut | PackedWeight]
+Place = Callable[[Recipe, Loaded], Loaded]  # takes a weight to another place
 
 
 AT_ONCE = 1 << 20  # elements

@@ -181,6 +181,12 @@ class StubEngine:
             self.callbacks[sequence.request_id](told)
             self.running.pop(sequence.id, None)
 
+    def sleep(self, level: int, mode: str, on_step: object) -> None:
+        raise RequestError("a stub cannot sleep")
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        raise RequestError("a stub cannot sleep")
+
     def start_profile(self) -> None:
         if not self.options.profiles or self.is_profiling:
             raise RequestError("a stub has no profiler")

@@ -18,6 +18,7 @@ OPERATIONS = [
     "GET /debug/mtp_stats",
     "GET /docs",
     "GET /health",
+    "GET /is_sleeping",
     "GET /load",
     "GET /metrics",
     "GET /ping",
@@ -28,6 +29,7 @@ OPERATIONS = [
     "GET /version",
     "POST /detokenize",
     "POST /ping",
+    "POST /sleep",
     "POST /start_profile",
     "POST /stop_profile",
     "POST /tokenize",
@@ -37,8 +39,9 @@ OPERATIONS = [
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses",
+    "POST /wake_up",
 ]
-BODILESS = {"POST /ping", "POST /start_profile", "POST /stop_profile"}
+BODILESS = {"POST /ping", "POST /sleep", "POST /start_profile", "POST /stop_profile", "POST /wake_up"}
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
     deadline=None,

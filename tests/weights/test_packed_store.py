@@ -17,6 +17,8 @@ from atom import weights
 from atom.cache import Cache
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
 from atom.graph import Cat, Dequantize, LaidOut, PackedWeight, Quantize, Recipe, Regroup, Shuffle, Stack, Type, W
+from atom.weights import stream
+from atom.weights.packed_store import PackedStore
 from atom.weights.stream import StreamedSource
 
 UP, GATE = (Quantize(W(name, Type("bf16", (40, 64))), "fp8[32, 32]") for name in ("up", "gate"))
@@ -174,3 +176,20 @@ def test_a_stream_packs_what_it_has_brought(tmp_path: Path):
         if isinstance(one, PackedWeight):
             assert isinstance(other, PackedWeight)
             assert are_same([*one.parts.values()], [*other.parts.values()])
+
+
+def test_a_stream_joins_and_unpacks_what_is_kept_once_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipes = [*RECIPES[-1:], Dequantize(UP)]
+    cache, checkpoint = Cache(tmp_path / "cache"), save(tmp_path / "model", 1)
+    first = weights.load(recipes, checkpoint, SILENT, cache=cache)
+    wait_for_entry(cache)
+    read = stream.read_exactly
+    monkeypatch.setattr(stream, "read_exactly", lambda *args: (time.sleep(0.05), read(*args)))
+    with PackedStore(recipes, checkpoint, cache) as store:
+        source = StreamedSource(store.checkpoint, torch.device("cpu"), lambda _: None)
+        source.packed = store
+        second = weights.make_all(recipes, source, "cpu")
+    joined, others = first[recipes[0]], second[recipes[0]]
+    assert isinstance(joined, PackedWeight) and isinstance(others, PackedWeight)
+    assert are_same([*joined.parts.values()], [*others.parts.values()])
+    assert torch.equal(first[recipes[1]], second[recipes[1]])

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
+from atom.runtime.types import TAGS
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.protocol import (
     Abort,
@@ -42,9 +43,11 @@ from atom.serve.engine.protocol import (
     Profile,
     Ready,
     Refused,
+    Sleep,
     Start,
     Submit,
     UnloadAdapter,
+    WakeUp,
     encode,
     from_engine,
 )
@@ -82,6 +85,7 @@ class EngineClient(asyncio.Protocol):
         self.num_sequences = 0  # of requests that run or wait
         self.error: Failed | None = None  # why the engine died, if it could report it
         self.reason = ""  # why it is dead, for clients
+        self._asleep: set[str] = set()  # what of its memory it has given up, of TAGS
         self.has_left = False  # its process ended, or is about to, unexpectedly
         self.ready = asyncio.Event()
         self.dead = asyncio.Event()
@@ -107,6 +111,10 @@ class EngineClient(asyncio.Protocol):
         """Connect to the engine process and send the configuration. replica: the engine's number."""
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
         self._send(Start(self._config, replica))
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
 
     @property
     def num_waiting(self) -> int:
@@ -187,6 +195,16 @@ class EngineClient(asyncio.Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Drop a LoRA adapter; requests that have it go on. RequestError where that fails."""
         await self._ask(lambda id: UnloadAdapter(id, name))
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Have the engine give up its memory; requests wait there meanwhile. RequestError where it cannot."""
+        await self._ask(lambda id: Sleep(id, level, mode))
+        self._asleep = set(TAGS)
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Have it take its memory again, or a part of it. RequestError where there is too little."""
+        await self._ask(lambda id: WakeUp(id, tags))
+        self._asleep -= set(tags or TAGS)
 
     async def _ask(self, make: Callable[[str], Message]) -> str:
         """Send a message of an id, and wait for its answer."""

@@ -74,6 +74,21 @@ class UnloadAdapter(Message):
     name: str
 
 
+class Sleep(Message):
+    """Give up the memory of weights and KV; answered by a `Done` of the same id."""
+
+    id: str
+    level: int
+    mode: str  # abort | wait | keep
+
+
+class WakeUp(Message):
+    """Take the memory again; answered likewise."""
+
+    id: str
+    tags: list[str] | None  # weights, kv_cache; None: both
+
+
 class Finish(msgspec.Struct, array_like=True, gc=False):
     """The end of one sequence."""
 
@@ -124,7 +139,7 @@ class Refused(Message):
 
 
 class Done(Message):
-    """The profiler has started or stopped, an adapter is loaded or dropped."""
+    """The profiler has started or stopped, an adapter is loaded or dropped, the engine sleeps or is awake."""
 
     id: str
     result: str
@@ -146,7 +161,7 @@ class Failed(Message):
     exit_code: int
 
 
-ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter
+ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp
 FromEngine = Ready | Outputs | Refused | Done | Beat | Failed
 
 T = TypeVar("T")

@@ -258,6 +258,18 @@ class Replicas:
                 raise fault
         return traces
 
+    async def sleep(self, level: int, mode: str) -> None:
+        """Have all engines give up their memory. RequestError where one cannot."""
+        await asyncio.gather(*(each.sleep(level, mode) for each in self._find_serving()))
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Have all engines take it again, or a part of it. RequestError where there is too little."""
+        await asyncio.gather(*(each.wake_up(tags) for each in self._find_serving()))
+
+    @property
+    def is_sleeping(self) -> bool:
+        return any(each.client.is_sleeping for each in self)
+
     def drain(self) -> None:
         """Accept no more requests."""
         for each in self:

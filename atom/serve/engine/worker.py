@@ -33,6 +33,7 @@ from atom.checkpoint import Progress, RichProgress, WatchedProgress
 from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
 from atom.gc_utils import no_collection, settle
+from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.runtime.metrics import EngineStats
 from atom.runtime.speculation import DraftLog
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
@@ -49,10 +50,12 @@ from atom.serve.engine.protocol import (
     Profile,
     Ready,
     Refused,
+    Sleep,
     Start,
     Submit,
     ToEngine,
     UnloadAdapter,
+    WakeUp,
 )
 
 if TYPE_CHECKING:
@@ -186,6 +189,10 @@ class Worker:
                 return self._prepare_adapter(message)
             case UnloadAdapter(id, name):
                 return lambda: self._answer(id, lambda: self.engine.loras.unload(name))
+            case Sleep(id, level, mode):
+                return lambda: self._answer(id, lambda: self.engine.sleep(level, mode, self._send_outputs))
+            case WakeUp(id, tags):
+                return lambda: self._answer(id, lambda: self.engine.wake_up(tags))
         raise AssertionError(f"{message!r} is the first message and no other")
 
     def _prepare_request(self, message: Submit) -> Work:
@@ -236,7 +243,7 @@ class Worker:
         except (AtomError, OSError) as error:
             self._link.send(Done(id, "", str(error)))
         except Exception:
-            LOG.exception("an adapter cannot be loaded")
+            LOG.exception("what an operator asked for has failed")
             self._link.send(Done(id, "", "internal error, the engine's log has it"))
         else:
             self._link.send(Done(id, ""))
@@ -304,7 +311,8 @@ def open_real(start: Start, progress: Progress) -> Engine:
 
         if config.parallel.replicas > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.parallel.replicas, 1))
-        return open_engine(config, progress, replica=start.replica)
+        clock = PhaseClock({"imports": seconds_since_exec()})
+        return open_engine(config, progress, replica=start.replica, clock=clock)
 
 
 def describe_gpus() -> str:

@@ -1,0 +1,96 @@
+"""Load a configuration in a process of its own, while this one imports torch.
+
+    code = run_apart(["job=generate", "prompts=Hello"])      # None: no such job, or its configuration cannot be loaded
+
+To compose a configuration takes Hydra half a second, and torch's import takes longer; one interpreter does one thing
+at a time. The other process is a fork of this one, made before there are threads. Whatever goes wrong there is left to
+the ordinary way, which says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from atom.config import Config
+from atom.devices import open_early
+from atom.jobs import module_of
+
+KINDS = ("generate", "chat")
+
+
+class Loaded(msgspec.Struct):
+    config: Config
+    said: str  # on stderr meanwhile
+
+
+def run_apart(argv: Sequence[str]) -> int | None:
+    """Run a job of KINDS that has no flags; its exit code."""
+    kind = find_kind(argv)
+    if kind is None or not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
+        return None
+    await_config = load_apart(argv)
+    job = module_of(kind)
+    loaded = await_config()
+    if loaded is None or loaded.config.job.kind != kind:
+        return None
+    print(loaded.said, end="", file=sys.stderr)
+    code: int = job.run(loaded.config)
+    return code
+
+
+def find_kind(argv: Sequence[str]) -> str | None:
+    """The job of a command line, where it is one of KINDS without flags."""
+    if any(text.startswith("-") or "=" not in text for text in argv):
+        return None
+    named = [text.removeprefix("job=") for text in argv if text.startswith("job=")]
+    implied = ["generate"] if not named and any(text.startswith("prompts=") for text in argv) else []
+    return next((kind for kind in (*named, *implied) if kind in KINDS), None)
+
+
+def load_apart(argv: Sequence[str]) -> Callable[[], Loaded | None]:
+    """Start loading the configuration of a command line; what waits for it. None: it cannot be loaded, or not so."""
+    theirs, ours = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(theirs)
+        send_config(argv, ours)
+    os.close(ours)
+    found: list[Loaded] = []
+
+    def receive() -> None:
+        with open(theirs, "rb") as pipe:
+            data = pipe.read()
+        os.waitpid(pid, 0)
+        if data:
+            found.append(msgspec.msgpack.decode(data, type=Loaded))
+            if found[0].config.device == "cuda":
+                open_early()
+
+    thread = threading.Thread(target=receive, name="configuration")
+    thread.start()
+
+    def wait() -> Loaded | None:
+        thread.join()
+        return found[0] if found else None
+
+    return wait
+
+
+def send_config(argv: Sequence[str], pipe: int) -> None:
+    """Load the configuration and write it to a pipe, or nothing; this ends the process."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said, open(pipe, "wb") as file:
+            args, start = module_of("flags").parse_flags(list(argv)), module_of("start")
+            config = start.load_job(start.choose_job(args.overrides))
+            if config.parallel.rank == 0 and not config.job.save_recipe:
+                file.write(msgspec.msgpack.encode(Loaded(config, said.getvalue())))
+    except BaseException:
+        os._exit(1)
+    os._exit(0)

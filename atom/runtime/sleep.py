@@ -1,0 +1,181 @@
+"""Sleep mode: give up the memory of weights and KV, and take it again.
+
+    sleeper = GPUSleeper(runner, load, weights, memory, kv)      # weights and caches are in these memories
+    sleeper.sleep(1)                    # weights go to host memory; 2: they are dropped, and read again
+    sleeper.wake_up()
+
+KV is dropped. On a GPU all addresses stay what they are, so that CUDA graphs do. On a CPU weights are in host memory
+already, and level 1 drops KV alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+
+import torch
+from torch import Tensor
+
+from atom.errors import naming_a_lack_of_memory
+from atom.graph import LaidOut, PackedWeight, Recipe
+from atom.graph.recipes import Measured
+from atom.kernels.stable_memory import StableMemory
+from atom.runtime.host_blocks import pin, unpin
+from atom.runtime.runner import Runner
+from atom.runtime.types import KV_CACHE, TAGS, WEIGHTS
+from atom.weights.evaluate import Loaded, Place
+
+Load = Callable[[Place | None], dict[Recipe, Loaded]]  # of all weights
+
+
+class Sleeper(ABC):
+    """Puts one model to sleep, between two steps, while no sequence has blocks."""
+
+    def __init__(self, runner: Runner, load: Load) -> None:
+        """load: reads the weights again"""
+        self._runner, self._load = runner, load
+        self._asleep: set[str] = set()  # of TAGS
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def sleep(self, level: int) -> None:
+        """Give up weights and KV; what sleeps already does so on."""
+        if WEIGHTS not in self._asleep:
+            self._drop_weights(level)
+        if KV_CACHE not in self._asleep:
+            self._drop_kv()
+        self._asleep = set(TAGS)
+
+    def wake_up(self, tags: Sequence[str] = TAGS) -> None:
+        """Take memory again, of the weights or of KV or of both. CapacityError where there is too little."""
+        with naming_a_lack_of_memory(
+            "there is less memory than when this engine fell asleep: end what uses it, and wake it up again"
+        ):
+            for tag, wake in ((WEIGHTS, self._take_weights), (KV_CACHE, self._take_kv)):
+                if tag in tags and tag in self._asleep:
+                    wake()
+                    self._asleep.discard(tag)
+
+    @abstractmethod
+    def _drop_weights(self, level: int) -> None: ...
+
+    @abstractmethod
+    def _drop_kv(self) -> None: ...
+
+    @abstractmethod
+    def _take_weights(self) -> None: ...
+
+    @abstractmethod
+    def _take_kv(self) -> None: ...
+
+
+class CPUSleeper(Sleeper):
+    def __init__(
+        self, runner: Runner, load: Load, weights: MutableMapping[Recipe, Loaded], num_blocks: Mapping[str, int]
+    ) -> None:
+        """weights: those that the runner's model finds when it is bound. num_blocks: of KV"""
+        super().__init__(runner, load)
+        self._weights, self._num_blocks = weights, num_blocks
+
+    def wake_up(self, tags: Sequence[str] = TAGS) -> None:
+        was_sleeping = self.is_sleeping
+        super().wake_up(tags)
+        if was_sleeping and not self.is_sleeping:
+            self._runner.bind(self._num_blocks)
+
+    def _drop_weights(self, level: int) -> None:
+        self._runner.model.unbind()
+        if level == 2:
+            for recipe in [each for each in self._weights if not isinstance(each, Measured)]:
+                del self._weights[recipe]
+
+    def _drop_kv(self) -> None:
+        self._runner.model.unbind()
+
+    def _take_weights(self) -> None:
+        if not all(isinstance(each, Measured) for each in self._weights):
+            return
+        self._weights.update({**self._load(None), **self._weights})  # no file has what was measured
+
+    def _take_kv(self) -> None:
+        pass  # with the weights, in `bind`
+
+
+class GPUSleeper(Sleeper):
+    def __init__(
+        self, runner: Runner, load: Load, weights: Mapping[Recipe, Loaded], memory: StableMemory, kv: StableMemory
+    ) -> None:
+        """memory: where all weights are. kv: where the caches are"""
+        super().__init__(runner, load)
+        self._weights, self._memory, self._kv = weights, memory, kv
+        self._on_host: Tensor | None = None  # all weights
+        self._measured: dict[Recipe, Loaded] = {}  # what no file has, on the host
+
+    def _drop_weights(self, level: int) -> None:
+        if level == 1:
+            self._on_host = torch.empty(self._memory.num_bytes, dtype=torch.uint8)
+            pin(self._on_host, "sleep with level=2")
+            self._on_host.copy_(self._memory.content())
+        self._measured = {
+            recipe: each.cpu()
+            for recipe, each in self._weights.items()
+            if isinstance(recipe, Measured) and isinstance(each, Tensor)
+        }
+        self._memory.release()
+
+    def _drop_kv(self) -> None:
+        self._kv.release()
+        torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _take_weights(self) -> None:
+        self._memory.take()
+        if self._on_host is not None:
+            self._memory.content().copy_(self._on_host, non_blocking=True)
+            unpin(self._on_host.data_ptr())
+            self._on_host = None
+            return
+        try:
+            self._load(lambda recipe, made: copy_weight(made, self._weights[recipe]))
+            for recipe, value in self._measured.items():
+                copy_weight(value, self._weights[recipe])
+        except BaseException:
+            self._memory.release()
+            raise
+
+    def _take_kv(self) -> None:
+        self._kv.take()
+        self._kv.content().zero_()
+
+
+@torch.inference_mode()
+def place_in(memory: StableMemory, _: Recipe | None, made: Loaded) -> Loaded:
+    """A weight in this memory."""
+
+    def move(tensor: Tensor) -> Tensor:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return memory.tensor((extent,), tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+    if isinstance(made, list):
+        return [place_in(memory, None, each) for each in made]  # type: ignore[misc]
+    if isinstance(made, PackedWeight):
+        return PackedWeight(made.type, {name: move(part) for name, part in made.parts.items()}, made.layout)
+    return LaidOut(made.type, move(made.tensor)) if isinstance(made, LaidOut) else move(made)
+
+
+@torch.inference_mode()
+def copy_weight(source: Loaded, target: Loaded) -> Loaded:
+    """Copy a weight's tensors into those of an equal one, which is returned."""
+    for one, other in zip(tensors_of(source), tensors_of(target), strict=True):
+        other.copy_(one)
+    return target
+
+
+def tensors_of(weight: Loaded) -> list[Tensor]:
+    if isinstance(weight, list):
+        return [tensor for each in weight for tensor in tensors_of(each)]
+    if isinstance(weight, PackedWeight):
+        return list(weight.parts.values())
+    return [weight.tensor] if isinstance(weight, LaidOut) else [weight]

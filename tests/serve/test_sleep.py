@@ -1,0 +1,91 @@
+"""Sleep mode over HTTP: an operator puts the engine to sleep and wakes it up, and requests wait meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+import tiny
+import wire
+
+KEY = {"Authorization": "Bearer secret"}
+BODY = {"prompt": tiny.prompt(11), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two"])
+def server(request: Any, checkpoints: Callable[[str], Path], tmp_path_factory: Any) -> Iterator[str]:
+    started = serving.start(
+        checkpoints("llama"), tmp_path_factory.mktemp("server"), "serve.enable_sleep_mode=true", "serve.http.api_keys=secret",
+        f"parallel.replicas={request.param}",
+    )  # fmt: skip
+    yield started.url
+    started.process.kill()
+    started.process.wait()
+
+
+def ask(server: str, method: str, path: str, body: Any = None) -> wire.Answer:
+    return wire.ask(server, method, path, body, KEY)
+
+
+def complete(server: str, answers: list[Any]) -> None:
+    answers.append(ask(server, "POST", "/v1/completions", BODY).json["choices"][0]["token_ids"])
+
+
+def is_sleeping(server: str) -> bool:
+    answer = ask(server, "GET", "/is_sleeping")
+    assert answer.status == 200
+    return bool(answer.json["is_sleeping"])
+
+
+@pytest.mark.parametrize("query", ["", "?level=2", "?level=1&mode=keep"])
+def test_requests_wait_until_it_is_woken_up(query: str, server: str):
+    answers: list[Any] = []
+    complete(server, answers)
+    assert not is_sleeping(server)
+    assert ask(server, "POST", f"/sleep{query}").status == 200
+    assert is_sleeping(server) and ask(server, "GET", "/health").status == 200
+    late = threading.Thread(target=complete, args=(server, answers))
+    late.start()
+    late.join(0.5)
+    assert late.is_alive() and len(answers) == 1
+    assert ask(server, "POST", "/wake_up?tags=weights").json == {"is_sleeping": True}
+    assert ask(server, "POST", "/wake_up?tags=kv_cache").json == {"is_sleeping": False}
+    late.join(20)
+    assert answers[1:] == answers[:1] and not is_sleeping(server)
+
+
+def test_a_stream_that_runs_ends_with_abort(server: str):
+    body = {**BODY, "max_tokens": 200, "ignore_eos": True}
+    with closing(wire.Stream(server, body, **KEY)) as stream:
+        (first,) = stream.read_events(1)
+        assert ask(server, "POST", "/sleep").status == 200
+        last = [each for each in stream.read_events() if isinstance(each, dict) and each["choices"]][-1]
+    assert first["choices"][0]["finish_reason"] is None
+    assert last["choices"][0]["finish_reason"] == "abort"
+    assert ask(server, "POST", "/wake_up").status == 200
+
+
+def test_only_an_operator_may_and_only_what_there_is(server: str):
+    for path in ("/sleep", "/wake_up"):
+        assert wire.ask(server, "POST", path).status == 401
+    for path in ("/sleep?level=3", "/sleep?mode=later", "/wake_up?tags=graphs"):
+        assert ask(server, "POST", path).status == 400
+    assert not is_sleeping(server)
+
+
+def test_without_the_setting_it_is_refused(checkpoints: Callable[[str], Path], tmp_path: Path):
+    started = serving.start(checkpoints("llama"), tmp_path)
+    try:
+        for path in ("/sleep", "/wake_up"):
+            answer = wire.ask(started.url, "POST", path)
+            assert answer.status == 400
+            assert "set serve.enable_sleep_mode=true" in answer.json["error"]["message"]
+        assert wire.ask(started.url, "GET", "/is_sleeping").json == {"is_sleeping": False}
+    finally:
+        started.process.kill()
+        started.process.wait()

@@ -62,6 +62,7 @@ class Row(NamedTuple):
     sampling: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # overrides of the engine
     than: str = ""  # the row whose figure, in the same run, times `target` is to be reached
+    by_share: bool = False  # of the limits, not of the figures
     num_gpus: int = 1
 
     def overrides(self, folder: Path) -> list[str]:
@@ -85,6 +86,7 @@ DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")
 EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "serve.acceptance_length=2.5")
 TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
 TP2 = ("parallel=tp2",)
+AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
 OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
 
 
@@ -108,6 +110,13 @@ def multiples(title: str, of: str, factors: dict[int, float], setup: tuple[str, 
         row = ROWS[than := f"{of}-{count}"]
         what = f"{row.title}, {title}: {factor:g} × without"
         yield row._replace(title=what, before=None, target=factor, setup=(*row.setup, *setup), than=than)
+
+
+def shares(title: str, model: str, of: str, setup: tuple[str, ...]) -> Iterator[Row]:
+    """Rows of 1 and 32 requests that are to reach the share of the limit that others of as many requests have."""
+    for row in decodes(title, model, [(None, 1)] * 3, setup):
+        if row.num_prompts <= 32:
+            yield row._replace(than=f"{of}-{row.num_prompts}", by_share=True)
 
 
 def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
@@ -137,6 +146,7 @@ ROWS = {
         "30b-a3b-fp8",
         decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", [(236, 650), (2316, 3600), (None, 8500)], BLOCKS),
     ),
+    **named("30b-a3b", decodes("Qwen3-30B-A3B", "qwen3_30b_a3b", [(241, 500), (1834, 2050), (4534, 5200)])),
     **named(
         "32b-tp2", decodes("Qwen3-32B, 2 GPUs", "qwen3_32b", [(90, 112), (1641, 1950), (2823, 3100)], TP2, num_gpus=2)
     ),
@@ -147,6 +157,8 @@ ROWS |= {
     **named("8b-eagle3", multiples("EAGLE-3 of 2.5 a step", "8b", SPEED_UPS, EAGLE3)),
     **named("8b-eagle3-table", multiples("the same, drafts by measured times", "8b", SPEED_UPS, TABLE)),
     **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
+    **named("glm-air-fp8", shares("GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR)),
+    **named("v3-fp8", shares("DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3)),
     **named("v2-lite-mtp", multiples("MTP of 1.8 a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),
 }
 GRAPHS, START, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start", "start-packed", "load", "qwen3_8b"
@@ -257,7 +269,7 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
     figures = {name: figure for name, figure in figures.items() if name in names}
     for name, figure in figures.items():
         if name in ROWS and (than := ROWS[name].than):
-            figure.target = ROWS[name].target * figures[than].median if figures[than].values else math.nan
+            figure.target = ROWS[name].target * compared_with(figure, figures[than], by_share=ROWS[name].by_share)
     if START in names:
         starts = {
             f"{START}-{kind}": Figure(f"Qwen3-8B, process start to first token, {kind}", "s", *figure)
@@ -275,6 +287,13 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
             figures[LOAD] = alone(measure_load, runs)
             print_figure(LOAD, figures[LOAD])
     return figures
+
+
+def compared_with(figure: Figure, other: Figure, *, by_share: bool) -> float:
+    """What another row has of its figure, or of this one's limit as much as that one has of its own; NaN: unknown."""
+    if not other.values or not by_share:
+        return other.median if other.values else math.nan
+    return other.median / other.limit * figure.limit if other.limit and figure.limit else math.nan
 
 
 @contextmanager

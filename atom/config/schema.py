@@ -241,6 +241,7 @@ class PassesConfig:
     fuse_lora: bool = True  # adapters and the linear beside them
     fuse_linear_gate: bool = True  # a linear and the activation behind it
     fuse_norm_linear: bool = True  # a norm and the linear that reads it
+    fuse_norm_router: bool = True  # a norm and the router that reads it
     fuse_norm_rope_attention: bool = True  # norms, rope and the write to the cache
     fuse_gate_quant: bool = True  # gates, and the quantizing of their rows for the linear behind
 

@@ -202,7 +202,7 @@ def expert_products(node: Node, weight: Recipe) -> list[Product]:
     """The products of the call `experts` with one of its weights: with those chosen, and with those of all tokens."""
     experts, *rest = (int(size) for size in weight.type.shape)
     router, top_k = call_of(node.args[2]), int(node.args[2].meta["type"].shape[1])
-    shared = router.kwargs.get("shared", 0) if router.target is ops.router else 0
+    shared = router.kwargs.get("shared", 0)
     sizes = ((experts - shared, (top_k - shared) / (experts - shared)), (shared, 1.0))
     return [
         Product((num, *rest), held_bytes(weight) * num // experts, weight.type.num_elements * num // experts, share)

@@ -46,17 +46,19 @@ def fuse_shared_experts(graph: Graph, context: PassContext) -> Graph:
 
 def _shared_weights(experts: Node, total: Node) -> tuple[Recipe, Recipe] | None:
     """Gates and ups [2 S, H], and downs [H, S], of what is added to the sum of experts."""
-    h, *_, down = experts.args[:5]
+    h, _, _, gate_up, down, *biases = experts.args
+    if any(bias is not None for bias in biases) or gate_up.type.fmt is not None or down.type.fmt is not None:
+        return None
     shared = next((each for each in total.args if each is not experts), None)
     if shared is None or not _is_plain(shared):
         return None
     gated = shared.args[0]
     if gated.target is not ops.gated_activate or gated.kwargs != experts.kwargs or len(gated.users) > 1:
         return None
-    gate_up = gated.args[0]
-    if not _is_plain(gate_up) or gate_up.args[0] is not h:
+    both = gated.args[0]
+    if not _is_plain(both) or both.args[0] is not h:
         return None
-    recipes = gate_up.args[1], shared.args[1]
+    recipes = both.args[1], shared.args[1]
     is_whole = int(recipes[1].type.shape[1]) % int(down.type.shape[2]) == 0
     return recipes if is_whole and all(each.type.dtype == down.type.dtype for each in recipes) else None
 

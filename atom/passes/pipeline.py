@@ -29,6 +29,7 @@ from atom.passes.fuse_lora import fuse_lora
 from atom.passes.fuse_norm_linear import fuse_norm_linear
 from atom.passes.fuse_norm_residual import fuse_norm_residual
 from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
+from atom.passes.fuse_norm_router import fuse_norm_router
 from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.fuse_shared_experts import fuse_shared_experts
 from atom.passes.lower_attention import lower_attention
@@ -57,6 +58,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_lora, 1, ops.LOWERED),
     (fuse_linear_gate, 1, ops.LOWERED),
     (fuse_norm_linear, 1, ops.LOWERED),
+    (fuse_norm_router, 1, ops.LOWERED),
     (fuse_norm_rope_attention, 1, ops.LOWERED),
     (select_kernels, 0, ops.LOWERED),
     (fuse_gate_quant, 1, ops.LOWERED),

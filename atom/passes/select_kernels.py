@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.graph import Graph, Recipe, Shuffle, ops
+from atom.graph import Graph, Recipe, Shuffle, Type, ops
 from atom.graph.graph import node_leaves, type_of
 from atom.kernels import Kernel, candidates
 from atom.passes.context import PassContext
@@ -26,7 +26,7 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
         for node in program.nodes:
             node.meta["notes"] = [*node.meta.get("refused", [])]  # why its weight or its activations are plain
             for kernel in candidates(node.target, context.backends):
-                if kernel.is_for_packed and type_of(node.args[kernel.op.weight]).fmt is None:
+                if kernel.is_for_packed and all(type.fmt is None for type in _weight_types(node)):
                     continue
                 reason = _refusal(kernel, context, node, readers)
                 if reason is None:
@@ -70,12 +70,17 @@ def _answer(kernel: Kernel, context: PassContext, node: Node) -> str | None:
 def _choose(kernel: Kernel, node: Node) -> None:
     node.meta["kernel"] = kernel.backend
     if (layout := _layout(kernel, node)) is not None:
-        node.update_arg(kernel.op.weight, Shuffle(node.args[kernel.op.weight], layout))
+        for place in kernel.op.weights:
+            node.update_arg(place, Shuffle(node.args[place], layout))
 
 
 def _layout(kernel: Kernel, node: Node) -> str | None:
-    """The layout that a kernel wants of a call's weight."""
-    return kernel.layout_of(type_of(node.args[kernel.op.weight])) if kernel.has_layouts else None
+    """The layout that a kernel wants of a call's weights."""
+    return kernel.layout_of(next(_weight_types(node))) if kernel.has_layouts else None
+
+
+def _weight_types(node: Node) -> Iterator[Type]:
+    return (type_of(node.args[place]) for place in node.target.weights)
 
 
 def _readers(graph: Graph) -> dict[Any, list[Node]]:

@@ -46,7 +46,13 @@ def test_where_a_kernel_computes_all_of_it_experts_stay():
     assert text_of(lower_moe(parse(BEFORE), GPU)).strip() == BEFORE
     packed = BEFORE.replace("fp32[4, 12, 8]", 'fp32[4, 12, 8], fmt="fp8[1, *]"')
     for text in (CLAMPED, packed):
-        assert "experts(" not in text_of(lower_moe(parse(text), GPU))
+        assert text_of(lower_moe(parse(text), GPU)) == text_of(parse(text))
+
+
+def test_those_of_a_rank_are_lowered():
+    head = "ids: i64[T, 2])", "ids: i64[T, 2], first: i64[1])"
+    text = BEFORE.replace(*head).replace('kind="silu"', 'None, None, first, kind="silu"')
+    assert "experts(" not in text_of(lower_moe(parse(text), GPU))
 
 
 def test_a_graph_without_experts_is_left_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -38,6 +39,15 @@ def test_a_rate_is_reached_from_the_target_upwards_and_a_time_downwards():
     assert not figure("s", 8, [8.1, 30, 7]).is_met
     assert not figure("s", 8, []).is_met
     assert (figure("s", 8, [9, 30, 7]).best, figure("output tok/s", 8, [9, 30, 7]).best) == (7, 30)
+
+
+def test_a_row_is_held_against_the_figure_or_the_share_of_another():
+    other, own = figure("output tok/s", 1, [300], 1000), figure("output tok/s", 1, [90], 200)
+    assert bench_gpu.compared_with(own, other, by_share=False) == 300
+    assert bench_gpu.compared_with(own, other, by_share=True) == 60
+    unmeasured = figure("output tok/s", 1, [])
+    assert all(math.isnan(bench_gpu.compared_with(own, unmeasured, by_share=by_share)) for by_share in (True, False))
+    assert math.isnan(bench_gpu.compared_with(unmeasured, other, by_share=True))
 
 
 def test_the_table_shows_what_was_reached_and_what_not():

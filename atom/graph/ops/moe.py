@@ -15,14 +15,14 @@ Shapes by letter: E experts, k of them a token, W width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.graph.ops.base import divide, multiply, op
-from atom.graph.ops.dense import gated_activate, gated_activate_type
+from atom.graph.ops.base import LOWERED, divide, multiply, op
+from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type
 from atom.graph.packed import PackedWeight, plain
 from atom.graph.types import Type, need
 
@@ -76,6 +76,27 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
     common = torch.arange(len(weight), len(weight) + shared, device=ids.device).expand(len(ids), -1)
     return torch.cat((weights * scale, weights.new_ones(common.shape)), 1), torch.cat((ids, common), 1)
+
+
+def _add_norm_router(a: Type, b: Type, norm: Type, weight: Type, bias: Type | None = None,
+                     correction: Type | None = None, *, eps: float, **rule: Any) -> tuple[Type, ...]:  # fmt: skip
+    normed, total = cast(tuple[Type, Type], add_rms_norm.infer(a, b, norm, eps=eps))
+    return *_router(a, weight, bias, correction, **rule), normed, total
+
+
+@op(_add_norm_router, level=LOWERED, weight=3)
+def add_norm_router(
+    a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None,
+    *, eps: float, top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
+    renormalize: bool = False, scale: float = 1.0, shared: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """a and b [T, H], norm [H], the others as in router -> router(rms_norm(a + b)), rms_norm(a + b), a + b"""
+    normed, total = add_rms_norm(a, b, norm, eps=eps)
+    weights, ids = router(
+        normed, weight, bias, correction, top_k=top_k, method=method, score=score, groups=groups,
+        top_groups=top_groups, renormalize=renormalize, scale=scale, shared=shared,
+    )  # fmt: skip
+    return weights, ids, normed, total
 
 
 def _group(x: Type, ids: Type, first: Type | None = None, *, experts: int) -> tuple[Type, Type, Type]:

@@ -17,7 +17,7 @@ from atom.graph.formats import parse_format
 from atom.graph.types import Type
 from atom.kernels.backend import Accepts, Backend, Kernel, Target, on_device
 from atom.kernels.hopper.shuffle import LAYOUT, shuffle
-from atom.kernels.triton import ACTS, GIVEN, accepts_grouped, accepts_linear, knows_gluon, loader
+from atom.kernels.triton import ACTS, GIVEN, accepts_experts, accepts_grouped, accepts_linear, knows_gluon, loader
 
 GLUON = "gluon"  # the feature of a GPU that runs our kernels in Gluon
 PACKED = ("scaled", "int4", "mxfp4")  # kinds that are laid out
@@ -37,6 +37,14 @@ def _accepts_linear(target: Target, x: Type, *types: Any, **attributes: Any) -> 
 
 def _accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str | None:
     return _refuse(target, x, weight if weight.fmt else None) or accepts_grouped(target, x, weight, *types)
+
+
+def _accepts_experts(
+    target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None, **attributes: Any
+) -> str | None:
+    refused = (_refuse(target, x, each if each.fmt else None) for each in (gate_up, down))
+    more_refused = accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes)
+    return next(filter(None, refused), more_refused)
 
 
 def _refuse(target: Target, x: Type, weight: Type | None) -> str | None:
@@ -62,9 +70,9 @@ def _kernels() -> Iterator[Kernel]:
     for op in (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear):
         load = loader("linear.linear", f"Products.{op.name}")
         yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
-    accepts = on_device("cuda", _accepts_grouped, packed=PACKED)
-    load = loader("moe", "ShuffledExperts.grouped_linear")
-    yield Kernel(ops.grouped_linear, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
+    for op, accepts in ((ops.grouped_linear, _accepts_grouped), (ops.experts, _accepts_experts)):
+        accepts, load = on_device("cuda", accepts, packed=PACKED), loader("moe", f"ShuffledExperts.{op.name}")
+        yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
 
 
 BACKEND = Backend("hopper", tuple(_kernels()), layouts={LAYOUT: shuffle}, find_features=find_features)

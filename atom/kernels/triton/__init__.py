@@ -191,21 +191,12 @@ def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str
 
 
 def accepts_experts(
-    _target: Target,
-    _x: Type,
-    _weights: Type,
-    _ids: Type,
-    gate_up: Type,
-    down: Type,
-    *more: Type | None,
-    kind: str,
+    target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None,
     **_attributes: Any,
-) -> str | None:
-    if gate_up.fmt is not None or down.fmt is not None:
-        return "takes plain experts alone"
-    if any(each is not None for each in more):
-        return "has no biases, and takes all experts, not those of a rank"
-    return "has no swigluoai gate" if kind == "swigluoai" else None
+) -> str | None:  # fmt: skip
+    if len(more) > 2 and more[2] is not None:
+        return "takes all experts, not those of a rank"
+    return accepts_grouped(target, x, gate_up) or accepts_grouped(target, x, down)
 
 
 def loader(module: str, name: str) -> Callable[[LoadContext], Callable[..., Any]]:
@@ -240,13 +231,14 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
     _kernel(ops.norm_rope_write_latent, "attention.latent", accepts=accepts_cache),
     _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
-    _kernel(ops.router, "moe"),
+    _kernel(ops.router, "router", "Router.router"),
+    _kernel(ops.add_norm_router, "router", "Router.add_norm_router"),
     _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe", accepts=accepts_grouped, packed=("scaled", "int4", "int8", *FP4)),
     _kernel(ops.combine, "moe"),
     _kernel(ops.lora, "lora", accepts=accepts_lora),
     _kernel(ops.expand_lora, "lora", accepts=accepts_lora),
-    _kernel(ops.experts, "moe", accepts=accepts_experts),
+    _kernel(ops.experts, "moe", accepts=accepts_experts, packed=PACKED),
 )
 
 BACKEND = Backend(

@@ -48,9 +48,9 @@ def gated(gates, ups, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constex
 
 
 @jit
-def activate_rounded(gates, ups, KIND: tl.constexpr):
+def activate_rounded(gates, ups, KIND: tl.constexpr, LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = None):
     """Gates and ups -> their gated activation, rounded as they are."""
-    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND).to(gates.dtype)
+    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND, LIMIT, ALPHA).to(gates.dtype)
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Experts of few tokens in two launches, in Triton: gates and ups, then downs and their sum.
+"""Experts of few tokens in two launches: gates and ups, then downs.
 
     if suits_few(len(x), ids.shape[1], *down.shape[1:]):
         out = multiply_few(x, weights, ids, gate_up, down, "silu")     # as `moe.experts`

@@ -2,7 +2,7 @@
 
 The host never learns how many rows an expert has, so that a graph can hold a step.
 
-    weights, ids = router(h, gate, top_k=8)                     # 2 launches
+    weights, ids = router(h, gate, top_k=8)                     # router.py
     grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
     y = grouped_linear(grouped, weight, ends)                   # weight [E, O, I]; 1 launch for all experts
     out = combine(y, weights, order)                            # 1 launch for a batch of decodes
@@ -13,6 +13,7 @@ The signatures and results are those of the ops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
@@ -96,37 +97,6 @@ def choose_packed_tiles(rows: int, experts: int, inner: int, group: int, element
     return tiles if is_free else tiles._replace(inner=min(tiles.inner, share))
 
 
-def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
-           method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
-           renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k]; the first of equal
-    experts is chosen"""
-    assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
-    tokens, inner = x.shape
-    experts, gpu = len(weight), find_gpu(x.device)
-    block_t = 16 if tokens <= 256 else 64
-    tiles = -(-tokens // block_t), -(-experts // 32)
-    wanted = min(gpu.units // (tiles[0] * tiles[1]), -(-inner // 128))
-    num_parts = 16 if wanted >= 16 else 4 if wanted >= 4 else 1  # few values, since each is one more compilation
-    logits = x.new_empty(num_parts, tokens, experts, dtype=torch.float32)
-    _logits_kernel[(*tiles, num_parts)](
-        x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
-        PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64, **gpu.options,
-    )  # fmt: skip
-    weights = x.new_empty(tokens, top_k + shared, dtype=torch.float32)
-    ids = x.new_empty(tokens, top_k + shared, dtype=torch.int64)
-    groups = 1 if method == "greedy" else groups
-    _choose_kernel[(tokens,)](
-        logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS=num_parts, EXPERTS=experts, TOP_K=top_k,
-        SHARED=shared, HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups,
-        TOP_GROUPS=top_groups,
-        RENORMALIZE=renormalize, BLOCK_G=next_power_of_2(groups),
-        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k + shared), num_warps=1,
-        **gpu.options,
-    )  # fmt: skip
-    return weights, ids
-
-
 def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], ids i64[T, k] -> rows [k T, H] by expert, order i64[k T], ends i64[E]
 
@@ -184,20 +154,41 @@ def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None 
     return y
 
 
-def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
-            down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str, limit: float | None = None,
-            alpha: float | None = None) -> Tensor:  # fmt: skip
-    """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W] -> [T, H]"""
-    assert gate_up_bias is None and down_bias is None and first is None, "accepts_experts declines"
-    assert limit is None and alpha is None, "those of swigluoai, which it declines"
-    if suits_few(len(x), ids.shape[1], *down.shape[1:]):
-        return multiply_few(x, weights, ids, gate_up, down, kind)
-    rows, order, ends = group(x, ids, experts=len(gate_up))
-    if suits_library(rows, gate_up):
-        m = activate_gates(multiply_by_library(rows, gate_up, ends, None), kind)
-    else:
+def experts(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
+    limit: float | None = None, alpha: float | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
+    [E, H] -> [T, H]"""
+    assert first is None, "accepts_experts declines"
+    biases = gate_up_bias, down_bias
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        if find_gpu(x.device).runs_gluon:
+            from atom.kernels.triton import few_hopper  # imports what only NVIDIA's GPUs need
+
+            if few_hopper.suits_few(x, ids, gate_up):
+                m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
+                return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
+        if suits_few(len(x), ids.shape[1], *down.shape[1:]) and biases == (None, None) and kind != "swigluoai":
+            return multiply_few(x, weights, ids, gate_up, down, kind)
+    return multiply_by_groups(grouped_linear, x, weights, ids, (gate_up, down), biases, kind, limit, alpha)
+
+
+def multiply_by_groups(
+    multiply: Callable[..., Tensor], x: Tensor, weights: Tensor, ids: Tensor,
+    matrices: tuple[Tensor | PackedWeight, Tensor | PackedWeight], biases: tuple[Tensor | None, Tensor | None],
+    kind: str, limit: float | None, alpha: float | None,
+) -> Tensor:  # fmt: skip
+    """experts with tokens grouped by expert, and a grouped_linear."""
+    (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
+    rows, order, ends = group(x, ids, experts=gate_up.shape[0])
+    has_gates = gate_up_bias is None and kind != "swigluoai"
+    if isinstance(gate_up, Tensor) and has_gates and not suits_library(rows, gate_up):
         m = multiply_plain(rows, gate_up, ends, kind=kind)
-    return combine(grouped_linear(m, down, ends), weights, order)
+    else:
+        m = activate_gates(multiply(rows, gate_up, ends, gate_up_bias), kind, limit, alpha)
+    return combine(multiply(m, down, ends, down_bias), weights, order)
 
 
 def suits_library(x: Tensor, weight: Tensor | PackedWeight) -> bool:
@@ -299,6 +290,22 @@ class ShuffledExperts:
         tiles = choose_grouped(rows, experts, out, inner, style, find_gpu(x.device))
         return packed_hopper.multiply_grouped(x, weight, ends, bias, self._arrived, tiles)
 
+    def experts(
+        self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
+        limit: float | None = None, alpha: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
+        [E, H] -> [T, H]"""
+        from atom.kernels.triton import few_hopper
+
+        assert first is None, "accepts_experts declines"
+        if few_hopper.suits_few(x, ids, gate_up):
+            m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
+            return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
+        biases = gate_up_bias, down_bias
+        return multiply_by_groups(self.grouped_linear, x, weights, ids, (gate_up, down), biases, kind, limit, alpha)
+
 
 def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """x [k T, H], weights fp32[T, k], order i64[k T] -> [T, H]"""
@@ -317,93 +324,6 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, **gpu.options,
     )  # fmt: skip
     return out
-
-
-@jit(do_not_specialize=["tokens"])
-def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr,
-                   BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
-    """x weight over one part of the columns: logits fp32[parts, T, E], to be summed"""
-    wait_for_inputs(PDL)
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    part = tl.program_id(2)
-    x_rows = x + tl.minimum(rows, tokens - 1).to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + tl.minimum(experts, EXPERTS - 1)[:, None] * INNER
-    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for first in range(part * PART, min((part + 1) * PART, INNER), BLOCK_I):
-        columns = first + tl.arange(0, BLOCK_I)[None, :]
-        a = tl.load(x_rows + columns, mask=columns < INNER, other=0.0)
-        b = tl.load(weight_rows + columns, mask=columns < INNER, other=0.0)
-        if a.dtype != b.dtype:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
-    offsets = (part * tokens + rows).to(tl.int64)[:, None] * EXPERTS + experts[None, :]
-    tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < EXPERTS)[None, :])
-
-
-@jit(do_not_specialize=["tokens"])
-def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
-                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
-                   HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-                   RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
-    """One token's experts and their weights; the experts are a rectangle, one row a group."""
-    wait_for_inputs(PDL)
-    token = tl.program_id(0)
-    members: tl.constexpr = EXPERTS // GROUPS
-    groups = tl.arange(0, BLOCK_G)
-    member = tl.arange(0, BLOCK_M)[None, :]
-    is_expert = (groups[:, None] < GROUPS) & (member < members)
-    experts = tl.where(is_expert, groups[:, None] * members + member, EXPERTS)
-
-    scores = tl.zeros([BLOCK_G, BLOCK_M], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        row = (part * tokens + token).to(tl.int64) * EXPERTS
-        scores += tl.load(logits + row + experts, mask=is_expert, other=0.0)
-    if bias is not None:
-        scores += tl.load(bias + experts, mask=is_expert, other=0.0).to(tl.float32)
-    if HAS_SOFTMAX:
-        scores = tl.where(is_expert, scores, float("-inf"))
-        scores = tl.exp(scores - tl.max(scores))
-        scores = scores / tl.sum(scores)
-    else:
-        scores = tl.sigmoid(scores)
-
-    ranks = scores
-    if correction is not None:
-        ranks += tl.load(correction + experts, mask=is_expert, other=0.0).to(tl.float32)
-    ranks = tl.where(is_expert, ranks, float("-inf"))
-    if GROUPS > 1:
-        best = tl.max(ranks, axis=1)
-        if HAS_PAIRS and members > 1:
-            first = tl.min(tl.where(ranks == best[:, None], experts, EXPERTS), axis=1)
-            best += tl.max(tl.where(experts == first[:, None], float("-inf"), ranks), axis=1)
-        is_kept = groups < 0
-        for _ in range(TOP_GROUPS):
-            chosen = tl.min(tl.where(best == tl.max(best), groups, BLOCK_G))
-            is_kept |= groups == chosen
-            best = tl.where(groups == chosen, float("-inf"), best)
-        ranks = tl.where(is_kept[:, None], ranks, float("-inf"))
-
-    choices = tl.arange(0, BLOCK_K)
-    chosen_ids = tl.zeros([BLOCK_K], tl.int32)
-    shares = tl.zeros([BLOCK_K], tl.float32)
-    for choice in range(TOP_K):
-        chosen = tl.min(tl.where(ranks == tl.max(ranks), experts, EXPERTS))
-        chosen = tl.minimum(chosen, EXPERTS - 1)  # an expert, even where scores are NaN
-        chosen_ids = tl.where(choices == choice, chosen, chosen_ids)
-        shares = tl.where(choices == choice, tl.sum(tl.where(experts == chosen, scores, 0.0)), shares)
-        ranks = tl.where(experts == chosen, float("-inf"), ranks)
-    if RENORMALIZE:
-        shares = shares / tl.maximum(tl.sum(shares), 1e-20)
-    shares *= scale
-    if SHARED > 0:
-        chosen_ids = tl.where(choices < TOP_K, chosen_ids, EXPERTS + choices - TOP_K)
-        shares = tl.where(choices < TOP_K, shares, 1.0)
-    row = token.to(tl.int64) * (TOP_K + SHARED) + choices
-    tl.store(ids + row, chosen_ids.to(tl.int64), mask=choices < TOP_K + SHARED)
-    tl.store(weights + row, shares, mask=choices < TOP_K + SHARED)
 
 
 @jit(do_not_specialize=["pairs"])

@@ -14,7 +14,7 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from atom.kernels.triton import few_experts, lora, moe, sampling, speculation
+from atom.kernels.triton import few_experts, lora, moe, router, sampling, speculation
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
@@ -63,7 +63,7 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, few_experts, prepare_inputs, linear, lora, packed, row_kernels, moe, prefill, rope, sampling, speculation):
+for module in (decode, few_experts, prepare_inputs, linear, lora, packed, row_kernels, moe, router, prefill, rope, sampling, speculation):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES[module.__name__.rpartition(".")[2]].split():
@@ -138,7 +138,10 @@ for rows in (5, 300):
     lora.expand_lora(bf16(rows, 2048 + 384), bf16(2048, 128), torch.zeros(rows).long(), rank=16, sizes=[1024, 512, 512])
     lora.expand_lora(bf16(rows, 2048 + 512), bf16(2048, 256), torch.zeros(rows).long(), rank=64, sizes=[1024, 1024], kind="silu")
 x, experts = bf16(7, 256), bf16(8, 64, 256)
-weights, ids = moe.router(x, bf16(8, 256), top_k=2)
+for rows in (7, 20):
+    weights, ids = router.Router().router(bf16(rows, 256), bf16(8, 256), top_k=2)
+    router.Router().add_norm_router(bf16(rows, 256), bf16(rows, 256), bf16(256), bf16(8, 256), eps=0.1, top_k=2)
+weights, ids = router.Router().router(x, bf16(8, 256), top_k=2)
 grouped, order, ends = moe.group(x, ids, ids.new_empty(1), experts=8)
 grouped, order, ends = moe.group(x, ids, experts=8)
 moe.grouped_linear(grouped, experts, ends)
@@ -157,8 +160,8 @@ NAMES = {
     "lora": "_expand_kernel",
     "packed": "_unpack_kernel _scale_kernel",
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
-    "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _packed_grouped_linear_kernel "
-    "_add_bias_kernel _combine_kernel",
+    "router": "_logits_kernel _choose_kernel _route_few_kernel",
+    "moe": "_group_kernel _grouped_linear_kernel _packed_grouped_linear_kernel _add_bias_kernel _combine_kernel",
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",

@@ -8,7 +8,8 @@ from kernels.checks import assert_as_near, assert_equal
 
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import few_experts, moe
-from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.router import Router
 from atom.weights.quantize import quantize
 
 NAN = float("nan")
@@ -309,65 +310,6 @@ def test_large_experts_are_grouped():
     assert not few_experts.suits_few(1, 8, 2048, 14336)
 
 
-ROUTERS: dict[str, dict[str, Any]] = {
-    "softmax of all": {"top_k": 3},
-    "renormalized": {"top_k": 8, "renormalize": True, "scale": 2.5},
-    "sigmoid": {"top_k": 1, "score": "sigmoid"},
-    "groups that greedy ignores": {"top_k": 3, "groups": 4, "top_groups": 1},
-    "best groups": {"top_k": 3, "method": "group_limited_greedy", "groups": 4, "top_groups": 2, "scale": 16.0},
-    "pairs of the best": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 4, "top_groups": 2,
-                          "renormalize": True},
-    "one group of three": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 3, "top_groups": 1},
-    "groups of one": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 12, "top_groups": 5},
-    "experts that all tokens share": {"top_k": 3, "renormalize": True, "scale": 2.5, "shared": 2},
-    "one group": {"top_k": 2, "method": "noaux_tc", "score": "sigmoid", "renormalize": True},
-}  # fmt: skip
-
-
-def check_router(tokens: int, experts: int, inner: int, dtype: torch.dtype, device: str, **rule: Any) -> None:
-    random = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, inner, generator=random).to(dtype).to(device)
-    weight = (torch.randn(experts, inner, generator=random) / inner**0.5).to(dtype).to(device)
-    bias, correction = (torch.randn(2, experts, generator=random) / 4).to(device)
-    for extra in ((None, None), (bias, correction)):
-        weights, ids = moe.router(x, weight, *extra, **rule)
-        expected, expected_ids = ops.router.body(x, weight, *extra, **rule)
-        assert ids.dtype == torch.int64
-        assert torch.equal(ids, expected_ids)
-        assert_equal(weights, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("rule", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize("units", [1, 100])  # with 100 the columns are summed in parts
-def test_routers_choose_as_the_reference(units, rule, dtype, triton_device, monkeypatch):
-    monkeypatch.setattr(moe, "find_gpu", lambda device: find_gpu(device)._replace(units=units))
-    for tokens, inner in ((1, 600), (5, 20)):
-        check_router(tokens, 12, inner, dtype, triton_device, **rule)
-
-
-@NEEDS_GPU
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 32, 300])
-@pytest.mark.parametrize("rule", [ROUTERS["renormalized"], {**ROUTERS["pairs of the best"], "groups": 8, "top_k": 8}])
-def test_routers_of_many_experts_choose_as_the_reference(rule, tokens):
-    check_router(tokens, 256, 2048, torch.float32, "cuda", **rule)
-
-
-def test_a_router_without_numbers_still_names_experts(triton_device):
-    x, weight = torch.full((3, 8), NAN).to(triton_device), torch.randn(5, 8).to(triton_device)
-    ids = moe.router(x, weight, top_k=2)[1]
-    assert ((ids >= 0) & (ids < 5)).all()
-
-
-def test_a_weight_in_float32_scores_tokens_of_any_dtype(triton_device):
-    x, weight = torch.randn(3, 8).half().to(triton_device), torch.randn(5, 8).to(triton_device)
-    expected = ops.router.body(x, weight, top_k=2)
-    weights, ids = moe.router(x, weight, top_k=2)
-    assert torch.equal(ids, expected[1])
-    assert_equal(weights, expected[0])
-
-
 @NEEDS_GPU
 @pytest.mark.gpu
 def test_a_captured_step_follows_what_its_tokens_choose():
@@ -379,7 +321,7 @@ def test_a_captured_step_follows_what_its_tokens_choose():
         rows, order, ends = kernels["group"](x, ids, experts=16)
         return kernels["combine"](kernels["grouped_linear"](rows, weight, ends), weights, order)
 
-    ours = {name: getattr(moe, name) for name in ("router", "group", "grouped_linear", "combine")}
+    ours = {name: getattr(moe, name) for name in ("group", "grouped_linear", "combine")} | {"router": Router().router}
     run(ours)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

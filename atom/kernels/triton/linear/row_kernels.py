@@ -54,13 +54,13 @@ def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Te
     return y, total
 
 
-def activate_gates(x: Tensor, kind: str) -> Tensor:
+def activate_gates(x: Tensor, kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:
     """x [T, 2 W], gates before ups -> gated_activate, [T, W]"""
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
     gpu = find_gpu(x.device)
     _gate_kernel[(rows, -(-width // 1024))](  # of rows there may be more than the second dim holds
-        x, y, width, 1024, kind, num_warps=4, **gpu.options
+        x, y, width, 1024, kind, limit, alpha, num_warps=4, **gpu.options
     )
     return y
 
@@ -143,7 +143,8 @@ def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stri
 
 
 @jit
-def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
+                 ALPHA: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BLOCK outputs of a row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -153,7 +154,7 @@ def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, P
     pointers = x_ptr + row * 2 * width + index
     gates = tl.load(pointers, mask=index < width, other=0.0)
     ups = tl.load(pointers + width, mask=index < width, other=0.0)
-    tl.store(y_ptr + row * width + index, activate_rounded(gates, ups, KIND), mask=index < width)
+    tl.store(y_ptr + row * width + index, activate_rounded(gates, ups, KIND, LIMIT, ALPHA), mask=index < width)
 
 
 @jit

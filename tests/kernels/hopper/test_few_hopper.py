@@ -1,0 +1,253 @@
+"""Experts of few tokens on Hopper: how rows are cut, that the kernels compile, and on such a GPU what they give."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.hopper.emulated import Value, emulate, value
+from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw
+
+from atom.graph import PackedWeight, ops
+from atom.kernels.hopper.shuffle import shuffle
+from atom.kernels.triton import few_hopper, moe
+from atom.kernels.triton.few_hopper import FEW_PACKED, FEW_PLAIN
+from atom.kernels.triton.linear import packed_hopper
+from atom.kernels.triton.linear.packed import PLAIN, style_of
+
+EXPERTS = (None, *FORMATS)  # None: plain
+
+
+@pytest.mark.parametrize("fmt", EXPERTS)
+@pytest.mark.parametrize("inner", [384, 768, 1408, 2880, 7168])
+def test_rings_fit_in_memory(fmt: str | None, inner: int):
+    style = style_of(fmt, 256) if fmt else PLAIN
+    for programs in (1, 96, 300, 5000):
+        ring = few_hopper.choose_ring(programs, inner, style, H200)
+        columns = few_hopper.columns_of(style)
+        assert 1 <= ring.stages <= ring.steps(inner, columns)
+        assert ring.boxes * columns % (style.columns or 1) == 0, "a stage has whole blocks"
+        assert ring.stages * ring.boxes * few_hopper.box_bytes(style) < H200.shared_memory
+
+
+def test_what_is_not_few_is_grouped():
+    weight, x = draw("fp8[1, *]", 4, 256, 512), torch.zeros(FEW_PLAIN + 1, 512, dtype=torch.bfloat16)
+    ids = torch.zeros(FEW_PLAIN + 1, 8, dtype=torch.int64)
+    assert few_hopper.suits_few(x[:FEW_PACKED], ids[:FEW_PACKED], weight)
+    assert not few_hopper.suits_few(x[: FEW_PACKED + 1], ids[: FEW_PACKED + 1], weight), (
+        "more of packed ones are grouped"
+    )
+    assert few_hopper.suits_few(x[1:], ids[1:], torch.zeros(4, 256, 512))
+    for tokens, chosen in ((x, ids), (x[:0], ids[:0]), (x[:1].float(), ids[:1]), (x[:1], ids[:1].repeat(1, 2))):
+        assert not few_hopper.suits_few(tokens, chosen, weight)
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from kernels.hopper.test_few_hopper import EXPERTS, make_experts
+from kernels.hopper.test_hopper import H200
+from atom.kernels.triton import few_hopper, moe
+
+class Driver:
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+class Compile:
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        def compile(*args, **options):
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            assert made.metadata.shared <= H200.shared_memory
+            assert "mma.sync" in made.asm["ptx"] and ".local" not in made.asm["ptx"]
+            print("compiled")
+        return compile
+
+triton.runtime.driver.set_active(Driver())
+few_hopper.find_gpu = lambda device: H200
+for name in ("_gates_kernel", "_downs_kernel"):
+    setattr(few_hopper, name, Compile(getattr(few_hopper, name)))
+for number, fmt in enumerate(EXPERTS):
+    gate_up, down, *biases = make_experts(fmt, 4, 256, 384, number % 2 == 1, "cpu")
+    x, ids, weights = torch.zeros(2, 384, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+    gate = ("swigluoai", 7.0, 1.7) if number % 2 else ("silu", None, None)
+    m = few_hopper.multiply_gates(x, ids, gate_up, biases[0], *gate)
+    few_hopper.multiply_downs(m, weights, ids, down, biases[1])
+"""
+
+
+def make_experts(
+    fmt: str | None, experts: int, width: int, hidden: int, has_bias: bool, device: str
+) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | PackedWeight, torch.Tensor | None, torch.Tensor | None]:
+    """gate_up and down, as they are stored, of products of about 1, and their biases."""
+
+    def one(*shape: int) -> torch.Tensor | PackedWeight:
+        if fmt is None:
+            return (torch.randn(shape) / shape[-1] ** 0.5).to(device).bfloat16()
+        weight = draw(fmt, *shape, device=device)
+        scales = weight.parts["scales"]
+        size = {"fp8": 60.0, "int": 5.0, "awq": 5.0}.get(fmt[:3])
+        scales.copy_(scales - 5 if size is None else scales / (size * shape[-1] ** 0.5))
+        return weight
+
+    biases = [torch.randn(experts, rows).to(device).bfloat16() for rows in (2 * width, hidden)]
+    first, second = biases if has_bias else (None, None)
+    return one(experts, 2 * width, hidden), one(experts, hidden, width), first, second
+
+
+def test_they_compile_for_such_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    environment["PYTHONPATH"] = os.pathsep.join((str(root), str(root / "tests"), environment.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("compiled") == 2 * len(EXPERTS)
+
+
+def poisoned(weight: torch.Tensor | PackedWeight, chosen: set[int]) -> torch.Tensor | PackedWeight:
+    """A weight whose experts that nobody chose hold NaN."""
+    others = torch.tensor([expert not in chosen for expert in range(weight.shape[0])], device=weight.device)
+    if isinstance(weight, torch.Tensor):
+        return weight.masked_fill(others[:, None, None], float("nan"))
+    bad = replace(weight, parts={name: part.clone() for name, part in weight.parts.items()})
+    part = bad.parts["values" if str(weight.type.fmt).startswith("fp8") else "scales"]
+    part.view(torch.uint8)[others] = 0x7F if part.element_size() == 1 else 0xFF
+    return bad
+
+
+def plain_of(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    return weight.double() if isinstance(weight, torch.Tensor) else moe.unpack_experts(weight, torch.float32).double()
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def unpack(tile: Value, operand: Value | None, values: str, _layout: None) -> Value:
+    """`packed_hopper._unpack` by the layout's description in hopper/shuffle.py."""
+    rows = len(tile)
+    if values == "e4m3":
+        thread_product_turn_eighth = tile.contiguous().view(torch.float8_e4m3fn).float().view(rows, 4, 4, 2, 2)
+        return value(thread_product_turn_eighth.permute(0, 2, 4, 1, 3).reshape(rows, 64))
+    assert operand is not None
+    factors = (operand.contiguous().view(torch.int32) << 16).view(torch.float32).double().view(rows, 4, 4, 4)
+    if values == "u4":  # a byte: thread, product, turn, second; its halves: eighth
+        halves = torch.stack((tile & 15, tile >> 4), -1).double().view(rows, 4, 4, 2, 2, 2)
+        numbers = halves - (factors[..., :1, None, None] - 128)
+        return value(numbers.permute(0, 2, 4, 5, 1, 3).reshape(rows, 128).float())
+    words = tile.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    found = (
+        words << 6 & 0x81C081C0,
+        words << 2 & 0x81C081C0,
+        (words << 28 | words >> 4) & 0x81C081C0,
+        words >> 8 & 0x00400040 | words & 0x81808180,
+    )
+    pairs = torch.stack(found, -1).to(torch.uint32).view(torch.bfloat16).double().view(rows, 4, 4, 4, 2)
+    numbers = pairs * factors[..., :1, None]  # thread, product of 32 columns, eighth of it, turn
+    return value(numbers.permute(0, 2, 3, 1, 4).reshape(rows, 128).float())
+
+
+@pytest.fixture(scope="module")
+def emulated():
+    """The kernels, without a GPU."""
+    shared = emulate(packed_hopper)
+
+    def activate(
+        gates: Value, ups: Value, dtype: torch.dtype, kind: str, limit: float | None, alpha: float | None
+    ) -> Value:
+        both = torch.cat((gates.flatten(), ups.flatten())).to(dtype)[None]
+        return value(ops.gated_activate.body(both, kind=kind, limit=limit, alpha=alpha)[0].view(gates.shape).float())
+
+    loads = {name: getattr(shared, name) for name in ("_load_operands", "_load_scales", "UP_EXPONENT")}
+    small = H200._replace(units=1, shared_memory=40 << 10)  # so that a stage is used again
+    return emulate(few_hopper, _unpack=unpack, gated=activate, find_gpu=lambda device: small, **loads)
+
+
+@pytest.mark.parametrize("fmt", EXPERTS)
+@pytest.mark.parametrize(("kind", "sizes"), [("silu", (4, 128, 256, 3)), ("swigluoai", (3, 128, 128, 1))])
+def test_each_token_goes_through_its_experts_by_these_programs(
+    fmt: str | None, kind: str, sizes: tuple[int, ...], emulated: SimpleNamespace
+):
+    check_experts(fmt, kind, sizes, emulated, "cpu", ((1, False), (2, True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
+@pytest.mark.parametrize("fmt", EXPERTS)
+@pytest.mark.parametrize("kind", ["silu", "swigluoai"])
+@pytest.mark.parametrize(
+    "sizes", [(9, 128, 384, 3), (16, 384, 1152, 8), (5, 256, 128, 1), (6, 128, 640, 6), (8, 1408, 2048, 6)]
+)
+def test_each_token_goes_through_its_experts(fmt: str | None, kind: str, sizes: tuple[int, ...]):
+    check_experts(fmt, kind, sizes, few_hopper, "cuda", ((1, False), (3, False), (FEW_PLAIN, True)))
+
+
+def check_experts(
+    fmt: str | None, kind: str, sizes: tuple[int, ...], kernels: Any, device: str, cases: tuple[tuple[int, bool], ...]
+) -> None:
+    """Gates and ups alone, and downs alone, which are not further off than their rounding.
+
+    sizes: experts, their width, the hidden size, and how many a token chooses. cases: tokens, and whether they choose
+    the same.
+    """
+    experts, width, hidden, top_k = sizes
+    limit, alpha = (7.0, 1.702) if kind == "swigluoai" else (None, None)
+    gate_up, down, *biases = make_experts(fmt, experts, width, hidden, kind == "swigluoai", device)
+    plain = plain_of(gate_up), plain_of(down)
+    for tokens, is_alike in cases:
+        ids = torch.stack([torch.randperm(max(top_k, experts - 1))[:top_k] for _ in range(tokens)]).to(device)
+        ids = ids[:1].expand(tokens, -1).contiguous() if is_alike else ids
+        x = torch.randn(tokens, hidden + 8).to(device).bfloat16()[:, :hidden]
+        weights = torch.rand(tokens, top_k).to(device)
+        gates = torch.einsum("th,tkoh->tko", x.double(), plain[0][ids])
+        gates = gates if biases[0] is None else gates + biases[0][ids]
+        m = ops.gated_activate.body(gates.bfloat16().flatten(0, 1), kind=kind, limit=limit, alpha=alpha)
+        downs = torch.einsum("tkw,tkhw->tkh", m.double().view(tokens, top_k, -1), plain[1][ids])
+        downs = downs if biases[1] is None else downs + biases[1][ids]
+        truth = torch.einsum("tkh,tk->th", downs, weights.double())
+        bad = [poisoned(each, set(ids.flatten().tolist())) for each in (gate_up, down)]
+        bad = [each if isinstance(each, torch.Tensor) else shuffle(each) for each in bad]
+        ours = kernels.multiply_gates(x, ids, bad[0], biases[0], kind, limit, alpha)
+        assert relative_error(ours, m) < 2e-3
+        assert relative_error(kernels.multiply_downs(m, weights, ids, bad[1], biases[1]), truth) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
+@pytest.mark.parametrize("fmt", ["fp8[128, 128]", "mxfp4"])
+def test_a_captured_chain_follows_what_its_tokens_choose(fmt: str):
+    """Downs are sent for by ids that the kernel ahead of the gates has just written."""
+    gate_up, down, *_ = make_experts(fmt, 32, 256, 512, False, "cuda")
+    laid_out = shuffle(gate_up), shuffle(down)
+    x, scores = torch.randn(2, 512, device="cuda").bfloat16(), torch.randn(2, 32, device="cuda")
+    own = moe.ShuffledExperts()
+
+    def run() -> torch.Tensor:
+        y = x
+        for turn in range(6):
+            weights, ids = scores.roll(turn * 5, 1).softmax(1).topk(4)
+            y = own.experts(y, weights, ids, *laid_out, kind="silu")
+        return y
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for _ in range(10):
+        scores.copy_(torch.randn(2, 32))
+        graph.replay()
+        assert torch.equal(y, run())

@@ -210,6 +210,8 @@ LOCAL_IMPORTS = {
     "atom.kernels.triton.gpu.load_driver": "triton",
     "atom.kernels.triton.attention.decode_hopper": "Gluon, which no other GPU needs",
     "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
+    "atom.kernels.triton.grouped_hopper": "Gluon, as above",
+    "atom.kernels.triton.grouped_packed_hopper": "Gluon, as above",
     "atom.kernels.triton.linear.gate_hopper": "Gluon, as above",
     "atom.kernels.triton.linear.packed_hopper": "Gluon, as above",
     "atom.kernels.triton.few_hopper": "Gluon, as above",

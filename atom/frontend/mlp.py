@@ -47,7 +47,8 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
     )  # fmt: skip
     clamp = {"limit": mlp.limit, "alpha": mlp.alpha} if mlp.activation == "swigluoai" else {}
     recipes = expert_weights(writer, mlp, layer)
-    y: Node = writer.call(ops.experts, h, weights, ids, *recipes, kind=mlp.activation, **clamp, name="y")
+    act = writer.act_of_experts(*recipes[:2])
+    y: Node = writer.call(ops.experts, h, weights, ids, *recipes, kind=mlp.activation, **clamp, act=act, name="y")
     if mlp.shared_width is None:
         return y
     shared = _gated(writer, h, mlp, mlp.shared_width, layer, "shared_")

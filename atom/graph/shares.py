@@ -29,12 +29,18 @@ def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
     return shares
 
 
+def num_parts(experts: Node) -> int:
+    """Among how many ranks the experts of this call are divided."""
+    first = experts.args[7] if len(experts.args) > 7 else None
+    return 1 if first is None else int(first.ranks)
+
+
 def token_share(node: Node) -> Fraction:
     """The share of a call's weight."""
     if node.target is ops.embedding:
         return Fraction(0)
-    if node.target is ops.experts:  # all are here
-        return Fraction(node.args[2].meta["type"].shape[1], type_of(node.args[3]).shape[0])
+    if node.target is ops.experts:
+        return Fraction(node.args[2].meta["type"].shape[1], type_of(node.args[3]).shape[0] * num_parts(node))
     if node.target is not ops.grouped_linear:
         return Fraction(1)
     group = call_of(node.args[2])

@@ -29,7 +29,7 @@ from torch.fx import Node
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
 from atom.graph.graph import call_of, node_leaves, type_of
 from atom.graph.recipes import held_bytes
-from atom.graph.shares import token_share
+from atom.graph.shares import num_parts, token_share
 from atom.graph.types import Type
 from atom.jobs.workload import Step
 
@@ -185,30 +185,41 @@ def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
     if not node.target.weights:
         return []
     if node.target is ops.experts:
-        return [product for place in node.target.weights for product in expert_products(node, node.args[place])]
+        return [product for place in node.target.weights for product in expert_products(node, place)]
     matrix = type_of(node.args[node.target.weight])
     shape = tuple(int(size) for size in matrix.shape)
     parts = groups = 1
     if node.target is ops.grouped_linear:
         group = call_of(node.args[2])
         parts = group.args[2].ranks if len(group.args) > 2 else 1
-        groups = group.args[0].meta["type"].bytes_per_token // group.args[0].meta["type"].row.num_bytes
+        groups = _num_groups(group.args[0])
     act = str(node.kwargs.get("act", "flops")).partition("[")[0]
     num_bytes, share = sum(map(held_bytes, weights)), float(token_share(node))
     return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act, matrix.fmt)]
 
 
-def expert_products(node: Node, weight: Recipe) -> list[Product]:
-    """The products of the call `experts` with one of its weights: with those chosen, and with those of all tokens."""
+def expert_products(node: Node, place: int) -> list[Product]:
+    """The products of `experts` with the weight at a place: with those chosen, and with those of all tokens."""
+    weight, bias = node.args[place], node.args[place + 2] if len(node.args) > place + 2 else None
+    num_bytes = held_bytes(weight) + (0 if bias is None else held_bytes(bias))
     experts, *rest = (int(size) for size in weight.type.shape)
     router, top_k = call_of(node.args[2]), int(node.args[2].meta["type"].shape[1])
     shared = router.kwargs.get("shared", 0)
-    sizes = ((experts - shared, (top_k - shared) / (experts - shared)), (shared, 1.0))
+    parts, act = num_parts(node), str(node.kwargs.get("act", "flops")).partition("[")[0]
+    sizes = ((experts - shared, (top_k - shared) / ((experts - shared) * parts)), (shared, 1.0))
     return [
-        Product((num, *rest), held_bytes(weight) * num // experts, weight.type.num_elements * num // experts, share)
+        Product(
+            (num, *rest), num_bytes * num // experts, weight.type.num_elements * num // experts, share,
+            parts, _num_groups(node.args[0]), act,
+        )
         for num, share in sizes
         if num
-    ]
+    ]  # fmt: skip
+
+
+def _num_groups(rows: Node) -> int:
+    """Of how many groups of ranks these are the tokens."""
+    return int(rows.meta["type"].bytes_per_token // rows.meta["type"].row.num_bytes)
 
 
 def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:

@@ -9,8 +9,10 @@
     y = combine(down, weights, order)
 
 Between group and combine there are rows by expert and no tokens: that part can run where the experts are.
-Declines where a kernel computes all of it.
+Declines where a kernel computes all of it. Activations stay in h's dtype where none takes them in the format `act`.
 """
+
+from torch.fx import Node
 
 from atom.graph import Graph, ops
 from atom.graph.graph import type_of
@@ -19,7 +21,7 @@ from atom.passes.context import PassContext
 
 def lower_moe(graph: Graph, context: PassContext) -> Graph:
     for experts in graph.find(ops.experts):
-        if context.takes(ops.experts, *map(type_of, experts.args), **experts.kwargs):
+        if _is_taken(experts, context):
             continue
         h, weights, ids, gate_up, down, *biases = experts.args
         gate_up_bias, down_bias, *first = biases or (None, None)
@@ -31,3 +33,13 @@ def lower_moe(graph: Graph, context: PassContext) -> Graph:
         rows = graph.insert(experts, ops.grouped_linear, m, down, ends, down_bias, name="down")
         graph.replace({experts: graph.insert(experts, ops.combine, rows, weights, order, name="y")})
     return graph
+
+
+def _is_taken(experts: Node, context: PassContext) -> bool:
+    """Whether a kernel takes the call, with its activations in the format `act` or, if not so, without."""
+    types = [type_of(arg) for arg in experts.args]
+    if "act" in experts.kwargs and not context.takes(ops.experts, *types, **experts.kwargs):
+        refusals = context.refusals(ops.experts, *types, **experts.kwargs)
+        experts.meta["refused"] = [f"act={experts.kwargs['act']}: {reason}" for reason in refusals]
+        experts.kwargs = {key: value for key, value in experts.kwargs.items() if key != "act"}
+    return context.takes(ops.experts, *types, **experts.kwargs)

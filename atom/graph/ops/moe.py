@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atom.graph.formats import check_act
 from atom.graph.ops.base import LOWERED, divide, multiply, op
 from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type
 from atom.graph.packed import PackedWeight, plain
+from atom.graph.quantize_rows import round_rows
 from atom.graph.types import Type, need
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -164,7 +166,9 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 
 def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_up_bias: Type | None = None,
              down_bias: Type | None = None, first: Type | None = None, *, kind: str, limit: float | None = None,
-             alpha: float | None = None) -> Type:  # fmt: skip
+             alpha: float | None = None, act: str | None = None) -> Type:  # fmt: skip
+    if act is not None:
+        check_act(act)
     _group(x, ids, first, experts=gate_up.shape[0])  # type: ignore[arg-type]
     ends = Type("i64", gate_up.shape[:1])
     pairs = Type(x.dtype, (multiply(x.shape[0], int(ids.shape[1])), *x.shape[1:]))
@@ -173,15 +177,26 @@ def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_
 
 
 @op(_experts, weight=(3, 4))
-def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
-            down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str, limit: float | None = None,
-            alpha: float | None = None) -> Tensor:  # fmt: skip
+def experts(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
+    limit: float | None = None, alpha: float | None = None, act: str | None = None,
+) -> Tensor:  # fmt: skip
     """Each token through the experts that it chose, summed by their weights (Shazeer et al. 2017).
 
     x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H] with gate before up, down [E, H, W], their biases
-    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate. first: i64[1], the first of the experts
-    that are here, where a token may choose others, which add nothing.
+    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate, act as in linear. first: i64[1], the
+    first of the experts that are here, where a token may choose others, which add nothing.
     """
-    grouped, order, ends = group(x, ids, first, experts=len(gate_up))
-    m = gated_activate(grouped_linear(grouped, gate_up, ends, gate_up_bias), kind=kind, limit=limit, alpha=alpha)
-    return combine(grouped_linear(m, down, ends, down_bias), weights, order)  # type: ignore[no-any-return]
+    grouped, order, ends = group(x, ids, first, experts=gate_up.shape[0])
+    m = gated_activate(_multiply(grouped, gate_up, ends, gate_up_bias, act), kind=kind, limit=limit, alpha=alpha)
+    return combine(_multiply(m, down, ends, down_bias, act), weights, order)  # type: ignore[no-any-return]
+
+
+def _multiply(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    """grouped_linear of x, rounded to `act`."""
+    if act is None:
+        return grouped_linear(x, weight, ends, bias)  # type: ignore[no-any-return]
+    wide = None if bias is None else bias.float()
+    y: Tensor = grouped_linear(round_rows(x, act), plain(weight).float(), ends, wide)
+    return y.to(x.dtype)

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from atom.graph import ops
-from atom.graph.formats import parse_format
+from atom.graph.formats import act_of, parse_format
 from atom.graph.types import Type
 from atom.kernels.backend import Accepts, Backend, Kernel, Target, on_device
 from atom.kernels.hopper.shuffle import LAYOUT, shuffle
-from atom.kernels.triton import ACTS, GIVEN, accepts_experts, accepts_grouped, accepts_linear, knows_gluon, loader
+from atom.kernels.triton import ACTS, GIVEN, SPAN, accepts_experts, accepts_grouped, accepts_linear, knows_gluon, loader
 
 GLUON = "gluon"  # the feature of a GPU that runs our kernels in Gluon
 PACKED = ("scaled", "int4", "mxfp4")  # kinds that are laid out
+GATES = ("silu", "swigluoai")  # of experts whose activations are in fp8
 SCALED_COLUMNS = {"int4": (128,), "mxfp4": (32,), "scaled": (None, 128)}  # that share a scale
 
 
@@ -40,11 +41,26 @@ def _accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str 
 
 
 def _accepts_experts(
-    target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None, **attributes: Any
-) -> str | None:
-    refused = (_refuse(target, x, each if each.fmt else None) for each in (gate_up, down))
-    more_refused = accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes)
-    return next(filter(None, refused), more_refused)
+    target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None,
+    kind: str, act: str | None = None, **attributes: Any,
+) -> str | None:  # fmt: skip
+    refused = [_refuse(target, x, each if each.fmt else None) for each in (gate_up, down)]
+    refused.append(accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes))
+    if act is not None:
+        refused += [_refuse_act(act, gate_up), _refuse_act(act, down)]
+        is_known = kind in GATES and not any(each is not None for each in more[:2])
+        refused.append(None if is_known else f"has no biases and no {kind} gate beside activations in {act}")
+    return next(filter(None, refused), None)
+
+
+def _refuse_act(act: str, weight: Type) -> str | None:
+    """Why experts' activations in this format are not multiplied by this weight; None: they are."""
+    out, inner = map(int, weight.shape[-2:])
+    is_in_blocks = (
+        weight.fmt is not None and parse_format(weight.fmt).block == (SPAN, SPAN) and act_of(weight.fmt) == act
+    )
+    is_taken = is_in_blocks and out % SPAN == inner % SPAN == 0
+    return None if is_taken else f"activations in {act} are not multiplied by {weight}"
 
 
 def _refuse(target: Target, x: Type, weight: Type | None) -> str | None:
@@ -70,8 +86,11 @@ def _kernels() -> Iterator[Kernel]:
     for op in (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear):
         load = loader("linear.linear", f"Products.{op.name}")
         yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
-    for op, accepts in ((ops.grouped_linear, _accepts_grouped), (ops.experts, _accepts_experts)):
-        accepts, load = on_device("cuda", accepts, packed=PACKED), loader("moe", f"ShuffledExperts.{op.name}")
+    for op, accepts, acts in ((ops.grouped_linear, _accepts_grouped, ()), (ops.experts, _accepts_experts, GIVEN)):
+        accepts, load = (
+            on_device("cuda", accepts, packed=PACKED, acts=acts),
+            loader("moe", f"ShuffledExperts.{op.name}"),
+        )
         yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
 
 

@@ -191,11 +191,9 @@ def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str
 
 
 def accepts_experts(
-    target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None,
+    target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *_more: Type | None,
     **_attributes: Any,
 ) -> str | None:  # fmt: skip
-    if len(more) > 2 and more[2] is not None:
-        return "takes all experts, not those of a rank"
     return accepts_grouped(target, x, gate_up) or accepts_grouped(target, x, down)
 
 

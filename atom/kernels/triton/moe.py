@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from atom.graph import PackedWeight
 from atom.graph.formats import block_of, parse_format, with_block
+from atom.kernels.triton import SPAN
 from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.few_experts import multiply_few, suits_few
@@ -32,7 +33,7 @@ from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.linear import make_counters
 from atom.kernels.triton.linear.packed import are_minima, style_of, unpack
-from atom.kernels.triton.linear.row_kernels import activate_gates
+from atom.kernels.triton.linear.row_kernels import FP8, activate_gates, quantize_rows
 from atom.kernels.triton.linear.shuffled import choose_grouped
 from atom.kernels.triton.unpack import (
     as_bytes,
@@ -44,10 +45,12 @@ from atom.kernels.triton.unpack import (
     unpack_scales,
 )
 
-# rows of an expert on average from which the library is faster on an H200, plain and packed, which it does not unpack
-LIBRARY_ROWS, LIBRARY_PACKED_ROWS = 128, 384
+# rows of an expert on average from which Hopper's products of many rows are faster: of plain weights, of those that are
+# unpacked for it, of those that are laid out for it, and of activations in fp8, too
+MANY_ROWS, MANY_UNPACKED_ROWS, MANY_PACKED_ROWS, MANY_FP8_ROWS = 128, 384, 128, 256
 FOLDED = 32  # columns that share a scale, up to which it multiplies the numbers, not their sums
-SEARCHED = 2048  # pairs of token and expert in which each row searches its position; more are sorted
+SEARCHED = 2048  # pairs of token and expert in which each row searches its position; those of more are counted
+COUNTED, PLACED = 1024, 16  # pairs that a program counts, and whose rows it copies
 
 
 class Tiles(NamedTuple):
@@ -103,39 +106,57 @@ def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) 
     first: i64[1], the first of the experts that are here; behind the rows of these, order is k T, and combine takes
     such rows for zeros
     """
-    assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
-    pairs, top_k = ids.numel(), ids.shape[1]
-    if pairs > SEARCHED:
-        assert experts < 1 << 15, f"{experts} experts are sorted as 16-bit numbers"
-        of = ids.flatten()
-        if first is not None:
-            of = of - first
-            of = of.where((of >= 0) & (of < experts), experts)
-        by_expert, order = of.to(torch.int16).sort(stable=True)
-        every = torch.arange(experts, dtype=torch.int16, device=x.device)
-        rows, ends = x.index_select(0, order // top_k), torch.searchsorted(by_expert, every, right=True)
-        return rows, order if first is None else order.masked_fill_(by_expert == experts, pairs), ends
-    gpu = find_gpu(x.device)
-    rows, order, ends = x.new_empty(pairs, x.shape[1]), ids.new_empty(pairs), ids.new_empty(experts)
-    _group_kernel[(pairs + experts,)](
-        x, ids, first, rows, order, ends, pairs, x.stride(0), EXPERTS=experts, TOP_K=top_k, WIDTH=x.shape[1],
-        BLOCK_P=256, BLOCK_W=1024, **gpu.options,
-    )  # fmt: skip
+    rows, order, ends, _ = _group(x, ids, first, experts)
     return rows, order, ends
+
+
+def _group(x: Tensor, ids: Tensor, first: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """group, and of many pairs the row of each, i64[k T], or -1 where its expert is not here."""
+    assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
+    (pairs, top_k), width, gpu = (ids.numel(), ids.shape[1]), x.shape[1], find_gpu(x.device)
+    rows, order, ends = x.new_empty(pairs, width), ids.new_empty(pairs), ids.new_empty(experts)
+    if pairs <= SEARCHED:
+        _group_kernel[(pairs + experts,)](
+            x, ids, first, rows, order, ends, pairs, x.stride(0), EXPERTS=experts, TOP_K=top_k, WIDTH=width,
+            BLOCK_P=256, BLOCK_W=1024, **gpu.options,
+        )  # fmt: skip
+        return rows, order, ends, None
+    blocks, places = -(-pairs // COUNTED), ids.new_empty(pairs)
+    counts = ids.new_empty((experts + 1) * blocks, dtype=torch.int32)  # of the pairs of an expert in each block
+    _count_kernel[(blocks,)](
+        ids, first, counts, pairs, blocks, EXPERTS=experts, BLOCK_E=next_power_of_2(experts + 2), BLOCK_P=COUNTED,
+        **gpu.options,
+    )  # fmt: skip
+    _place_kernel[(-(-pairs // PLACED),)](
+        x, ids, first, counts.cumsum(0, dtype=torch.int32), rows, order, ends, places, pairs, blocks, x.stride(0),
+        EXPERTS=experts, TOP_K=top_k, WIDTH=width, BLOCK_E=next_power_of_2(experts), BLOCK_P=PLACED, COUNTED=COUNTED,
+        BLOCK_W=512, **gpu.options,
+    )  # fmt: skip
+    return rows, order, ends, places
 
 
 def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
     read"""
-    if suits_library(x, weight):
-        return multiply_by_library(x, weight, ends, bias)
-    if isinstance(weight, PackedWeight):
-        return multiply_packed(x, weight, ends, bias)
-    return multiply_plain(x, weight, ends, bias)
+    return _multiply(x, weight, ends, bias)
 
 
-def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None,
-                   kind: str | None = None) -> Tensor:  # fmt: skip
+def grouped_gated_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None, *,
+                         kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
+    """gated_activate of grouped_linear: weight [E, 2 W, I] and bias [E, 2 W] with gates before ups -> [P, W]"""
+    return _multiply(x, weight, ends, bias, kind, limit, alpha)
+
+
+def _multiply(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None, kind: str | None = None,
+              limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
+    if suits_hopper(x, weight, kind):
+        return multiply_many(x, weight, ends, bias, kind, limit, alpha)
+    multiply = multiply_packed if isinstance(weight, PackedWeight) else multiply_plain
+    return multiply(x, weight, ends, bias, kind, limit, alpha)  # type: ignore[arg-type]
+
+
+def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
+                   limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
     """grouped_linear of a plain weight; with a kind, and gates before ups, gated_activate of it"""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
@@ -148,8 +169,8 @@ def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None 
     most = used + (rows - used) // tiles.rows  # each used expert has one tile that need not be full
     _grouped_linear_kernel[(most * -(-out // tiles.out),)](
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner, KIND=kind,
-        BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+        LIMIT=limit, ALPHA=alpha, BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out,
+        BLOCK_I=tiles.inner, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return y
 
@@ -157,13 +178,13 @@ def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None 
 def experts(
     x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
-    limit: float | None = None, alpha: float | None = None,
+    limit: float | None = None, alpha: float | None = None, act: str | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
     [E, H] -> [T, H]"""
-    assert first is None, "accepts_experts declines"
+    assert act is None, "its entry declines"
     biases = gate_up_bias, down_bias
-    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+    if first is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         if find_gpu(x.device).runs_gluon:
             from atom.kernels.triton import few_hopper  # imports what only NVIDIA's GPUs need
 
@@ -172,34 +193,34 @@ def experts(
                 return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
         if suits_few(len(x), ids.shape[1], *down.shape[1:]) and biases == (None, None) and kind != "swigluoai":
             return multiply_few(x, weights, ids, gate_up, down, kind)
-    return multiply_by_groups(grouped_linear, x, weights, ids, (gate_up, down), biases, kind, limit, alpha)
+    return multiply_by_groups(
+        (grouped_gated_linear, grouped_linear), x, weights, ids, (gate_up, down), biases, first,
+        kind=kind, limit=limit, alpha=alpha,
+    )  # fmt: skip
 
 
 def multiply_by_groups(
-    multiply: Callable[..., Tensor], x: Tensor, weights: Tensor, ids: Tensor,
+    products: tuple[Callable[..., Tensor], Callable[..., Tensor]], x: Tensor, weights: Tensor, ids: Tensor,
     matrices: tuple[Tensor | PackedWeight, Tensor | PackedWeight], biases: tuple[Tensor | None, Tensor | None],
-    kind: str, limit: float | None, alpha: float | None,
+    first: Tensor | None, **gate: Any,
 ) -> Tensor:  # fmt: skip
-    """experts with tokens grouped by expert, and a grouped_linear."""
-    (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
-    rows, order, ends = group(x, ids, experts=gate_up.shape[0])
-    has_gates = gate_up_bias is None and kind != "swigluoai"
-    if isinstance(gate_up, Tensor) and has_gates and not suits_library(rows, gate_up):
-        m = multiply_plain(rows, gate_up, ends, kind=kind)
-    else:
-        m = activate_gates(multiply(rows, gate_up, ends, gate_up_bias), kind, limit, alpha)
-    return combine(multiply(m, down, ends, down_bias), weights, order)
+    """experts with tokens grouped by expert, by a grouped_gated_linear and a grouped_linear."""
+    (multiply_gated, multiply), (gate_up, down), (gate_up_bias, down_bias) = products, matrices, biases
+    rows, order, ends, places = _group(x, ids, first, gate_up.shape[0])
+    m = multiply_gated(rows, gate_up, ends, gate_up_bias, **gate)
+    return _combine(multiply(m, down, ends, down_bias), weights, order, places)
 
 
-def suits_library(x: Tensor, weight: Tensor | PackedWeight) -> bool:
-    """Whether the library's grouped product is faster: of many rows for each expert, in bf16 on Hopper."""
+def suits_hopper(x: Tensor, weight: Tensor | PackedWeight, kind: str | None = None) -> bool:
+    """Whether `multiply_many` takes this product, and is faster: of many rows for each expert, in bf16 on Hopper."""
     experts, out, inner = weight.shape
-    least = LIBRARY_ROWS if isinstance(weight, Tensor) else LIBRARY_PACKED_ROWS
+    least = MANY_ROWS if isinstance(weight, Tensor) else MANY_UNPACKED_ROWS
+    columns = out if kind is None else out // 2
     return (
         len(x) >= least * experts
         and x.dtype == torch.bfloat16
-        and find_gpu(x.device).capability == (9, 0)
-        and out % 8 == inner % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
+        and find_gpu(x.device).runs_gluon
+        and columns % 8 == inner % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
         and (isinstance(weight, Tensor) or unpacks_experts(weight))
     )
 
@@ -222,30 +243,29 @@ def unpack_experts(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return unpack(PackedWeight(type, parts, weight.layout), dtype).view(weight.shape)
 
 
-def multiply_by_library(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
-    """grouped_linear, of a packed weight that is unpacked into a temporary"""
+def multiply_many(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None,
+                  kind: str | None = None, limit: float | None = None,
+                  alpha: float | None = None) -> Tensor:  # fmt: skip
+    """multiply_plain, of a packed weight that is unpacked into a temporary; the library's where nothing is added"""
     plain = unpack_experts(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
-    y: Tensor = F.grouped_mm(x, plain.transpose(1, 2), offs=ends.to(torch.int32))
-    if bias is not None:
-        add_bias(y, bias, ends)
-    return y
+    if bias is None and kind is None:
+        y: Tensor = F.grouped_mm(x, plain.transpose(1, 2), offs=ends.to(torch.int32))
+        return y
+    from atom.kernels.triton import grouped_hopper  # imports what only NVIDIA's GPUs need
+
+    gate = None if kind is None else grouped_hopper.gate_of(kind, limit, alpha)
+    y = grouped_hopper.multiply(x, plain, ends, bias, gate)
+    return y if kind is None or gate is not None else activate_gates(y, kind, limit, alpha)
 
 
-def add_bias(y: Tensor, bias: Tensor, ends: Tensor) -> None:
-    """Add to each row of y [P, O], sorted by expert, the bias [E, O] of its expert; ends i64[E]."""
-    (experts, width), gpu = bias.shape, find_gpu(y.device)
-    _add_bias_kernel[(len(y), -(-width // 2048))](
-        y, bias, ends, EXPERTS=experts, WIDTH=width, BLOCK_E=next_power_of_2(experts), BLOCK_W=2048, **gpu.options
-    )
-
-
-def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None,
+def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
+                    limit: float | None = None, alpha: float | None = None,
                     tiles: Tiles | None = None) -> Tensor:  # fmt: skip
-    """grouped_linear of a packed weight, whose tiles are unpacked in registers"""
+    """multiply_plain of a packed weight, whose tiles are unpacked in registers"""
     parts = weight.parts
     assert x.stride(1) == 1 and all(part.is_contiguous() for part in parts.values()), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
-    y = x.new_empty(rows, out)
+    y = x.new_empty(rows, out if kind is None else out // 2)
     if not rows:
         return y
     gpu = find_gpu(x.device)
@@ -260,8 +280,9 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
         bias, y, x.stride(0),
         EXPERTS=experts, OUT=out, INNER=inner, PACKING=packing_of(weight), SCALE_ROWS=block_rows, GROUP=group,
         FACTOR_E=strides[0], FACTOR_O=strides[1], HAS_DIVISOR="divisor" in parts,
-        BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
-        HAS_PTX=gpu.capability > (0, 0), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+        KIND=kind, LIMIT=limit, ALPHA=alpha, BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out,
+        BLOCK_I=tiles.inner, HAS_PTX=gpu.capability > (0, 0), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **gpu.options,
     )  # fmt: skip
     return y
 
@@ -277,51 +298,85 @@ class ShuffledExperts:
 
     def grouped_linear(self, x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]"""
-        from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
+        return self._multiply(x, weight, ends, bias)
 
-        if suits_library(x, weight):
-            return multiply_by_library(x, weight, ends, bias)
+    def grouped_gated_linear(self, x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None, *,
+                             kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
+        """gated_activate of grouped_linear: weight [E, 2 W, I] and bias [E, 2 W] with gates before ups -> [P, W]"""
+        return self._multiply(x, weight, ends, bias, kind, limit, alpha)
+
+    def _multiply(self, x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, kind: str | None = None,
+                  limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
+        from atom.kernels.triton import grouped_packed_hopper  # imports what only NVIDIA's GPUs need
+        from atom.kernels.triton.linear import packed_hopper
+
         (rows, inner), (experts, out, _) = x.shape, weight.shape
         if not rows:
-            return x.new_empty(0, out)
+            return x.new_empty(0, out if kind is None else out // 2)
+        if rows >= MANY_PACKED_ROWS * experts and x.stride(0) % 8 == x.data_ptr() % 16 == 0:
+            return grouped_packed_hopper.multiply(x, weight, ends, bias, kind, limit, alpha)
         if self._arrived is None:
             self._arrived = make_counters(x.device)
         style = style_of(str(weight.type.fmt), out, None, True)
         tiles = choose_grouped(rows, experts, out, inner, style, find_gpu(x.device))
-        return packed_hopper.multiply_grouped(x, weight, ends, bias, self._arrived, tiles)
+        return packed_hopper.multiply_grouped(x, weight, ends, bias, self._arrived, tiles, kind, limit, alpha)
 
     def experts(
         self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight,
         gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
-        limit: float | None = None, alpha: float | None = None,
+        limit: float | None = None, alpha: float | None = None, act: str | None = None,
     ) -> Tensor:  # fmt: skip
         """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
-        [E, H] -> [T, H]"""
+        [E, H] -> [T, H]; act: as in the op, of many rows"""
         from atom.kernels.triton import few_hopper
 
-        assert first is None, "accepts_experts declines"
-        if few_hopper.suits_few(x, ids, gate_up):
+        if first is None and few_hopper.suits_few(x, ids, gate_up):
             m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
             return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
-        biases = gate_up_bias, down_bias
-        return multiply_by_groups(self.grouped_linear, x, weights, ids, (gate_up, down), biases, kind, limit, alpha)
+        if act is not None and ids.numel() >= MANY_FP8_ROWS * gate_up.shape[0]:
+            return multiply_in_fp8(x, weights, ids, gate_up, down, first, kind, limit, alpha)
+        return multiply_by_groups(
+            (self.grouped_gated_linear, self.grouped_linear), x, weights, ids, (gate_up, down),
+            (gate_up_bias, down_bias), first, kind=kind, limit=limit, alpha=alpha,
+        )  # fmt: skip
+
+
+def multiply_in_fp8(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight, first: Tensor | None,
+    kind: str, limit: float | None, alpha: float | None,
+) -> Tensor:  # fmt: skip
+    """experts of many tokens by shuffled weights in blocks of 128 x 128, with activations quantized by 128 columns."""
+    from atom.kernels.triton import grouped_hopper  # imports what only NVIDIA's GPUs need
+
+    tokens = quantize_rows(x, SPAN, FP8, is_shuffled=True)
+    pairs = tokens.values[: len(x)].view(torch.bfloat16)  # of fp8, which not all copy
+    rows, order, ends, places = _group(pairs, ids, first, gate_up.shape[0])
+    scales = tokens.scales.t().index_select(1, (order // ids.shape[1]).clamp_(max=len(x) - 1)).t()
+    gate = grouped_hopper.gate_of(kind, limit, alpha)
+    m = grouped_hopper.multiply_fp8(rows.view(FP8), scales, gate_up, ends, gate)
+    values, scales, *_ = quantize_rows(m, SPAN, FP8, is_shuffled=True)
+    return _combine(grouped_hopper.multiply_fp8(values[: len(m)], scales, down, ends), weights, order, places)
 
 
 def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """x [k T, H], weights fp32[T, k], order i64[k T] -> [T, H]"""
+    if len(order) <= SEARCHED:
+        return _combine(x, weights, order, None)
+    places = order.new_full((len(order) + 1,), -1)
+    return _combine(x, weights, order, places.scatter_(0, order, torch.arange(len(order), device=order.device)))
+
+
+def _combine(x: Tensor, weights: Tensor, order: Tensor, places: Tensor | None) -> Tensor:
+    """combine; places: the row of each pair, which is searched in order where they are not given"""
     assert x.stride(1) == 1 and weights.is_contiguous(), "rows have gaps"
     (tokens, top_k), width = weights.shape, x.shape[1]
-    is_searched = len(order) <= SEARCHED
-    if not is_searched:  # from here on the row of each pair
-        places = order.new_full((len(order) + 1,), -1)
-        order = places.scatter_(0, order, torch.arange(len(order), device=order.device))
     gpu = find_gpu(x.device)
     out = x.new_empty(tokens, width)
     block_k = next_power_of_2(top_k)
     block_w = max(64, 4096 // block_k)
     _combine_kernel[(tokens, -(-width // block_w))](
-        x, weights, order, out, tokens * top_k, x.stride(0), IS_SEARCHED=is_searched, TOP_K=top_k, WIDTH=width,
-        BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, **gpu.options,
+        x, weights, order if places is None else places, out, tokens * top_k, x.stride(0), IS_SEARCHED=places is None,
+        TOP_K=top_k, WIDTH=width, BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, **gpu.options,
     )  # fmt: skip
     return out
 
@@ -353,6 +408,50 @@ def _group_kernel(x, ids, base, rows, order, ends, pairs, x_stride, EXPERTS: tl.
             columns = first + tl.arange(0, BLOCK_W)
             values = tl.load(source + columns, mask=columns < WIDTH)
             tl.store(target + columns, values, mask=columns < WIDTH)
+
+
+@jit(do_not_specialize=["pairs", "blocks"])
+def _count_kernel(ids, base, counts, pairs, blocks, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+                  BLOCK_P: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """How many of a block's pairs have each expert, or none that is here: counts [E + 1, blocks]."""
+    wait_for_inputs(PDL)
+    block = tl.program_id(0)
+    pair = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    own = _own_expert(tl.load(ids + pair, mask=pair < pairs, other=0), base, EXPERTS).to(tl.int32)
+    each = tl.arange(0, BLOCK_E)
+    num = tl.histogram(tl.where(pair < pairs, own, BLOCK_E - 1), BLOCK_E)
+    tl.store(counts + each * blocks + block, num, mask=each <= EXPERTS)
+
+
+@jit(do_not_specialize=["pairs", "blocks"])
+def _place_kernel(x, ids, base, reached, rows, order, ends, places, pairs, blocks, x_stride, EXPERTS: tl.constexpr,
+                  TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+                  COUNTED: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BLOCK_P pairs, whose rows are copied behind those of pairs before them. reached: sums of `_count_kernel`'s"""
+    wait_for_inputs(PDL)
+    pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_pair = pair < pairs
+    expert = _own_expert(tl.load(ids + pair, mask=is_pair, other=0), base, EXPERTS).to(tl.int32)
+    block = tl.program_id(0) * BLOCK_P // COUNTED
+    others = block * COUNTED + tl.arange(0, COUNTED)
+    theirs = _own_expert(tl.load(ids + others, mask=others < pairs, other=0), base, EXPERTS).to(tl.int32)
+    is_earlier = (theirs[None, :] == expert[:, None]) & (others[None, :] < pair[:, None])
+    cell = expert * blocks + block
+    position = tl.sum(is_earlier.to(tl.int32), 1) + tl.load(reached + cell - 1, mask=cell > 0, other=0)
+    is_here = expert < EXPERTS
+    tl.store(order + position, tl.where(is_here, pair, pairs).to(tl.int64), mask=is_pair)
+    tl.store(places + pair, tl.where(is_here, position, -1).to(tl.int64), mask=is_pair)
+    if tl.program_id(0) == 0:
+        each = tl.arange(0, BLOCK_E)
+        last = tl.load(reached + (each + 1) * blocks - 1, mask=each < EXPERTS, other=0)
+        tl.store(ends + each, last.to(tl.int64), mask=each < EXPERTS)
+    source = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
+    target = rows + position.to(tl.int64)[:, None] * WIDTH
+    is_copied = (is_pair & is_here)[:, None]
+    for first in range(0, WIDTH, BLOCK_W):
+        columns = first + tl.arange(0, BLOCK_W)[None, :]
+        values = tl.load(source + columns, mask=is_copied & (columns < WIDTH), other=0)
+        tl.store(target + columns, values, mask=is_copied & (columns < WIDTH))
 
 
 @jit
@@ -387,8 +486,9 @@ def _rows_and_columns(ends, expert, tile, OUT: tl.constexpr, BLOCK_R: tl.constex
 
 @jit
 def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.constexpr, OUT: tl.constexpr,
-                           INNER: tl.constexpr, KIND: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
-                           BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                           INNER: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+                           BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+                           PDL: tl.constexpr):  # fmt: skip
     """One tile of one expert's rows and outputs. Tiles of the same rows are neighbours, so that caches hold those.
 
     With a KIND each gate is beside its up.
@@ -428,15 +528,17 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
         first_column = tl.program_id(0) % ((OUT + BLOCK_O - 1) // BLOCK_O) * (BLOCK_O // 2)
         columns = first_column + tl.arange(0, BLOCK_O // 2)
         pointers = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        tl.store(pointers, activate_rounded(gates, ups, KIND), mask=(rows < end)[:, None] & (columns < width)[None, :])
+        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        tl.store(pointers, m, mask=(rows < end)[:, None] & (columns < width)[None, :])
 
 
 @jit
 def _packed_grouped_linear_kernel(
     x, values, scales, zeros, factor, ends, bias, out, x_stride, EXPERTS: tl.constexpr, OUT: tl.constexpr,
     INNER: tl.constexpr, PACKING: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, FACTOR_E: tl.constexpr,
-    FACTOR_O: tl.constexpr, HAS_DIVISOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, HAS_PTX: tl.constexpr, PDL: tl.constexpr,
+    FACTOR_O: tl.constexpr, HAS_DIVISOR: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, HAS_PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """As above, with the weight on the left of the products, so that few rows are padded to 16 and not to 64.
 
@@ -450,6 +552,8 @@ def _packed_grouped_linear_kernel(
         return
     rows, end, columns = _rows_and_columns(ends, expert, tile, OUT, BLOCK_R, BLOCK_O)
     column = tl.minimum(columns, OUT - 1)
+    if KIND is not None:
+        column = column // 2 + column % 2 * (OUT // 2)
     weight_rows = expert.to(tl.int64) * OUT + column
     dtype: tl.constexpr = x.dtype.element_ty
     PER_BYTE: tl.constexpr = 1 if PACKING == "fp8" or PACKING == "i8" or PACKING == "int8" else 2
@@ -513,24 +617,18 @@ def _packed_grouped_linear_kernel(
         total *= tl.load(scales + scale_rows)[:, None].to(tl.float32)
     if bias is not None:
         total += tl.load(bias + weight_rows)[:, None].to(tl.float32)
-    pointers = out + rows.to(tl.int64)[None, :] * OUT + columns[:, None]
-    tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[None, :] & (columns < OUT)[:, None])
-
-
-@jit
-def _add_bias_kernel(y, bias, ends, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr,
-                     BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Some columns of a row of y, to which its expert's bias is added."""
-    wait_for_inputs(PDL)
-    row = tl.program_id(0)
-    each = tl.arange(0, BLOCK_E)
-    expert = tl.sum((tl.load(ends + each, mask=each < EXPERTS, other=row + 1) <= row).to(tl.int32), 0)
-    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    is_value = (columns < WIDTH) & (expert < EXPERTS)  # a rehearsal, whose ends are zero, has rows of no expert
-    place = y + row.to(tl.int64) * WIDTH + columns
-    sums = tl.load(place, mask=is_value, other=0.0).to(tl.float32)
-    sums += tl.load(bias + expert * WIDTH + columns, mask=is_value, other=0.0).to(tl.float32)
-    tl.store(place, sums.to(y.dtype.element_ty), mask=is_value)
+    y = total.to(out.dtype.element_ty)
+    if KIND is None:
+        pointers = out + rows.to(tl.int64)[None, :] * OUT + columns[:, None]
+        tl.store(pointers, y, mask=(rows < end)[None, :] & (columns < OUT)[:, None])
+    else:
+        width: tl.constexpr = OUT // 2
+        gates, ups = tl.split(y.reshape([BLOCK_O // 2, 2, BLOCK_R]).permute((0, 2, 1)))
+        first_column = tl.program_id(0) % ((OUT + BLOCK_O - 1) // BLOCK_O) * (BLOCK_O // 2)
+        columns = first_column + tl.arange(0, BLOCK_O // 2)
+        pointers = out + rows.to(tl.int64)[None, :] * width + columns[:, None]
+        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        tl.store(pointers, m, mask=(rows < end)[None, :] & (columns < width)[:, None])
 
 
 @jit(do_not_specialize=["pairs"])

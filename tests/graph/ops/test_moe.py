@@ -202,3 +202,24 @@ def test_experts_that_no_token_chose_change_nothing():
         tensor[[0, 2, 3, 5, 7]] = float("nan")
     assert torch.equal(ops.experts(x, weights, ids, *tensors, kind="silu"), expected)
     assert not expected.isnan().any()
+
+
+def test_experts_may_round_their_activations_by_columns():
+    """Ahead of both products, each 4 columns by their largest number."""
+
+    def rounded(row: Tensor) -> Tensor:
+        spans = row.view(-1, 4)
+        scales = spans.abs().amax(1, keepdim=True) / 448
+        return ((spans / scales).to(torch.float8_e4m3fn).float() * scales).flatten()
+
+    x, gate_up, down = torch.randn(3, 8), torch.randn(2, 16, 8), torch.randn(2, 8, 8)
+    ids, weights = torch.tensor([[1, 0], [0, 1], [1, 0]]), torch.rand(3, 2)
+    expected = torch.zeros(3, 8)
+    for token, choice in itertools.product(range(3), range(2)):
+        expert = ids[token, choice]
+        gates, ups = (gate_up[expert] @ rounded(x[token])).chunk(2)
+        m = torch.nn.functional.silu(gates) * ups
+        expected[token] += weights[token, choice] * (down[expert] @ rounded(m))
+    y = checked(ops.experts, x, weights, ids, gate_up, down, kind="silu", act="fp8[1, 4]")
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    assert (y - ops.experts(x, weights, ids, gate_up, down, kind="silu")).abs().max() > 1e-3

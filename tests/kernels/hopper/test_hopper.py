@@ -234,6 +234,7 @@ for fmt in FORMATS:
     experts = shuffle(draw(fmt, 4, 256, 512))
     for rows in (3, 40):
         moe.ShuffledExperts().grouped_linear(x[:rows], experts, torch.zeros(4, dtype=torch.int64))
+    moe.ShuffledExperts().grouped_gated_linear(x[:40], experts, torch.zeros(4, dtype=torch.int64), kind="swigluoai", limit=7.0, alpha=1.7)
 """
 
 
@@ -245,7 +246,7 @@ def test_it_compiles_for_such_a_gpu():
         [sys.executable, "-c", COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("compiled") == 5 * len(FORMATS)
+    assert done.stdout.count("compiled") == 6 * len(FORMATS)
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
 
 
@@ -260,6 +261,9 @@ def assert_near(y: torch.Tensor, truth: torch.Tensor, share: float = 1e-4) -> No
     """But for the rounding of y: sums are in float32, of products that are exact. share: of the largest"""
     assert y.shape == truth.shape and y.isfinite().all()
     assert ((y - truth).abs() <= 0.005 * truth.abs() + share * truth.abs().max()).all()
+
+
+CLAMPED = {"kind": "swigluoai", "limit": 7.0, "alpha": 1.702}
 
 
 @pytest.mark.gpu
@@ -329,8 +333,11 @@ class TestOnHopper:
             [rows.double() @ plain[expert].t() + bias[expert].double() for expert, rows in enumerate(parts)]
         )
         y = moe.ShuffledExperts().grouped_linear(x, shuffle(bad), ends, bias)
+        m = moe.ShuffledExperts().grouped_gated_linear(x, shuffle(bad), ends, bias, **CLAMPED)
         if sum(counts):
             assert_near(y[: sum(counts)].double(), truth)
+            expected = ops.gated_activate.body(truth.bfloat16(), **CLAMPED).double()
+            assert (m[: sum(counts)].double() - expected).abs().max() <= 0.02 * expected.abs().max()
 
     def test_a_captured_chain_gives_what_its_kernels_give_one_by_one(self):
         """Each begins while the one ahead of it runs, and x is written by the one ahead."""

@@ -143,9 +143,11 @@ for rows in (7, 20):
     router.Router().add_norm_router(bf16(rows, 256), bf16(rows, 256), bf16(256), bf16(8, 256), eps=0.1, top_k=2)
 weights, ids = router.Router().router(x, bf16(8, 256), top_k=2)
 grouped, order, ends = moe.group(x, ids, ids.new_empty(1), experts=8)
+many = torch.zeros(1100, 2, dtype=torch.int64)
+moe.group(bf16(1100, 256), many, many[0, :1], experts=8)
 grouped, order, ends = moe.group(x, ids, experts=8)
 moe.grouped_linear(grouped, experts, ends)
-moe.add_bias(bf16(14, 64), bf16(8, 64), ends)
+moe.grouped_gated_linear(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
 moe.combine(bf16(14, 256), weights, order)
 for tokens in (1, 7):
     moe.experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
@@ -161,7 +163,7 @@ NAMES = {
     "packed": "_unpack_kernel _scale_kernel",
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
     "router": "_logits_kernel _choose_kernel _route_few_kernel",
-    "moe": "_group_kernel _grouped_linear_kernel _packed_grouped_linear_kernel _add_bias_kernel _combine_kernel",
+    "moe": "_group_kernel _count_kernel _place_kernel _grouped_linear_kernel _packed_grouped_linear_kernel _combine_kernel",
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",

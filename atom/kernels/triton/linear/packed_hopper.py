@@ -1,7 +1,7 @@
 """Products of some rows by packed weights on NVIDIA's Hopper, in Gluon.
 
     y = multiply(x, weight, bias, kind, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
-    y = multiply_grouped(x, weight, ends, bias, counters, tiles)    # x [P, I], sorted by expert, weight [E, O, I]
+    y = multiply_grouped(x, weight, ends, bias, counters, tiles, kind)    # x [P, I], sorted by expert, weight [E, O, I]
 
 A program has BLOCK_O rows of the weight and some rows of x. Boxes of both come by TMA, some stages ahead; those of the
 weight while the kernel ahead still runs. A group of warps unpacks a box into the registers of the left operand, where
@@ -12,6 +12,7 @@ so few. Columns that share a scale are summed up by themselves in float32. Round
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -28,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
-from atom.kernels.triton.activations import gated
+from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.packed import style_of
@@ -193,7 +194,7 @@ def _fetch(x, weight, x_row, weight_row, step, slot, memory, WITH_WEIGHT: gl.con
             if KIND is None:
                 tma.async_copy_global_to_shared(weight, [weight_row, byte], bar, box)
             else:
-                tma.async_copy_global_to_shared(weight, [weight_row // 16, 0, 0, byte], bar, box)
+                tma.async_copy_global_to_shared(weight, [weight_row, 0, 0, byte], bar, box)
     if WITH_X:
         for number in gl.static_range(BOXES):
             column = (step * BOXES + number) * COLUMNS
@@ -229,8 +230,8 @@ def _find_tile(ends, place, EXPERTS: gl.constexpr, BY_ROW: gl.constexpr, BLOCK_R
 def _multiply(
     x, weight, scales, zeros, bias, ends, y, partial, arrived, rows, OUT: gl.constexpr, INNER: gl.constexpr,
     VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, EXPERTS: gl.constexpr,
-    BY_ROW: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr,
+    BY_ROW: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BLOCK_R: gl.constexpr,
+    BOXES: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """OUT: of one expert, gates and ups. BY_ROW: see `_find_tile`."""
     COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
@@ -276,6 +277,8 @@ def _multiply(
         if x_row >= end:
             return
     weight_row = expert * OUT + first_row
+    if KIND is not None:  # in the order of its descriptor, which has 8 gates and their ups at a time
+        weight_row = expert * (OUT // 8) + first_row // 16
     for stage in gl.static_range(STAGES):
         if stage < steps:
             _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, True, False, BOXES, BLOCK_R, COLUMNS,
@@ -357,7 +360,7 @@ def _multiply(
         else:
             halves = result.reshape([BLOCK_O // 16, 2, 8, BLOCK_R]).permute((0, 2, 3, 1))
             gates, ups = halves.reshape([BLOCK_O // 2, BLOCK_R, 2]).split()
-            m = gated(gates.to(gl.float32), ups.to(gl.float32), gates.dtype, KIND).to(gates.dtype)
+            m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
             _store(m, y, x_row, end, first_row // 2, OUT // 2)
 
 
@@ -384,18 +387,29 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, kind: str | N
              tiles: Wgmma) -> Tensor:  # fmt: skip
     """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with gates. counters: of
     `linear.make_counters`; calls that share them must run one after another."""
-    return _launch(x, weight, bias, None, kind, counters, tiles)
+    return _launch(x, weight, bias, None, kind, None, None, counters, tiles)
 
 
-def multiply_grouped(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, counters: Tensor,
-                     tiles: Wgmma) -> Tensor:  # fmt: skip
-    """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; counters: as in
-    `multiply`"""
-    return _launch(x, weight, bias, ends, None, counters, tiles)
+def multiply_grouped(
+    x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, counters: Tensor, tiles: Wgmma,
+    kind: str | None = None, limit: float | None = None, alpha: float | None = None,
+) -> Tensor:  # fmt: skip
+    """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with
+    gates; counters: as in `multiply`"""
+    return _launch(x, weight, bias, ends, kind, limit, alpha, counters, tiles)
 
 
-def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor | None, kind: str | None,
-            counters: Tensor, tiles: Wgmma) -> Tensor:  # fmt: skip
+def gated_weights(values: Tensor, experts: int, out: int) -> Any:
+    """The descriptor of shuffled values [experts, out, bytes] whose boxes have 8 gates, then their ups, in turns."""
+    width = values.shape[-1]
+    sizes, strides = (experts * out // 8 - out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
+    return _gated_descriptors.find(values, sizes, strides)
+
+
+def _launch(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor | None, kind: str | None, limit: float | None,
+    alpha: float | None, counters: Tensor, tiles: Wgmma,
+) -> Tensor:  # fmt: skip
     (*leading, out, inner), rows = weight.shape, len(x)
     experts, gates = (leading[0] if leading else None), (1 if kind is None else 2)
     block_rows, boxes, stages, splits = tiles
@@ -407,8 +421,7 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor |
     if kind is None:
         weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
     else:
-        shape, strides = (out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
-        weights = _gated_descriptors.find(values, shape, strides)
+        weights = gated_weights(values, experts or 1, out)
     columns = BOX.value * 8 // style.bits
     y, is_by_row = x.new_empty(rows, out // gates), experts is not None and rows <= experts
     row_tiles = -(-rows // block_rows)
@@ -420,7 +433,8 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor |
     _multiply[(num_tiles, row_tiles, splits)](
         _x_descriptors(block_rows, columns).find(x, (rows, inner), x.stride()), weights, weight.parts["scales"],
         weight.parts.get("zeros"), bias, ends, y, partial, counters if splits > 1 else None, rows, out, inner,
-        style.values, style.rows, style.columns, experts, is_by_row, kind, block_rows, boxes, stages, splits,
+        style.values, style.rows, style.columns, experts, is_by_row, kind, limit, alpha, block_rows, boxes, stages,
+        splits,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

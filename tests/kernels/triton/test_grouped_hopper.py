@@ -1,0 +1,179 @@
+"""Products of many rows by experts on Hopper: that they compile, and on such a GPU what they compute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.hopper.test_hopper import FORMATS, IS_HOPPER, draw, make
+
+from atom.graph import PackedWeight, ops
+from atom.graph.quantize_rows import round_rows
+from atom.kernels.hopper.shuffle import shuffle
+from atom.kernels.triton import moe
+from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from kernels.hopper.test_hopper import FORMATS, H200, draw
+from atom.kernels.hopper.shuffle import shuffle
+from atom.kernels.triton import grouped_hopper, grouped_packed_hopper, moe
+from atom.kernels.triton.linear.row_kernels import FP8
+
+class Driver:
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+class Compile:
+    def __init__(self, kernel, has_products):
+        self.kernel, self.has_products = kernel, has_products
+    def __getitem__(self, grid):
+        def compile(*args, **options):
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            assert made.metadata.shared <= H200.shared_memory
+            ptx = made.asm["ptx"]
+            assert ("wgmma.mma_async" in ptx) == self.has_products and ".local" not in ptx
+            if self.has_products:
+                assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.bulk.tensor"), "inputs are waited for"
+                print("compiled")
+        return compile
+
+triton.runtime.driver.set_active(Driver())
+for module in (grouped_hopper, grouped_packed_hopper):
+    module.find_gpu = lambda device: H200
+    module._multiply = Compile(module._multiply, True)
+grouped_hopper._plan_kernel = Compile(grouped_hopper._plan_kernel, False)
+bf16 = torch.bfloat16
+x, ends, weight, bias = torch.zeros(600, 512, dtype=bf16), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 256, 512, dtype=bf16), torch.zeros(4, 256, dtype=bf16)
+gates = grouped_hopper.gate_of("silu"), grouped_hopper.gate_of("swigluoai", 7.0, 1.7)
+for own, gate in ((None, None), (bias, None), (None, gates[0]), (bias, gates[1])):
+    grouped_hopper.multiply(x, weight, ends, own, gate)
+for fmt in FORMATS:
+    experts = shuffle(draw(fmt, 4, 256, 512))
+    grouped_packed_hopper.multiply(x, experts, ends)
+    grouped_packed_hopper.multiply(x, experts, ends, bias, "swigluoai", 7.0, 1.7)
+for gate in (None, gates[0]):
+    grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(4, 600).t(), shuffle(draw("fp8[128, 128]", 4, 256, 512)), ends, gate)
+"""
+
+
+def test_they_compile_for_such_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    environment["PYTHONPATH"] = os.pathsep.join((str(root), str(root / "tests"), environment.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("compiled") == 4 + 2 * len(FORMATS) + 2
+    assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
+
+
+COUNTS = pytest.mark.parametrize(
+    "counts", [[1], [0, 1, 63, 64, 65, 0, 127, 128, 129, 300], [0, 0, 1500, 0], [5] * 40, [2100, 3], [255, 256, 257]]
+)
+SILU, CLAMPED = {"kind": "silu"}, {"kind": "swigluoai", "limit": 7.0, "alpha": 1.702}
+GATES = pytest.mark.parametrize("gate", [None, SILU, CLAMPED])
+
+
+def truth_of(x: torch.Tensor, weight: torch.Tensor, counts: list[int], bias: Any, gate: Any) -> torch.Tensor:
+    """In float64, which experts without rows have no part in."""
+    own = x.double().split(counts)
+    products = [
+        rows @ weight[expert].double().t() + (0 if bias is None else bias[expert].double())
+        for expert, rows in enumerate(own)
+        if len(rows)
+    ]
+    return torch.cat(products) if gate is None else ops.gated_activate.body(torch.cat(products), **gate)
+
+
+def check(multiply: Any, x: torch.Tensor, counts: list[int], plain: torch.Tensor, bias: Any, gate: Any) -> None:
+    truth = truth_of(x, plain, counts, bias, gate)
+    y = multiply()
+    assert y.dtype == torch.bfloat16 and y.shape == truth.shape and y.isfinite().all()
+    assert (y.double() - truth).norm() <= 0.006 * truth.norm()
+    assert (y.double() - truth).abs().max() <= 0.02 * truth.abs().max()
+    assert all(torch.equal(multiply(), y) for _ in range(3))
+
+
+def ends_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor(counts).cumsum(0).cuda()
+
+
+def spoil(counts: list[int], *tensors: torch.Tensor) -> None:
+    """NaN in what experts without rows hold."""
+    for tensor in tensors:
+        tensor[torch.tensor(counts).cuda() == 0] = torch.nan
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
+class TestOnHopper:
+    @COUNTS
+    @GATES
+    @pytest.mark.parametrize(("width", "inner"), [(72, 136), (768, 512), (192, 2880)])
+    def test_experts_multiply_their_rows(self, counts: list[int], width: int, inner: int, gate: Any):
+        from atom.kernels.triton import grouped_hopper
+
+        x, weight = make(sum(counts), inner + 8)[:, :inner], make(len(counts), 2 * width, inner) * 0.1
+        bias, kernel_gate = make(len(counts), 2 * width), None if gate is None else grouped_hopper.gate_of(**gate)
+        spoil(counts, weight, bias)
+        for each in (None, bias):
+            check(
+                lambda each=each: grouped_hopper.multiply(x, weight, ends_of(counts), each, kernel_gate),
+                x, counts, weight, each, gate,
+            )  # fmt: skip
+
+    @COUNTS
+    @GATES
+    @pytest.mark.parametrize("fmt", FORMATS)
+    def test_packed_experts_multiply_their_rows(self, counts: list[int], fmt: str, gate: Any):
+        from atom.kernels.triton import grouped_packed_hopper
+
+        weight, x, bias = scaled(fmt, len(counts), 384, 640), make(sum(counts), 640), make(len(counts), 384)
+        plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
+        for each in (None, bias):
+            check(
+                lambda each=each: grouped_packed_hopper.multiply(x, shuffled, ends_of(counts), each, **(gate or {})),
+                x, counts, plain, each, gate,
+            )  # fmt: skip
+
+    @COUNTS
+    @GATES
+    @pytest.mark.parametrize(("width", "inner"), [(192, 256), (768, 640)])
+    def test_both_may_be_in_fp8(self, counts: list[int], width: int, inner: int, gate: Any):
+        from atom.kernels.triton import grouped_hopper
+
+        weight, x = scaled("fp8[128, 128]", len(counts), 2 * width, inner), make(sum(counts), inner)
+        plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
+        ends, rounded = ends_of(counts), round_rows(x, "fp8[1, 128]")
+        values, scales, *_ = quantize_rows(x, 128, FP8, is_shuffled=True)
+        kernel_gate = None if gate is None else grouped_hopper.gate_of(**gate)
+        check(
+            lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, ends, kernel_gate),
+            rounded, counts, plain, None, gate,
+        )  # fmt: skip
+
+    def test_rows_of_no_expert_are_left_alone(self):
+        from atom.kernels.triton import grouped_hopper
+
+        x, weight, ends = make(700, 256), make(3, 256, 256), ends_of([100, 0, 333])
+        y = grouped_hopper.multiply(x, weight, ends)
+        truth = truth_of(x[:433], weight, [100, 0, 333], None, None)
+        assert (y[:433].double() - truth).norm() <= 0.006 * truth.norm()
+        assert grouped_hopper.multiply(x, weight, torch.zeros_like(ends)).shape == (700, 256)
+
+
+def scaled(fmt: str, *shape: int) -> PackedWeight:
+    """A weight whose products are of about 1."""
+    weight = draw(fmt, *shape, device="cuda")
+    scales = weight.parts["scales"]
+    scales.copy_(scales - 8 if fmt == "mxfp4" else scales / 256)
+    return weight

@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
 from atom.errors import UnsupportedError
+from atom.kernels.backend import Held
 
 
 class GroupCommunicator:
@@ -32,6 +33,10 @@ class GroupCommunicator:
 
     def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
         raise _unsupported("receive")
+
+    def take_held(self) -> list[Held]:
+        """Nothing: stages of a pipeline, which alone send, are refused."""
+        return []
 
     def watch(self, check: Callable[[], object]) -> None:
         """vLLM watches over its workers."""

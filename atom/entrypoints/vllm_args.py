@@ -53,7 +53,6 @@ TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls; those of conf/tool_cal
 QUANTIZATIONS = {  # vLLM's name -> the quant_method in a checkpoint; others are the same
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
-    "modelopt_fp4": "modelopt",
 }
 
 

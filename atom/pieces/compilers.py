@@ -48,7 +48,7 @@ def _check(program: Program, files: dict[str, bytes], device: str, run_on: str) 
             inputs = [weights[node] if node in weights else draw(node, rows) for node in program.inputs]
             try:
                 results = run(*inputs)
-            except RuntimeError as error:
+            except RuntimeError as failure:
                 if device != "cpu":  # a GPU may have no memory left, which is no fault of the piece
                     raise
                 raise PassError(

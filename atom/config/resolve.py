@@ -40,6 +40,7 @@ from atom.sampling_params import out_of_range
 
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 CACHE_DTYPES = BY_NAME | {"fp8": "fp8_e4m3"}
+MODELOPT_FP4 = "modelopt_fp4"  # vLLM's name for modelopt's NVFP4
 NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
 DRAFT_MODEL_METHODS = ("eagle3", "draft")  # of serve.draft_model
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -600,13 +601,17 @@ def derive_method(config: Config) -> QuantConfig:
     quant, method = config.quant, config.quant.method
     if method is None:
         return quant
-    known = list(dict.fromkeys((*quantization.READERS, *ONLINE)))
+    known = list(dict.fromkeys((*quantization.READERS, MODELOPT_FP4, *ONLINE)))
     if method not in known:
         hint = f"there is no such choice{did_you_mean(method, known)}; choices: {', '.join(known)}"
         raise ConfigError(f"quant.method={method}: {hint}")
     stated = config.hf.get(quantization.KEY) or {}
     stored = stated.get("quant_method") if isinstance(stated, dict) else None
-    if stored == method:
+    if stored == "modelopt" and method == MODELOPT_FP4 and (algo := stated.get("quant_algo")) != "NVFP4":
+        raise ConfigError(
+            f"quant.method={method} is not the quant_algo={algo} of modelopt in the checkpoint; leave it out"
+        )
+    if stored == method or (stored, method) == ("modelopt", MODELOPT_FP4):
         return replace(quant, method=None)
     if stored is not None:
         has = f"the quant_method={stored} of the checkpoint's quantization_config"

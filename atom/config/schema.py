@@ -320,7 +320,7 @@ class HTTPConfig:
     max_header: int = number(64 << 10, 1024)  # bytes of its head
     read_seconds: float = number(30.0, 0, above=True)  # for a request to arrive
     write_seconds: float = number(60.0, 0, above=True)  # for a client to take what was sent
-    comment_seconds: float = number(15.0, 0, above=True)  # of silence in a stream before a comment is sent
+    comment_seconds: float = number(15.0, 0, above=True)  # of silence in a stream before empty lines are sent
     drain_seconds: float = number(30.0, 0)  # for running requests to end after SIGTERM or Ctrl-C
     heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
     vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too

@@ -53,7 +53,6 @@ TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls; those of conf/tool_cal
 QUANTIZATIONS = {  # vLLM's name -> the quant_method in a checkpoint; others are the same
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
-    "modelopt_fp4": "modelopt",
 }
 
 
@@ -327,6 +326,8 @@ class VLLMParser(Parser):
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         own = list(sys.argv[1:] if argv is None else argv)
+        if own[:2] == ["bench", "serve"]:
+            raise ConfigError("write python -m atom.benchmarks.benchmark_serving for vllm bench serve")
         if own[:1] == ["serve"] and len(own) > 1:  # of `vllm serve MODEL`
             own = own[1:]
         path, stated, own = open_config(own)

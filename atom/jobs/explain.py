@@ -117,7 +117,8 @@ def _find(stages: list[Stage], name: str) -> Stage:
 
 
 def describe_stage(stage: Stage) -> str:
-    return f"{stage.name}: {stage.num_changes} changes, {stage.seconds * 1e3:.1f} ms"
+    changes = "1 change" if stage.num_changes == 1 else f"{stage.num_changes} changes"
+    return f"{stage.name}: {changes}, {stage.seconds * 1e3:.1f} ms"
 
 
 def folded_diff(before: str, after: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ def make_page(
     parts.append(page.fold("the text before", page.code(texts[0])))
     for summary, diff in passes:
         parts.append(page.fold(summary, page.diff(diff)) if diff else page.paragraph(summary))
-    parts.append(page.fold("the text behind", page.code(texts[1])))
+    parts.append(page.fold("the text after", page.code(texts[1])))
     parts += [page.heading("Kernels"), page.table(kernels(graph), has_text=True)]
     if pieces := result.get("distinct_pieces"):
         parts += [page.heading("Pieces"), page.table(piece_rows(pieces), has_text=True)]
@@ -93,4 +93,4 @@ def piece_rows(pieces: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB"
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / 2**20:,.1f} MiB"

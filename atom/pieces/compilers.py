@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from atom.errors import PassError
+from atom.errors import PassError, first_line
 from atom.graph import TORCH_DTYPES, Program, ops, parse
 from atom.kernels import find_piece_compiler
 from atom.kernels.registry import tensor_type, trace_calls
@@ -38,7 +38,7 @@ def compile_piece(text: str, device: str = "cpu") -> dict[str, bytes]:
 @torch.inference_mode()
 def _check(program: Program, files: dict[str, bytes], device: str, run_on: str) -> None:
     """Compare the results of the code for a device with its traces, computed on the device `run_on`."""
-    draw = _Draw(program, run_on)
+    draw, used = _Draw(program, run_on), ", ".join(dict.fromkeys(node.target.name for node in program.nodes))
     weights = {node: draw(node) for node in program.inputs if _is_closed(node)}
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
@@ -46,11 +46,18 @@ def _check(program: Program, files: dict[str, bytes], device: str, run_on: str) 
         run = find_piece_compiler(device).load(Path(folder))
         for rows in ROWS:
             inputs = [weights[node] if node in weights else draw(node, rows) for node in program.inputs]
-            for ours, theirs in zip(run(*inputs), trace_calls(program)(*inputs), strict=True):
+            try:
+                results = run(*inputs)
+            except RuntimeError as failure:
+                if device != "cpu":  # a GPU may have no memory left, which is no fault of the piece
+                    raise
+                raise PassError(
+                    f"a compiled piece of {used} does not run at {rows} rows: {first_line(error)}"
+                ) from error
+            for ours, theirs in zip(results, trace_calls(program)(*inputs), strict=True):
                 allowed = 1e-4 if theirs.dtype is torch.float32 else 2e-2
                 error = _relative_error(ours.float(), theirs.float()) if ours.shape == theirs.shape else math.inf
                 if not error <= allowed:
-                    used = ", ".join(dict.fromkeys(node.target.name for node in program.nodes))
                     raise PassError(f"a compiled piece of {used} is {error:.2g} off at {rows} rows")
 
 

@@ -229,7 +229,7 @@ class Responder(ABC):
 
     renders = True  # a chat template, which takes a thread even for a short body
     waits = True  # send the head of a stream after the first output, so that a refusal still has its own status
-    keep_alive = b""  # the event after comment_seconds of silence; none: a comment
+    keep_alive = b""  # the event after comment_seconds of silence; none: empty lines
     error_event: str | None = None  # the name of the event for an error
 
     def __init__(self, context: Context, model: str | None, id: str, *, is_streamed: bool | None) -> None:

@@ -709,7 +709,8 @@ def test_the_page_has_passes_sizes_kernels_and_their_reasons(run: Any, published
     page = html.unescape(re.sub(r"<[^>]+>", "\n", out))
     for line in ("30,532,122,624 in all, 3,041,867,776 active", "fits: behind the weights is room for"):
         assert line in text and line in page
-    folded = re.findall(r"<summary>(\w+): (\d+) changes", out)
+    folded = re.findall(r"<summary>(\w+): (\d+) changes?", out)
+    assert ("sink_into_head", "1") in folded and ": 1 changes" not in out
     assert ("fuse_qkv", "48") in folded and "split_pieces" not in dict(folded), "a pass without a diff has no fold"
     assert re.search(r'<span class="add">\+ +qkv = linear\(h, cat', out)
     assert re.search(r"<td>experts</td><td>triton</td><td>48</td>", out)
@@ -719,6 +720,8 @@ def test_the_page_has_passes_sizes_kernels_and_their_reasons(run: Any, published
 def test_the_page_of_a_cpu_has_its_pieces_and_why_kernels_refused(run: Any, checkpoints: Any, tmp_path: Path):
     code, out, err = run(f"checkpoint={checkpoints('qwen3')}", f"cache={tmp_path}", "level=2", "job.output=html")
     assert code == 0, err
+    memory = out[out.index("<h2>Memory</h2>") : out.index("<h2>Passes</h2>")]
+    assert "all weights" in memory and " MiB<" in memory and "0.00 GiB" not in memory
     assert re.search(r"<h2>Pieces</h2>.*<td>not cached</td>", out, re.DOTALL)
     kernels = out[out.index("<h2>Kernels</h2>") : out.index("<h2>Pieces</h2>")]
     assert re.search(r"<td>[^<]*: [^<]+</td></tr>", kernels), "a reason of a backend"

@@ -193,6 +193,20 @@ def test_a_check_finds_an_input_that_is_not_read(place: int, monkeypatch: pytest
         compilers._check(program, {}, "cpu", "cpu")
 
 
+def test_code_that_does_not_run_is_refused(traced: Any, monkeypatch: pytest.MonkeyPatch):
+    """As with PyTorch 2.11, whose code of SmolLM2's first piece raises."""
+
+    def fail(*inputs: Tensor) -> list[Tensor]:
+        raise RuntimeError("run_func_ API call failed\nat line 144")
+
+    traced(norm)
+    monkeypatch.setattr(InductorCompiler, "load", lambda *_: fail)
+    with pytest.raises(
+        PassError, match=r"^a compiled piece of rms_norm does not run at 1 rows: run_func_ API call failed$"
+    ):
+        compilers.compile_piece(TEXT)
+
+
 def test_what_is_infinite_or_no_number_in_both_is_no_error():
     inf, nan = torch.inf, torch.nan
     theirs = torch.tensor([1.0, inf, -inf, nan, 2.0])

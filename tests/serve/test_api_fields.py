@@ -667,6 +667,14 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             False,
             True,
         ),
+        "continuous_usage_stats": makes(
+            COMPLETIONS,
+            COMPLETION | {"stream": True, "stream_options": {"include_usage": True}},
+            COMPLETION | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+            lambda answer: all(event["usage"] for event in events_of(answer)),
+            False,
+            True,
+        ),
     },
     schema.ResponseFormat: {
         "type": makes(

@@ -76,12 +76,27 @@ def test_an_answer_that_ends_in_an_error(config: Config, path: str, error: str, 
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_comment_breaks_the_silence_before_each_token(config: Config, path: str):
+def test_each_event_counts_the_tokens_so_far_where_a_request_wants_it(config: Config, path: str):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = ASKED[path] | {"stream": True, "stream_options": options}
+    response, _ = scripted.post(config, Said(["a", "b", "c"]), body, path)
+    chunks = [json.loads(line[6:]) for line in response.text.strip().split("\n\n")[:-1]]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]]
+    last = chunks[-1]["usage"]
+    assert counts[-3:] == [1, 2, 3] and last["completion_tokens"] == 3
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["prompt_tokens"]}
+    assert all(
+        chunk["usage"]["total_tokens"] == last["prompt_tokens"] + n for chunk, n in zip(chunks, counts, strict=False)
+    )
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_empty_lines_break_the_silence_before_each_token(config: Config, path: str):
     response, _ = scripted.post(config, Said(["a", "b"], pause=0.2), ASKED[path] | {"stream": True}, path)
     first, second, rest = response.text.split('"a"')[0], response.text.split('"a"')[1], response.text.split('"b"')[1]
-    assert first.count(": keep-alive") >= 1
-    assert second.partition('"b"')[0].count(": keep-alive") >= 1
-    assert ": keep-alive" not in rest and rest.endswith("data: [DONE]\n\n")
+    assert first.startswith("\n\n")
+    assert "\n\n\n\n" in second.partition('"b"')[0]
+    assert "\n\n\n\n" not in rest and rest.endswith("data: [DONE]\n\n")
 
 
 def test_the_reasons_of_the_engine_become_openais_words():

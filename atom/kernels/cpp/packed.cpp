@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <array>
@@ -307,7 +308,7 @@ template <class T> void multiply_many(const Layout &layout, const uint8_t *panel
       part = torch::stable::narrow(whole, 0, row, rows);
     }
     std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight), torch::stable::detail::from(part)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
     Tensor target = torch::stable::narrow(y, 1, row, rows);
     torch::stable::copy_(target, torch::stable::detail::to<Tensor>(stack[0]));
   }

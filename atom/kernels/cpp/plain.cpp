@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <array>
 #include <type_traits>
@@ -123,7 +124,7 @@ Tensor linear(const Tensor &x, const Tensor &weight, const std::optional<Tensor>
   STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type(), "x has its weight's dtype");
   if (rows > FEW) {
     std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight), torch::stable::detail::from(bias)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("atom::packed_linear", "", stack.data(), TORCH_ABI_VERSION));
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("atom::packed_linear", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
   }
   Tensor y = torch::stable::new_empty(x, {rows, weight.size(0)});

@@ -100,7 +100,8 @@ class Chat(OpenAIResponder[ChatRequest]):
         return super().response_body(choices, usage) | ids
 
     def open(self, answering: Answering) -> Iterable[bytes]:
-        role, tail = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null', self._tail
+        super().open(answering)
+        role, tail = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null', self.tail()
         if self.body.return_token_ids:
             tail = b'}],"prompt_token_ids":%s%s' % (json.encode(self._prompts[0]), tail.removeprefix(b"}]"))
         self._role_chunks = [b"%s%d%s%s" % (self._head, each.index, role, tail) for each in answering.choices]
@@ -131,5 +132,5 @@ class Chat(OpenAIResponder[ChatRequest]):
         if self.body.return_token_ids:
             ids, self._held_tokens[index] = b',"token_ids":%s' % json.encode(self._held_tokens[index]), []
         first, self._role_chunks[index] = self._role_chunks[index], b""
-        parts = (first, self._head, index, delta, logprobs, ids, reason, self._tail)
+        parts = (first, self._head, index, delta, logprobs, ids, reason, self.tail())
         return b'%s%s%d,"delta":%s,"logprobs":%s%s,"finish_reason":%s%s' % parts

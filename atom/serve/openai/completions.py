@@ -112,6 +112,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
         return usage
 
     def open(self, answering: Answering) -> Iterator[bytes]:
+        super().open(answering)
         self._offsets = [len(self._echoes[choice.prompt_index]) for choice in answering.choices]
         self._is_first = [True] * len(answering.choices)
         for choice in answering.choices if self.body.echo else ():
@@ -137,5 +138,5 @@ class Completion(OpenAIResponder[CompletionRequest]):
             if self._is_first[index]:
                 ids += b',"prompt_token_ids":%s' % json.encode(self._prompts[choice.prompt_index])
                 self._is_first[index] = False
-        parts = (self._head, index, json.encode(text), logprobs, ids, reason, self._tail)
+        parts = (self._head, index, json.encode(text), logprobs, ids, reason, self.tail())
         return b'%s%d,"text":%s,"logprobs":%s%s,"finish_reason":%s%s' % parts

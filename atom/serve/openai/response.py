@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from msgspec import json
@@ -14,7 +14,7 @@ from atom.serve.context import Context
 from atom.serve.ids import new_id
 from atom.serve.openai.params import find_constraint
 from atom.serve.openai.schema import Generation
-from atom.serve.response import Choice, EngineRequest, Responder
+from atom.serve.response import Answering, Choice, EngineRequest, Responder
 from atom.serve.sse import DONE, event
 
 FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's reason -> OpenAI's
@@ -31,10 +31,24 @@ class OpenAIResponder(Responder, Generic[Body]):
         super().__init__(context, body.model, id, is_streamed=body.stream)
         self.body = body
         self._created = int(time.time())
-        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        options = body.stream_options
+        self._has_usage = options is not None and bool(options.include_usage)
+        self._counts = self._has_usage and options is not None and bool(options.continuous_usage_stats)
         # an event before and after its choice, which begins with the index
         self._head = b"data: " + json.encode(self._object(self.chunk))[:-1] + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
+
+    def open(self, answering: Answering) -> Iterable[bytes]:
+        self._answering = answering
+        return ()
+
+    def tail(self) -> bytes:
+        """The end of an event behind its choice, with the usage so far where the request wants it in each."""
+        if not self._counts:
+            return self._tail
+        usage = self.usage(self._answering)
+        counts = {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        return b'}],"usage":%s}\n\n' % json.encode(counts)
 
     @abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:

@@ -119,6 +119,9 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="a last event with the usage, and usage: null in the others")
+    continuous_usage_stats: bool | None = Field(
+        None, description="beside include_usage: the usage so far in each event"
+    )
     include_obfuscation: bool | None = Field(None, description=HINT)
 
 

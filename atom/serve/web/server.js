@@ -49,7 +49,7 @@ async function* readEvents(body) {
     const events = (held + decoder.decode(value, {stream: true})).split("\n\n");
     held = events.pop();
     for (const event of events) {
-      const data = event.split("\n").find(line => line.startsWith("data: "))?.slice(6);  // a comment has none
+      const data = event.split("\n").find(line => line.startsWith("data: "))?.slice(6);  // empty lines have none
       if (data === "[DONE]") return;
       if (data) yield JSON.parse(data);
     }

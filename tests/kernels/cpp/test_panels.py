@@ -242,3 +242,10 @@ def test_without_a_compiler_weights_are_unpacked_and_a_line_says_so(compiler: st
     assert ended.returncode == 0, ended.stderr
     line = f"atom-run: packed.cpp cannot be compiled: {reason}; without it this is slower"
     assert line in ended.stderr.splitlines()
+
+
+def test_sources_use_the_macros_that_the_oldest_pytorch_has():
+    sources = list(Path(build.__file__).parent.glob("*.cpp"))
+    assert sources and not [each.name for each in sources if "STABLE_TORCH_ERROR_CODE_CHECK" in each.read_text()], (
+        "2.12 or newer"
+    )

@@ -23,7 +23,7 @@ from atom.kernels.triton.linear.row_kernels import load_total, normalize
 
 FEW_TOKENS = 8  # up to which tokens are normed, scored and choose in one launch
 FEW_NUMBERS = 1 << 13  # of the weight that a program holds
-MAX_COUNTED = tl.constexpr(512)  # experts that each count the better ones; more are chosen one after the other
+MAX_COUNTED = 512  # experts that each count the better ones, which takes less time but more work; else one by one
 LOWEST = tl.constexpr(-1e38)  # below any score; two of them are a float32
 
 
@@ -80,7 +80,7 @@ class Router:
         (tokens, inner), experts, gpu = a.shape, len(weight), find_gpu(a.device)
         columns = next_power_of_2(inner)
         block_e = min(max(FEW_NUMBERS // columns, 1), next_power_of_2(experts))
-        (weights, ids), constants = _results(a, rule), _constants(experts, rule)
+        (weights, ids), constants = _results(a, rule), _constants(experts, rule, True)
         logits = a.new_empty(tokens, experts, dtype=torch.float32)
         x, total = (a, a) if norm is None else (a.new_empty(tokens, inner), a.new_empty(tokens, inner))
         _route_few_kernel[(-(-experts // block_e), tokens)](
@@ -107,7 +107,7 @@ def route(
         x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
         PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64, **gpu.options,
     )  # fmt: skip
-    (weights, ids), constants = _results(x, rule), _constants(experts, rule)
+    (weights, ids), constants = _results(x, rule), _constants(experts, rule, tokens <= gpu.units)
     _choose_kernel[(tokens,)](
         logits, bias, correction, weights, ids, tokens, rule.scale, NUM_PARTS=num_parts, **constants,
         num_warps=_warps_of(constants), **gpu.options,
@@ -121,21 +121,23 @@ def _results(x: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
 
 
-def _constants(experts: int, rule: Rule) -> dict[str, Any]:
-    """The constants of a kernel that chooses."""
+def _constants(experts: int, rule: Rule, is_few: bool) -> dict[str, Any]:
+    """The constants of a kernel that chooses. is_few: tokens, so that time counts and not work"""
     groups = 1 if rule.method == "greedy" else rule.groups
+    members = next_power_of_2(experts // groups)
+    block_g = next_power_of_2(groups)
     return {
         "EXPERTS": experts, "TOP_K": rule.top_k, "SHARED": rule.shared, "HAS_SOFTMAX": rule.score == "softmax",
         "HAS_PAIRS": rule.method == "noaux_tc", "GROUPS": groups, "TOP_GROUPS": rule.top_groups,
-        "RENORMALIZE": rule.renormalize, "BLOCK_G": next_power_of_2(groups),
-        "BLOCK_M": next_power_of_2(experts // groups), "BLOCK_S": next_power_of_2(max(rule.shared, 1)),
+        "RENORMALIZE": rule.renormalize, "BLOCK_G": block_g, "BLOCK_M": members,
+        "BLOCK_S": next_power_of_2(max(rule.shared, 1)), "COUNTED": is_few and block_g * members <= MAX_COUNTED,
     }  # fmt: skip
 
 
 def _warps_of(constants: dict[str, Any]) -> int:
-    """Warps that count the better ones of each expert."""
+    """Warps that count the better ones of each expert; one where they are chosen one by one."""
     num = constants["BLOCK_G"] * constants["BLOCK_M"]
-    return 1 if num <= 32 or num > MAX_COUNTED.value else min(num // 32, 8)
+    return min(max(num // 32, 1), 8) if constants["COUNTED"] else 1
 
 
 @jit(do_not_specialize=["tokens"])
@@ -166,13 +168,13 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
                    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
                    HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
                    RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+                   COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token's experts and their weights."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     _choose(logits + token * EXPERTS, tokens.to(tl.int64) * EXPERTS, bias, correction, weights, ids, token, scale,
             NUM_PARTS, EXPERTS, TOP_K, SHARED, HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G,
-            BLOCK_M, BLOCK_S)  # fmt: skip
+            BLOCK_M, BLOCK_S, COUNTED)  # fmt: skip
 
 
 @jit
@@ -181,7 +183,7 @@ def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, we
                       EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
                       HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
                       RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-                      PDL: tl.constexpr):  # fmt: skip
+                      COUNTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Scores of BLOCK_E experts for one token; the last of its programs to arrive chooses."""
     part, token = tl.program_id(0), tl.program_id(1)
     experts, inner = part * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_I)
@@ -205,17 +207,18 @@ def _route_few_kernel(a, b, norm, weight, bias, correction, x, total, logits, we
     if tl.atomic_add(arrived + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived + token, 0)
         _choose(logits + token * EXPERTS, 0, bias, correction, weights, ids, token, scale, 1, EXPERTS, TOP_K, SHARED,
-                HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S)  # fmt: skip
+                HAS_SOFTMAX, HAS_PAIRS, GROUPS, TOP_GROUPS, RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_S,
+                COUNTED)  # fmt: skip
 
 
 @jit
 def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, NUM_PARTS: tl.constexpr,
             EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_SOFTMAX: tl.constexpr,
             HAS_PAIRS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
-            BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+            BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
     """A token's experts and their weights by its logits, in parts to be summed; experts are a rectangle, a row a group.
 
-    An expert's place among the chosen is the number of better ones.
+    With COUNTED an expert's place among the chosen is the number of better ones.
     """
     members: tl.constexpr = EXPERTS // GROUPS
     groups = tl.arange(0, BLOCK_G)
@@ -249,7 +252,7 @@ def _choose(logits, part_stride, bias, correction, weights, ids, token, scale, N
 
     NUM: tl.constexpr = BLOCK_G * BLOCK_M
     experts, scores, ranks = experts.reshape([NUM]), scores.reshape([NUM]), ranks.reshape([NUM])
-    if NUM <= MAX_COUNTED:
+    if COUNTED:
         places = _count_better(ranks, NUM)
     else:
         places = tl.full([NUM], TOP_K, tl.int32)

@@ -148,7 +148,7 @@ def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypa
 def imagine(num_slots: int, flops_a_token: float = 1e6, num_drafts: int = 0) -> Any:
     """A model for graphs that capture nothing."""
     computed = Mock(return_value=Mock(unscored=()))
-    return Mock(decode=computed, mix=Mock(return_value=computed.return_value), decode_drafts=Mock(return_value=computed.return_value),
+    return Mock(thinned=contextlib.nullcontext, decode=computed, mix=Mock(return_value=computed.return_value), decode_drafts=Mock(return_value=computed.return_value),
                 flops_a_token=flops_a_token, padding=PADDING, num_drafts=num_drafts, limits=StepLimits(num_slots, 1, 1, 64),
                  state=SimpleNamespace(num_slots=num_slots, vocab=8),
                 logits_dtype=torch.float32, device=torch.device("cpu"), tables=torch.zeros(1, 1, 1),

@@ -52,8 +52,8 @@ def _check(program: Program, files: dict[str, bytes], device: str, run_on: str) 
                 if device != "cpu":  # a GPU may have no memory left, which is no fault of the piece
                     raise
                 raise PassError(
-                    f"a compiled piece of {used} does not run at {rows} rows: {first_line(error)}"
-                ) from error
+                    f"a compiled piece of {used} does not run at {rows} rows: {first_line(failure)}"
+                ) from failure
             for ours, theirs in zip(results, trace_calls(program)(*inputs), strict=True):
                 allowed = 1e-4 if theirs.dtype is torch.float32 else 2e-2
                 error = _relative_error(ours.float(), theirs.float()) if ours.shape == theirs.shape else math.inf

@@ -10,8 +10,8 @@ import torch
 from conftest import Place
 
 from atom import SamplingParams
+from atom.graph.noise import hash_seeds, uniform
 from atom.kernels import find_step_kernels
-from atom.kernels.torch.sampling import uniform
 from atom.runtime.request_state import RequestState
 from atom.runtime.speculation import NgramDrafter
 from atom.runtime.step_input import pack_admission
@@ -83,7 +83,7 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
         for depth in range(num_drafts):
             is_next = slot < 200 and depth < most[row] and expected[-1] != 200
             if is_by_chance:
-                number = uniform((~seeds[slot : slot + 1]).numpy(), lengths[slot : slot + 1].numpy())
+                number = uniform(hash_seeds(~seeds[slot : slot + 1], lengths[slot : slot + 1]))
                 is_next = is_next and float(number[0]) < rates[depth]
             else:
                 is_next = is_next and int(drawn[depth, row]) == int(drafts[slot, depth])

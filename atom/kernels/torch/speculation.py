@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atom.graph.noise import hash_seeds, uniform
 from atom.kernels.step import State
-from atom.kernels.torch.sampling import uniform
 
 
 def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
@@ -49,6 +49,5 @@ def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, 
     if rates is None:
         is_next &= drawn[depth - 1] == state.drafts[index, depth - 1]
     else:
-        chances = uniform(~state.seed[index].numpy(), state.lengths[index].numpy())
-        is_next &= torch.from_numpy(chances < float(rates[depth - 1]))
+        is_next &= uniform(hash_seeds(~state.seed[index], state.lengths[index])) < float(rates[depth - 1])
     left[depth] = torch.where(is_next, left[depth - 1], state.num_slots)

@@ -15,7 +15,7 @@ from torch import Tensor
 from atom.kernels.step import State
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.sampling import _uniform
+from atom.kernels.triton.noise import hash_seed, uniform
 
 PLACES = 1024  # that a program compares at a time
 PARTS = 8  # programs of a row
@@ -92,6 +92,6 @@ def _accept(drawn, left, most, drafts, seed, lengths, rates, num_rows, num_slots
         is_next = is_next & (tl.load(drawn + before, mask=is_row, other=0) == draft)
     else:
         seeds = tl.load(seed + slot, mask=is_row, other=0)
-        chance = _uniform(-1 - seeds, tl.load(lengths + slot, mask=is_row, other=0))
+        chance = uniform(hash_seed(-1 - seeds, tl.load(lengths + slot, mask=is_row, other=0)))
         is_next = is_next & (chance < tl.load(rates + depth - 1).to(tl.float64))
     tl.store(left + before + num_rows, tl.where(is_next, slot, num_slots), mask=is_row)

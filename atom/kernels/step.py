@@ -77,6 +77,7 @@ class StepKernels(NamedTuple):
     sample: Callable[[Tensor, Tensor, State, str, Tensor, bool], None]
     score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     find_ngrams: Callable[[Tensor, State, int, int], None]
+    draw_noise: Callable[[Tensor, State, int], tuple[Tensor, Tensor]]
     accept: Callable[[Tensor, Tensor, Tensor, State, int, Tensor | None], None]
 
 
@@ -91,5 +92,6 @@ def import_step_kernels(package: str) -> StepKernels:
         sampling.sample,
         sampling.score_drawn,
         speculation.find_ngrams,
+        speculation.draw_noise,
         speculation.accept,
     )

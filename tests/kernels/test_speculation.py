@@ -10,8 +10,10 @@ import torch
 from conftest import Place
 
 from atom import SamplingParams
+from atom.graph import ops
 from atom.graph.noise import hash_seeds, uniform
-from atom.kernels import find_step_kernels
+from atom.kernels import find_kernel, find_step_kernels
+from atom.kernels.backend import LoadContext
 from atom.runtime.request_state import RequestState
 from atom.runtime.speculation import NgramDrafter
 from atom.runtime.step_input import pack_admission
@@ -52,6 +54,40 @@ def test_what_is_looked_up_is_what_the_host_finds(place: Place, min_n: int, max_
         found += bool(expected)
     assert state.drafts[NUM_SLOTS].tolist() == [-1] * num_drafts
     assert 1 <= found < len(every)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
+def test_drafts_get_the_noise_of_the_draws_that_they_guess(place: Place, num_rows: int):
+    state = RequestState(200, 50, place.device)
+    order = random.Random(num_rows).sample(range(200), num_rows)
+    heats = [0.0, 1e-6, 0.5, 1.0]
+    for slot in order:
+        params = SamplingParams(temperature=heats[slot % 4])
+        state.admit(bytearray(pack_admission(slot, 1 + slot % 7, params, seed=slot * 7919 - 5)))
+    slots = torch.tensor([*order, 200], dtype=torch.int32, device=place.device)  # the last is padding
+    keys, temperatures = find_step_kernels(place.device, place.backend).draw_noise(slots, state, 3)
+    for number, row in enumerate(keys[:, :-1].cpu()):
+        positions = torch.tensor([1 + slot % 7 + number for slot in order])
+        assert torch.equal(row, hash_seeds(torch.tensor([slot * 7919 - 5 for slot in order]), positions))
+    assert temperatures.tolist() == [(0.0, 0.0, 0.5, 1.0)[slot % 4] for slot in order] + [0.0]
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize("vocab", [1, 50, 9001])
+def test_drafts_are_drawn_as_by_the_op(place: Place, vocab: int, has_offsets: bool):
+    chance = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=chance) * 3
+    logits[1, vocab // 2 :] = 90.0  # of equals the lowest
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (6,), generator=chance)
+    temperatures = torch.tensor([1.0, 0.0, 0.0, 0.5, 3.0, 20.0])
+    offsets = torch.arange(vocab) * 3 if has_offsets else None
+    given = (logits, keys, temperatures, offsets)
+    kernel = find_kernel(ops.gumbel_argmax, place.backend).load(LoadContext())
+    found = kernel(*(each if each is None else each.to(place.device) for each in given)).tolist()
+    assert found == ops.gumbel_argmax(*given).tolist()
+    assert found[1] == (4 if has_offsets else 1) * (vocab // 2)
+    if vocab > 1:
+        assert found != ops.gumbel_argmax(logits, keys, torch.zeros(6), offsets).tolist()
 
 
 @pytest.mark.parametrize("is_by_chance", [False, True])

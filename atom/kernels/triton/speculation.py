@@ -1,6 +1,8 @@
 """Draft tokens of a slot and accept them, on a GPU.
 
     find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
+    keys, temperatures = draw_noise(slots, state, 3)     # of the next three draws
+    gumbel_argmax(logits, keys[0], temperatures)         # what a program drafts for the first of them
     accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
 
 `atom.kernels.torch.speculation` says what each argument is.
@@ -15,8 +17,10 @@ from torch import Tensor
 from atom.kernels.step import State
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.noise import hash_seed, uniform
+from atom.kernels.triton.noise import gumbel, hash_seed, uniform
+from atom.kernels.triton.sampling import MIN_TEMPERATURE, NOWHERE
 
+PART = 4096  # logits that a program reads
 PLACES = 1024  # that a program compares at a time
 PARTS = 8  # programs of a row
 ROWS = 128  # of a program that accepts
@@ -40,6 +44,68 @@ def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, 
         drawn, left, most, state.drafts, state.seed, state.lengths, rates, num_rows, state.num_slots, depth,
         state.drafts.shape[1], ROWS,
     )  # fmt: skip
+
+
+def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Tensor]:
+    num_rows = len(slots)
+    keys = torch.empty(num_draws, num_rows, dtype=torch.int64, device=slots.device)
+    temperatures = torch.empty(num_rows, dtype=torch.float32, device=slots.device)
+    _draw_noise[(-(-num_rows // ROWS),)](
+        slots, state.seed, state.lengths, state.temperature, keys, temperatures, num_rows, num_draws, ROWS
+    )
+    return keys, temperatures
+
+
+def gumbel_argmax(logits: Tensor, keys: Tensor, temperatures: Tensor, offsets: Tensor | None = None) -> Tensor:
+    num_rows, vocab = logits.shape
+    num_parts = -(-vocab // PART)
+    best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _best_of_part[(num_parts, num_rows)](
+        logits, logits.stride(0), vocab, keys, temperatures, offsets, best, best_id, PART, num_warps=8
+    )
+    _best_of_row[(num_rows,)](best, best_id, tokens, num_parts, next_power_of_2(num_parts))
+    return tokens
+
+
+@jit(do_not_specialize=["num_rows"])
+def _draw_noise(slots, seed, lengths, temperature, keys, temperatures, num_rows, NUM_DRAWS: tl.constexpr,
+                ROWS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    slot = tl.load(slots + row, mask=is_row, other=0)
+    value = tl.load(temperature + slot, mask=is_row, other=0)
+    tl.store(temperatures + row, tl.where(value < MIN_TEMPERATURE, 0.0, value).to(tl.float32), mask=is_row)
+    seeds, length = tl.load(seed + slot, mask=is_row, other=0), tl.load(lengths + slot, mask=is_row, other=0)
+    for number in tl.static_range(NUM_DRAWS):
+        tl.store(keys + number * num_rows + row, hash_seed(seeds, length + number).to(tl.int64), mask=is_row)
+
+
+@jit(do_not_specialize_on_alignment=["keys", "temperatures"])
+def _best_of_part(logits, stride, vocab, keys, temperatures, offsets, best, best_id, PART: tl.constexpr):
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    columns = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+    tokens = columns.to(tl.int64)
+    if offsets is not None:
+        tokens += tl.load(offsets + columns, mask=columns < vocab, other=0)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        x += temperature * gumbel(tl.load(keys + row).to(tl.uint64), tokens)
+    most = tl.max(x, axis=0)
+    at = row * tl.num_programs(0) + part
+    tl.store(best + at, most)
+    tl.store(best_id + at, tl.min(tl.where((x == most) & (columns < vocab), tokens, NOWHERE), axis=0))
+
+
+@jit
+def _best_of_row(best, best_id, tokens, num_parts, PARTS: tl.constexpr):
+    row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    x = tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
+    found = tl.load(best_id + row * num_parts + parts, mask=parts < num_parts, other=NOWHERE)
+    token = tl.min(tl.where(x == tl.max(x, axis=0), found, NOWHERE), axis=0)
+    tl.store(tokens + row, tl.where(token == NOWHERE, 0, token))
 
 
 @jit(do_not_specialize_on_alignment=["rows"])

@@ -64,12 +64,16 @@ def test_parts_are_joined_side_by_side():
         ops.join.infer()
 
 
-def test_the_largest_logit_is_a_token_by_its_column_and_offset():
+def test_a_cold_draw_is_the_largest_logit_by_its_column_and_offset():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, -1.0, 4.0], [-3.0, -2.0, -1.0]])
-    assert checked(ops.argmax, logits).tolist() == [1, 0, 2]
-    assert checked(ops.argmax, logits, torch.tensor([10, 20, 0])).tolist() == [21, 10, 2]
+    keys, cold = torch.arange(3), torch.zeros(3)
+    assert checked(ops.gumbel_argmax, logits, keys, cold).tolist() == [1, 0, 2]
+    assert checked(ops.gumbel_argmax, logits, keys, cold, torch.tensor([10, 20, 0])).tolist() == [21, 10, 2]
+    types = [Type("fp32", ("R", 3)), Type("i64", ("R",)), Type("fp32", ("R",))]
     with pytest.raises(ValueError, match=r"the offsets are i64\[4\]"):
-        ops.argmax.infer(Type("fp32", ("R", 3)), Type("i64", (4,)))
+        ops.gumbel_argmax.infer(*types, Type("i64", (4,)))
+    with pytest.raises(ValueError, match=r"the keys are i64\[T\]"):
+        ops.gumbel_argmax.infer(types[0], Type("i64", ("T",)), types[2])
 
 
 def test_a_gated_activation_takes_its_own_attributes_only():

@@ -16,7 +16,10 @@ from torch import Tensor
 
 def cold(num_rows: int) -> dict[str, Tensor]:
     """What `draft_head` takes beside rows of hidden states, where each is greedy."""
-    return {"keys": torch.zeros(num_rows, dtype=torch.int64), "temperatures": torch.zeros(num_rows)}
+    return {
+        "keys": torch.zeros(num_rows, dtype=torch.int64),
+        **dict.fromkeys(("temperatures", "depths"), torch.zeros(num_rows)),
+    }
 
 
 class Double(Protocol):

@@ -320,12 +320,11 @@ class Model:
         if self.carries_hidden:
             hidden = tuple(kept.index_select(0, slots) for kept in self._drafted)
         head = self.executables[DRAFT_HEAD]
-        keys, temperatures = self._step.draw_noise(slots, self.state, num_drafts)
+        keys, *rest = self._step.draw_noise(slots, self.state, num_drafts)
         for number in range(num_drafts):
             if number >= lag:
                 hidden = self._extend_draft(inputs, number - lag, tokens[:, number].contiguous(), hidden)
-            noise = keys[number], temperatures
-            token, *behind = head(dict(zip(head.inputs, (*hidden, *noise), strict=True)))
+            token, *behind = head(dict(zip(head.inputs, (*hidden, keys[number], *rest), strict=True)))
             hidden = tuple(behind) or hidden
             tokens[:, number + 1] = token
             self.state.drafts[:, number].index_copy_(0, slots.long(), token)

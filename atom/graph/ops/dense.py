@@ -94,26 +94,30 @@ def scale(x: Tensor, *, by: float) -> Tensor:
     return x * by
 
 
-def _gumbel_argmax(logits: Type, keys: Type, temperatures: Type, offsets: Type | None = None) -> Type:
+def _gumbel_argmax(logits: Type, keys: Type, temperatures: Type, depths: Type, offsets: Type | None = None) -> Type:
     need(len(logits.shape) == 2, f"logits are rows, not {logits}")
     rows, columns = logits.shape[:1], logits.shape[1:]
     need(keys == Type("i64", rows), f"the keys are {keys}")
-    need(temperatures == Type("fp32", rows), f"the temperatures are {temperatures}")
+    need(temperatures == depths == Type("fp32", rows), f"temperatures and depths are {temperatures} and {depths}")
     need(offsets is None or (offsets.shape, offsets.dtype) == (columns, "i64"), f"the offsets are {offsets}")
     return Type("i64", rows)
 
 
 @op(_gumbel_argmax)
-def gumbel_argmax(logits: Tensor, keys: Tensor, temperatures: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """logits [R, V], keys i64[R], temperatures fp32[R], offsets i64[V] -> i64[R], a token drawn of each row
+def gumbel_argmax(
+    logits: Tensor, keys: Tensor, temperatures: Tensor, depths: Tensor, offsets: Tensor | None = None
+) -> Tensor:
+    """logits [R, V], keys i64[R], temperatures and depths fp32[R], offsets i64[V] -> i64[R], a token drawn of each row
 
-    From softmax(logits / temperature), with the noise of the keys (`noise`); at 0 the likeliest, the lowest of equals.
-    A token is its column, and its offset added.
+    From softmax(logits / temperature), with the noise of the keys (`noise`), among those at most a depth below the
+    likeliest; at temperature 0 that one, the lowest of equals. A token is its column, and its offset added.
     """
     columns = torch.arange(logits.shape[-1], device=logits.device)
     tokens = columns if offsets is None else columns + offsets
-    best = (logits.float() + temperatures[:, None] * gumbel(hash_ids(keys, tokens))).argmax(-1)
-    return tokens.index_select(0, best)
+    x = logits.float()
+    is_kept = x >= x.amax(-1, keepdim=True) - depths[:, None]
+    noisy = x + temperatures[:, None] * gumbel(hash_ids(keys, tokens))
+    return tokens.index_select(0, noisy.masked_fill(~is_kept, -torch.inf).argmax(-1))
 
 
 @op(lambda x, *, cap: x)

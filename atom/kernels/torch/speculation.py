@@ -1,8 +1,8 @@
 """Draft tokens of a slot and accept them, on a CPU.
 
     find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
-    keys, temperatures = draw_noise(slots, state, 3)     # of the next three draws
-    gumbel_argmax(logits, keys[0], temperatures)         # what a program drafts for the first of them
+    keys, *rest = draw_noise(slots, state, 3)   # of the next three draws
+    gumbel_argmax(logits, keys[0], *rest)       # what a program drafts for the first of them
     accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
 
 Shapes by letter as in `atom.kernels.step`; Q draws a row, the first of which needs no draft.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atom.graph import ops
 from atom.graph.noise import hash_seeds, uniform
-from atom.kernels.step import State
+from atom.kernels.step import LEAST_SHARE, State
 from atom.sampling_params import MIN_TEMPERATURE
 
 
@@ -41,19 +41,28 @@ def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
         state.drafts[slot] = torch.from_numpy(tokens[best + 1 + np.arange(num_drafts) % span].astype(np.int64))
 
 
-def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Tensor]:
-    """The keys i64[num_draws, S] of the noise of the next draws of slots i32[S], and temperatures fp32[S], 0 of greedy
-    ones."""
+def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `ops.gumbel_argmax` takes for the next draws of slots i32[S]: keys i64[num_draws, S], temperatures fp32[S],
+    0 of greedy ones, and depths fp32[S].
+
+    A depth stands for the filters, which are the model's, over another distribution: see `LEAST_SHARE`.
+    """
     index = slots.long()
     positions = state.lengths[index] + torch.arange(num_draws)[:, None]
-    temperatures = state.temperature[index]
-    return hash_seeds(state.seed[index], positions), temperatures.where(temperatures >= MIN_TEMPERATURE, 0.0).float()
+    temperatures, top_k = state.temperature[index], state.top_k[index].double()
+    temperatures = temperatures.where((temperatures >= MIN_TEMPERATURE) & (top_k != 1), 0.0)
+    shares = torch.stack([1 - state.top_p[index], (1 / top_k).where(top_k > 0, 0.0)]).amax(0) * LEAST_SHARE
+    depths = -temperatures * torch.maximum(shares, state.min_p[index]).log()
+    depths = depths.nan_to_num(0.0, posinf=torch.inf)  # of greedy ones 0 times infinity
+    return hash_seeds(state.seed[index], positions), temperatures.float(), depths.float()
 
 
-def gumbel_argmax(logits: Tensor, keys: Tensor, temperatures: Tensor, offsets: Tensor | None = None) -> Tensor:
+def gumbel_argmax(
+    logits: Tensor, keys: Tensor, temperatures: Tensor, depths: Tensor, offsets: Tensor | None = None
+) -> Tensor:
     """`ops.gumbel_argmax`; greedy rows need no noise."""
     if temperatures.any():
-        return ops.gumbel_argmax(logits, keys, temperatures, offsets)
+        return ops.gumbel_argmax(logits, keys, temperatures, depths, offsets)
     best = logits.max(-1).indices  # in bf16 argmax alone takes 4 times as long
     return best if offsets is None else best + offsets.index_select(0, best)
 

@@ -4,10 +4,10 @@
     uniform(keys)                                           # f64[R] in 0 to 1
     (logits / temperature + gumbel(hash_ids(keys, ids))).argmax(-1)   # a draw from softmax(logits / temperature)
 
-The Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the largest of noisy logits is a draw from their softmax. Two
-models that are given the same noise mostly draw the same token where they are nearly alike, so what is drafted with the
-noise of the draw that it guesses is accepted more often (Daliri et al. 2024). `kernels.triton.noise` has the same
-functions.
+The Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the largest of noisy logits is a draw from their softmax. So
+is the shortest of exponential times over weights. Two models that are given the same noise mostly draw the same token
+where they are nearly alike, so what is drafted with the noise of the draw that it guesses is accepted more often
+(Daliri et al. 2024). `kernels.triton.noise` has the same functions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 GOLDEN_64, GOLDEN_32 = 0x9E3779B97F4A7C15, 0x9E3779B9  # 2^64 and 2^32 over the golden ratio
 NUM_HASHES = 2**31
-BELOW_ONE = 1 - 2**-24  # in float32
-MOST_WAITED = 16.7  # -log(1 - BELOW_ONE), above: the noise is -log of an exponential that is no larger
+LOW_BITS = 7  # of a hash: what float32 does not hold beside the 24 others
+LONGEST = 16.64  # of `exponential`, above
 
 
 def hash_seeds(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -39,10 +39,19 @@ def hash_ids(keys: Tensor, ids: Tensor) -> Tensor:
     return _shifted(x.bitwise_xor_(_shifted(x, 16, 32)), 1, 32)
 
 
+def exponential(hashes: Tensor) -> Tensor:
+    """hashes i32[R, V] -> fp32[R, V]: exponential times, from the smallest hash to the largest.
+
+    -log(1 - q) of the high bits, and the low bits as they are: they count where that is small, and its slope 1.
+    """
+    high, low = hashes >> LOW_BITS, hashes & ((1 << LOW_BITS) - 1)
+    log = high.float().mul_(-(2**LOW_BITS) / NUM_HASHES).add_(1).log_()
+    return low.float().add_(0.5).mul_(1 / NUM_HASHES).sub_(log)
+
+
 def gumbel(hashes: Tensor) -> Tensor:
-    """hashes i32[R, V] -> fp32[R, V]: Gumbel noise, the largest of the smallest hashes, which float32 tells apart."""
-    quantiles = hashes.float().add_(0.5).mul_(1 / NUM_HASHES).clamp_(max=BELOW_ONE)
-    return quantiles.neg_().log1p_().neg_().log_().neg_()
+    """hashes i32[R, V] -> fp32[R, V]: Gumbel noise."""
+    return exponential(hashes).log_().neg_()
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from atom.graph.noise import gumbel, hash_ids, hash_seeds, uniform
+from atom.graph.noise import LONGEST, exponential, gumbel, hash_ids, hash_seeds, uniform
 
 WORD, LONG = 2**32 - 1, 2**64 - 1
 
@@ -64,9 +64,12 @@ def test_hashes_of_neighbors_are_uniform_and_independent():
 
 def test_noise_is_gumbels_down_to_the_smallest_hash():
     hashes = torch.tensor([[0, 1, 1000, 2**24 + 1, 2**30, 2**31 - 1]], dtype=torch.int32)
-    expected = [-math.log(-math.log1p(-min((each + 0.5) / 2**31, 1 - 2**-24))) for each in hashes[0].tolist()]
-    torch.testing.assert_close(gumbel(hashes)[0], torch.tensor(expected), rtol=1e-6, atol=1e-6)
-    assert expected[0] > 22 and expected[-1] < -2.8
+    times = [-math.log1p(-(each + 0.5) / 2**31) for each in hashes[0].tolist()]
+    times[-1] = 24 * math.log(2)  # the largest of 128 hashes that float32 does not tell apart
+    torch.testing.assert_close(exponential(hashes)[0], torch.tensor(times), rtol=1e-6, atol=0)
+    expected = torch.tensor([-math.log(time) for time in times])
+    torch.testing.assert_close(gumbel(hashes)[0], expected, rtol=1e-6, atol=1e-6)
+    assert expected[0] > 22 and exponential(hashes).max() < LONGEST
 
 
 def test_the_largest_noisy_logit_is_drawn_by_softmax():

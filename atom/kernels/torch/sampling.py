@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from atom.graph.noise import MOST_WAITED, NUM_HASHES, gumbel, hash_ids, hash_seeds
+from atom.graph.noise import LONGEST, NUM_HASHES, gumbel, hash_ids, hash_seeds
 from atom.kernels.logprobs import CHUNK_ELEMENTS, most_likely
 from atom.kernels.step import State
 from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
@@ -125,12 +126,12 @@ def _draw_free(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Ten
     """Draw among all tokens, or those that min_p leaves: of few of them the noise is large enough to be looked at."""
     weights = _weights(logits, best, state, slots)
     hashes = hash_ids(_keys(state, slots), torch.arange(logits.shape[-1], dtype=torch.int32))
-    # the likeliest token's exponential is at most MOST_WAITED, and one of weight w must not have waited w times as long
-    may_win = hashes < weights.mul_(MOST_WAITED * NUM_HASHES)
-    tokens = torch.empty_like(slots)
-    for row, slot in enumerate(slots):
-        ids = may_win[row].nonzero()[:, 0]
-        noisy = (logits[row, ids] - best[row]).div_(state.temperature[slot]).add_(gumbel(hashes[row, ids]))
+    # the likeliest token takes at most LONGEST, one of weight w at least its hash over w
+    may_win = (hashes.float() < weights.mul_(LONGEST * NUM_HASHES)).numpy()
+    tokens, inverse = torch.empty_like(slots), _inverse(state, slots)
+    for row in range(len(slots)):
+        ids = torch.from_numpy(np.flatnonzero(may_win[row]))
+        noisy = (logits[row, ids] - best[row]).mul_(inverse[row]).add_(gumbel(hashes[row, ids]))
         tokens[row] = ids[noisy.argmax()]
     return tokens
 
@@ -155,7 +156,7 @@ def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) ->
     running = kept.cumsum(-1)
     mass = torch.where(top_k < vocab, running[:, -1:], mass)
     is_kept = (kept > 0) & (running - kept < top_p * mass)
-    noisy = (logits.gather(-1, ids) - best).div_(state.temperature[slots, None])
+    noisy = (logits.gather(-1, ids) - best).mul_(_inverse(state, slots))
     noisy += gumbel(hash_ids(_keys(state, slots), ids))
     return ids.gather(-1, noisy.masked_fill_(~is_kept, -torch.inf).argmax(-1, keepdim=True))[:, 0]
 
@@ -163,8 +164,13 @@ def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) ->
 def _weights(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
     """Probabilities relative to the best token's, 0 below min_p. fp32[R, V] in 0 to 1."""
     min_p = state.min_p[slots, None].float()
-    weights = (logits - best).div_(state.temperature[slots, None]).exp_()
+    weights = (logits - best).mul_(_inverse(state, slots)).exp_()
     return weights.masked_fill_(weights < min_p, 0.0) if min_p.any() else weights
+
+
+def _inverse(state: State, slots: Tensor) -> Tensor:
+    """1 / temperature, fp32[R, 1]"""
+    return (1 / state.temperature[slots, None]).float()
 
 
 def _keys(state: State, slots: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Random numbers and Gumbel noise on a GPU: those of `atom.graph.noise`, which says what they are.
 
 key = hash_seed(tl.load(seed + slot), position)     # uint64, or of several
-noisy = x * inverse + gumbel(key, ids)
+time = exponential(key, ids) * tl.exp((peak - x) * inverse)     # the shortest is drawn
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from atom.graph import noise
 from atom.kernels.triton.jit import jit
 
 GOLDEN_64, GOLDEN_32 = tl.constexpr(noise.GOLDEN_64), tl.constexpr(noise.GOLDEN_32)
-NUM_HASHES, BELOW_ONE = tl.constexpr(noise.NUM_HASHES), tl.constexpr(noise.BELOW_ONE)
+LOW_BITS, LOW_MASK = tl.constexpr(noise.LOW_BITS), tl.constexpr(2**noise.LOW_BITS - 1)
+HASH, HIGH_BITS = tl.constexpr(1 / noise.NUM_HASHES), tl.constexpr(2**noise.LOW_BITS / noise.NUM_HASHES)  # shares of 1
 
 
 @jit
@@ -26,16 +27,13 @@ def uniform(key):
 
 
 @jit
-def gumbel(key, ids):
+def exponential(key, ids):
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     x = ids.to(tl.uint32) * GOLDEN_32 + low
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ high
     x = (x ^ (x >> 15)) * 0x846CA68B
-    x = (x ^ (x >> 16)) >> 1
-    q = tl.minimum((x.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / NUM_HASHES), BELOW_ONE)
-    # -log(1 - q), by its series where 1 - q has lost what counts
-    near = q * (1 + q * (1 / 2 + q * (1 / 3 + q * (1 / 4 + q * (1 / 5 + q * (1 / 6))))))
-    return -tl.log(tl.where(q < 1 / 16, near, -tl.log(1 - q)))
+    x = ((x ^ (x >> 16)) >> 1).to(tl.int32)
+    return ((x & LOW_MASK).to(tl.float32) + 0.5) * HASH - tl.log(1 - (x >> LOW_BITS).to(tl.float32) * HIGH_BITS)
 
 
 @jit

@@ -8,7 +8,7 @@ It does what `atom.kernels.torch.sampling` does on a CPU.
 A row is read in parts of fixed size by programs of their own, so that one row keeps a device busy, and what a row draws
 depends on nothing but that row:
 
-    _summarize  a part's largest logit, and its best token, with noise where the row is drawn without filters; of a
+    _summarize  a part's largest logit, and its best token, by noise where the row is drawn without filters; of a
                 filtered row its mass, and how many logits lie in each bin below the largest                (R x parts)
     _limit      the bin that what top_k, top_p and min_p keep ends in, by those counts                       (R)
     _gather     the few logits down to that bin                                                              (R x parts)
@@ -30,7 +30,7 @@ from atom import sampling_params
 from atom.kernels.step import State
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.noise import gumbel, hash_seed
+from atom.kernels.triton.noise import exponential, hash_seed
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
@@ -104,7 +104,7 @@ def _summarize(
     peak = tl.max(tl.max(x, axis=0), axis=0)
     at = row * tl.num_programs(0) + part
     tl.store(largest + at, peak)
-    noisy, most = tl.where(x == peak, 0.0, float("-inf")), 0.0
+    time, shortest = tl.where(x == peak, 1.0, float("inf")), 1.0
     if best is not None:
         if tl.load(temperature + slot) >= MIN_TEMPERATURE:
             inverse = _inverse(temperature + slot)
@@ -119,10 +119,11 @@ def _summarize(
                     tl.store(bins + at * NUM_BINS + tl.arange(0, NUM_BINS), counted)
             if not is_filtered:
                 key = hash_seed(tl.load(seed + slot), tl.load(lengths + slot))
-                noisy = _below(x, peak) * inverse + gumbel(key, ids)
-                most = tl.max(tl.max(noisy, axis=0), axis=0)
-        tl.store(best + at, most)
-    tl.store(best_id + at, tl.min(tl.min(tl.where((noisy == most) & (ids < vocab), ids, NOWHERE), axis=0), axis=0))
+                time = _race(x, peak, inverse, key, ids)
+                shortest = tl.min(tl.min(time, axis=0), axis=0)
+        tl.store(best + at, shortest)
+    found = (time == shortest) & (ids < vocab)
+    tl.store(best_id + at, tl.min(tl.min(tl.where(found, ids, NOWHERE), axis=0), axis=0))
 
 
 @jit(do_not_specialize_on_alignment=["rows"])
@@ -217,10 +218,12 @@ def _draw(
     peak = tl.max(peaks, axis=0)
     length = tl.load(lengths + slot)
     inverse = _inverse(temperature + slot)
-    noisy = _below(peaks, peak) * inverse
-    if best is not None:
-        noisy += tl.load(best + row * num_parts + parts, mask=is_part, other=float("-inf"))
-    token = tl.min(tl.where(noisy == tl.max(noisy, axis=0), best_ids, NOWHERE), axis=0)
+    time = tl.where(peaks == peak, 1.0, float("inf"))
+    if best is not None:  # noqa: SIM102 (the second condition is not known when this is compiled)
+        if tl.load(temperature + slot) >= MIN_TEMPERATURE:
+            own = tl.load(best + row * num_parts + parts, mask=is_part, other=float("inf"))
+            time = own * tl.exp(-_below(peaks, peak) * inverse)
+    token = tl.min(tl.where(time == tl.min(time, axis=0), best_ids, NOWHERE), axis=0)
     if not (tl.abs(peak) < float("inf")):  # it holds a nan or an inf, or nothing but -inf
         token = _largest(logits, vocab, num_parts * PART, PART)
     elif limits is not None:  # noqa: SIM102 (the second condition is not known when this is compiled)
@@ -327,6 +330,12 @@ def _weigh(x, largest, inverse):
 
 
 @jit
+def _race(x, largest, inverse, key, ids):
+    """Exponential times over the weights of `_weigh`, of which the shortest is drawn."""
+    return exponential(key, ids) * tl.exp(-_below(x, largest) * inverse)
+
+
+@jit
 def _bins_below(x, largest, inverse):
     """How many bins x lies below `largest` on a grid that all parts of a row share, at most the last bin. i32."""
     scale = inverse * BINS_PER_NAT
@@ -368,8 +377,8 @@ def _draw_by_pairs(values, ids, size, request, scale, key, SIZE: tl.constexpr):
     mass = tl.where(is_whole, tl.sum(weights.to(tl.float64), axis=0), total)
     is_kept = (weights > 0) & (before < p * mass)
     ids = tl.load(ids + index, mask=index < size, other=0)
-    noisy = tl.where(is_kept, (x - peak) * inverse + gumbel(key, ids), float("-inf"))
-    return tl.min(tl.where(is_kept & (noisy == tl.max(noisy, axis=0)), ids, NOWHERE), axis=0)
+    time = tl.where(is_kept, _race(x, peak, inverse, key, ids), float("inf"))
+    return tl.min(tl.where(is_kept & (time == tl.min(time, axis=0)), ids, NOWHERE), axis=0)
 
 
 @jit
@@ -409,7 +418,7 @@ def _draw_from(values, ids, size, lowest, num_equal, scale, key, penalty, LIMIT:
     """The id drawn among the values above `lowest` and the first ones that equal it."""
     peak, inverse, _ = scale
     lanes = tl.arange(0, BLOCK)
-    best, best_ids = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], NOWHERE, tl.int32)
+    best, best_ids = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], NOWHERE, tl.int32)
     num_seen = num_equal * 0
     for start in range(0, LIMIT, BLOCK):
         at = start + lanes
@@ -418,10 +427,10 @@ def _draw_from(values, ids, size, lowest, num_equal, scale, key, penalty, LIMIT:
         place = num_seen + tl.cumsum(is_equal.to(tl.int32), axis=0)
         num_seen += tl.sum(is_equal.to(tl.int32), axis=0)
         own = at if ids is None else tl.load(ids + at, mask=at < size, other=0)
-        noisy = (x - peak) * inverse + gumbel(key, own)
-        is_better = ((x > lowest) | (is_equal & (place <= num_equal))) & (noisy > best)
-        best, best_ids = tl.where(is_better, noisy, best), tl.where(is_better, own, best_ids)
-    return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, NOWHERE), axis=0)
+        time = _race(x, peak, inverse, key, own)
+        is_better = ((x > lowest) | (is_equal & (place <= num_equal))) & (time < best)
+        best, best_ids = tl.where(is_better, time, best), tl.where(is_better, own, best_ids)
+    return tl.min(tl.where(best == tl.min(best, axis=0), best_ids, NOWHERE), axis=0)
 
 
 @jit

@@ -18,7 +18,7 @@ from atom.kernels import step
 from atom.kernels.step import State
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.noise import gumbel, hash_seed, uniform
+from atom.kernels.triton.noise import exponential, hash_seed, uniform
 from atom.kernels.triton.sampling import MIN_TEMPERATURE, NOWHERE, PART_WARPS
 
 LEAST_SHARE = tl.constexpr(step.LEAST_SHARE)
@@ -115,7 +115,7 @@ def _best_of_part(
     peak = tl.max(tl.load(largest + row * num_parts + parts, mask=parts < num_parts, other=float("-inf")), axis=0)
     lowest = peak - tl.load(depths + row)
     if tl.load(largest + at) < lowest:  # nothing of this part is kept
-        tl.store(best + at, float("-inf"))
+        tl.store(best + at, float("inf"))
         tl.store(best_id + at, NOWHERE)
         return
     columns = part * PART + tl.arange(0, PART)
@@ -123,21 +123,22 @@ def _best_of_part(
     tokens = columns.to(tl.int64)
     if offsets is not None:
         tokens += tl.load(offsets + columns, mask=columns < vocab, other=0)
-    x = tl.where(x >= lowest, x, float("-inf"))
+    time = tl.where(x == peak, 1.0, float("inf"))
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        x += temperature * gumbel(tl.load(keys + row).to(tl.uint64), tokens)
-    most = tl.max(x, axis=0)
-    tl.store(best + at, most)
-    tl.store(best_id + at, tl.min(tl.where((x == most) & (columns < vocab), tokens, NOWHERE), axis=0))
+        time = exponential(tl.load(keys + row).to(tl.uint64), tokens) * tl.exp((peak - x) / temperature)
+        time = tl.where(x >= lowest, time, float("inf"))
+    shortest = tl.min(time, axis=0)
+    tl.store(best + at, shortest)
+    tl.store(best_id + at, tl.min(tl.where((time == shortest) & (columns < vocab), tokens, NOWHERE), axis=0))
 
 
 @jit(do_not_specialize_on_alignment=["best"])
 def _best_of_row(best, best_id, tokens, num_parts, PARTS: tl.constexpr):
     row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
-    x = tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
+    time = tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=float("inf"))
     found = tl.load(best_id + row * num_parts + parts, mask=parts < num_parts, other=NOWHERE)
-    token = tl.min(tl.where(x == tl.max(x, axis=0), found, NOWHERE), axis=0)
+    token = tl.min(tl.where(time == tl.min(time, axis=0), found, NOWHERE), axis=0)
     tl.store(tokens + row, tl.where(token == NOWHERE, 0, token))
 
 

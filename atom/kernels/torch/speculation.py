@@ -61,8 +61,10 @@ def gumbel_argmax(
     logits: Tensor, keys: Tensor, temperatures: Tensor, depths: Tensor, offsets: Tensor | None = None
 ) -> Tensor:
     """`ops.gumbel_argmax`; greedy rows need no noise."""
+    best: Tensor
     if temperatures.any():
-        return ops.gumbel_argmax(logits, keys, temperatures, depths, offsets)
+        best = ops.gumbel_argmax(logits, keys, temperatures, depths, offsets)
+        return best
     best = logits.max(-1).indices  # in bf16 argmax alone takes 4 times as long
     return best if offsets is None else best + offsets.index_select(0, best)
 

@@ -1,4 +1,6 @@
-"""Random numbers and Gumbel noise on a GPU: those of `atom.graph.noise`, which says what they are.
+"""Random numbers and exponential times by hash, on a GPU.
+
+They are those of `atom.graph.noise`, which says what for.
 
 key = hash_seed(tl.load(seed + slot), position)     # uint64, or of several
 time = exponential(key, ids) * tl.exp((peak - x) * inverse)     # the shortest is drawn

@@ -36,6 +36,7 @@ from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
+from atom.runtime.draft_table import DraftTable
 from atom.runtime.driver import Driver, RanksProfiler
 from atom.runtime.engine import Engine
 from atom.runtime.host_blocks import HostBlocks, plan_host_blocks
@@ -717,6 +718,7 @@ def open_runner(
         sizes = memory.capture_sizes(serve) if has_graphs else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
+        measure_drafts(runner.model, config, exchange)
         clock.stop("kernels")
         if measure is not None:
             measure(runner.model)
@@ -748,24 +750,48 @@ def measure_costs(runner: Runner, config: Config) -> None:
 
 
 def use_parameters(model: Model, config: Config, progress: Progress, exchange: Exchange) -> None:
-    """Use what was measured on this GPU, of linears and steps with drafts; tune=true first measures what is missing.
+    """Use what was measured on this GPU, of linears and steps with drafts; tune=true first measures linears.
 
     exchange: that of all ranks, which do so at the same time
     """
-    assert config.cache is not None, "config.load resolves it"
-    cache, tuner = Path(config.cache), find_tuner(config.device, model.device)
-
-    def log(line: str) -> None:
-        print(f"atom-run: {line}", file=sys.stderr)
-
-    if tuner is not None:
-        use_measured(model, tuner, cache, log)
-    if tuner is not None and config.tune:
-        tune(model, tuner, cache, progress, log, exchange=exchange)
-    if tuner is not None and model.drafting is not None and config.serve.max_verified_tokens is None:
+    tuner = find_tuner(config.device, model.device)
+    if tuner is None:
+        return
+    use_measured(model, tuner, cache := cache_of(config), _log)
+    if config.tune:
+        tune(model, tuner, cache, progress, _log, exchange=exchange)
+    if has_draft_table(config):
+        # until steps are measured any number of drafts may pay, so that kernels are compiled for each
+        trial = DraftTable({model.limits.max_decodes: [1.0] * (1 + model.num_drafts)})
         text = digest_of(model.graph)
-        measure = tune_drafts if config.tune else use_measured_drafts
-        model.limits = replace(model.limits, draft_table=measure(model, tuner, cache, text, log, exchange=exchange))
+        table = trial if config.tune else use_measured_drafts(model, tuner, cache, text, _log, exchange=exchange)
+        model.limits = replace(model.limits, draft_table=table)
+
+
+def measure_drafts(model: Model, config: Config, exchange: Exchange) -> None:
+    """With tune=true, measure what steps with drafts take, once their kernels are compiled, and use that.
+
+    exchange: as in `use_parameters`
+    """
+    tuner = find_tuner(config.device, model.device)
+    if tuner is not None and config.tune and has_draft_table(config):
+        text = digest_of(model.graph)
+        table = tune_drafts(model, tuner, cache_of(config), text, _log, exchange=exchange)
+        model.limits = replace(model.limits, draft_table=table)
+
+
+def has_draft_table(config: Config) -> bool:
+    """Whether measured times decide how many tokens are drafted."""
+    return drafting_of(config) is not None and config.serve.max_verified_tokens is None
+
+
+def cache_of(config: Config) -> Path:
+    assert config.cache is not None, "config.load resolves it"
+    return Path(config.cache)
+
+
+def _log(line: str) -> None:
+    print(f"atom-run: {line}", file=sys.stderr)
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], config: Config) -> str:

@@ -14,6 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def cold(num_rows: int) -> dict[str, Tensor]:
+    """What `draft_head` takes beside rows of hidden states, where each is greedy."""
+    return {
+        "keys": torch.zeros(num_rows, dtype=torch.int64),
+        **dict.fromkeys(("temperatures", "depths"), torch.zeros(num_rows)),
+    }
+
+
 class Double(Protocol):
     def drafts(self, known: Tensor, num_drafts: int) -> list[int]:
         """known i64[T], the newest token included"""

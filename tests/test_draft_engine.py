@@ -225,13 +225,16 @@ def test_padded_steps_give_the_tokens_of_none(
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[str], Path]):
+    """Sampled, too: a draft is drawn with the noise of the draw that it guesses."""
     folder = checkpoints("qwen3_window")
     engine = opened(folder, method="draft", draft_model=str(folder), num_speculative_tokens=3)
     every = prompts(3)
-    answers = tokens_of(engine, GREEDY, every)
+    hot = [SamplingParams(temperature=heat, seed=9, max_tokens=24, ignore_eos=True) for heat in (0.7, 1.0, 3.0)]
+    answers = [tokens_of(engine, params, every) for params in (GREEDY, hot)]
     stats = engine.metrics.scheduler
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 3 * 20
-    assert_ends_within(engine, every[0], answers[0])
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 6 * 20
+    assert answers[0] != answers[1]
+    assert_ends_within(engine, every[0], answers[0][0])
     engine.close()
 
 

@@ -74,7 +74,7 @@ def test_the_semantic_text_drafts_as_the_double(
     drafted = run("draft", tokens=PROMPT[1:], positions=torch.arange(length - 1), hidden=hidden[:-1])
     expected = double.draft(PROMPT[1:], double.hidden(PROMPT)[:-1])
     assert_same_logits(drafted, expected)
-    assert torch.equal(run("draft_head", hidden=drafted), double.tokens(expected))
+    assert torch.equal(run("draft_head", hidden=drafted, **drafts.cold(len(drafted))), double.tokens(expected))
 
 
 def test_what_a_draft_reads_stays_behind_what_is_sunk_into_the_head(case: Config):
@@ -92,13 +92,13 @@ def test_of_a_model_that_drafts_only_sampled_rows_go_through_the_end(checkpoints
     assert list(graph.programs) == ["body", "head", "draft", "draft_head"]
     draft, draft_head = (graph.programs[name] for name in ("draft", "draft_head"))
     taken, results = ([node.meta["type"].row for node in nodes] for nodes in (draft_head.inputs, draft.results))
-    assert taken == results and len(taken) == 2
+    assert taken[:-3] == results and len(results) == 2
     whole = semantic_graph(config)
     tensors = load_weights(whole, open_with_draft(config, SilentProgress()), config, SilentProgress())
     inputs = {"tokens": PROMPT, "positions": torch.arange(len(PROMPT))}
     hidden = interpret(whole, "draft", inputs, tensors.__getitem__)
     expected = [drafts.ModelDouble(checkpoints("llama"), 101).drafts(PROMPT[:length], 1)[0] for length in (1, 7, 39)]
-    found = interpret(whole, "draft_head", {"hidden": hidden}, tensors.__getitem__)
+    found = interpret(whole, "draft_head", {"hidden": hidden, **drafts.cold(len(hidden))}, tensors.__getitem__)
     assert found[[0, 6, 38]].tolist() == expected
 
 

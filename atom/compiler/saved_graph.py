@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Mesh, Once, Shuffle, ops, parse, verify
-from atom.graph.graph import ADAPTERS, type_of
+from atom.graph.graph import ADAPTERS, NOISE, type_of
 from atom.graph.recipes import ranked_parts
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
@@ -113,7 +113,8 @@ def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> No
                 there = ", ".join(sorted(known))
                 raise ConfigError(f"job.graph={path}: {name} has an input {node.name}; there are: {there}")
     for name, source in sources.items():
-        given, nodes = graph.programs[source].results, graph.programs[name].inputs
+        given = graph.programs[source].results
+        nodes = [node for node in graph.programs[name].inputs if name != DRAFT_HEAD or node.name not in NOISE]
         given = given[-len(nodes) :] if name == DRAFT_IN else given[: len(nodes)]
         returned, taken = (", ".join(str(node.meta["type"].row) for node in each) for each in (given, nodes))
         if returned != taken:

@@ -2,8 +2,8 @@
 
 A model's own layer drafts (mtp), or one of another checkpoint (eagle3), or another model.
 
-`draft` makes hidden states [T, …] of tokens and positions i64[T], and `draft_head`, of rows of them [R, …], the tokens
-i64[R] that come next.
+`draft` makes hidden states [T, …] of tokens and positions i64[T], and `draft_head`, of rows of them [R, …] and what
+`ops.gumbel_argmax` takes of each, the tokens i64[R] that come next.
 
 With mtp and eagle3, `draft` also takes a hidden state of each position p, and the tokens at p + 1; what it gives, a
 further draft takes in its place. `draft_in` makes the first ones, of the last results of body: with mtp of what the
@@ -23,6 +23,7 @@ from atom.frontend.attention import rotaries
 from atom.frontend.decoder import embed, table, write_body, write_layer, write_logits, write_rows, write_tokens
 from atom.frontend.writer import Writer, required
 from atom.graph import DRAFT, DRAFT_HEAD, DRAFT_IN, Type, W, ops
+from atom.graph.graph import NOISE
 
 
 class Writers(Protocol):
@@ -100,8 +101,11 @@ def _write_hidden(writer: Writer) -> Node:
 
 
 def _write_tokens_of(writer: Writer, logits: Node) -> None:
-    """The tokens i64[R] of the largest logits, of the model's vocabulary."""
+    """Tokens i64[R] of the model's vocabulary, drawn from logits as its own are, with the noise of the draw that they
+    guess."""
+    types = Type("i64", ("R",)), *[Type("fp32", ("R",))] * 2
+    noise = [writer.program.input(name, type) for name, type in zip(NOISE, types, strict=True)]
     offsets = []
     if "d2t" in writer.model.weights:
         offsets = [W(writer.name("d2t"), Type("i64", logits.meta["type"].shape[1:]))]
-    writer.program.output(writer.call(ops.argmax, logits, *offsets, name="tokens"))
+    writer.program.output(writer.call(ops.gumbel_argmax, logits, *noise, *offsets, name="tokens"))

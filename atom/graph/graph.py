@@ -33,6 +33,7 @@ BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the
 POOL = "pool"  # of rows that are pooled, where a text makes embeddings
 # of a text that drafts tokens: what a draft takes of the body's last results; its hidden states; tokens of these
 DRAFT_IN, DRAFT, DRAFT_HEAD = "draft_in", "draft", "draft_head"
+NOISE = ("keys", "temperatures", "depths")  # what DRAFT_HEAD takes beside rows of hidden states, of each
 ADAPTERS = "adapters"  # the input of a body that has the number of each token's adapter
 
 

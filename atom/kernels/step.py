@@ -18,6 +18,9 @@ from torch import Tensor
 
 from atom.graph import Batch
 
+# of what top_p leaves out, or of one in top_k: tokens that weigh less than it beside the likeliest are not drafted
+LEAST_SHARE = 0.5
+
 
 class Inputs(NamedTuple):
     """The inputs of a lowered body, in memory of a fixed address.
@@ -77,6 +80,7 @@ class StepKernels(NamedTuple):
     sample: Callable[[Tensor, Tensor, State, str, Tensor, bool], None]
     score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     find_ngrams: Callable[[Tensor, State, int, int], None]
+    draw_noise: Callable[[Tensor, State, int], tuple[Tensor, Tensor, Tensor]]
     accept: Callable[[Tensor, Tensor, Tensor, State, int, Tensor | None], None]
 
 
@@ -91,5 +95,6 @@ def import_step_kernels(package: str) -> StepKernels:
         sampling.sample,
         sampling.score_drawn,
         speculation.find_ngrams,
+        speculation.draw_noise,
         speculation.accept,
     )

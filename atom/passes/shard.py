@@ -86,7 +86,7 @@ def _is_logits(value: Node) -> bool:
     """Whether a value of the head is what it returns, or chooses by, but for ops on each element."""
     return all(
         user.op == "output"
-        or user.target is ops.argmax
+        or user.target is ops.gumbel_argmax
         or (user.target in (ops.scale, ops.softcap) and _is_logits(user))
         for user in value.users
     )

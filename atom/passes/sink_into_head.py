@@ -25,7 +25,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, Graph, Program, ops
-from atom.graph.graph import call_of, copy_calls, node_leaves, results_of
+from atom.graph.graph import NOISE, call_of, copy_calls, node_leaves, results_of
 
 
 def sink_into_head(graph: Graph) -> Graph:
@@ -41,11 +41,12 @@ def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> N
     """heads: of the same results of the body. num_read: the last results of the body, which a draft reads"""
     is_carried = body.name == DRAFT and graph.carries_hidden and len(heads[0].results) == 1
     head = heads[0]
-    num_taken = len(head.inputs)
+    rows_taken = [node for node in head.inputs if node.name not in NOISE]
+    num_taken = len(rows_taken)
     results, states = body.results[:num_taken], body.results[len(body.results) - num_read :]
     kept = _ahead_of_attention(body, states)
     sunk = [call for call in body.nodes if call not in kept]
-    returned, taken = ([node.meta["type"].row for node in nodes] for nodes in (results, head.inputs))
+    returned, taken = ([node.meta["type"].row for node in nodes] for nodes in (results, rows_taken))
     if not kept or not sunk or returned != taken or any(call.target is ops.send for call in sunk):
         return
     read = {node for call in sunk for node in call.all_input_nodes} | set(results)
@@ -61,7 +62,8 @@ def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> N
             type = node.meta["type"]
             copies[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
         copy_calls(sunk, made, copies)
-        copies |= zip(head.inputs, (copies[result] for result in results), strict=True)
+        copies |= zip(head.inputs[:num_taken], (copies[result] for result in results), strict=True)
+        copies |= {node: made.input(node.name, node.meta["type"]) for node in head.inputs[num_taken:]}
         copy_calls(head.nodes, made, copies)
         carried = [copies[result] for result in results] if is_carried else []
         made.output(*(copies[result] for result in head.results), *carried)

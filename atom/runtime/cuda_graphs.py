@@ -99,7 +99,7 @@ class Graphs:
         self._drafts: dict[tuple[int, int], _Captured | None] = {}  # of decodes with drafts, by both numbers
         self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
         self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as given to `compile`
-        self._draft_sizes: list[tuple[int, int]] = []  # of the sizes given there
+        self._sizes: Sequence[int] = ()  # of decodes, likewise
         self._pool: Any = None
         self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
 
@@ -156,7 +156,8 @@ class Graphs:
 
         sizes: those that `capture` is then called with
         """
-        self._max_tokens, self._draft_sizes = max_tokens, self._find_draft_sizes(sizes)
+        self._max_tokens, self._sizes = max_tokens, sizes
+        draft_sizes = self._find_draft_sizes()
         model = self._model
         largest = max([*sizes, min(model.state.num_slots, max_tokens)])
         # kernels of decodes differ by the power of two that holds the rows
@@ -173,7 +174,7 @@ class Graphs:
                     self._rehearse_mixed(shape)
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
-            fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in self._draft_sizes[::-1]}
+            fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in draft_sizes[::-1]}
             for (_, num_drafts), size in fewest.items():
                 self._rehearse_drafts(size, num_drafts)
             for num_drafts in range(1, 1 + model.num_drafts):  # fewer at the end of answers, where none is captured
@@ -184,8 +185,11 @@ class Graphs:
             model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # its present value
         self._sample_in_every_way()  # launched, since a kernel's first launch must not be in a graph
 
-    def _find_shapes(self) -> list[BatchShape]:
-        """The shapes of steps with prompts to capture, smallest first; none is larger than a step can be."""
+    def _find_shapes(self, is_likely: bool = False) -> list[BatchShape]:
+        """The shapes of steps with prompts to capture, smallest first; none is larger than a step can be.
+
+        is_likely: as in `_choices`
+        """
         num_slots = self._model.state.num_slots
         largest = max(FREE_TOKENS, int(MAX_FLOPS / (self._flops or self._model.flops_a_token)))
         shapes, fewer = [], -1  # decodes: more than those of the shapes before
@@ -196,7 +200,8 @@ class Graphs:
                 if 0 <= num_tokens <= largest - num_decodes:
                     num_rows = num_decodes + min(num_tokens + 1, num_left + 1, PROMPT_ROWS)
                     plain = BatchShape(num_decodes + num_tokens, num_rows, num_rows, num_decodes)
-                    drafting = (plain.drafting(num_drafts) for num_drafts in self._choices(fewer + 1, num_decodes))
+                    choices = self._choices(fewer + 1, num_decodes, is_likely)
+                    drafting = (plain.drafting(num_drafts) for num_drafts in choices)
                     shapes += [plain, *(shape for shape in drafting if shape.num_tokens <= largest)]
             fewer = num_decodes
         return sorted(shapes, key=lambda each: (each.num_tokens, each.num_rows))
@@ -205,24 +210,25 @@ class Graphs:
         slots = self._model.send(np.full(size, self._model.padding, np.int32))
         self._end_rehearsal(begin(self._model, self._model.decode(slots), slots))
 
-    def _find_draft_sizes(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def _find_draft_sizes(self, is_likely: bool = False) -> list[tuple[int, int]]:
         """Numbers of decodes, and of drafts of each: those of the table, else as many as the scheduler gives the fewest
-        that take this size."""
+        that take this size. is_likely: as in `_choices`"""
         fewer, found = 0, list[tuple[int, int]]()
-        for size in sorted(sizes):
-            found += [(size, num_drafts) for num_drafts in self._choices(fewer + 1, size)]
+        for size in sorted(self._sizes):
+            found += [(size, num_drafts) for num_drafts in self._choices(fewer + 1, size, is_likely)]
             fewer = size
         return found
 
-    def _choices(self, least: int, most: int) -> list[int]:
-        """The numbers of drafts that so many decodes may have, smallest first."""
+    def _choices(self, least: int, most: int, is_likely: bool = False) -> list[int]:
+        """The numbers of drafts that so many decodes may have, smallest first; is_likely: that they usually have."""
         limits, num_drafts = self._model.limits, self._model.num_drafts
         if not num_drafts or not most:
             return []
-        if limits.draft_table is None:
+        if (table := limits.draft_table) is None:
             choices = {min(num_drafts, limits.max_verified_tokens // max(least, 1) - 1)}
         else:
-            choices = {each for num in range(max(least, 1), most + 1) for each in limits.draft_table.choices(num)}
+            find = table.likely if is_likely else table.choices
+            choices = {each for num in range(max(least, 1), most + 1) for each in find(num)}
         return sorted(each for each in choices if each > 0)
 
     def _most_drafting(self, num_drafts: int, largest: int) -> int:
@@ -260,7 +266,7 @@ class Graphs:
             model.sample(slots, logits, kind)
         if model.num_drafts:
             slots, most = self._pad_drafts(1)
-            for num_drafts in sorted({model.num_drafts, *(each for _, each in self._draft_sizes)}):
+            for num_drafts in sorted({model.num_drafts, *(each for _, each in self._find_draft_sizes())}):
                 behind = logits.new_zeros(1, 1 + num_drafts, model.state.vocab)  # whose rows lie apart
                 for kind in SAMPLING_KINDS:
                     model.verify(slots, most, behind.unbind(1), kind)
@@ -273,23 +279,26 @@ class Graphs:
         """Capture decodes of these numbers of rows, and steps with prompts of up to the max_tokens of `compile`, which
         comes first.
 
-        is_lazy: capture now only what takes the most memory, any other shape when it is first needed.
+        is_lazy: capture now only what takes the most memory, any other shape when it is first needed, as are, without
+        it, numbers of drafts that pay seldom.
         """
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._decodes = dict.fromkeys(sorted(sizes))
-        self._drafts = dict.fromkeys(each for each in self._draft_sizes if sizes and each[0] <= max(sizes))
+        self._drafts = dict.fromkeys(each for each in self._find_draft_sizes() if sizes and each[0] <= max(sizes))
         self._mixed = dict.fromkeys(self._find_shapes() if sizes else ())
+        likely = {*self._find_draft_sizes(is_likely=True), *self._find_shapes(is_likely=True)}
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
         by_tokens = sorted(self._drafts, key=lambda each: each[0] * (1 + each[1]), reverse=True)
-        for drafting in by_tokens[:1] if is_lazy else by_tokens:
-            self._drafts[drafting] = self._capture_drafts(*drafting)
+        for drafting in by_tokens:
+            if drafting == by_tokens[0] or (drafting in likely and not is_lazy):
+                self._drafts[drafting] = self._capture_drafts(*drafting)
         largest = {max(self._mixed, key=of) for of in (_tokens_first, _rows_first)} if self._mixed else set()
         for shape in list(self._mixed)[::-1]:
-            if shape in largest or not is_lazy:
+            if shape in largest or (shape in likely and not is_lazy):
                 self._mixed[shape] = self._capture_mixed(shape)
 
     @torch.inference_mode()

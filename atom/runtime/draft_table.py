@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+LIKELY = (0.5, 0.6, 0.7, 0.8)  # rates of acceptance that most drafts of most texts have
 WINDOW = 256  # drafts that are remembered, about; and steps without any in which most of them are forgotten
 
 
@@ -41,6 +42,11 @@ class DraftTable:
         """The numbers of drafts that may be the best, smallest first: those that pay if all are accepted."""
         times = self._of(num_decodes)
         return [number for number, time in enumerate(times) if number and (1 + number) * times[0] > time]
+
+    def likely(self, num_decodes: int) -> list[int]:
+        """Those of `choices` that are the best at usual rates of acceptance, smallest first."""
+        times = self._of(num_decodes)
+        return sorted({self.best(num_decodes, [rate] * (len(times) - 1)) for rate in LIKELY if times} - {0})
 
     def _of(self, num_decodes: int) -> list[float]:
         at = bisect_left(self._sizes, num_decodes)

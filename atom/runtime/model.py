@@ -306,6 +306,8 @@ class Model:
     def _draft(self, slots: Tensor, inputs: Inputs) -> None:
         """Draft with the text's programs, if any, one token behind the other; `inputs` and the state get them.
 
+        Each with the noise of the draw that it guesses.
+
         slots: i32[D] of the decodes in `inputs`, which have the drafts
         """
         if not len(slots) or not self.has_draft_programs:
@@ -318,10 +320,11 @@ class Model:
         if self.carries_hidden:
             hidden = tuple(kept.index_select(0, slots) for kept in self._drafted)
         head = self.executables[DRAFT_HEAD]
+        keys, *rest = self._step.draw_noise(slots, self.state, num_drafts)
         for number in range(num_drafts):
             if number >= lag:
                 hidden = self._extend_draft(inputs, number - lag, tokens[:, number].contiguous(), hidden)
-            token, *behind = head(dict(zip(head.inputs, hidden, strict=True)))
+            token, *behind = head(dict(zip(head.inputs, (*hidden, keys[number], *rest), strict=True)))
             hidden = tuple(behind) or hidden
             tokens[:, number + 1] = token
             self.state.drafts[:, number].index_copy_(0, slots.long(), token)

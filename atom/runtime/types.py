@@ -45,6 +45,9 @@ class DraftTable(Protocol):
     def choices(self, num_decodes: int) -> list[int]:
         """The numbers of drafts that may be the best."""
 
+    def likely(self, num_decodes: int) -> list[int]:
+        """Those that usually are."""
+
 
 @dataclass(frozen=True)
 class StepLimits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from conftest import Place
 
 from atom import SamplingParams
-from atom.kernels import find_step_kernels
-from atom.kernels.torch.sampling import uniform
+from atom.graph import ops
+from atom.graph.noise import hash_seeds, uniform
+from atom.kernels import find_kernel, find_step_kernels
+from atom.kernels.backend import LoadContext
 from atom.runtime.request_state import RequestState
 from atom.runtime.speculation import NgramDrafter
 from atom.runtime.step_input import pack_admission
@@ -54,6 +57,49 @@ def test_what_is_looked_up_is_what_the_host_finds(place: Place, min_n: int, max_
     assert 1 <= found < len(every)
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
+def test_drafts_get_the_noise_of_the_draws_that_they_guess(place: Place, num_rows: int):
+    state = RequestState(200, 50, place.device)
+    order = random.Random(num_rows).sample(range(200), num_rows)
+    kinds = {  # what is asked for, and the temperature and depth of drafts
+        0: ({"temperature": 0}, 0.0, 0.0),
+        1: ({"temperature": 1e-6, "top_p": 0.5}, 0.0, 0.0),
+        2: ({}, 1.0, math.inf),
+        3: ({"temperature": 0.5, "min_p": 0.1}, 0.5, -0.5 * math.log(0.1)),
+        4: ({"top_p": 0.8, "top_k": 40}, 1.0, -math.log(0.1)),
+        5: ({"temperature": 2.0, "top_k": 10}, 2.0, -2 * math.log(0.05)),
+        6: ({"temperature": 3.0, "top_k": 1}, 0.0, 0.0),
+    }
+    for slot in order:
+        params = SamplingParams(**kinds[slot % 7][0])
+        state.admit(bytearray(pack_admission(slot, 1 + slot % 5, params, seed=slot * 7919 - 5)))
+    slots = torch.tensor([*order, 200], dtype=torch.int32, device=place.device)  # the last is padding
+    keys, temperatures, depths = find_step_kernels(place.device, place.backend).draw_noise(slots, state, 3)
+    for number, row in enumerate(keys[:, :-1].cpu()):
+        positions = torch.tensor([1 + slot % 5 + number for slot in order])
+        assert torch.equal(row, hash_seeds(torch.tensor([slot * 7919 - 5 for slot in order]), positions))
+    assert temperatures.tolist() == [kinds[slot % 7][1] for slot in order] + [0.0]
+    assert depths.tolist() == pytest.approx([kinds[slot % 7][2] for slot in order] + [0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize("vocab", [1, 50, 9001])
+def test_drafts_are_drawn_as_by_the_op(place: Place, vocab: int, has_offsets: bool):
+    chance = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=chance) * 3
+    logits[1, vocab // 2 :] = 90.0  # of equals the lowest
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (6,), generator=chance)
+    temperatures, depths = torch.tensor([1.0, 0.0, 0.0, 0.5, 3.0, 20.0]), torch.tensor([math.inf, 0, 0, 1.0, 9.0, 3.0])
+    offsets = torch.arange(vocab) * 3 if has_offsets else None
+    given = (logits, keys, temperatures, depths, offsets)
+    kernel = find_kernel(ops.gumbel_argmax, place.backend).load(LoadContext())
+    found = kernel(*(each if each is None else each.to(place.device) for each in given)).tolist()
+    assert found == ops.gumbel_argmax(*given).tolist()
+    assert found[1] == (4 if has_offsets else 1) * (vocab // 2)
+    if vocab > 1:
+        assert found != ops.gumbel_argmax(logits, keys, torch.zeros(6), depths, offsets).tolist()
+
+
 @pytest.mark.parametrize("is_by_chance", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 5, 130])
 def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is_by_chance: bool):
@@ -83,7 +129,7 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
         for depth in range(num_drafts):
             is_next = slot < 200 and depth < most[row] and expected[-1] != 200
             if is_by_chance:
-                number = uniform((~seeds[slot : slot + 1]).numpy(), lengths[slot : slot + 1].numpy())
+                number = uniform(hash_seeds(~seeds[slot : slot + 1], lengths[slot : slot + 1]))
                 is_next = is_next and float(number[0]) < rates[depth]
             else:
                 is_next = is_next and int(drawn[depth, row]) == int(drafts[slot, depth])

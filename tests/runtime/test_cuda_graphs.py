@@ -20,6 +20,7 @@ from law import assert_same_logits
 
 from atom import LLMEngine, SamplingParams
 from atom.runtime.cuda_graphs import Graphs, Started, _Captured
+from atom.runtime.draft_table import DraftTable
 from atom.runtime.runner import Runner
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import BatchShape, Capacity, StepInput
@@ -262,6 +263,24 @@ def test_fewer_drafts_are_captured_for_more_decodes(monkeypatch: pytest.MonkeyPa
     captured.clear()
     find_captured(graphs, monkeypatch, sizes=sizes[-1:], is_lazy=True)
     assert captured == [(24, 2)]
+
+
+def test_of_measured_steps_what_usually_pays_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch):
+    captured: list[tuple[int, int]] = []
+    graphs = Graphs(model := imagine(100, num_drafts=3))
+    table = DraftTable({8: [1.0, 1.0, 1.0, 1.0], 32: [1.0, 1.1, 1.9, 2.9]})
+    model.limits = StepLimits(100, 1, 1, draft_table=table)
+    monkeypatch.setattr(graphs, "_capture_drafts", lambda *sizes: captured.append(sizes))
+    sizes = (8, 32, 48)
+    graphs.compile(sizes, 3000)
+    mixed = find_captured(graphs, monkeypatch, sizes=sizes)
+    assert graphs.draft_sizes == ((8, 1), (8, 2), (8, 3), (32, 1), (32, 2), (32, 3)), "all may pay"
+    assert captured == [(32, 3), (32, 1), (8, 3)], "the largest, for the memory that it takes, and what is likely"
+    assert {shape.num_drafts for shape in graphs.shapes} == {0, 1, 2, 3}
+    beside_prompts = {(shape.num_decodes, shape.num_drafts) for shape in mixed if shape.num_drafts}
+    assert beside_prompts == {(16, 1), (16, 3), (32, 1), (32, 3)}, (
+        "1 to 16 are up to 8 or up to 32; the last is the largest"
+    )
 
 
 def test_what_a_capture_raises_first_is_raised(graphs: Graphs, monkeypatch: pytest.MonkeyPatch):

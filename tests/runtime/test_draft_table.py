@@ -40,6 +40,11 @@ def test_what_can_never_pay_is_no_choice():
     assert [TABLE.choices(num) for num in (1, 8, 9, 17)] == [[1, 2, 3], [1, 2], [], []]
 
 
+def test_what_usually_pays_is_likely():
+    assert TABLE.likely(2) == [2, 3], "1, 1.36, 1.46 and 1.44 a unit of time at 0.5; 1, 1.45, 1.63 and 1.67 at 0.6"
+    assert [TABLE.likely(num) for num in (4, 8, 9, 17)] == [[1], [1], [], []]
+
+
 def test_each_place_is_counted_once_those_before_it_were_accepted():
     counted = Acceptance(3)
     assert counted.rates == [1, 1, 1]

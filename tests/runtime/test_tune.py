@@ -359,6 +359,7 @@ def test_steps_with_drafts_are_measured_kept_and_known_the_next_time(
     assert known is not None and known.times == {size: table.times[size] for size in (1, 8)}
     assert tuning.use_measured_drafts(model, tuner, tmp_path, "cd" * 32, lines.append) is None
     graphs = Graphs(model)
+    graphs._sizes = [1, 4, 8]
     model.limits = StepLimits(8, 64, 64, draft_table=known)
-    assert graphs._find_draft_sizes([1, 4, 8]) == [(size, count) for size in (1, 4, 8) for count in (1, 2)]
+    assert graphs._find_draft_sizes() == [(size, count) for size in (1, 4, 8) for count in (1, 2)]
     engine.close()

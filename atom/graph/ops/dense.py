@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atom.graph.formats import check_act
+from atom.graph.noise import gumbel, hash_ids
 from atom.graph.ops.base import divide, op
 from atom.graph.packed import PackedWeight, plain
 from atom.graph.quantize_rows import round_rows
@@ -93,18 +94,30 @@ def scale(x: Tensor, *, by: float) -> Tensor:
     return x * by
 
 
-def _argmax(logits: Type, offsets: Type | None = None) -> Type:
+def _gumbel_argmax(logits: Type, keys: Type, temperatures: Type, depths: Type, offsets: Type | None = None) -> Type:
     need(len(logits.shape) == 2, f"logits are rows, not {logits}")
-    columns = logits.shape[1:]
+    rows, columns = logits.shape[:1], logits.shape[1:]
+    need(keys == Type("i64", rows), f"the keys are {keys}")
+    need(temperatures == depths == Type("fp32", rows), f"temperatures and depths are {temperatures} and {depths}")
     need(offsets is None or (offsets.shape, offsets.dtype) == (columns, "i64"), f"the offsets are {offsets}")
-    return Type("i64", logits.shape[:1])
+    return Type("i64", rows)
 
 
-@op(_argmax)
-def argmax(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """logits [R, V], offsets i64[V] -> i64[R], the column of each row's largest, and its offset added"""
-    best = logits.argmax(-1)
-    return best if offsets is None else best + offsets.index_select(0, best)
+@op(_gumbel_argmax)
+def gumbel_argmax(
+    logits: Tensor, keys: Tensor, temperatures: Tensor, depths: Tensor, offsets: Tensor | None = None
+) -> Tensor:
+    """logits [R, V], keys i64[R], temperatures and depths fp32[R], offsets i64[V] -> i64[R], a token drawn of each row
+
+    From softmax(logits / temperature), with the noise of the keys (`noise`), among those at most a depth below the
+    likeliest; at temperature 0 that one, the lowest of equals. A token is its column, and its offset added.
+    """
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    tokens = columns if offsets is None else columns + offsets
+    x = logits.float()
+    is_kept = x >= x.amax(-1, keepdim=True) - depths[:, None]
+    noisy = x + temperatures[:, None] * gumbel(hash_ids(keys, tokens))
+    return tokens.index_select(0, noisy.masked_fill(~is_kept, -torch.inf).argmax(-1))
 
 
 @op(lambda x, *, cap: x)

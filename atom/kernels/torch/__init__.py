@@ -28,6 +28,7 @@ from atom.kernels.torch.linear import accepts, find_features, pack, packed_linea
 from atom.kernels.torch.moe import combine, packed_grouped_linear
 from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
+from atom.kernels.torch.speculation import gumbel_argmax
 
 
 def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts = accepts_all, **options: Any) -> Kernel:
@@ -42,6 +43,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.add_rms_norm, add_rms_norm),
     _kernel(ops.grouped_linear, packed_grouped_linear, accepts, layout="onednn"),
     _kernel(ops.combine, combine),
+    _kernel(ops.gumbel_argmax, gumbel_argmax),
     _kernel(ops.norm_rope_write, norm_rope_write),
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),
     _kernel(ops.paged_attention, PagedAttention),

@@ -8,9 +8,9 @@ A row is one slot; the batch that it is in never changes what it draws.
 The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler): log probabilities for the report from the
 logits as they came, logit bias, min_tokens, grammar (these three before `sample`), repetition, frequency and presence
 penalty, temperature, min_p, top_k, top_p, draw. Among equal logits the lower id comes first, in a filter as in an
-argmax, so top_k=1 is greedy. A draw inverts the CDF at `uniform(seed, position)`. A row whose largest logit is not
-finite (it holds a nan or an inf, or nothing but -inf) has no distribution: it gives its largest number, or token 0, and
-leaves the other rows alone.
+argmax, so top_k=1 is greedy. A draw takes the largest of what is kept, with Gumbel noise of seed, position and token
+(`atom.graph.noise`). A row whose largest logit is not finite (it holds a nan or an inf, or nothing but -inf) has no
+distribution: it gives its largest number, or token 0, and leaves the other rows alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from atom.graph.noise import LONGEST, NUM_HASHES, gumbel, hash_ids, hash_seeds
 from atom.kernels.logprobs import CHUNK_ELEMENTS, most_likely
 from atom.kernels.step import State
 from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
@@ -79,19 +79,6 @@ def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, cho
         ranks[at : at + size] = (values > found).sum(-1) + 1
 
 
-def uniform(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position): SplitMix64 (Steele et al. 2014) started at the hashed seed."""
-    counter = positions.astype(np.uint64) + np.uint64(1)
-    bits = _mix(_mix(seeds.view(np.uint64)) + counter * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
-
-
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 def _have_penalties(state: State, index: Tensor) -> Tensor:
     """bool[R]"""
     return (state.repetition[index] != 1) | (state.frequency[index] != 0) | (state.presence[index] != 0)
@@ -118,18 +105,35 @@ def _penalize(values: Tensor, state: State, slot: int) -> None:
 
 def _draw(logits: Tensor, state: State, slots: Tensor, is_random: Tensor) -> Tensor:
     """Draw a token for each row, -1 where the row has no distribution. logits: fp32[R, V], penalized."""
-    best, tokens = logits.max(-1, keepdim=True)
-    top_k = state.top_k[slots]
+    best = logits.amax(-1, keepdim=True)
+    tokens = torch.full_like(slots, -1)
+    top_k, is_drawn = state.top_k[slots], best[:, 0].isfinite()
     is_filtered = (state.top_p[slots] < 1) | ((top_k > 0) & (top_k < logits.shape[-1]))
-    for is_own, draw in ((is_filtered, _draw_filtered), (~is_filtered, _draw_free)):
-        (rows,) = (is_random & is_own).nonzero(as_tuple=True)
+    for is_own, draw in (
+        (~is_random, _draw_greedy), (is_random & is_filtered, _draw_filtered), (is_random & ~is_filtered, _draw_free),
+    ):  # fmt: skip
+        (rows,) = (is_drawn & is_own).nonzero(as_tuple=True)
         if len(rows):
             tokens[rows] = draw(logits[rows], best[rows], state, slots[rows])
-    return torch.where(best.isfinite(), tokens, -1)[:, 0]
+    return tokens
+
+
+def _draw_greedy(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
+    return logits.max(-1).indices
 
 
 def _draw_free(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
-    return _invert(_weights(logits, best, state, slots), state, slots)
+    """Draw among all tokens, or those that min_p leaves: of few of them the noise is large enough to be looked at."""
+    weights = _weights(logits, best, state, slots)
+    hashes = hash_ids(_keys(state, slots), torch.arange(logits.shape[-1], dtype=torch.int32))
+    # the likeliest token takes at most LONGEST, one of weight w at least its hash over w
+    may_win = (hashes.float() < weights.mul_(LONGEST * NUM_HASHES)).numpy()
+    tokens, inverse = torch.empty_like(slots), _inverse(state, slots)
+    for row in range(len(slots)):
+        ids = torch.from_numpy(np.flatnonzero(may_win[row]))
+        noisy = (logits[row, ids] - best[row]).mul_(inverse[row]).add_(gumbel(hashes[row, ids]))
+        tokens[row] = ids[noisy.argmax()]
+    return tokens
 
 
 def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
@@ -151,19 +155,24 @@ def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) ->
     kept = weights.gather(-1, ids).double().masked_fill(torch.arange(ids.shape[-1]) >= limit, 0.0)
     running = kept.cumsum(-1)
     mass = torch.where(top_k < vocab, running[:, -1:], mass)
-    return ids.gather(-1, _invert(kept.masked_fill(running - kept >= top_p * mass, 0.0), state, slots))
+    is_kept = (kept > 0) & (running - kept < top_p * mass)
+    noisy = (logits.gather(-1, ids) - best).mul_(_inverse(state, slots))
+    noisy += gumbel(hash_ids(_keys(state, slots), ids))
+    return ids.gather(-1, noisy.masked_fill_(~is_kept, -torch.inf).argmax(-1, keepdim=True))[:, 0]
 
 
 def _weights(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
     """Probabilities relative to the best token's, 0 below min_p. fp32[R, V] in 0 to 1."""
     min_p = state.min_p[slots, None].float()
-    weights = (logits - best).div_(state.temperature[slots, None]).exp_()
+    weights = (logits - best).mul_(_inverse(state, slots)).exp_()
     return weights.masked_fill_(weights < min_p, 0.0) if min_p.any() else weights
 
 
-def _invert(weights: Tensor, state: State, slots: Tensor) -> Tensor:
-    """Draw an index for each row in proportion to its weights, never one of weight 0. i64[R, 1]."""
-    cdf = weights.cumsum(-1, dtype=torch.float64)
-    at = torch.from_numpy(uniform(state.seed[slots].numpy(), state.lengths[slots].numpy()))
-    index = torch.searchsorted(cdf, at[:, None] * cdf[:, -1:], right=True)
-    return index.clamp(max=cdf.shape[-1] - 1)  # a row of nan has no index
+def _inverse(state: State, slots: Tensor) -> Tensor:
+    """1 / temperature, fp32[R, 1]"""
+    return (1 / state.temperature[slots, None]).float()
+
+
+def _keys(state: State, slots: Tensor) -> Tensor:
+    """Of the noise of each row's next draw, i64[R]."""
+    return hash_seeds(state.seed[slots], state.lengths[slots])

@@ -1,6 +1,8 @@
 """Draft tokens of a slot and accept them, on a CPU.
 
     find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
+    keys, *rest = draw_noise(slots, state, 3)   # of the next three draws
+    gumbel_argmax(logits, keys[0], *rest)       # what a program drafts for the first of them
     accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
 
 Shapes by letter as in `atom.kernels.step`; Q draws a row, the first of which needs no draft.
@@ -12,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atom.kernels.step import State
-from atom.kernels.torch.sampling import uniform
+from atom.graph import ops
+from atom.graph.noise import hash_seeds, uniform
+from atom.kernels.step import LEAST_SHARE, State
+from atom.sampling_params import MIN_TEMPERATURE
 
 
 def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
@@ -37,6 +41,34 @@ def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
         state.drafts[slot] = torch.from_numpy(tokens[best + 1 + np.arange(num_drafts) % span].astype(np.int64))
 
 
+def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `ops.gumbel_argmax` takes for the next draws of slots i32[S]: keys i64[num_draws, S], temperatures fp32[S],
+    0 of greedy ones, and depths fp32[S].
+
+    A depth stands for the filters, which are the model's, over another distribution: see `LEAST_SHARE`.
+    """
+    index = slots.long()
+    positions = state.lengths[index] + torch.arange(num_draws)[:, None]
+    temperatures, top_k = state.temperature[index], state.top_k[index].double()
+    temperatures = temperatures.where((temperatures >= MIN_TEMPERATURE) & (top_k != 1), 0.0)
+    shares = torch.stack([1 - state.top_p[index], (1 / top_k).where(top_k > 0, 0.0)]).amax(0) * LEAST_SHARE
+    depths = -temperatures * torch.maximum(shares, state.min_p[index]).log()
+    depths = depths.nan_to_num(0.0, posinf=torch.inf)  # of greedy ones 0 times infinity
+    return hash_seeds(state.seed[index], positions), temperatures.float(), depths.float()
+
+
+def gumbel_argmax(
+    logits: Tensor, keys: Tensor, temperatures: Tensor, depths: Tensor, offsets: Tensor | None = None
+) -> Tensor:
+    """`ops.gumbel_argmax`; greedy rows need no noise."""
+    best: Tensor
+    if temperatures.any():
+        best = ops.gumbel_argmax(logits, keys, temperatures, depths, offsets)
+        return best
+    best = logits.max(-1).indices  # in bf16 argmax alone takes 4 times as long
+    return best if offsets is None else best + offsets.index_select(0, best)
+
+
 def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, rates: Tensor | None) -> None:
     """Write to left[depth] the slots of left[depth - 1] whose draw equals their draft number depth - 1, that of padding
     for others. drawn i64[Q, S], left i32[Q, S], most i32[S]: drafts that may be accepted.
@@ -49,6 +81,5 @@ def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, 
     if rates is None:
         is_next &= drawn[depth - 1] == state.drafts[index, depth - 1]
     else:
-        chances = uniform(~state.seed[index].numpy(), state.lengths[index].numpy())
-        is_next &= torch.from_numpy(chances < float(rates[depth - 1]))
+        is_next &= uniform(hash_seeds(~state.seed[index], state.lengths[index])) < float(rates[depth - 1])
     left[depth] = torch.where(is_next, left[depth - 1], state.num_slots)

@@ -234,6 +234,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe", accepts=accepts_grouped, packed=("scaled", "int4", "int8", *FP4)),
     _kernel(ops.combine, "moe"),
+    _kernel(ops.gumbel_argmax, "speculation"),
     _kernel(ops.lora, "lora", accepts=accepts_lora),
     _kernel(ops.expand_lora, "lora", accepts=accepts_lora),
     _kernel(ops.experts, "moe", accepts=accepts_experts, packed=PACKED),

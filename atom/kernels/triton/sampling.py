@@ -8,15 +8,15 @@ It does what `atom.kernels.torch.sampling` does on a CPU.
 A row is read in parts of fixed size by programs of their own, so that one row keeps a device busy, and what a row draws
 depends on nothing but that row:
 
-    _summarize  a part's largest logit, its mass, and how many logits lie in each bin below the largest     (R x parts)
+    _summarize  a part's largest logit, and its best token, by noise where the row is drawn without filters; of a
+                filtered row its mass, and how many logits lie in each bin below the largest                (R x parts)
     _limit      the bin that what top_k, top_p and min_p keep ends in, by those counts                       (R)
-    _gather     the few logits down to that bin, and the mass that min_p leaves                              (R x parts)
+    _gather     the few logits down to that bin                                                              (R x parts)
     _draw       the token, and the slot's new state                                                          (R)
 
-A greedy batch needs the first and the last of them, and so does a random one without filters, whose token is where the
-CDF in the order of ids passes the random number. A filtered row's CDF is in the order of likelihood: the few gathered
-logits are ranked by comparing all pairs. Where they are many (a flat distribution), the values at which top_k and top_p
-end and the CDF passes the random number are found by bisection instead, each step a pass that counts and weighs what is
+Without filters a batch needs the first and the last of them. Of a filtered row, the few gathered logits are ranked by
+comparing all pairs, and the best with noise is taken of those that are kept. Where they are many (a flat distribution),
+the values at which top_k and top_p end are found by bisection instead, each step a pass that counts and weighs what is
 above.
 """
 
@@ -30,6 +30,7 @@ from atom import sampling_params
 from atom.kernels.step import State
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.noise import exponential, hash_seed
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
@@ -48,12 +49,13 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
     assert kind in sampling_params.SAMPLING_KINDS and logits.stride(1) == 1
     (num_rows, vocab), device = logits.shape, logits.device
     num_parts = -(-vocab // PART)
-    best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
+    largest = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
     best_id = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
-    sums = bins = limits = ends = values = ids = None
-    if kind != "greedy" or penalties:
-        sums = torch.empty(num_rows, num_parts, dtype=torch.float64, device=device)
+    best = sums = bins = limits = ends = values = ids = None
+    if kind != "greedy":
+        best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
     if kind == "filtered":
+        sums = torch.empty(num_rows, num_parts, dtype=torch.float64, device=device)
         bins = torch.empty(num_rows, num_parts, NUM_BINS.value, dtype=torch.int32, device=device)
         limits = torch.empty(num_rows, dtype=torch.int32, device=device)
         ends = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
@@ -63,19 +65,19 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
     read = (logits, logits.stride(0), vocab, slots)
     penalty = (state.counts if penalties else None, state.repetition, state.frequency, state.presence)
     params = (state.temperature, state.top_k, state.top_p, state.min_p)
+    seeds = (state.seed, state.lengths)
+    found = (largest, best, best_id, sums)
     gathered = (limits, ends, values, ids, MAX_GATHERED)
     width = 0 if state.history is None else state.history.shape[1]
-    written = (state.num_slots, state.seed, state.tokens, state.lengths, state.reported, state.history, width, out)
+    written = (state.num_slots, state.tokens, state.reported, state.history, width, out)
     grid, padded = (num_parts, num_rows), next_power_of_2(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
-    _summarize[grid](
-        *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact
-    )
+    _summarize[grid](*read, *penalty, *params, *seeds, *found, bins, PART, PART // 2, num_warps=PART_WARPS, **exact)
     if kind == "filtered":
-        _limit[(num_rows,)](*read[2:], *params, best, bins, *gathered, num_parts, padded, **exact)
-        _gather[grid](*read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact)
+        _limit[(num_rows,)](*read[2:], *params, largest, bins, *gathered, num_parts, padded, **exact)
+        _gather[grid](*read, *penalty, *params, largest, *gathered, PART, padded, num_warps=PART_WARPS, **exact)
     _draw[(num_rows,)](
-        *read, *penalty, *params, *written, best, best_id, sums, *gathered, num_parts, PART, padded, MAX_PAIRED,
+        *read, *penalty, *params, *seeds, *written, *found, *gathered, num_parts, PART, padded, MAX_PAIRED,
         state.reported.shape[1], num_warps=8, **exact,
     )  # fmt: skip
 
@@ -89,8 +91,8 @@ def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, cho
 
 @jit(do_not_specialize_on_alignment=["rows"])
 def _summarize(
-    logits, stride, vocab, rows, counts, repetition, frequency, presence,
-    temperature, top_k, top_p, min_p, best, best_id, sums, bins, PART: tl.constexpr, WIDTH: tl.constexpr,
+    logits, stride, vocab, rows, counts, repetition, frequency, presence, temperature, top_k, top_p, min_p,
+    seed, lengths, largest, best, best_id, sums, bins, PART: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
@@ -98,36 +100,48 @@ def _summarize(
     # a lane adds few numbers, and lanes are added in double precision
     ids = part * PART + tl.arange(0, PART // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = _load(logits + row * stride, ids, vocab, penalty)
-    largest = tl.max(tl.max(tl.where(x != x, float("-inf"), x), axis=0), axis=0)
+    x = tl.where(x != x, float("inf"), x)  # there is no distribution either way
+    peak = tl.max(tl.max(x, axis=0), axis=0)
     at = row * tl.num_programs(0) + part
-    tl.store(best + at, largest)
-    tl.store(best_id + at, tl.min(tl.min(tl.where((x == largest) & (ids < vocab), ids, NOWHERE), axis=0), axis=0))
-    if sums is not None:
-        weights = _weigh(x, largest, _inverse(temperature + slot))  # a nan makes a nan of the sum
-        tl.store(sums + at, tl.sum(tl.sum(weights, axis=0).to(tl.float64), axis=0))
-    if bins is not None:  # noqa: SIM102 (the second condition is not known when this is compiled)
-        if _is_filtered(top_k + slot, top_p + slot, vocab):
-            own = _bins_below(x, largest, _inverse(temperature + slot))
-            counted = tl.histogram(tl.reshape(own, [PART], can_reorder=True), NUM_BINS)
-            tl.store(bins + at * NUM_BINS + tl.arange(0, NUM_BINS), counted)
+    tl.store(largest + at, peak)
+    time, shortest = tl.where(x == peak, 1.0, float("inf")), 1.0
+    if best is not None:
+        if tl.load(temperature + slot) >= MIN_TEMPERATURE:
+            inverse = _inverse(temperature + slot)
+            is_filtered = False
+            if sums is not None:
+                is_filtered = _is_filtered(top_k + slot, top_p + slot, min_p + slot, vocab)
+                if is_filtered:
+                    weights = _weigh(x, peak, inverse)
+                    tl.store(sums + at, tl.sum(tl.sum(weights, axis=0).to(tl.float64), axis=0))
+                    own = _bins_below(x, peak, inverse)
+                    counted = tl.histogram(tl.reshape(own, [PART], can_reorder=True), NUM_BINS)
+                    tl.store(bins + at * NUM_BINS + tl.arange(0, NUM_BINS), counted)
+            if not is_filtered:
+                key = hash_seed(tl.load(seed + slot), tl.load(lengths + slot))
+                time = _race(x, peak, inverse, key, ids)
+                shortest = tl.min(tl.min(time, axis=0), axis=0)
+        tl.store(best + at, shortest)
+    found = (time == shortest) & (ids < vocab)
+    tl.store(best_id + at, tl.min(tl.min(tl.where(found, ids, NOWHERE), axis=0), axis=0))
 
 
 @jit(do_not_specialize_on_alignment=["rows"])
 def _limit(
     vocab, rows, temperature, top_k, top_p, min_p,
-    best, bins, limits, ends, values, value_ids, max_gathered, num_parts, NUM_PARTS: tl.constexpr,
+    largest, bins, limits, ends, values, value_ids, max_gathered, num_parts, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """limits i32[R]: the last bin, counted from the row's largest logit, that a kept token may be in; -1: read all of
     the row. ends i32[R, parts]: how many logits of this part and those before it lie in these bins."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
-    if not _is_filtered(top_k + slot, top_p + slot, vocab):
+    if not _is_drawn_filtered(temperature + slot, top_k + slot, top_p + slot, min_p + slot, vocab):
         tl.store(limits + row, -1)
         return
     parts = tl.arange(0, NUM_PARTS)
-    bests = tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
-    peak, inverse = tl.max(bests, axis=0), _inverse(temperature + slot)
-    shifts = _bins_below(bests, peak, inverse)
+    peaks = tl.load(largest + row * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
+    peak, inverse = tl.max(peaks, axis=0), _inverse(temperature + slot)
+    shifts = _bins_below(peaks, peak, inverse)
     bin = tl.arange(0, NUM_BINS)
     own = bin[None, :] - shifts[:, None]
     is_counted = (own >= 0) & (bin < NUM_BINS - 1)[None, :] & (parts < num_parts)[:, None]
@@ -142,11 +156,11 @@ def _limit(
     lowest = tl.load(min_p + slot).to(tl.float32)
     k = _top_k(top_k + slot, vocab)
     limit = tl.sum((most >= lowest).to(tl.int32), axis=0) - 1
-    if k < vocab:  # all of them are wanted: top_p is a share of their mass
+    if k < vocab:  # all of them are wanted, as under min_p: top_p is a share of their mass
         limit = tl.minimum(limit, tl.sum((tl.cumsum(counted, axis=0) < k).to(tl.int32), axis=0))
-    else:
-        mass = tl.sum(tl.where((bin < limit) & (least >= lowest), counted * least, 0.0), axis=0)
-        tail = tl.cumsum(tl.where(bin <= limit, counted * most, 0.0), axis=0, reverse=True)
+    elif lowest == 0:
+        mass = tl.sum(tl.where(bin < limit, counted * least, 0.0), axis=0)
+        tail = tl.cumsum(counted * most, axis=0, reverse=True)
         is_needed = tail > (1 - tl.load(top_p + slot)).to(tl.float32) * mass
         limit = tl.maximum(tl.sum(is_needed.to(tl.int32), axis=0) - 1, 0)
 
@@ -158,43 +172,36 @@ def _limit(
 
 @jit(do_not_specialize_on_alignment=["rows"])
 def _gather(
-    logits, stride, vocab, rows, counts, repetition, frequency, presence,
-    temperature, top_k, top_p, min_p, best, sums, limits, ends, values, value_ids, max_gathered,
-    PART: tl.constexpr, NUM_PARTS: tl.constexpr,
+    logits, stride, vocab, rows, counts, repetition, frequency, presence, temperature, top_k, top_p, min_p,
+    largest, limits, ends, values, value_ids, max_gathered, PART: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Gathers logits down to the row's limit, in the order of their ids, and where there is a min_p, replaces the
-    part's mass by what it leaves."""
+    """Gathers logits down to the row's limit, in the order of their ids."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_parts = tl.num_programs(0)
+    limit = tl.load(limits + row)
+    if limit < 0:
+        return
     slot = tl.load(rows + row).to(tl.int64)
     penalty = (counts, slot, repetition, frequency, presence)
-    limit = tl.where(_is_filtered(top_k + slot, top_p + slot, vocab), tl.load(limits + row), -1)
-    lowest = tl.load(min_p + slot).to(tl.float32)
-    if (limit < 0) & (lowest == 0):
-        return
     parts = tl.arange(0, NUM_PARTS)
-    peak = tl.max(tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=float("-inf")), axis=0)
-    largest = tl.load(best + row * num_parts + part)
+    peak = tl.max(tl.load(largest + row * num_parts + parts, mask=parts < num_parts, other=float("-inf")), axis=0)
+    own_peak = tl.load(largest + row * num_parts + part)
     inverse = _inverse(temperature + slot)
     ids = part * PART + tl.arange(0, PART)
     x = _load(logits + row * stride, ids, vocab, penalty)
-    if limit >= 0:
-        own = _bins_below(x, largest, inverse)
-        chosen = (own < NUM_BINS - 1) & (own + _bins_below(largest, peak, inverse) <= limit)
-        start = tl.load(ends + row * num_parts + part - 1, mask=part > 0, other=0)
-        to = row * max_gathered + start + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(values + to, x, mask=chosen)
-        tl.store(value_ids + to, ids, mask=chosen)
-    if lowest > 0:
-        weights = tl.where(_weigh(x, peak, inverse) < lowest, 0.0, _weigh(x, largest, inverse))
-        tl.store(sums + row * num_parts + part, tl.sum(weights.to(tl.float64), axis=0))
+    own = _bins_below(x, own_peak, inverse)
+    chosen = (own < NUM_BINS - 1) & (own + _bins_below(own_peak, peak, inverse) <= limit)
+    start = tl.load(ends + row * num_parts + part - 1, mask=part > 0, other=0)
+    to = row * max_gathered + start + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(values + to, x, mask=chosen)
+    tl.store(value_ids + to, ids, mask=chosen)
 
 
 @jit(do_not_specialize_on_alignment=["rows", "out"])
 def _draw(
-    logits, stride, vocab, rows, counts, repetition, frequency, presence,
-    temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, reported, history, width, out,
-    best, best_id, sums, limits, ends, values, value_ids, max_gathered: tl.constexpr, num_parts: tl.constexpr,
+    logits, stride, vocab, rows, counts, repetition, frequency, presence, temperature, top_k, top_p, min_p,
+    seed, lengths, num_slots, tokens, reported, history, width, out, largest, best, best_id, sums,
+    limits, ends, values, value_ids, max_gathered: tl.constexpr, num_parts: tl.constexpr,
     PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_PAIRED: tl.constexpr, NUM_REPORTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -206,49 +213,37 @@ def _draw(
     logits += row * stride
     parts = tl.arange(0, NUM_PARTS)
     is_part = parts < num_parts
-    bests = tl.load(best + row * num_parts + parts, mask=is_part, other=float("-inf"))
+    peaks = tl.load(largest + row * num_parts + parts, mask=is_part, other=float("-inf"))
     best_ids = tl.load(best_id + row * num_parts + parts, mask=is_part, other=NOWHERE)
-    peak = tl.max(bests, axis=0)
-    token = tl.min(tl.where(bests == peak, best_ids, NOWHERE), axis=0)
+    peak = tl.max(peaks, axis=0)
     length = tl.load(lengths + slot)
-    if sums is not None:
-        inverse = _inverse(temperature + slot)
-        scales = tl.where(bests == float("-inf"), 0.0, _weigh(bests, peak, inverse)).to(tl.float64)
-        masses = tl.load(sums + row * num_parts + parts, mask=is_part, other=0.0) * scales
-        total = tl.sum(masses, axis=0)
-        if not (total > 0):  # it holds a nan or an inf, or nothing but -inf
-            if counts is not None:
-                token = _largest(logits, vocab, num_parts * PART, PART)
-        elif tl.load(temperature + slot) >= MIN_TEMPERATURE:
-            at = _uniform(tl.load(seed + slot), length)
-            scale = (peak, inverse, tl.load(min_p + slot).to(tl.float32))
-            is_filtered = False
-            if limits is not None:
-                is_filtered = _is_filtered(top_k + slot, top_p + slot, vocab)
-                if is_filtered:
-                    k = _top_k(top_k + slot, vocab)
-                    request = (k, k < vocab, tl.load(top_p + slot), at, total)
-                    values += row * max_gathered
-                    size = tl.load(ends + row * num_parts + num_parts - 1)
-                    if tl.load(limits + row) < 0:
-                        token = _draw_by_bisection(logits, vocab, request, scale, penalty, num_parts * PART, PART)
-                    else:
-                        if size > NUM_PAIRED:
-                            none = (None, slot, repetition, frequency, presence)  # the values have had their penalties
-                            index = _draw_by_bisection(values, size, request, scale, none, max_gathered, PART)
-                        else:
-                            index = _draw_by_pairs(values, size, request, scale, NUM_PAIRED)
-                        token = tl.load(value_ids + row * max_gathered + index)
-            if not is_filtered:
-                target = at * total
-                part = _first(tl.cumsum(masses, axis=0), target, masses, parts)
-                target -= tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
-                target /= tl.sum(tl.where(parts == part, scales, 0.0), axis=0)
-                ids = part * PART + tl.arange(0, PART)
-                x = _load(logits, ids, vocab, penalty)
-                weights = _weigh(x, tl.max(tl.where(parts == part, bests, float("-inf")), axis=0), inverse)
-                weights = tl.where(_weigh_kept(x, scale) > 0, weights, 0.0)
-                token = _first(tl.cumsum(weights.to(tl.float64), axis=0), target, weights, ids)
+    inverse = _inverse(temperature + slot)
+    time = tl.where(peaks == peak, 1.0, float("inf"))
+    if best is not None:  # noqa: SIM102 (the second condition is not known when this is compiled)
+        if tl.load(temperature + slot) >= MIN_TEMPERATURE:
+            own = tl.load(best + row * num_parts + parts, mask=is_part, other=float("inf"))
+            time = own * tl.exp(-_below(peaks, peak) * inverse)
+    token = tl.min(tl.where(time == tl.min(time, axis=0), best_ids, NOWHERE), axis=0)
+    if not (tl.abs(peak) < float("inf")):  # it holds a nan or an inf, or nothing but -inf
+        token = _largest(logits, vocab, num_parts * PART, PART)
+    elif limits is not None:  # noqa: SIM102 (the second condition is not known when this is compiled)
+        if _is_drawn_filtered(temperature + slot, top_k + slot, top_p + slot, min_p + slot, vocab):
+            k, lowest = _top_k(top_k + slot, vocab), tl.load(min_p + slot).to(tl.float32)
+            weights = _weigh(peaks, peak, inverse).to(tl.float64)
+            total = tl.sum(tl.load(sums + row * num_parts + parts, mask=is_part, other=0.0) * weights, axis=0)
+            request = (k, (k < vocab) | (lowest > 0), tl.load(top_p + slot), total)
+            scale = (peak, inverse, lowest)
+            key = hash_seed(tl.load(seed + slot), length)
+            values += row * max_gathered
+            value_ids += row * max_gathered
+            size = tl.load(ends + row * num_parts + num_parts - 1)
+            if tl.load(limits + row) < 0:
+                token = _draw_by_bisection(logits, None, vocab, request, scale, key, penalty, num_parts * PART, PART)
+            elif size > NUM_PAIRED:
+                none = (None, slot, repetition, frequency, presence)  # the values have had their penalties
+                token = _draw_by_bisection(values, value_ids, size, request, scale, key, none, max_gathered, PART)
+            else:
+                token = _draw_by_pairs(values, value_ids, size, request, scale, key, NUM_PAIRED)
     token = tl.where(token == NOWHERE, 0, token)  # all of it is nan
     tl.store(out + row, token)
     tl.store(tokens + slot, token)
@@ -313,14 +308,31 @@ def _top_k(top_k, vocab):
 
 
 @jit
-def _is_filtered(top_k, top_p, vocab):
-    return (tl.load(top_p) < 1) | (_top_k(top_k, vocab) < vocab)
+def _is_filtered(top_k, top_p, min_p, vocab):
+    return (tl.load(top_p) < 1) | (tl.load(min_p) > 0) | (_top_k(top_k, vocab) < vocab)
+
+
+@jit
+def _is_drawn_filtered(temperature, top_k, top_p, min_p, vocab):
+    return (tl.load(temperature) >= MIN_TEMPERATURE) & _is_filtered(top_k, top_p, min_p, vocab)
+
+
+@jit
+def _below(x, largest):
+    """x less the largest, also where that is -inf."""
+    return x - tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @jit
 def _weigh(x, largest, inverse):
     """Probabilities relative to that of `largest`; 0 for -inf, also where that is the largest."""
-    return tl.exp((x - tl.where(largest == float("-inf"), 0.0, largest)) * inverse)
+    return tl.exp(_below(x, largest) * inverse)
+
+
+@jit
+def _race(x, largest, inverse, key, ids):
+    """Exponential times over the weights of `_weigh`, of which the shortest is drawn."""
+    return exponential(key, ids) * tl.exp(-_below(x, largest) * inverse)
 
 
 @jit
@@ -329,13 +341,6 @@ def _bins_below(x, largest, inverse):
     scale = inverse * BINS_PER_NAT
     below = tl.floor(largest * scale) - tl.floor(x * scale)
     return tl.where(below < NUM_BINS - 1, below, NUM_BINS - 1).to(tl.int32)
-
-
-@jit
-def _first(cdf, target, weights, index):
-    """The first index with a weight whose CDF is above the target, or by rounding the last one with a weight."""
-    last = tl.max(tl.where(weights > 0, index, 0), axis=0)
-    return tl.minimum(tl.min(tl.where((cdf > target) & (weights > 0), index, NOWHERE), axis=0), last)
 
 
 @jit
@@ -352,24 +357,10 @@ def _largest(logits, vocab, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _uniform(seed, position):
-    """`kernels.torch.sampling.uniform`: SplitMix64 (Steele et al. 2014) started at the hashed seed. f64 in 0 to 1."""
-    counter = (position.to(tl.int64) + 1).to(tl.uint64)
-    bits = _mix(_mix(seed.to(tl.uint64)) + counter * 0x9E3779B97F4A7C15) >> 11
-    return bits.to(tl.float64) * 1.1102230246251565e-16
-
-
-@jit
-def _mix(z):
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
-
-
-@jit
-def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
-    """The index of the drawn value among at most SIZE in the order of their ids, which hold all that may be kept."""
-    k, is_top_k, p, at, total = request
+def _draw_by_pairs(values, ids, size, request, scale, key, SIZE: tl.constexpr):
+    """The id drawn among at most SIZE values in the order of their ids, which hold all that may be kept."""
+    k, is_whole, p, total = request
+    peak, inverse, _ = scale
     index = tl.arange(0, SIZE)
     x = tl.load(values + index, mask=index < size, other=float("-inf"))
     rank = tl.zeros([SIZE], tl.int32)
@@ -383,24 +374,27 @@ def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
         before += tl.sum(tl.where(is_before, _weigh_kept(y, scale), 0.0), axis=0)
         start += 32
     weights = tl.where(rank < k, _weigh_kept(x, scale), 0.0)
-    mass = tl.where(is_top_k, tl.sum(weights.to(tl.float64), axis=0), total)
-    weights = tl.where(before < p * mass, weights, 0.0)
-    target = at * tl.sum(weights.to(tl.float64), axis=0)
-    last = tl.max(tl.where((weights > 0) & (before <= target), rank, 0), axis=0)
-    return tl.max(tl.where((rank == last) & (index < size), index, 0), axis=0)
+    mass = tl.where(is_whole, tl.sum(weights.to(tl.float64), axis=0), total)
+    is_kept = (weights > 0) & (before < p * mass)
+    ids = tl.load(ids + index, mask=index < size, other=0)
+    time = tl.where(is_kept, _race(x, peak, inverse, key, ids), float("inf"))
+    return tl.min(tl.where(is_kept & (time == tl.min(time, axis=0)), ids, NOWHERE), axis=0)
 
 
 @jit
-def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """The index of the drawn value among at most LIMIT in the order of their ids, which hold all that may be kept."""
-    k, is_top_k, p, at, total = request
+def _draw_by_bisection(values, ids, size, request, scale, key, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The id drawn among at most LIMIT values in the order of their ids, which hold all that may be kept.
+
+    ids: None where these are the values' own places
+    """
+    k, is_whole, p, total = request
     peak, inverse, _ = scale
     number, mass, low, _ = _above(values, size, float("-inf"), float("-inf"), scale, penalty, LIMIT, BLOCK)
-    mass = tl.where(is_top_k, mass, total)  # what top_p is a share of
-    drawn, nth = peak, number * 0
-    for step in range(3):  # where top_k ends, where top_p ends, where the CDF passes the random number
-        target = tl.where(step == 0, k.to(tl.float64), tl.where(step == 1, p, at) * mass)
-        is_step = ((step == 0) & (k < number)) | ((step == 1) & (p < 1)) | (step == 2)
+    mass = tl.where(is_whole, mass, total)  # what top_p is a share of
+    lowest, nth = low, number  # of what is kept, and how many of its equals are
+    for step in range(2):  # where top_k ends, where top_p ends
+        target = tl.where(step == 0, k.to(tl.float64), p * mass)
+        is_step = ((step == 0) & (k < number)) | ((step == 1) & (p < 1))
         # the lowest value above which there is less than the target; low and high are values themselves
         high, num_before, before = peak, number * 0, mass * 0
         while is_step & (low < high):
@@ -414,9 +408,29 @@ def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexp
         if is_step:
             weight = _weigh(high, peak, inverse).to(tl.float64)
             rest = tl.where(step == 0, target - num_before, (target - before) / weight)
-            drawn, nth = high, tl.maximum(tl.ceil(rest) - 1, 0.0).to(tl.int32)  # among its equals
-            low, mass = high, before + (nth + 1) * weight
-    return _nth_equal(values, size, drawn, nth, penalty, LIMIT, BLOCK)
+            lowest, nth = high, tl.maximum(tl.ceil(rest), 1.0).to(tl.int32)
+            low, mass = high, before + nth * weight
+    return _draw_from(values, ids, size, lowest, nth, scale, key, penalty, LIMIT, BLOCK)
+
+
+@jit
+def _draw_from(values, ids, size, lowest, num_equal, scale, key, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The id drawn among the values above `lowest` and the first ones that equal it."""
+    peak, inverse, _ = scale
+    lanes = tl.arange(0, BLOCK)
+    best, best_ids = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], NOWHERE, tl.int32)
+    num_seen = num_equal * 0
+    for start in range(0, LIMIT, BLOCK):
+        at = start + lanes
+        x = _load(values, at, size, penalty)
+        is_equal = x == lowest
+        place = num_seen + tl.cumsum(is_equal.to(tl.int32), axis=0)
+        num_seen += tl.sum(is_equal.to(tl.int32), axis=0)
+        own = at if ids is None else tl.load(ids + at, mask=at < size, other=0)
+        time = _race(x, peak, inverse, key, own)
+        is_better = ((x > lowest) | (is_equal & (place <= num_equal))) & (time < best)
+        best, best_ids = tl.where(is_better, time, best), tl.where(is_better, own, best_ids)
+    return tl.min(tl.where(best == tl.min(best, axis=0), best_ids, NOWHERE), axis=0)
 
 
 @jit
@@ -438,19 +452,6 @@ def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK
         next_below = tl.where((x < middle) & (x >= low), tl.maximum(next_below, x), next_below)
     number, mass = tl.sum(number, axis=0), tl.sum(mass.to(tl.float64), axis=0)
     return number, mass, tl.min(next_above, axis=0), tl.max(next_below, axis=0)
-
-
-@jit
-def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """The index of the nth value, from 0, that equals this one, or of the last such if there are fewer."""
-    lanes = tl.arange(0, BLOCK)
-    index, num_seen = nth * 0, nth * 0
-    for start in range(0, LIMIT, BLOCK):
-        is_equal = _load(values, start + lanes, size, penalty) == value
-        place = num_seen + tl.cumsum(is_equal.to(tl.int32), axis=0) - 1
-        index = tl.maximum(index, tl.max(tl.where(is_equal & (place <= nth), start + lanes, 0), axis=0))
-        num_seen += tl.sum(is_equal.to(tl.int32), axis=0)
-    return index
 
 
 @jit

@@ -64,12 +64,23 @@ def test_parts_are_joined_side_by_side():
         ops.join.infer()
 
 
-def test_the_largest_logit_is_a_token_by_its_column_and_offset():
+def test_a_cold_draw_is_the_largest_logit_by_its_column_and_offset():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, -1.0, 4.0], [-3.0, -2.0, -1.0]])
-    assert checked(ops.argmax, logits).tolist() == [1, 0, 2]
-    assert checked(ops.argmax, logits, torch.tensor([10, 20, 0])).tolist() == [21, 10, 2]
+    keys, zeros = torch.arange(3), torch.zeros(3)
+    assert checked(ops.gumbel_argmax, logits, keys, zeros, zeros).tolist() == [1, 0, 2]
+    assert checked(ops.gumbel_argmax, logits, keys, zeros, zeros, torch.tensor([10, 20, 0])).tolist() == [21, 10, 2]
+    types = [Type("fp32", ("R", 3)), Type("i64", ("R",)), *[Type("fp32", ("R",))] * 2]
     with pytest.raises(ValueError, match=r"the offsets are i64\[4\]"):
-        ops.argmax.infer(Type("fp32", ("R", 3)), Type("i64", (4,)))
+        ops.gumbel_argmax.infer(*types, Type("i64", (4,)))
+    with pytest.raises(ValueError, match=r"the keys are i64\[T\]"):
+        ops.gumbel_argmax.infer(types[0], Type("i64", ("T",)), *types[2:])
+
+
+def test_a_warm_draw_is_within_its_depth():
+    logits = torch.tensor([[0.0, 2.0, 1.0]]).repeat(1000, 1)
+    keys, heats = torch.arange(1000) * 2**33 + torch.arange(1000), torch.full((1000,), 2.0)
+    for depth, kept in ((0.0, {1}), (0.5, {1}), (1.0, {1, 2}), (torch.inf, {0, 1, 2})):
+        assert set(ops.gumbel_argmax(logits, keys, heats, torch.full((1000,), depth)).tolist()) == kept
 
 
 def test_a_gated_activation_takes_its_own_attributes_only():

@@ -125,6 +125,9 @@ drafting = RequestState(3, 500, "cpu", 3, 100)
 room = Inputs(torch.zeros(12).long(), torch.zeros(12).long(), inputs.batch, torch.zeros(1, 12).long(), inputs.tables)
 prepare_inputs.decode_inputs(rows, drafting, tables, 16, room, rows)
 speculation.find_ngrams(rows, drafting, 2, 4)
+keys, *rest = speculation.draw_noise(rows, drafting, 3)
+for offsets in (None, torch.zeros(500).long()):
+    speculation.gumbel_argmax(bf16(3, 500), keys[0], *rest, offsets)
 for rates in (None, torch.ones(3)):
     speculation.accept(torch.zeros(4, 3).long(), rows.repeat(4, 1), rows, drafting, 1, rates)
 sampling.sample(bf16(3, 500), rows, drafting, "filtered", torch.zeros(3, dtype=torch.int64))
@@ -167,7 +170,7 @@ NAMES = {
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
-    "speculation": "_find _repeat _accept",
+    "speculation": "_find _repeat _accept _draw_noise _largest_of_part _best_of_part _best_of_row",
     "sampling": "_summarize _limit _gather _draw _score",
 }
 FP8_KERNELS = {"_norm_quantize_kernel", "_gate_quantize_kernel"}  # of Hopper alone

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom.errors import is_out_of_memory
-from atom.graph import Graph, Shuffle
+from atom.graph import BODY, HEAD, Graph, Shuffle
 from atom.graph.graph import type_of
 from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
@@ -77,9 +77,9 @@ class Product(NamedTuple):
 
 
 def products_of(graph: Graph) -> list[Product]:
-    """The products of a text with these kernels and weights unpacked to 16 bits, those that read most first."""
+    """The products of decodes with these kernels and weights unpacked to 16 bits, those that read most first."""
     counts: dict[tuple[int, int, int, Style], int] = {}
-    for program in graph.programs.values():
+    for program in (program for name, program in graph.programs.items() if name in (BODY, HEAD)):
         for node in program.nodes:
             if node.target in linear.PRODUCTS and node.meta.get("kernel") in linear.BACKENDS:
                 type = type_of(node.args[node.target.weight])

@@ -182,7 +182,9 @@ def test_gates_of_grouped_linears_equal_the_reference(counts, width, inner, dtyp
 
 
 @GATES
-@pytest.mark.parametrize("fmt", ["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"])
+@pytest.mark.parametrize(
+    "fmt", ["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"]
+)
 @pytest.mark.parametrize(("counts", "width"), [([3, 0, 18], 20), ([0, 70], 65)])
 def test_gates_of_packed_experts_equal_the_reference(counts, width, fmt, gate, triton_device):
     x, weight, ends, bias = grouped_by(counts, 2 * width, 192, torch.float32, "cpu")

@@ -333,7 +333,7 @@ KV pool          4.0 GiB for 61,088 tokens (latent): too few for one sequence of
 GPU              h200: 139.8 GiB of memory, 4.47 TB/s
   weights        do not fit: they alone take 5 such GPUs at least
   decode         at most 115 tokens/s for one request of 1,024 tokens, 327 for 32: its bandwidth over weights and KV
-  prefill        at most 20,717 tokens/s: its rate over the products of layers, without attention
+  prefill        at most 20,606 tokens/s: its rate over the products of layers, without attention
 """
 
 

@@ -210,7 +210,7 @@ def expert_products(node: Node, place: int) -> list[Product]:
     return [
         Product(
             (num, *rest), num_bytes * num // experts, weight.type.num_elements * num // experts, share,
-            parts, _num_groups(node.args[0]), act,
+            parts, _num_groups(node.args[0]), act, weight.type.fmt,
         )
         for num, share in sizes
         if num

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from atom.graph import PackedWeight
-from atom.kernels.triton.activations import gated
+from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed import PLAIN, Style, style_of
@@ -218,7 +218,7 @@ def _gates_kernel(
                   NUM, None, BOXES, STAGES, COLUMNS)  # fmt: skip
     result = _finish(acc, row * 0, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
     gates, ups = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
-    m = gated(gates.to(gl.float32), ups.to(gl.float32), gates.dtype, KIND, LIMIT, ALPHA).to(gates.dtype)
+    m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
     turn = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
     place = first + turn[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
     gl.store(y + pair * (OUT // 2) + place, m, mask=place < OUT // 2)

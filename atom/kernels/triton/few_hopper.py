@@ -308,7 +308,8 @@ def multiply_gates(
     if x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
     columns, width, tiles = columns_of(style), values.shape[-1], -(-out // ROWS.value)
-    ring = ring or choose_ring(tiles * ids.numel(), inner, style, find_gpu(x.device))
+    # as of a power of two tokens, for which kernels are compiled ahead
+    ring = ring or choose_ring(tiles * next_power_of_2(len(ids)) * ids.shape[1], inner, style, find_gpu(x.device))
     # gates by 8 rows and the ups behind them, of all experts: that there are ups beyond the last gates does not matter
     sizes, strides = (experts * out // 8 - out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
     weights = _gate_descriptors(values.element_size() * 8).find(values, sizes, strides)
@@ -335,7 +336,7 @@ def multiply_downs(
     parts = next_power_of_2(top_k)
     each = ROWS.value // parts
     tiles = -(-out // each)
-    ring = ring or choose_ring(tiles * tokens, inner, style, find_gpu(x.device))
+    ring = ring or choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
     downs = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
     _downs_kernel[(tiles, tokens)](

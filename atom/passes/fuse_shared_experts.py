@@ -60,9 +60,7 @@ def _shared_weights(experts: Node, total: Node) -> tuple[Recipe, Recipe] | None:
         return None
     recipes = both.args[1], shared.args[1]
     is_whole = int(recipes[1].type.shape[1]) % int(down.type.shape[2]) == 0
-    is_plain = down.type.fmt is None and all(each is None for each in experts.args[5:])
-    is_alike = is_plain and all(each.type.dtype == down.type.dtype for each in recipes)
-    return recipes if is_whole and is_alike else None
+    return recipes if is_whole and all(each.type.dtype == down.type.dtype for each in recipes) else None
 
 
 def _is_plain(node: Node) -> bool:

@@ -40,7 +40,9 @@ PROMPT_ROWS = 65  # likewise, one row of padding included: logits of all are com
 MIN_DECODES = 16  # beside prompts; then powers of two
 MAX_FLOPS = 8e12  # of a step with prompts: one of more keeps a GPU longer than the host that starts its kernels
 FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as long to read the weights
-SHORT, LONG = 512, 4096  # tokens of a step: those between have no kernels of their own, nor have longer ones
+# tokens of a step: those between have no kernels of their own, nor have longer ones, but for kernels of experts, which
+# differ by the rows that each expert has
+SHORT, LONG = 512, 4096
 
 
 Drawn = tuple[Tensor, Tensor | None]  # tokens i64[draws, R], and the drafts of rows that have some
@@ -172,6 +174,8 @@ class Graphs:
             for shape in self._find_shapes():
                 if not shape.num_decodes and shape.num_tokens <= SHORT:
                     self._rehearse_mixed(shape)
+            for num_tokens in _doubled(2 * SHORT, max_tokens) if model.has_experts else ():
+                self._rehearse_mixed(BatchShape(num_tokens, 1, 1))
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
             fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in draft_sizes[::-1]}

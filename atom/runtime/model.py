@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import naming_a_lack_of_memory
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type, ops
 from atom.graph.graph import ADAPTERS
 from atom.graph.shares import token_shares
 from atom.kernels import Communicator, find_step_kernels
@@ -79,6 +79,9 @@ class Model:
         self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
         starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
+        self.has_experts = any(
+            node.target in (ops.experts, ops.grouped_linear) for each in graph.programs.values() for node in each.nodes
+        )
         self.has_draft_programs = drafting is not None and drafting.has_programs
         self.carries_hidden = self.has_draft_programs and graph.carries_hidden
         if self.carries_hidden:  # what the first draft of a slot is read from

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from atom.graph import PackedWeight
-from atom.kernels.triton.activations import gated
+from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed import PLAIN, Style, style_of
@@ -219,7 +219,7 @@ def _gates_kernel(
                   NUM, None, BOXES, STAGES, COLUMNS)  # fmt: skip
     result = _finish(acc, row * 0, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
     gates, ups = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
-    m = gated(gates.to(gl.float32), ups.to(gl.float32), gates.dtype, KIND, LIMIT, ALPHA).to(gates.dtype)
+    m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
     turn = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
     place = first + turn[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
     gl.store(y + pair * (OUT // 2) + place, m, mask=place < OUT // 2)
@@ -309,7 +309,8 @@ def multiply_gates(
     if x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
     columns, width, tiles = columns_of(style), values.shape[-1], -(-out // ROWS.value)
-    ring = ring or choose_ring(tiles * ids.numel(), inner, style, find_gpu(x.device))
+    # as of a power of two tokens, for which kernels are compiled ahead
+    ring = ring or choose_ring(tiles * next_power_of_2(len(ids)) * ids.shape[1], inner, style, find_gpu(x.device))
     # gates by 8 rows and the ups behind them, of all experts: that there are ups beyond the last gates does not matter
     sizes, strides = (experts * out // 8 - out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
     weights = _gate_descriptors(values.element_size() * 8).find(values, sizes, strides)
@@ -336,7 +337,7 @@ def multiply_downs(
     parts = next_power_of_2(top_k)
     each = ROWS.value // parts
     tiles = -(-out // each)
-    ring = ring or choose_ring(tiles * tokens, inner, style, find_gpu(x.device))
+    ring = ring or choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
     downs = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
     _downs_kernel[(tiles, tokens)](

@@ -95,7 +95,7 @@ class Tile(NamedTuple):
 PLAIN, IN_FP8 = Tile(1, 256, 64), Tile(2, 128, 128)
 
 
-@triton_jit
+@triton_jit(do_not_specialize=["num"])
 def _plan_kernel(ends, plan, num, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
                  BAND: tl.constexpr, ENTRY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """An entry for each tile of rows: its expert, the first row of its band, the end of the expert's rows, the first

@@ -24,6 +24,7 @@ from atom.kernels.triton.linear.row_kernels import load_total, normalize
 FEW_TOKENS = 8  # up to which tokens are normed, scored and choose in one launch
 FEW_NUMBERS = 1 << 13  # of the weight that a program holds
 MAX_COUNTED = 512  # experts that each count the better ones, which takes less time but more work; else one by one
+COUNTED_TOKENS = 128  # up to which they do; a power of two, as kernels are compiled ahead for those
 LOWEST = tl.constexpr(-1e38)  # below any score; two of them are a float32
 
 
@@ -107,7 +108,7 @@ def route(
         x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
         PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64, **gpu.options,
     )  # fmt: skip
-    (weights, ids), constants = _results(x, rule), _constants(experts, rule, tokens <= gpu.units)
+    (weights, ids), constants = _results(x, rule), _constants(experts, rule, tokens <= COUNTED_TOKENS)
     _choose_kernel[(tokens,)](
         logits, bias, correction, weights, ids, tokens, rule.scale, NUM_PARTS=num_parts, **constants,
         num_warps=_warps_of(constants), **gpu.options,

@@ -172,15 +172,13 @@ def emulated():
     """The kernels, without a GPU."""
     shared = emulate(packed_hopper)
 
-    def activate(
-        gates: Value, ups: Value, dtype: torch.dtype, kind: str, limit: float | None, alpha: float | None
-    ) -> Value:
-        both = torch.cat((gates.flatten(), ups.flatten())).to(dtype)[None]
-        return value(ops.gated_activate.body(both, kind=kind, limit=limit, alpha=alpha)[0].view(gates.shape).float())
+    def activate(gates: Value, ups: Value, kind: str, limit: float | None, alpha: float | None) -> Value:
+        both = torch.cat((gates.flatten(), ups.flatten()))[None]
+        return value(ops.gated_activate.body(both, kind=kind, limit=limit, alpha=alpha)[0].view(gates.shape))
 
     loads = {name: getattr(shared, name) for name in ("_load_operands", "_load_scales", "UP_EXPONENT")}
     small = H200._replace(units=1, shared_memory=40 << 10)  # so that a stage is used again
-    return emulate(few_hopper, _unpack=unpack, gated=activate, find_gpu=lambda device: small, **loads)
+    return emulate(few_hopper, _unpack=unpack, activate_rounded=activate, find_gpu=lambda device: small, **loads)
 
 
 @pytest.mark.parametrize("fmt", EXPERTS)

@@ -55,7 +55,7 @@ from atom.config.load import engine_overrides, load
 from atom.graph import TORCH_DTYPES, PackedWeight
 from atom.graph.parts import parts_of
 from atom.kernels import Target
-from atom.kernels.triton import moe, sampling
+from atom.kernels.triton import few_experts, moe, router, sampling
 from atom.kernels.triton import precompile
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
@@ -74,7 +74,7 @@ from atom.runtime.runner import Runner
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.types import Plan, ScheduledRequest, Sequence, StepLimits
 
-for module in (decode, latent, linear, moe, prefill, rope):
+for module in (decode, few_experts, latent, linear, moe, prefill, rope, router):
     module.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
 folder = sys.argv[1]
 fields = {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True, **json.loads(sys.argv[3])}
@@ -164,6 +164,14 @@ def walk(*sizes):
         launch(*sizes)
 launch(1)
 launched.clear(), compiled.clear()
+"""
+SIZES = """
+from atom.kernels.triton.grouped_hopper import make_plan
+from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
+for rows in (500, 512, 1600):
+    make_plan(torch.zeros(4, dtype=torch.int64), rows, 4, 128)
+    quantize_rows(torch.zeros(rows, 256, dtype=torch.bfloat16), 128, FP8, is_shuffled=True)
+print(json.dumps(sorted(text.partition(" ")[0] for text in compiled)))
 """
 WALK_BESIDE_A_SERVER = """
 with ThreadPoolExecutor(2) as pool, compile_launches(pool):
@@ -262,6 +270,12 @@ def test_what_is_compiled_ahead_is_what_its_steps_launch_and_leaves_nothing_for_
     assert kernels > attention | {"_extend", "_prepare", "_summarize", "_limit", "_gather", "_draw", "_score"}
 
 
+def test_kernels_of_experts_are_compiled_ahead_for_all_rows_that_one_may_have(walk: Any):
+    ahead, _, later, launched = walk("gpt_oss", ALL, num_local_experts=64, num_experts_per_tok=2)
+    assert sorted(ahead) == sorted(launched)
+    assert later == []
+
+
 def test_kernels_of_packed_experts_are_compiled_ahead_too(walk: Any):
     mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     ahead, _, later, launched = walk("gpt_oss", ALL, hidden_size=64, intermediate_size=96, quantization_config=mxfp4)
@@ -287,6 +301,10 @@ def test_kernels_of_drafts_are_compiled_ahead_too(
     assert later == []
     kernels = {text.partition(" ")[0] for text in ahead}
     assert kernels > {"_accept", *({"_find", "_repeat"} if method == "ngram" else ())}
+
+
+def test_steps_of_odd_sizes_take_the_kernels_of_even_ones(run: Any):
+    assert run(SIZES) == ["_plan_kernel", "_quantize_kernel"]
 
 
 def test_a_walk_leaves_the_launches_of_other_threads_alone(run: Any):

@@ -106,9 +106,10 @@ def test_sums_are_normed_ahead_of_the_choice(tokens, dtype, triton_device):
 
 @pytest.mark.parametrize("experts", [router.MAX_COUNTED, router.MAX_COUNTED + 1])
 @pytest.mark.parametrize("tokens", [1, FEW_TOKENS + 1, "many"])
-def test_the_first_of_equal_experts_is_chosen(tokens, experts, triton_device):
-    if tokens == "many":  # than multiprocessors
-        tokens = find_gpu(torch.device(triton_device)).units + 1
+def test_the_first_of_equal_experts_is_chosen(tokens, experts, triton_device, monkeypatch):
+    if tokens == "many":  # than those whose experts count
+        monkeypatch.setattr(router, "COUNTED_TOKENS", FEW_TOKENS)
+        tokens = FEW_TOKENS + 1
     x, weight = torch.ones(tokens, 8).to(triton_device), torch.ones(experts, 8).to(triton_device)
     weight[experts // 2] = 2.0
     weights, ids = Router().router(x, weight, top_k=3, renormalize=True)

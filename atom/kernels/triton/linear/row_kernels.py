@@ -186,7 +186,7 @@ def _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INN
     tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "scales_stride"])
 def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
                      IS_SHUFFLED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A row; those beyond the end become zeros."""
@@ -199,7 +199,7 @@ def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, IN
     _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "scales_stride"])
 def _norm_quantize_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, eps, b_stride, q_ptr, scales_ptr, rows, a_stride,
                           scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr, IS_SHUFFLED: tl.constexpr,
                           PDL: tl.constexpr):  # fmt: skip
@@ -220,7 +220,7 @@ def _norm_quantize_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, eps, b_stride, q_pt
     _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "scales_stride"])
 def _gate_quantize_kernel(x_ptr, KIND: tl.constexpr, q_ptr, scales_ptr, rows, x_stride, scales_stride,
                           INNER: tl.constexpr, SPAN: tl.constexpr, IS_SHUFFLED: tl.constexpr,
                           PDL: tl.constexpr):  # fmt: skip

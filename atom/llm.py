@@ -314,7 +314,7 @@ def prompt_of(given: Any) -> Any:
     if not isinstance(given, Mapping):
         return given
     if wrong := [key for key in given if key not in PROMPT_KEYS]:
-        raise RequestError(f"{wrong[0]!r} is no key of a prompt; there is: {', '.join(PROMPT_KEYS)}")
+        raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join(PROMPT_KEYS)}")
     if len(given) != 1:
         raise RequestError(f"a prompt has {len(given)} of the keys {', '.join(PROMPT_KEYS)}; give one")
     return next(iter(given.values()))

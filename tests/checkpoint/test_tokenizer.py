@@ -287,7 +287,7 @@ def test_a_template_that_refuses_is_a_request_error_in_one_line(
 
 
 def test_a_template_with_a_syntax_error_is_the_checkpoints_fault(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="chat template is no valid jinja"):
+    with pytest.raises(CheckpointError, match="chat template is not valid jinja"):
         load(save(tmp_path, chat_template="{% if %}")).render_chat(QUESTION)
 
 

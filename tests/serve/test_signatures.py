@@ -327,7 +327,7 @@ def test_keys_are_read_as_openssh_and_openssl_write_them(tmp_path: Path):
     assert key is not None and key.private_bytes_raw() == rfc_key().private_bytes_raw()
     assert load_signing_key(None) is None
     for wrong in ("", "x", "ssh-ed25519 AAAA", PUBLIC.replace("MCow", "MCoz"), ssh.replace("ssh-ed25519", "ssh-rsa")):
-        with pytest.raises(ConfigError, match=r"^at x is no public key of Ed25519"):
+        with pytest.raises(ConfigError, match=r"^at x is not a public key of Ed25519"):
             load_public_key("at x", wrong)
     file.write_text(PUBLIC)
     with pytest.raises(ConfigError, match="no private key of Ed25519 that can be read"):

@@ -176,7 +176,7 @@ def test_what_cannot_be_is_said(open_engine: Open, checkpoints: Any):
     engine.sleep()
     with pytest.raises(RequestError, match="the engine sleeps"):
         engine.generate(PROMPTS, GREEDY)
-    assert engine.metrics.num_waiting == 0
+    assert engine.metrics.num_waiting == 0 and engine.step() == []
     lora = open_engine("llama", enable_sleep_mode=True, enable_lora=True)
     with pytest.raises(RequestError, match="sleep with level=1"):
         lora.sleep(2)

@@ -206,7 +206,7 @@ def test_a_malformed_tokenizer_config_is_one_line(tmp_path: Path) -> None:
 
 
 def test_half_a_surrogate_pair_is_a_request_error(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no valid Unicode"):
+    with pytest.raises(RequestError, match="not a valid Unicode"):
         load(save(tmp_path)).encode("a\ud83d")
 
 

@@ -318,7 +318,7 @@ def test_clients_of_others_read_a_signed_stream(doors: Server):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("s=(", "no dictionary"),
+        ("s=(", "not a dictionary"),
         ("a=(), b=()", "ask for one signature"),
         ("", "ask for one signature"),
         ('s=("date")', "content-digest, content-type, x-request-id are signed"),

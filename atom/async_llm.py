@@ -49,6 +49,7 @@ class AsyncLLMEngine:
             raise UnsupportedError("AsyncLLMEngine is one engine, without parallel.replicas and torchrun")
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the end
         self._requests: dict[str, _Request] = {}  # of the event loop's side
+        self._asked: set[Future[None]] = set()  # what tasks wait for beside these
         self._numbers = itertools.count()
         self._fault: EngineDeadError | None = None
         opened: Future[Engine] = Future()
@@ -124,8 +125,12 @@ class AsyncLLMEngine:
         """Have the engine's thread do something between two steps."""
         self.check_health()
         done: Future[None] = Future()
+        self._asked.add(done)
+        done.add_done_callback(self._asked.discard)
 
         def do() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 work()
             except Exception as error:
@@ -134,6 +139,7 @@ class AsyncLLMEngine:
                 done.set_result(None)
 
         self._inbox.put(do)
+        self.check_health()  # it may have ended since
         await asyncio.wrap_future(done)
 
     def _submit(self, sequences: list[Sequence], request: _Request) -> None:
@@ -159,6 +165,9 @@ class AsyncLLMEngine:
             self._fault = EngineDeadError(reason)
             for request in list(self._requests.values()):
                 request.fail(self._fault)
+            for done in list(self._asked):
+                if done.set_running_or_notify_cancel():
+                    done.set_exception(self._fault)
             engine.close()
 
     def _run_steps(self, engine: Engine) -> None:

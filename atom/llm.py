@@ -93,6 +93,7 @@ class LLMEngine:
         prompt_logprobs where asked for. A prompt that fails where others run has finish_reason error and its `error`;
         what fails all that run is raised.
         """
+        self._need_awake()
         ids = self.add_request(prompts, sampling_params, adapters=adapters)
         return [answer(sequence) for sequence in self._finish(ids, RichProgress() if use_tqdm else SILENT)]
 
@@ -160,6 +161,7 @@ class LLMEngine:
         pooling = self.config.serve.pooler_config.pooling_type
         if pooling is None:
             raise RequestError("this model makes no embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
+        self._need_awake()
         params = SamplingParams(max_tokens=1, temperature=0)
         prepared = [self._engine.prepare(each, params, pooling=pooling) for each in prompts]
         vectors = []
@@ -169,12 +171,12 @@ class LLMEngine:
             vectors.append((sequence.embedding, len(sequence.prompt)))
         return vectors
 
+    def _need_awake(self) -> None:
+        if self._engine.is_sleeping:
+            raise RequestError("the engine sleeps; call wake_up first")
+
     def _finish(self, ids: list[str], progress: Progress = SILENT) -> list[Sequence]:
         """Step until these requests have ended; their sequences in order. What fails all that run is raised."""
-        if self._engine.is_sleeping:
-            for id in ids:
-                self.abort(id)
-            raise RequestError("the engine sleeps; call wake_up first")
         with progress.task("answering", len(ids), in_bytes=False) as task:
             return self._finish_within(ids, task)
 
@@ -314,7 +316,7 @@ def prompt_of(given: Any) -> Any:
     if not isinstance(given, Mapping):
         return given
     if wrong := [key for key in given if key not in PROMPT_KEYS]:
-        raise RequestError(f"{wrong[0]!r} is no key of a prompt; there is: {', '.join(PROMPT_KEYS)}")
+        raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join(PROMPT_KEYS)}")
     if len(given) != 1:
         raise RequestError(f"a prompt has {len(given)} of the keys {', '.join(PROMPT_KEYS)}; give one")
     return next(iter(given.values()))

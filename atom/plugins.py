@@ -38,7 +38,7 @@ def find_function(stated: str, group: str) -> Callable[..., Any]:
     module, _, name = named(group).get(stated, stated).partition(":")
     if not name:
         there = ", ".join(named(group)) or "none"
-        raise ConfigError(f"{stated} is no entry point of {group} (there is: {there}); or write module:function")
+        raise ConfigError(f"{stated} is not an entry point of {group} (there is: {there}); or write module:function")
     function = getattr(import_module(module), name, None)
     if not callable(function) or not hasattr(function, "__name__"):
         raise ConfigError(f"{stated}: {module} has no function {name}")

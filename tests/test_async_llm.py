@@ -93,7 +93,11 @@ def test_who_leaves_or_aborts_ends_the_request(engine: AsyncLLMEngine):
 
 def test_what_cannot_be_served_is_raised_and_others_go_on(engine: AsyncLLMEngine):
     async def run() -> None:
-        for prompt, message in (([], "empty"), ([0] * 9000, "max_model_len"), ({"tokens": [1]}, "no key of a prompt")):
+        for prompt, message in (
+            ([], "empty"),
+            ([0] * 9000, "max_model_len"),
+            ({"tokens": [1]}, "not a key of a prompt"),
+        ):
             with pytest.raises(RequestError, match=message):
                 await collect(engine, prompt)
         assert (await collect(engine, "Hello", None))[-1]["finish_reason"] is not None

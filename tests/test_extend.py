@@ -254,7 +254,7 @@ def test_the_numbers_are_the_same_without_any_fusion(checkpoints: Any) -> None:
     [
         ("nowhere:f", ConfigError, r"cannot import nowhere \(ModuleNotFoundError"),
         ("my_passes:nope", ConfigError, "my_passes has no function nope"),
-        ("clip", ConfigError, r"clip is no entry point of atom\.passes .*; or write module:function"),
+        ("clip", ConfigError, r"clip is not an entry point of atom\.passes .*; or write module:function"),
         ("my_passes:clip_gates@fuse_qvk", ConfigError, "there is no pass fuse_qvk, did you mean fuse_qkv"),
         ("my_passes:gone", PassError, "gone returned NoneType, not the graph"),
         ("my_passes:falls", PassError, "falls: ZeroDivisionError: division by zero"),

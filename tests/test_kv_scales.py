@@ -220,7 +220,7 @@ def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Pa
     assert line("load_dummy=true") == "atom-run: kv scales: weights are random; 1.0 is used"
     add_tokenizer(checkpoint, first=100)
     has = "the checkpoint has none, and its tokenizer cannot be used to measure them: "
-    assert line().startswith(f"atom-run: kv scales: {has}") and "is no token id" in has + line()
+    assert line().startswith(f"atom-run: kv scales: {has}") and "is not a token id" in has + line()
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "tokenizer_config.json").unlink()
     has = "the checkpoint has none, and no tokenizer to measure them"

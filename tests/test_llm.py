@@ -406,7 +406,7 @@ def test_a_pool_that_memory_cannot_hold_names_the_knob(checkpoints: Any, fields:
     ("prompt", "reason"),
     [
         ([], "the prompt is empty"),
-        ([5, 101], "101 in the prompt is no token id; they are numbers from 0 to 100"),
+        ([5, 101], "101 in the prompt is not a token id; they are numbers from 0 to 100"),
         ([-1], "-1 in the prompt"),
         ([True], "True in the prompt"),
         ([1.5], "1.5 in the prompt"),
@@ -445,7 +445,7 @@ def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
     engine = open_engine("llama")
     with pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list"):
         engine.generate("one string")
-    with pytest.raises(RequestError, match="'multi_modal_data' is no key of a prompt"):
+    with pytest.raises(RequestError, match="'multi_modal_data' is not a key of a prompt"):
         engine.generate({"prompt": "one", "multi_modal_data": {}})
     with pytest.raises(RequestError, match="a prompt has 2 of the keys"):
         engine.generate([{"prompt": "one", "prompt_token_ids": [1]}])
@@ -455,7 +455,7 @@ def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
         engine.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(RequestError, match="2 sampling params for 1 prompts"):
         engine.generate([[1]], [GREEDY, GREEDY])
-    with pytest.raises(RequestError, match="101 is no token id"):
+    with pytest.raises(RequestError, match="101 is not a token id"):
         engine.generate([[1]], SamplingParams(logit_bias={101: 1.0}))
     with pytest.raises(RequestError, match="stop_strings needs a tokenizer"):
         engine.generate([[1]], SamplingParams(stop_strings=["x"]))

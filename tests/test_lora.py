@@ -167,12 +167,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[AtomError], str]] = {
     "modules": (lambda f: change(f, modules_to_save=["lm_head"]), UnsupportedError, "has modules_to_save: modules are saved whole"),
     "bias": (lambda f: change(f, bias="all"), UnsupportedError, "has bias=all; there is: none"),
     "kind": (lambda f: change(f, peft_type="IA3"), UnsupportedError, "has peft_type=IA3; there is: LORA"),
-    "alpha": (lambda f: change(f, lora_alpha="much"), CheckpointError, "has lora_alpha='much', which is no number"),
+    "alpha": (lambda f: change(f, lora_alpha="much"), CheckpointError, "has lora_alpha='much', which is not a number"),
     "r": (lambda f: change(f, r=5), CheckpointError, r"down_proj.lora_A.weight and .*down_proj.lora_B.weight have ranks 4 and 4, not r=5"),
     "no config": (lambda f: (f / "adapter_config.json").unlink(), CheckpointError, "has no adapter_config.json"),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), CheckpointError, "has no adapter_model.safetensors"),
     "half": (lambda f: change_tensor(f, Q + "B.weight"), CheckpointError, "q_proj.lora_A.weight stands without its other factor"),
-    "stray": (lambda f: change_tensor(f, Q + "A.weight", "base_model.model.lm_head.weight"), UnsupportedError, "lm_head.weight is no factor"),
+    "stray": (lambda f: change_tensor(f, Q + "A.weight", "base_model.model.lm_head.weight"), UnsupportedError, "lm_head.weight is not a factor"),
     "inputs": (lambda f: change_tensor(f, Q + "A.weight", tensor=torch.ones(4, 47)), CheckpointError, r"q_proj.lora_A.weight is \[4, 47\], the model expects \[4, 48\]"),
     "outputs": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.ones(47, 4)), CheckpointError, r"q_proj.lora_B.weight is \[47, 4\], the model expects \[48, 4\]"),
     "nan": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.full((48, 4), math.nan)), CheckpointError, "q_proj.lora_B.weight has values that"),
@@ -216,7 +216,7 @@ def test_a_rank_beyond_the_room_names_the_option(open_engine: Open, references: 
 @pytest.mark.parametrize("overrides, kind, reason", [
     (["serve.lora_modules={a: /a, b: /b}", "serve.max_loras=1"], ConfigError, "serve.max_loras=1 holds fewer than the 2 of serve.lora_modules; set serve.max_loras=2"),
     (["serve.lora_modules={talker: /a}", "serve.http.served_model_name=[talker]"], ConfigError, "talker is the model's own name"),
-    (["serve.lora_modules=sql"], ConfigError, "serve.lora_modules=sql is no mapping from names to folders"),
+    (["serve.lora_modules=sql"], ConfigError, "serve.lora_modules=sql is not a mapping from names to folders"),
     (["serve.enable_lora=true", "parallel.tensor=2"], UnsupportedError, "serve.enable_lora with 2 ranks is not built yet"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(

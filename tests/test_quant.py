@@ -116,7 +116,7 @@ def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tens
     [
         ("quant.fmt=fp9", r"quant.fmt=fp9: there is no such choice; choices: auto, none, fp8, "),
         ("quant.head=fp88", r"quant.head=fp88: there is no such choice, did you mean fp8\?;"),
-        ("quant.plain=['re:(']", r"quant.plain: re:\( is no regular expression"),
+        ("quant.plain=['re:(']", r"quant.plain: re:\( is not a regular expression"),
         ("quant.kv=fp4", r"quant.kv=fp4: there is no such choice"),
     ],
 )

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import stable
@@ -15,10 +16,11 @@ import torch
 
 from atom import AsyncLLMEngine, LLMEngine, SamplingParams
 from atom.config.load import load
-from atom.errors import CapacityError, CheckpointError, RequestError, UnsupportedError
+from atom.errors import CapacityError, CheckpointError, EngineDeadError, RequestError, UnsupportedError
 from atom.graph.recipes import Measured
 from atom.kernels.stable_memory import StableMemory
 from atom.runtime import sleep
+from atom.weights.evaluate import tensors_in
 
 Open = Callable[..., LLMEngine]
 
@@ -107,7 +109,10 @@ def test_running_requests_are_ended_or_waited_for_or_go_on(mode: str, open_engin
     ids, done = run_some(engine), {}
 
     def step() -> None:
-        done.update({each.request_id: each for each in engine.step()})
+        given = engine.step()
+        ended = {each.request_id: each for each in given}
+        assert len(ended) == len(given) and ended.keys().isdisjoint(done), "each is given once"
+        done.update(ended)
 
     engine.sleep(1, mode)
     step()
@@ -143,6 +148,19 @@ def test_a_part_may_be_woken_up_first(open_engine: Open):
         assert tokens_of(engine) == expected
 
 
+def test_kv_that_finds_no_memory_is_asked_for_again(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
+    engine = open_engine("llama", enable_sleep_mode=True)
+    expected, runner = tokens_of(engine), engine._engine.runner
+    engine.sleep(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "bind", Mock(side_effect=CapacityError("no memory")))
+        with pytest.raises(CapacityError, match="no memory"):
+            engine.wake_up()
+    assert engine.is_sleeping
+    engine.wake_up()
+    assert tokens_of(engine) == expected
+
+
 def test_what_cannot_be_is_said(open_engine: Open, checkpoints: Any):
     engine = open_engine("llama")
     for call in (engine.sleep, engine.wake_up):
@@ -158,7 +176,7 @@ def test_what_cannot_be_is_said(open_engine: Open, checkpoints: Any):
     engine.sleep()
     with pytest.raises(RequestError, match="the engine sleeps"):
         engine.generate(PROMPTS, GREEDY)
-    assert engine.metrics.num_waiting == 0
+    assert engine.metrics.num_waiting == 0 and engine.step() == []
     lora = open_engine("llama", enable_sleep_mode=True, enable_lora=True)
     with pytest.raises(RequestError, match="sleep with level=1"):
         lora.sleep(2)
@@ -187,6 +205,14 @@ def test_a_task_that_comes_while_the_engine_sleeps_waits(checkpoints: Any):
         assert not done
         await engine.wake_up()
         assert await waiting == expected and not await engine.is_sleeping()
+        left = asyncio.ensure_future(engine.sleep())
+        await asyncio.sleep(0)  # it has asked by now
+        left.cancel()
+        await engine.wake_up()
+        assert await answer() == expected, "a task that has left ends no engine"
+        engine._inbox.put(None)
+        with pytest.raises(EngineDeadError, match="closed"):  # whether the thread has ended by now or ends ahead of it
+            await asyncio.wait_for(engine.sleep(), 60)
 
     try:
         asyncio.run(run())
@@ -208,7 +234,7 @@ def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
     engine = open_engine("llama", enable_sleep_mode=True, level=0, **fields)
     expected, model = tokens_of(engine), engine._engine.runner.model
     num_there, tensors = driver.num_there, [*model.caches.values()]
-    tensors += [tensor for each in model._bindings.weights.values() for tensor in sleep.tensors_of(each)]
+    tensors += [tensor for each in model._bindings.weights.values() for tensor in tensors_in(each)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     for level in (1, 2, 1):
         engine.sleep(level)
@@ -220,6 +246,14 @@ def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
         assert all(cache.view(torch.uint8).max() == 0 for cache in model.caches.values()), "no NaN of others"
         assert tokens_of(engine) == expected
     assert [tensor.data_ptr() for tensor in tensors] == addresses
+    with monkeypatch.context() as patched:
+        patched.setattr(sleep, "pin", Mock(side_effect=CapacityError("sleep with level=2")))
+        with pytest.raises(CapacityError, match="level=2"):
+            engine.sleep(1)
+    assert not engine.is_sleeping
+    engine.sleep(2)
+    engine.wake_up()
+    assert tokens_of(engine) == expected, "weights are read, and not those that could not be pinned"
     engine.sleep()
     driver.most = num_there - 1
     with pytest.raises(CapacityError, match="end what uses it"):

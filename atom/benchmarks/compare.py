@@ -115,7 +115,7 @@ def read_result(path: Path, *, is_named: bool) -> Mapping[str, Any] | None:
     if isinstance(result, dict) and "output_throughput" in result:
         return result
     if is_named:
-        raise UsageError(f"{path} is no result of benchmark_serving: it has no output_throughput")
+        raise UsageError(f"{path} is not a result of benchmark_serving: it has no output_throughput")
     return None
 
 

@@ -99,7 +99,7 @@ def open_bundle(path: Path) -> Iterator[Bundle]:
         except OSError as error:
             raise ArtifactError(f"{path} cannot be unpacked: {reason_of(error)}") from None
         except (Unfit, ArtifactError, tarfile.TarError) as error:
-            raise ArtifactError(f"{path} is no whole bundle: {reason_of(error)}; get it again") from None
+            raise ArtifactError(f"{path} is not a whole bundle: {reason_of(error)}; get it again") from None
         yield Bundle(cache, entries, measured)
 
 
@@ -144,7 +144,7 @@ def _read_head(raw: bytes) -> tuple[list[str], str, dict[str, Any]]:
     for name in names:
         kind, _, rest = name.partition("/") if isinstance(name, str) else ("", "", "")
         if kind not in KINDS or not KEY.fullmatch(rest):
-            raise Damaged(f"{BUNDLE} names {name!r}, which is no entry")
+            raise Damaged(f"{BUNDLE} names {name!r}, which is not an entry")
     return names, key, measured
 
 

@@ -117,7 +117,9 @@ def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[i
         stated = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(id) is int for id in stated):
             where = f"{checkpoint.location}: eos_token_id={json.dumps(eos)[:100]} in its config.json"
-            raise CheckpointError(f"{where} or generation_config.json is no token id and no list of them; mend it")
+            raise CheckpointError(
+                f"{where} or generation_config.json is neither a token id nor a list of them; mend it"
+            )
         ids.update(stated)
     return frozenset(ids)
 

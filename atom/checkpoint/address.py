@@ -44,7 +44,7 @@ def parse_address(location: str) -> Address | None:
     host = HOST.match(location)
     path = location[host.end() :].partition("?")[0].partition("#")[0].rstrip("/") if host else location
     if host and (path.split("/")[0] in OTHERS or not path):
-        raise CheckpointError(f"{location} is no model's page; write owner/name")
+        raise CheckpointError(f"{location} is not a model's page; write owner/name")
     if page := re.fullmatch(rf"({NAME})/(tree|blob|resolve|raw)/([^/]+)(?:/(.+))?", path) if host else None:
         repo, _, revision, file = page.groups()
         if file is not None and not file.endswith(".gguf"):

@@ -108,7 +108,7 @@ def read_json(path: Path, limit: int = MAX_DESCRIPTION) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no valid JSON ({error}); download it again") from None
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object; download it again")
     return value

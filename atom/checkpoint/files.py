@@ -29,7 +29,7 @@ def open_file(path: Path) -> FileIO:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise CheckpointError(f"{path} is no regular file; put the checkpoint's own file there")
+        raise CheckpointError(f"{path} is not a regular file; put the checkpoint's own file there")
     return file
 
 

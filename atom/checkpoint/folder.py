@@ -210,7 +210,7 @@ def read_shards(folder: Path) -> dict[str, Entry]:
     files = sorted(set(where.values()))
     outside = [file for file in files if Path(file).name != file]
     if outside:
-        raise CheckpointError(f"{folder / INDEX} names {outside[0]!r}, which is no file of this folder")
+        raise CheckpointError(f"{folder / INDEX} names {outside[0]!r}, which is not a file of this folder")
     missing = [file for file in files if not (folder / file).exists()]
     if missing:
         count = f"{len(missing)} of its {len(files)} weight files are"
@@ -241,7 +241,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     except (ValueError, KeyError, TypeError) as error:
         raise malformed(path, error) from None
     if not all(type(n) is int and n >= 0 for n in numbers) or any(len(entry[4]) > MAX_DIMS for entry in entries):
-        raise CheckpointError(f"{path} has a malformed header: a shape or an offset is no whole number")
+        raise CheckpointError(f"{path} has a malformed header: a shape or an offset is not a whole number")
 
     body = data[start:]
     tensors, position = {}, 0
@@ -270,7 +270,7 @@ def parse_header(path: Path) -> tuple[dict[str, Any], memoryview, int]:
     if len(data) < 8 or size > len(data) - 8:
         raise CheckpointError(f"{path} is cut short in its header ({len(data)} bytes); download it again")
     if size > MAX_HEADER:
-        raise CheckpointError(f"{path} is no safetensors file: its header would have {size} bytes")
+        raise CheckpointError(f"{path} is not a safetensors file: its header would have {size} bytes")
     try:
         header = json.loads(bytes(data[8 : 8 + size]))
         header.pop("__metadata__", None)

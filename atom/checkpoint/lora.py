@@ -85,7 +85,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
     for name, (stored, data, _, _) in read_header(folder / WEIGHTS).items():
         match = FACTOR.fullmatch(name.removeprefix(PREFIX))
         if match is None:
-            raise UnsupportedError(f"{folder}: tensor {name} is no factor of a linear's LoRA adapter")
+            raise UnsupportedError(f"{folder}: tensor {name} is not a factor of a linear's LoRA adapter")
         if len(stored.shape) != 2 or stored.dtype not in FLOATS:
             raise CheckpointError(f"{folder}: tensor {name} is {stored.dtype}{list(stored.shape)}, no matrix of floats")
         found.setdefault(match[1], {})[match[2]] = Factor(name, stored, data)
@@ -118,7 +118,7 @@ def factors_of(module: str, pair: Mapping[str, Factor], config: Mapping[str, Any
         raise CheckpointError(f"{folder}: tensors {a.name} and {b.name} have ranks {rank} and {inner}, not r={stated}")
     alpha = of_module(module, config, "alpha_pattern", config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise CheckpointError(f"{folder / CONFIG} has lora_alpha={alpha!r}, which is no number")
+        raise CheckpointError(f"{folder / CONFIG} has lora_alpha={alpha!r}, which is not a number")
     return Factors(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 

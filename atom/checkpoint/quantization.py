@@ -135,7 +135,7 @@ class Stated:
         if type(value) is not int or (value < 1 and not (or_all and value == -1)):
             choices = "from 1" + (", or -1" if or_all else "")
             named = f"{self.at}.{key}={json.dumps(value)}"
-            raise CheckpointError(f"{named} in its config.json is no whole number {choices}; mend it")
+            raise CheckpointError(f"{named} in its config.json is not a whole number {choices}; mend it")
         return value
 
     def block(self, key: str) -> str:
@@ -184,7 +184,7 @@ def check_pattern(pattern: Any, at: str, error: type[Exception]) -> None:
     try:
         re.compile(pattern[3:] if pattern.startswith("re:") else "")
     except (re.error, RecursionError, OverflowError) as fault:
-        raise error(f"{at}: {pattern} is no regular expression ({fault}); mend it") from None
+        raise error(f"{at}: {pattern} is not a regular expression ({fault}); mend it") from None
 
 
 def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:

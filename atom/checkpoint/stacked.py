@@ -121,6 +121,6 @@ def cut_tensor(at: str, tensor: StoredTensor, names: Sequence[str]) -> tuple[int
             raise CheckpointError(f"{described}: its {shape[0]} rows are not {len(names)} equal parts")
         shape = (shape[0] // len(names), *shape[1:])
     if num_experts * len(names) > 1 and math.prod(shape) * DTYPES[tensor.dtype].bits % 8:
-        raise CheckpointError(f"{described}: a part of it, {list(shape)}, is no whole number of bytes")
+        raise CheckpointError(f"{described}: a part of it, {list(shape)}, is not a whole number of bytes")
     blocks = tensor.blocks and (*shape[:-1], *tensor.blocks[-2:])
     return num_experts, StoredTensor(tensor.dtype, shape, blocks)

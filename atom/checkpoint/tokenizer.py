@@ -107,7 +107,7 @@ class Tokenizer:
                 return list(encoding.ids)
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):  # the Rust library raises TypeError for half a surrogate pair
-            raise RequestError("the text to encode is no valid Unicode string (half a surrogate pair?)") from None
+            raise RequestError("the text to encode is not a valid Unicode string (half a surrogate pair?)") from None
         except BaseException as error:
             if not is_panic(error):
                 raise
@@ -291,7 +291,7 @@ def compile_template(source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise CheckpointError(f"the checkpoint's chat template is no valid jinja: {first_line(error)}") from None
+        raise CheckpointError(f"the checkpoint's chat template is not valid jinja: {first_line(error)}") from None
 
 
 @lru_cache(maxsize=16)

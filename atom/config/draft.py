@@ -20,7 +20,7 @@ def check_kind(method: str, location: str, hf: Mapping[str, Any]) -> None:
     is_eagle3 = hf.get("draft_vocab_size") is not None or "eagle3" in stated.lower()
     if method == "eagle3" and not is_eagle3:
         raise UnsupportedError(
-            f"{location} is no draft of EAGLE-3: its config.json has the architecture {stated} and no "
+            f"{location} is not a draft of EAGLE-3: its config.json has the architecture {stated} and no "
             "draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa and others are not built"
         )
     if method == "draft" and is_eagle3:

@@ -200,7 +200,7 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
         (inner,) = get_args(kind)
         types, named = ITEMS.get(inner, ((object,), "entries"))
         if not isinstance(value, list) or not all(isinstance(item, types) for item in value):
-            raise ConfigError(f"{at}={spelled(value)[:100]} is no list of {named}")
+            raise ConfigError(f"{at}={spelled(value)[:100]} is not a list of {named}")
         return [build(inner, item, f"{at}.{index}") for index, item in enumerate(value)]
     if not is_dataclass(kind):
         if value == "???" and kind is not Any:

@@ -120,7 +120,7 @@ def check_lora(config: Config) -> None:
     serve, modules = config.serve, config.serve.lora_modules or {}
     if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules.values()):
         raise ConfigError(
-            f"serve.lora_modules={modules} is no mapping from names to folders; write {{sql: /adapters/sql}}"
+            f"serve.lora_modules={modules} is not a mapping from names to folders; write {{sql: /adapters/sql}}"
         )
     if not has_lora(serve):
         return
@@ -227,7 +227,7 @@ def check(value: Any, at: str = "") -> None:
 def check_http(http: HTTPConfig) -> None:
     """Check what a server is reached by."""
     if http.root_path and not re.fullmatch(r"(/[\w.~-]+)+", http.root_path):
-        raise ConfigError(f"serve.http.root_path={http.root_path} is no path; write it as /llm")
+        raise ConfigError(f"serve.http.root_path={http.root_path} is not a path; write it as /llm")
     if http.ssl_keyfile is not None and http.ssl_certfile is None:
         raise ConfigError("serve.http.ssl_keyfile needs serve.http.ssl_certfile; set both")
 
@@ -403,7 +403,7 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
     head_dim = mla_head_dim(attention) if attention.kind == "mla" else gqa_head_dim(model)
     kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
     if attention.kind == "gqa" and attention.heads % kv_heads:
-        raise ConfigError(f"{at}.heads={attention.heads} is no multiple of kv_heads={kv_heads}")
+        raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
     if types is not None and len(types) < model.layers:
         raise ConfigError(f"{at}.layer_types names only {len(types)} layers, the model has {model.layers}")
     for kind in types or ():
@@ -441,7 +441,7 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
 def gqa_head_dim(model: ModelConfig) -> int:
     attention = model.attention
     if attention.head_dim is None and model.hidden % attention.heads:
-        hidden = f"model.hidden={model.hidden} is no multiple of model.attention.heads={attention.heads}"
+        hidden = f"model.hidden={model.hidden} is not a multiple of model.attention.heads={attention.heads}"
         raise ConfigError(f"{hidden}; set model.attention.head_dim")
     return attention.head_dim or model.hidden // attention.heads
 

@@ -180,7 +180,7 @@ def check_call(made: ToolFormat, call: str, at: str) -> None:
 def read_keys(kind: type, values: Any, at: str) -> dict[str, Any]:
     """The values of a block, checked by the types of its dataclass."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{at}: {values!r} is no mapping of keys")
+        raise ConfigError(f"{at}: {values!r} is not a mapping of keys")
     types = {each.name: str(each.type) for each in fields(kind)}
     if unknown := next((key for key in values if key not in types), None):
         known = ", ".join(types)
@@ -199,5 +199,5 @@ def read_value(kind: str, value: Any, at: str) -> Any:
         return value
     texts = value if isinstance(value, list) and kind != "str" else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{at}={value!r} is no text{'' if kind == 'str' else ', or list of texts'}")
+        raise ConfigError(f"{at}={value!r} is not a text{'' if kind == 'str' else ', or list of texts'}")
     return value if kind == "str" else tuple(texts)

@@ -89,7 +89,7 @@ def read_count(text: str) -> int:
     """A number of tokens or bytes as vLLM reads it: 4096, 4k (4000), 4K (4096), 25.6k, 2M, 1G; also 2GiB."""
     match = re.fullmatch(r"(\d+)(\.\d+)?(?:([kmgt])|([KMGT])(?:iB)?)?", text)
     if match is None or (match[2] and not match[3]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number as 4096, 4k, 25.6k or 4K")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number as 4096, 4k, 25.6k or 4K")
     unit = 1000 ** (1 + "kmgt".index(match[3])) if match[3] else 1024 ** (1 + "KMGT".index(match[4])) if match[4] else 1
     return round(float(match[1] + (match[2] or "")) * unit) if match[2] else int(match[1]) * unit
 
@@ -97,7 +97,7 @@ def read_count(text: str) -> int:
 def read_gib(text: str) -> int:
     """A number of GiB, as 4 or 0.5, in bytes."""
     if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GiB as 4 or 0.5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB as 4 or 0.5")
     return round(float(text) * (1 << 30))
 
 

@@ -357,7 +357,7 @@ def open_config(argv: list[str]) -> tuple[Path | None, list[str], list[str]]:
     except yaml.YAMLError as error:
         raise ConfigError(f"--config={path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"--config={path} is no mapping from flags to values")
+        raise ConfigError(f"--config={path} is not a mapping from flags to values")
     own = [*argv[:at], *rest]
     given = {name for text in own if (name := flag_name(text))}
     return path, [text for key, value in values.items() for text in spell_flag(str(key), value, given)], own

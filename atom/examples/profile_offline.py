@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
     return int(text)
 
 

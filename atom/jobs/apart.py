@@ -68,7 +68,7 @@ def load_apart(argv: Sequence[str]) -> Callable[[], Loaded | None]:
         with open(theirs, "rb") as pipe:
             data = pipe.read()
         os.waitpid(pid, 0)
-        if data:
+        with contextlib.suppress(msgspec.DecodeError):  # of a process that was ended, there is nothing or a part
             found.append(msgspec.msgpack.decode(data, type=Loaded))
             if found[0].config.device == "cuda":
                 open_early()

@@ -216,7 +216,7 @@ def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
         is_of_text = entry.kind != "pieces" or ingredients.get("text") == digest(text)
         if key_of(ingredients) != entry.key or not is_of_text:
             what = f"{entry.kind}/{entry.key[:12]} is not the key of what it says that it is made of"
-            raise ArtifactError(f"{job.import_from} is no bundle that job.export wrote: {what}")
+            raise ArtifactError(f"{job.import_from} is not a bundle that job.export wrote: {what}")
     if differences := differences_here(entries):
         raise ConfigError(
             f"job.import={job.import_from}: it is of another machine or version, and would never be used here: other "

@@ -53,7 +53,7 @@ def run(config: Config) -> int:
                 case "/help":
                     print(HELP, file=sys.stderr)
                 case command if re.fullmatch(r"/\w+", command):
-                    print(f"{command} is no command; {HELP}", file=sys.stderr)
+                    print(f"{command} is not a command; {HELP}", file=sys.stderr)
                 case _:
                     chat.ask(line)
     return 0

@@ -185,7 +185,7 @@ def choices(texts: Sequence[str], hydra: Hydra) -> list[list[str]]:
             why = f"none of {', '.join(names)} is like that" if names else "there is nothing from its start to its end"
             if each.value_type is ValueType.GLOB_CHOICE_SWEEP and not names:
                 why = f"glob finds files of a group, and {each.key_or_group} is none; write its values, as in a,b"
-            raise ConfigError(f"{each.input_line} is no choice: {why}")
+            raise ConfigError(f"{each.input_line} is not a choice: {why}")
     try:
         jobs: list[list[str]] = BasicSweeper.split_arguments(own, None)[0]
     except HydraException as error:

@@ -16,6 +16,7 @@ import ctypes
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -124,15 +125,16 @@ class StableMemory:
         """Take one allocation, behind those that are there."""
         address, size, handle = self._first + sum(self._sizes[:number]), self._sizes[number], ctypes.c_uint64()
         assert address + size <= self._first + self._most, "more than was reserved"
-        self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._prop), _u64(0))
-        try:
-            self._call("cuMemMap", _u64(address), ctypes.c_size_t(size), ctypes.c_size_t(0), handle, _u64(0))
-        except BaseException:
-            self._driver.cuMemRelease(handle)
-            raise
+        num_bytes, none = ctypes.c_size_t(size), ctypes.c_size_t(0)
+        self._call("cuMemCreate", ctypes.byref(handle), num_bytes, ctypes.byref(self._prop), _u64(0))
+        with ExitStack() as undo:
+            undo.callback(self._driver.cuMemRelease, handle)
+            self._call("cuMemMap", _u64(address), num_bytes, none, handle, _u64(0))
+            undo.callback(self._driver.cuMemUnmap, _u64(address), num_bytes)
+            access = AccessDesc(self._place, READ_WRITE)
+            self._call("cuMemSetAccess", _u64(address), num_bytes, ctypes.byref(access), ctypes.c_size_t(1))
+            undo.pop_all()
         self._handles.append(handle.value)
-        access = AccessDesc(self._place, READ_WRITE)
-        self._call("cuMemSetAccess", _u64(address), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
 
     def _view(self, start: int, num_bytes: int) -> Tensor:
         storage = torch._C._construct_storage_from_data_pointer(self._first + start, self._device, num_bytes)

@@ -24,7 +24,7 @@ def read_sharegpt(path: Path) -> list[Conversation]:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON file ({error})") from None
     if not isinstance(entries, list):
-        raise ValueError(f"{path} is no list of conversations")
+        raise ValueError(f"{path} is not a list of conversations")
     return [turns for entry in entries if (turns := read_entry(entry)) is not None]
 
 

@@ -220,7 +220,8 @@ class Engine:
                 self.abort(id)
             self._is_halted = mode != "wait"
             while self._pending or (mode == "wait" and scheduler.num_running):
-                self._ended += self.step()
+                ended = self.step()  # first, since it gives away the list that `_ended` was
+                self._ended += ended
                 on_step()
             if not sleeper.is_sleeping:
                 scheduler.drop_kv()

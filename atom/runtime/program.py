@@ -101,7 +101,8 @@ class Executable:
             steps.append(_Step(call, args, made := result_indices(results), is_single))
             if is_thinned:
                 firsts[alike] = made
-                origins.update((at, (which, place)) for place, at in enumerate(made))
+                for place, (at, result) in enumerate(zip(made, results, strict=True)):
+                    origins[at] = which, place, str(result.meta["type"])
 
         pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in bindings.code}
         inside = {call for piece in pieces.values() for call in piece.calls}

@@ -23,7 +23,7 @@ from atom.kernels.stable_memory import StableMemory
 from atom.runtime.host_blocks import pin, unpin
 from atom.runtime.runner import Runner
 from atom.runtime.types import KV_CACHE, TAGS, WEIGHTS
-from atom.weights.evaluate import Loaded, Place
+from atom.weights.evaluate import Loaded, Place, overwrite
 
 Load = Callable[[Place | None], dict[Recipe, Loaded]]  # of all weights
 
@@ -80,10 +80,14 @@ class CPUSleeper(Sleeper):
         self._weights, self._num_blocks = weights, num_blocks
 
     def wake_up(self, tags: Sequence[str] = TAGS) -> None:
-        was_sleeping = self.is_sleeping
+        before = self._asleep.copy()
         super().wake_up(tags)
-        if was_sleeping and not self.is_sleeping:
-            self._runner.bind(self._num_blocks)
+        if before and not self._asleep:
+            try:
+                self._runner.bind(self._num_blocks)
+            except BaseException:
+                self._asleep = before  # it can be woken up again
+                raise
 
     def _drop_weights(self, level: int) -> None:
         self._runner.model.unbind()
@@ -115,9 +119,9 @@ class GPUSleeper(Sleeper):
 
     def _drop_weights(self, level: int) -> None:
         if level == 1:
-            self._on_host = torch.empty(self._memory.num_bytes, dtype=torch.uint8)
-            pin(self._on_host, "sleep with level=2")
-            self._on_host.copy_(self._memory.content())
+            on_host = torch.empty(self._memory.num_bytes, dtype=torch.uint8)
+            pin(on_host, "sleep with level=2")
+            self._on_host = on_host.copy_(self._memory.content())
         self._measured = {
             recipe: each.cpu()
             for recipe, each in self._weights.items()
@@ -138,14 +142,15 @@ class GPUSleeper(Sleeper):
             self._on_host = None
             return
         try:
-            self._load(lambda recipe, made: copy_weight(made, self._weights[recipe]))
+            self._load(lambda recipe, made: overwrite(self._weights[recipe], made))
             for recipe, value in self._measured.items():
-                copy_weight(value, self._weights[recipe])
+                overwrite(self._weights[recipe], value)
         except BaseException:
             self._memory.release()
             raise
 
     def _take_kv(self) -> None:
+        torch.cuda.empty_cache()  # what loading weights has left
         self._kv.take()
         self._kv.content().zero_()
 
@@ -163,19 +168,3 @@ def place_in(memory: StableMemory, _: Recipe | None, made: Loaded) -> Loaded:
     if isinstance(made, PackedWeight):
         return PackedWeight(made.type, {name: move(part) for name, part in made.parts.items()}, made.layout)
     return LaidOut(made.type, move(made.tensor)) if isinstance(made, LaidOut) else move(made)
-
-
-@torch.inference_mode()
-def copy_weight(source: Loaded, target: Loaded) -> Loaded:
-    """Copy a weight's tensors into those of an equal one, which is returned."""
-    for one, other in zip(tensors_of(source), tensors_of(target), strict=True):
-        other.copy_(one)
-    return target
-
-
-def tensors_of(weight: Loaded) -> list[Tensor]:
-    if isinstance(weight, list):
-        return [tensor for each in weight for tensor in tensors_of(each)]
-    if isinstance(weight, PackedWeight):
-        return list(weight.parts.values())
-    return [weight.tensor] if isinstance(weight, LaidOut) else [weight]

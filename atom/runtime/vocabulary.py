@@ -31,13 +31,13 @@ class Vocabulary:
                 raise RequestError("the checkpoint has no tokenizer; give the prompt as a list of token ids")
             prompt = self.tokenizer.encode(prompt)
         if not isinstance(prompt, list | tuple):
-            raise RequestError(f"{prompt!r} is no prompt; a prompt is a string or a list of token ids")
+            raise RequestError(f"{prompt!r} is not a prompt; a prompt is a string or a list of token ids")
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < self.size:
                 raise RequestError(
-                    f"{token!r} in the prompt is no token id; they are numbers from 0 to {self.size - 1}"
+                    f"{token!r} in the prompt is not a token id; they are numbers from 0 to {self.size - 1}"
                 )
         return [int(token) for token in prompt]
 
@@ -70,4 +70,4 @@ class Vocabulary:
             raise RequestError("stop_strings needs a tokenizer, which the checkpoint has not; use stop_token_ids")
         for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ()), *(params.allowed_token_ids or ())):
             if not 0 <= token < self.size:
-                raise RequestError(f"{token} is no token id; they are numbers from 0 to {self.size - 1}")
+                raise RequestError(f"{token} is not a token id; they are numbers from 0 to {self.size - 1}")

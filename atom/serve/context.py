@@ -184,7 +184,7 @@ def read_template(config: Config) -> str | None:
     path, variables = config.serve.http.chat_template, config.serve.http.chat_template_kwargs
     if not isinstance(variables, Mapping | None):
         raise ConfigError(
-            f"serve.http.chat_template_kwargs={variables} is no mapping; write {{enable_thinking: false}}"
+            f"serve.http.chat_template_kwargs={variables} is not a mapping; write {{enable_thinking: false}}"
         )
     if taken := next((name for name in variables or () if name in OWN_VARIABLES), None):
         raise ConfigError(f"serve.http.chat_template_kwargs: {taken} is set for each request; leave it out")

@@ -28,7 +28,7 @@ LOG = logging.getLogger("atom.http")
 LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at once would lose the response
 MAX_LATE = 0.1  # seconds that a timer may fire late
 MESSAGES = {
-    HTTPStatus.BAD_REQUEST: "this is no valid HTTP request",
+    HTTPStatus.BAD_REQUEST: "this is not a valid HTTP request",
     HTTPStatus.REQUEST_TIMEOUT: "the request did not arrive in time",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "the body is larger than this server takes",
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "the headers are larger than this server takes",

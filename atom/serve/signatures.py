@@ -111,7 +111,7 @@ def parse_dictionary(name: str, value: str) -> dict[str, Any]:
     try:
         parsed = parse(value.encode("ascii"), tltype="dictionary", on_duplicate_key=refuse)
     except ValueError:
-        raise SignatureError(f"{name} is no dictionary of structured fields") from None
+        raise SignatureError(f"{name} is not a dictionary of structured fields") from None
     assert isinstance(parsed, dict)
     return dict(parsed)
 
@@ -120,7 +120,7 @@ def parse_components(label: str, member: Any) -> tuple[list[Component], Paramete
     """A list of components with the parameters of their signature."""
     items, parameters = member
     if not isinstance(items, list) or not all(isinstance(name, str) and type(name) is str for name, _ in items):
-        raise SignatureError(f"{label} is no list of components")
+        raise SignatureError(f"{label} is not a list of components")
     if len(items) > MOST_COMPONENTS:
         raise SignatureError(f"{label} has more than {MOST_COMPONENTS} components")
     components = [Component(name, tuple(each.items())) for name, each in items]
@@ -320,7 +320,7 @@ def load_public_key(at: str, text: str) -> Ed25519PublicKey:
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PublicKey):
-        raise ConfigError(f"{at} is no public key of Ed25519, as ssh-keygen -t ed25519 or openssl write it")
+        raise ConfigError(f"{at} is not a public key of Ed25519, as ssh-keygen -t ed25519 or openssl write it")
     return key
 
 
@@ -348,7 +348,7 @@ def load_signing_key(stated: str | None) -> Ed25519PrivateKey | None:
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         fix = "write one without a passphrase, as openssl genpkey -algorithm ed25519 does"
-        raise ConfigError(f"{at} is no private key of Ed25519 that can be read; {fix}")
+        raise ConfigError(f"{at} is not a private key of Ed25519 that can be read; {fix}")
     return key
 
 

@@ -194,7 +194,7 @@ def read_public_keys(stated: str | None) -> list[Tenant]:
         name = comment.strip().partition(" ")[2].strip()
         if kind != "ssh-ed25519" or not name:
             fix = "write ssh-ed25519 KEY NAME, as ssh-keygen -t ed25519 -C NAME does"
-            raise ConfigError(f"{at}: line {number} is no named Ed25519 key; {fix}")
+            raise ConfigError(f"{at}: line {number} is not a named Ed25519 key; {fix}")
         found.append(Tenant(name, public_key=load_public_key(f"{at}: line {number}", line)))
     if not found:
         raise ConfigError(f"{at} holds no key; name one, or null for none")
@@ -216,7 +216,7 @@ def read_mapping(at: str, path: Path) -> list[Tenant]:
 def read_entry(at: str, name: str, entry: Any) -> Tenant:
     names = [each.name for each in dataclasses.fields(Limits)]
     if not isinstance(entry, dict):
-        raise ConfigError(f"{at} is no mapping; write {{key: KEY}}")
+        raise ConfigError(f"{at} is not a mapping; write {{key: KEY}}")
     stated = dict(entry)
     keys, public_key = stated.pop("key", None), stated.pop("public_key", None)
     if unknown := next((each for each in stated if each not in names), None):
@@ -228,7 +228,7 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
         check_limit(f"{at}.{limit}", limit, value)
     keys = [keys] if isinstance(keys, str) else [] if keys is None else keys
     if not isinstance(keys, list) or not all(isinstance(key, str) and len(key.split()) == 1 for key in keys):
-        raise ConfigError(f"{at}.key is no word and no list of words; quote it")
+        raise ConfigError(f"{at}.key is neither a word nor a list of words; quote it")
     if not keys and public_key is None:
         raise ConfigError(f"{at} has neither key nor public_key; give one")
     known_key = None if public_key is None else load_public_key(f"{at}.public_key", str(public_key))

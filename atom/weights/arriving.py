@@ -25,7 +25,7 @@ from atom.weights.evaluate import Loaded, copy, view
 from atom.weights.localize import localize
 from atom.weights.sources import WeightSource
 
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class ArrivedCheckpoint(Checkpoint):
@@ -63,10 +63,10 @@ class _OneTensor(Checkpoint):
     location = ArrivedCheckpoint.location
 
     def __init__(self, name: str, tensor: Tensor) -> None:
-        if tensor.dtype not in NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise UnsupportedError(f"tensor {name} is {tensor.dtype}, which atom cannot load yet")
         self.config, self.generation_config = {}, {}
-        self.tensors = {name: StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape))}
+        self.tensors = {name: StoredTensor(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))}
         self._bytes: memoryview = tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy().data
 
     def read(self, name: str) -> memoryview:

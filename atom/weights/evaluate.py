@@ -58,6 +58,14 @@ def tensors_in(loaded: Loaded) -> list[Tensor]:
     return [tensor for expert in loaded for tensor in tensors_in(expert)]
 
 
+@torch.inference_mode()
+def overwrite(old: Loaded, new: Loaded) -> Loaded:
+    """Copy what is loaded of a recipe into the memory of what was, which is returned."""
+    for before, after in zip(tensors_in(old), tensors_in(new), strict=True):
+        before.copy_(after)
+    return old
+
+
 def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
     """Split a recipe at its joins: each part, with its target, the view of the tensor that it fills."""
     if isinstance(recipe, Dequantize):

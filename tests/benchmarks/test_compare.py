@@ -166,7 +166,7 @@ def test_folders_of_the_same_name_are_kept_apart(folders: Path, capsys: pytest.C
     [
         (["before", "nowhere"], "compare: nowhere: no such file, folder or prefix with results"),
         (["before", "half.json"], "compare: half.json is no JSON file"),
-        (["before", "after/notes.json"], "compare: after/notes.json is no result of benchmark_serving"),
+        (["before", "after/notes.json"], "compare: after/notes.json is not a result of benchmark_serving"),
         (["before", "lone"], "compare: before and lone have no result in common"),
         (["before"], "compare: the following arguments are required: B"),
         (["before", "after", "--nope"], "compare: unrecognized arguments: --nope"),

@@ -729,7 +729,7 @@ def test_members_that_leave_the_folder_or_are_no_files_are_refused(tmp_path: Pat
             for each, raw in (head, (info, content)):
                 bundle.fileobj.write(each.tobuf(tarfile.USTAR_FORMAT))  # type: ignore[union-attr]
                 bundle.fileobj.write(raw + bytes(-len(raw) % 512))  # type: ignore[union-attr]
-        with pytest.raises(ArtifactError, match=r"is no whole bundle: (its member|it holds) "):
+        with pytest.raises(ArtifactError, match=r"is not a whole bundle: (its member|it holds) "):
             unpacked(tmp_path / "bundle.tar")
     assert [path.name for path in tmp_path.iterdir()] == ["bundle.tar"]
     huge = tarfile.TarInfo("bundle.json")

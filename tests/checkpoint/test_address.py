@@ -47,8 +47,8 @@ def test_addresses_as_people_write_them(location: str, expected: Address | None,
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("https://huggingface.co/datasets/a/b", "is no model's page; write owner/name"),
-        ("https://huggingface.co/", "is no model's page"),
+        ("https://huggingface.co/datasets/a/b", "is not a model's page; write owner/name"),
+        ("https://huggingface.co/", "is not a model's page"),
         (f"{PAGE}/blob/main/config.json", "names a part of Qwen/Qwen3-8B, which is opened whole"),
         (f"{PAGE}/tree/main/onnx", "names a part of Qwen/Qwen3-8B"),
     ],

@@ -182,7 +182,7 @@ def test_the_process_ends_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_half_a_surrogate_pair_is_named_there_too(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no valid Unicode string"):
+    with pytest.raises(RequestError, match="not a valid Unicode string"):
         tokenizer_of(doubling(), tmp_path).encode("\ud800")
 
 

@@ -55,14 +55,14 @@ def make(folder: Path, name: str, put: Callable[[Path], object]) -> Path:
 @pytest.mark.parametrize("name", FILES)
 def test_a_pipe_is_no_file_of_a_checkpoint(tmp_path: Path, name: str) -> None:
     make(tmp_path, name, os.mkfifo)
-    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         open_all(tmp_path)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_device_is_no_file_of_a_checkpoint(tmp_path: Path, name: str) -> None:
     make(tmp_path, name, lambda path: path.symlink_to("/dev/zero"))
-    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         open_all(tmp_path)
 
 

@@ -111,10 +111,10 @@ def test_without_weights_no_weight_file_is_looked_at(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "has no config.json"),
-        (b"{", "config.json is no valid JSON"),
+        (b"{", "config.json is not valid JSON"),
         (b"[1]", "config.json holds no JSON object"),
-        (b"\xff\xfe\x00", "config.json is no valid JSON"),
-        (b"[" * 100_000, "config.json is no valid JSON"),
+        (b"\xff\xfe\x00", "config.json is not valid JSON"),
+        (b"[" * 100_000, "config.json is not valid JSON"),
         (b'{"rope_scaling": "yarn"}', "rope_parameters in config.json is 'yarn', not an object"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_tensor_that_only_the_index_has_is_named(tmp_path: Path) -> None:
 def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path, file: str) -> None:
     index = make_folder(tmp_path) / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(CheckpointError, match="which is no file of this folder"):
+    with pytest.raises(CheckpointError, match="which is not a file of this folder"):
         open_checkpoint(str(tmp_path))
 
 

@@ -185,7 +185,7 @@ def test_numbers_of_half_a_byte_are_cut_between_bytes(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_fp4(tmp_path, [2, 6]), stacked={"all": ["{expert}.a"]})
     assert checkpoint.tensors["1.a"] == StoredTensor("fp4", (6,))
     assert bytes(checkpoint.read("1.a")) == b"\x03\x04\x05"
-    with pytest.raises(CheckpointError, match=r"fp4\[2, 6\]: a part of it, \[3\], is no whole number of bytes$"):
+    with pytest.raises(CheckpointError, match=r"fp4\[2, 6\]: a part of it, \[3\], is not a whole number of bytes$"):
         open_checkpoint(str(tmp_path), stacked={"all": ["{expert}.a", "{expert}.b"]})
 
 

@@ -206,7 +206,7 @@ def test_a_malformed_tokenizer_config_is_one_line(tmp_path: Path) -> None:
 
 
 def test_half_a_surrogate_pair_is_a_request_error(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no valid Unicode"):
+    with pytest.raises(RequestError, match="not a valid Unicode"):
         load(save(tmp_path)).encode("a\ud83d")
 
 
@@ -287,7 +287,7 @@ def test_a_template_that_refuses_is_a_request_error_in_one_line(
 
 
 def test_a_template_with_a_syntax_error_is_the_checkpoints_fault(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="chat template is no valid jinja"):
+    with pytest.raises(CheckpointError, match="chat template is not valid jinja"):
         load(save(tmp_path, chat_template="{% if %}")).render_chat(QUESTION)
 
 

@@ -91,7 +91,7 @@ def test_the_layers_that_a_draft_reads(eagle3_config: Eagle3Config, layers: list
 @pytest.mark.parametrize(
     ("stated", "error", "reason"),
     [
-        ({"architectures": ["MedusaModel"], "draft_vocab_size": None}, UnsupportedError, "no draft of EAGLE-3: its config.json has the architecture MedusaModel and no draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa"),
+        ({"architectures": ["MedusaModel"], "draft_vocab_size": None}, UnsupportedError, "not a draft of EAGLE-3: its config.json has the architecture MedusaModel and no draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa"),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, UnsupportedError, "has the architecture LlamaForCausalLM and no draft_vocab_size"),
         ({"hidden_size": 40}, ConfigError, "it drafts for a model with a hidden size of 40, not 48; take another one"),
         ({"target_hidden_size": 64}, ConfigError, "it drafts for a model with a hidden size of 64, not 48"),

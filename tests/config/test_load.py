@@ -112,7 +112,7 @@ def test_a_model_file_can_be_named_whatever_the_checkpoint_is(write: Write):
     "stated", [[{}], [["LlamaForCausalLM"]], [None, "LlamaForCausalLM"], "LlamaForCausalLM", {"a": 1}]
 )
 def test_architectures_that_are_no_list_of_names_are_refused(write: Write, stated: Any):
-    message = re.escape(f"architectures={json.dumps(stated)} in its config.json is no list of names")
+    message = re.escape(f"architectures={json.dumps(stated)} in its config.json is not a list of names")
     with pytest.raises(CheckpointError, match=message):
         load([f"checkpoint={write(architectures=stated)}"])
 
@@ -120,11 +120,11 @@ def test_architectures_that_are_no_list_of_names_are_refused(write: Write, state
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": 7}, "model.attention.layer_types=7 is no list of texts"),
-        ({"layer_types": [{}, "full_attention"]}, "model.attention.layer_types=.* is no list of texts"),
-        ({"mlp_only_layers": 1e308}, r"model\.mlp\.0\.skip=1e\+308 is no list of whole numbers"),
-        ({"mlp_only_layers": ["1"]}, r"model\.mlp\.0\.skip=.* is no list of whole numbers"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [{}]}}, "short_factor=.* is no list of numbers"),
+        ({"layer_types": 7}, "model.attention.layer_types=7 is not a list of texts"),
+        ({"layer_types": [{}, "full_attention"]}, "model.attention.layer_types=.* is not a list of texts"),
+        ({"mlp_only_layers": 1e308}, r"model\.mlp\.0\.skip=1e\+308 is not a list of whole numbers"),
+        ({"mlp_only_layers": ["1"]}, r"model\.mlp\.0\.skip=.* is not a list of whole numbers"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [{}]}}, "short_factor=.* is not a list of numbers"),
     ],
     ids=str,
 )
@@ -429,18 +429,18 @@ def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dic
     [
         ([], r"quantization_config=\[\] in its config.json is not an object"),
         ("fp8", 'quantization_config="fp8" in its config.json is not an object'),
-        ({"quant_method": "gptq", "group_size": None}, "quantization_config.group_size=null in its config.json is no whole number from 1, or -1"),
-        ({"quant_method": "awq", "bits": "4"}, 'quantization_config.bits="4" in its config.json is no whole number from 1'),
+        ({"quant_method": "gptq", "group_size": None}, "quantization_config.group_size=null in its config.json is not a whole number from 1, or -1"),
+        ({"quant_method": "awq", "bits": "4"}, 'quantization_config.bits="4" in its config.json is not a whole number from 1'),
         ({"quant_method": "fp8", "weight_block_size": [0, 0]}, r"quantization_config.weight_block_size=\[0, 0\] in its config.json is not two"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config.weight_block_size=128 in its config.json is not two"),
         ({"quant_method": "compressed-tensors", "config_groups": [1]}, r"quantization_config.config_groups=\[1\] in its config.json is not an object"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "quantization_config.config_groups.a=1 in its config.json is not an object"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": "b"}}}, 'config_groups.a.weights="b" in its config.json is not an object'),
-        (compressed(group_size=None), "config_groups.group_0.weights.group_size=null in its config.json is no whole number from 1"),
+        (compressed(group_size=None), "config_groups.group_0.weights.group_size=null in its config.json is not a whole number from 1"),
         (compressed(strategy=["group"]), r'config_groups.group_0.weights.strategy=\["group"\] in its config.json is not a string'),
         (compressed(strategy="block"), "config_groups.group_0.weights.block_structure=null in its config.json is not two"),
         ({"quant_method": "gptq", "dynamic": {"+:x": 5}}, r"dynamic.\+:x=5 in its config.json is not an object"),
-        ({"quant_method": "fp8", "ignore": ["re:(("]}, r"quantization_config.ignore: re:\(\( is no regular expression"),
+        ({"quant_method": "fp8", "ignore": ["re:(("]}, r"quantization_config.ignore: re:\(\( is not a regular expression"),
         ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "quantization_config.modules_to_not_convert: 3 is not a string"),
         ({"quant_method": "fp8", "modules_to_not_convert": "self_attn"}, 'modules_to_not_convert="self_attn" in its config.json is not a list'),
     ],
@@ -554,8 +554,8 @@ def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str
             "rope of its own for sliding_attention, model.attention.window_rope is null",
         ),
         ({"hidden_act": "xielu"}, "activation=xielu is not built yet"),
-        ({"num_key_value_heads": 3}, "heads=4 is no multiple of kv_heads=3"),
-        ({"hidden_size": 50}, "hidden=50 is no multiple of model.attention.heads=4"),
+        ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+        ({"hidden_size": 50}, "hidden=50 is not a multiple of model.attention.heads=4"),
         ({"head_dim": 7}, "model.attention.rope: 7 dims of 7 would be rotated, an odd number or none"),
         ({"num_hidden_layers": 0}, "model.layers=0 must be a finite number from 1"),
         ({"hidden_size": "wide"}, "model.hidden: .*'wide'"),
@@ -653,7 +653,7 @@ def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str,
         ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
         ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ct_fp8,"),
         ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
-        ("model.plain=['re:((']", r"model.plain: re:\(\( is no regular expression .*; mend it"),
+        ("model.plain=['re:((']", r"model.plain: re:\(\( is not a regular expression .*; mend it"),
         ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field, did you mean theta\?"),
         ("model.embedded.sha256=5", "model.embedded.sha256: only a model file brings a checkpoint; set checkpoint"),
         ("model.embedded={sha256: 5}", "model.embedded: only a model file brings a checkpoint; set checkpoint"),

@@ -77,9 +77,9 @@ MEANS: dict[str, list[str]] = {
 }  # fmt: skip
 
 WRONG = {
-    "--max-model-len 4kk": "argument --max-model-len: '4kk' is no number as 4096, 4k, 25.6k or 4K",
-    "--max-model-len 2.5K": "'2.5K' is no number",
-    "--swap-space 4GiB": "argument --swap-space: '4GiB' is no number of GiB as 4 or 0.5",
+    "--max-model-len 4kk": "argument --max-model-len: '4kk' is not a number as 4096, 4k, 25.6k or 4K",
+    "--max-model-len 2.5K": "'2.5K' is not a number",
+    "--swap-space 4GiB": "argument --swap-space: '4GiB' is not a number of GiB as 4 or 0.5",
     "--load-format pt": "--load-format=pt: there is no such choice; choices: auto, safetensors, gguf, dummy",
     "--load-format gguf": "--load-format=gguf: the checkpoint is another; leave it out",
     "x.gguf --load-format safetensors": "--load-format=safetensors: x.gguf is another; leave it out",
@@ -208,7 +208,7 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2]", "is no mapping from flags to values"),
+        ("[1, 2]", "is not a mapping from flags to values"),
         ("a: [", "is no YAML"),
         ("seeed: 1", "server.yaml: unrecognized arguments: --seeed=1, did you mean --seed?"),
         ("preemption-mode: swap", "server.yaml: --preemption-mode: whether blocks are swapped"),

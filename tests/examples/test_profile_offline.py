@@ -82,9 +82,9 @@ def test_without_a_tokenizer_the_input_is_random(talker: Path, flags: list[str],
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ("--bs 0", "atom-run: ConfigError: argument --bs: 0 is no whole number from 1"),
-        ("--input-length x", "atom-run: ConfigError: argument --input-length: x is no whole number from 1"),
-        ("--output_length=-3", "atom-run: ConfigError: argument --output_length: -3 is no whole number from 1"),
+        ("--bs 0", "atom-run: ConfigError: argument --bs: 0 is not a whole number from 1"),
+        ("--input-length x", "atom-run: ConfigError: argument --input-length: x is not a whole number from 1"),
+        ("--output_length=-3", "atom-run: ConfigError: argument --output_length: -3 is not a whole number from 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv: str, line: str, folder: Path, capsys: Any):

@@ -331,7 +331,7 @@ def test_another_seed_is_another_choice(converse: Any):
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        ({}, r"job\.dataset_path: .* is no list of conversations"),
+        ({}, r"job\.dataset_path: .* is not a list of conversations"),
         ([turns("a question", "an answer")], r"has only 1 conversations of a usable length; lower job\.num_prompts=2"),
     ],
 )

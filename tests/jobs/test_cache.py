@@ -356,7 +356,7 @@ def test_a_bundle_whose_keys_are_not_of_its_ingredients_is_refused(run: Any, cac
         run(f"cache={forged.folder}", f"job.export={tmp_path}/forged.tar")
         code, _, err = run(f"job.import={tmp_path}/forged.tar", f"cache={tmp_path}/target", "job.trust=true")
         what = f"{lying.kind}/{lying.key[:12]} is not the key of what it says that it is made of"
-        whole = f"{tmp_path}/forged.tar is no bundle that job.export wrote: {what}"
+        whole = f"{tmp_path}/forged.tar is not a bundle that job.export wrote: {what}"
         assert (code, err) == (1, f"atom-run: ArtifactError: {whole}\n")
         assert not (tmp_path / "target").exists()
 
@@ -387,7 +387,7 @@ def test_a_damaged_bundle_is_one_line_and_imports_nothing(run: Any, carry: Any, 
         bundle.write_bytes(damaged)
         code, out, err = run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")
         assert (code, out) == (1, "") and err.count("\n") == 1
-        assert err.startswith(f"atom-run: ArtifactError: {bundle} is no whole bundle: ")
+        assert err.startswith(f"atom-run: ArtifactError: {bundle} is not a whole bundle: ")
         assert not (tmp_path / "target").exists()
 
 

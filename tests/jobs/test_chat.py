@@ -116,7 +116,7 @@ def test_lines_are_answered_until_exit(talker: Path, engine: LLMEngine, monkeypa
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/nothing\n/clear\nthree\n/exit\nfour\n"))
     assert main([f"checkpoint={talker}", "job=chat", *GIVEN]) == 0
     assert asked == [("one", 1), ("two", 3), ("three", 1)]
-    assert "/nothing is no command; /clear begins anew" in capsys.readouterr().err
+    assert "/nothing is not a command; /clear begins anew" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_too_long_is_forgotten(engine: LLMEngine, talker: Path, capsys: Any):

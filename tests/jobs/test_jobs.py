@@ -84,7 +84,9 @@ def test_a_refused_prompt_is_one_line_and_the_others_are_answered(run: Any, chec
     code, out, err = run(f"checkpoint={checkpoints('llama')}", f"prompts={prompts}", "job.output=json", *GREEDY)
     assert code == 2
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == [[1, 2], [3]]
-    assert "atom-run: RequestError: prompt 1: 999 in the prompt is no token id; they are numbers from 0 to 100\n" in err
+    assert (
+        "atom-run: RequestError: prompt 1: 999 in the prompt is not a token id; they are numbers from 0 to 100\n" in err
+    )
 
 
 def test_text_shows_tokens_where_there_is_no_tokenizer_and_a_table_behind(run: Any, checkpoints: Any):

@@ -156,7 +156,7 @@ def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_s
         "prompts=[[999]],[[1]]",
     )
     assert ended.returncode == 2
-    assert "atom-run: RequestError: prompt 0: 999 in the prompt is no token id" in ended.stderr
+    assert "atom-run: RequestError: prompt 0: 999 in the prompt is not a token id" in ended.stderr
     assert ended.stderr.endswith("atom-run: 1 of 2 jobs failed: job 0\n") and "Traceback" not in ended.stderr
 
 
@@ -175,9 +175,9 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["level=glob(*)", "prompts=hi"], "level=glob(*) is no choice: glob finds files of a group, and level is none"),
-        (["model=glob(nope*)", "prompts=hi"], "model=glob(nope*) is no choice: none of arcee, auto, decoder,"),
-        (["seed=range(3,3)", "prompts=hi"], "seed=range(3,3) is no choice: there is nothing from its start to its end"),
+        (["level=glob(*)", "prompts=hi"], "level=glob(*) is not a choice: glob finds files of a group, and level is none"),
+        (["model=glob(nope*)", "prompts=hi"], "model=glob(nope*) is not a choice: none of arcee, auto, decoder,"),
+        (["seed=range(3,3)", "prompts=hi"], "seed=range(3,3) is not a choice: there is nothing from its start to its end"),
         (["job=serve"], "job=serve runs until it is stopped, so -m would never come to the next one; leave out -m"),
         (["level=0,1"], "job=serve runs until it is stopped"),
         (["job=explain,serve"], "job=serve runs until it is stopped"),

@@ -52,6 +52,18 @@ def test_a_gpu_without_room_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch
     assert memory.is_there and driver.num_there == 3 << 16
 
 
+@pytest.mark.parametrize("name", ["cuMemMap", "cuMemSetAccess"])
+def test_memory_that_cannot_be_used_is_given_back(name: str, monkeypatch: pytest.MonkeyPatch):
+    driver = stable.play(monkeypatch)
+    memory = StableMemory(1 << 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, name, lambda *_: 2)
+        with pytest.raises(torch.OutOfMemoryError, match=name):
+            memory.tensor((9,), torch.uint8)
+    assert driver.num_there == 0 and not driver.mapped and memory.is_there
+    assert memory.zeros((9,), torch.uint8).sum() == 0
+
+
 def test_it_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch):
     driver = stable.play(monkeypatch)
     memory = StableMemory(1 << 20)

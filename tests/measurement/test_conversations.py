@@ -8,7 +8,7 @@ import pytest
 from atom.measurement.conversations import read_entry, read_sharegpt
 
 
-@pytest.mark.parametrize(("text", "mistake"), [("{", "is no JSON file"), ("{}", "is no list of conversations")])
+@pytest.mark.parametrize(("text", "mistake"), [("{", "is no JSON file"), ("{}", "is not a list of conversations")])
 def test_a_file_that_is_no_sharegpt_is_named(text: str, mistake: str, tmp_path: Path):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=mistake):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -20,7 +22,7 @@ from test_quantized import LAYOUTS, write
 from thread_ranks import Meeting, ThreadCommunicator
 from torch import Tensor
 
-from atom.errors import CheckpointError, UnsupportedError
+from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.graph import Mesh
 from atom.plugin.vllm import architectures, register_model, register_platform
 from atom.plugin.vllm.config import overrides_of
@@ -228,6 +230,16 @@ def test_what_vllm_may_ask_for_and_atom_does_not_have_is_refused(make: Make, che
         model.embed_input_ids(torch.zeros(1).int())
 
 
+def test_an_error_says_how_vllms_own_model_runs(make: Make, checkpoints: Any):
+    with pytest.raises(
+        UnsupportedError, match=r"hf-overrides .*; ATOM_DISABLE_VLLM_PLUGIN=1 has vLLM run its own model"
+    ):
+        make(checkpoints("qwen3"), hf_overrides={"rope_theta": 1.0})
+    model = make(checkpoints("qwen3"))
+    with pytest.raises(CheckpointError, match="ATOM_DISABLE_VLLM_PLUGIN=1"):
+        model.load_weights([("model.nosuch.weight", torch.zeros(1))])
+
+
 def config_of(**fields: Any) -> vllm.VllmConfig:
     return vllm.VllmConfig(vllm.ModelConfig("/models/mine", **fields))
 
@@ -271,6 +283,40 @@ def test_each_family_is_registered_but_for_models_that_read_images(monkeypatch: 
     monkeypatch.setenv("ATOM_DISABLE_VLLM_PLUGIN", "1")
     register_model()
     assert vllm.ModelRegistry.models == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "is_ours"),
+    [("0.25.1", False), ("0.9.0.1", False), ("0.26.0", True), ("1.0+cpu", True), ("0.1.dev7+gabc", True), (None, True)],
+)
+def test_an_older_vllm_keeps_its_own_models(
+    version: str | None, is_ours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def find(name: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr("atom.plugin.vllm.version", find)
+    monkeypatch.setitem(vllm.MODULES["vllm.platforms"]["builtin_platform_plugins"], "rocm", lambda: "rocm")
+    register_model()
+    assert bool(vllm.ModelRegistry.models) == bool(register_platform()) == is_ours
+    said = capsys.readouterr().err
+    line = f"vLLM runs its own models: atom's need vLLM 0.26 or newer, and this is {version}"
+    assert said == "" if is_ours else line in said
+
+
+def test_a_model_file_that_cannot_be_read_does_not_end_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("atom.plugin.vllm.model_files", Mock(side_effect=ConfigError("mine.yaml: no mapping")))
+    register_model()
+    assert vllm.ModelRegistry.models == {}
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("atom-run: vLLM runs its own models: mine.yaml: no mapping; ATOM_DISABLE")
+        and said.count("\n") == 1
+    )
 
 
 def test_the_platform_is_for_amds_gpus_alone(monkeypatch: pytest.MonkeyPatch):

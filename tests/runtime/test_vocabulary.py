@@ -53,5 +53,5 @@ def test_what_has_no_token_or_no_tokenizer_is_refused(vocabulary: Vocabulary):
 
 def test_an_allowed_token_must_be_one_of_the_model(vocabulary: Vocabulary):
     vocabulary.check(SamplingParams(allowed_token_ids=[6]))
-    with pytest.raises(RequestError, match="7 is no token id"):
+    with pytest.raises(RequestError, match="7 is not a token id"):
         vocabulary.check(SamplingParams(allowed_token_ids=[7]))

@@ -137,7 +137,7 @@ def test_a_template_value_that_each_request_sets_is_refused_at_the_start(talker:
         with pytest.raises(ConfigError, match=rf"serve\.http\.chat_template_kwargs: {name} is set for each request"):
             read_template(load([f"checkpoint={talker}", f"serve.http.chat_template_kwargs={{{name}:1}}"]))
     with pytest.raises(
-        ConfigError, match=r"serve\.http\.chat_template_kwargs=1 is no mapping; write \{enable_thinking"
+        ConfigError, match=r"serve\.http\.chat_template_kwargs=1 is not a mapping; write \{enable_thinking"
     ):
         read_template(load([f"checkpoint={talker}", "serve.http.chat_template_kwargs=1"]))
 

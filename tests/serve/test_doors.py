@@ -162,7 +162,9 @@ def test_what_was_changed_on_the_way_is_refused(doors: Server):
     assert reason(headers={"content-digest": "sha-256=:AAAA:"}) == other
     assert reason(headers={"signature": "pyhms=:AAAA:"}) == other
     assert reason(headers={"signature": ""}) == "signature has no bytes for pyhms"
-    assert reason(headers={"signature-input": "nonsense("}) == "signature-input is no dictionary of structured fields"
+    assert (
+        reason(headers={"signature-input": "nonsense("}) == "signature-input is not a dictionary of structured fields"
+    )
     signed = Signed(BODY, covered=COVERED[:-1])
     assert reason() == "it does not cover content-digest, and there is a body"
     signed = Signed(BODY, key=Ed25519PrivateKey.generate())
@@ -316,7 +318,7 @@ def test_clients_of_others_read_a_signed_stream(doors: Server):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("s=(", "no dictionary"),
+        ("s=(", "not a dictionary"),
         ("a=(), b=()", "ask for one signature"),
         ("", "ask for one signature"),
         ('s=("date")', "content-digest, content-type, x-request-id are signed"),

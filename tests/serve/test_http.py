@@ -116,7 +116,7 @@ def test_a_drip_of_headers_does_not_move_the_deadline(strict: Server):
 
 
 def test_what_is_no_http_is_refused(strict: Server):
-    assert_refused(answer_to(strict, b"\x16\x03\x01 hello\r\n\r\n"), 400, "this is no valid HTTP request")
+    assert_refused(answer_to(strict, b"\x16\x03\x01 hello\r\n\r\n"), 400, "this is not a valid HTTP request")
 
 
 def test_a_connection_that_is_kept_has_time_again(strict: Server):

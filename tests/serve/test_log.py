@@ -51,7 +51,7 @@ def test_every_line_is_json_and_what_is_refused_has_its_message(lines_of: Run):
     assert all(list(line)[:3] == ["time", "level", "message"] for line in lines)
     errors = {line["status"]: line["error"] for line in lines if line.get("status", 200) >= 400}
     assert errors[404] == "the model 'other' is not served here; there is: talker"
-    assert errors[400] == "this is no valid HTTP request"
+    assert errors[400] == "this is not a valid HTTP request"
     refused = [line["error"] for line in lines if line.get("path") == "/v1/messages"]
     assert len(refused) == 1 and "max_tokens: Input should be greater than" in refused[0]
     said = {line["message"]: line for line in lines}

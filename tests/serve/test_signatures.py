@@ -277,8 +277,8 @@ def test_no_bit_of_a_signature_may_change(at: int, bits: int):
     [
         ('a=("x" "x")', "a=:AA==:", "a component twice"),
         ('a=("x";req "x";req)', "a=:AA==:", "a component twice"),
-        ("a=(x)", "a=:AA==:", "no list of components"),
-        ('a="x"', "a=:AA==:", "no list of components"),
+        ("a=(x)", "a=:AA==:", "not a list of components"),
+        ('a="x"', "a=:AA==:", "not a list of components"),
         ('a=("x"), a=("x")', "a=:AA==:", "has a twice"),
         ('a=("x")', "b=:AA==:", "no bytes for a"),
         ('a=("x")', 'a="AA"', "no bytes for a"),
@@ -327,10 +327,10 @@ def test_keys_are_read_as_openssh_and_openssl_write_them(tmp_path: Path):
     assert key is not None and key.private_bytes_raw() == rfc_key().private_bytes_raw()
     assert load_signing_key(None) is None
     for wrong in ("", "x", "ssh-ed25519 AAAA", PUBLIC.replace("MCow", "MCoz"), ssh.replace("ssh-ed25519", "ssh-rsa")):
-        with pytest.raises(ConfigError, match=r"^at x is no public key of Ed25519"):
+        with pytest.raises(ConfigError, match=r"^at x is not a public key of Ed25519"):
             load_public_key("at x", wrong)
     file.write_text(PUBLIC)
-    with pytest.raises(ConfigError, match="no private key of Ed25519 that can be read"):
+    with pytest.raises(ConfigError, match="not a private key of Ed25519 that can be read"):
         load_signing_key(f"@{file}")
     with pytest.raises(ConfigError, match="name a file"):
         load_signing_key("secret")

@@ -103,11 +103,11 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
     [
         ("", "holds no key"),
         ("[a]", "holds no key"),
-        ("a: sk-1", "a is no mapping"),
+        ("a: sk-1", "a is not a mapping"),
         ("a: {}", "a has neither key nor public_key"),
         ("a: {weight: 2}", "a has neither key nor public_key"),
-        ("a: {key: 5}", "a.key is no word"),
-        ("a: {key: 'b c'}", "a.key is no word"),
+        ("a: {key: 5}", "a.key is neither a word nor a list of words"),
+        ("a: {key: 'b c'}", "a.key is neither a word nor a list of words"),
         ("a: {key: b, wieght: 2}", "there is no wieght, did you mean weight"),
         ("a: {key: b, weight: 0}", "a.weight=0 is not a number above 0"),
         ("a: {key: b, max_concurrent: 1.5}", "a.max_concurrent=1.5 is not a whole number above 0"),
@@ -115,7 +115,7 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         ("a: {key: b, priority: x}", "a.priority=x is not a whole number"),
         ("a: {key: b, tokens_per_second: .inf}", "tokens_per_second=inf is not a number"),
         ("a: {key: b, tokens_per_second: true}", "tokens_per_second=True is not a number"),
-        ("a: {public_key: nope}", "a.public_key is no public key of Ed25519"),
+        ("a: {public_key: nope}", "a.public_key is not a public key of Ed25519"),
         ("a: {key: sesame, : [", r"no YAML \(line 1\)$"),
     ],
 )
@@ -130,9 +130,9 @@ def test_what_is_wrong_with_a_file_is_said_without_its_keys(tmp_path: Path, text
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (PUBLIC, "line 1 is no named Ed25519 key"),
-        (f"{PUBLIC} a\nssh-rsa AAAA b", "line 2 is no named Ed25519 key"),
-        ("ssh-ed25519 AAAA a", "line 1 is no public key of Ed25519"),
+        (PUBLIC, "line 1 is not a named Ed25519 key"),
+        (f"{PUBLIC} a\nssh-rsa AAAA b", "line 2 is not a named Ed25519 key"),
+        ("ssh-ed25519 AAAA a", "line 1 is not a public key of Ed25519"),
         ("# none\n", "holds no key"),
     ],
 )

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from atom.config.spelling import override
 from atom.errors import UnsupportedError
-from atom.graph import TORCH_DTYPES
+from atom.weights.arriving import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ATTENTION_PASS = "atom.plugin.vllm.hand_over_attention:hand_over_attention@lower_attention"
 OVERRIDES = "atom"  # the key of `additional_config` that has overrides for atom
 
@@ -26,7 +25,7 @@ def overrides_of(vllm_config: VllmConfig) -> list[str]:
     stated = {
         "checkpoint": model.model,
         "revision": None if Path(model.model).exists() else model.revision,
-        "dtype": NAMES[model.dtype],
+        "dtype": DTYPE_NAMES[model.dtype],
         "device": vllm_config.device_config.device_type,
         "job": "explain",  # nothing is served, and no rank is started
         "serve.max_model_len": model.max_model_len,

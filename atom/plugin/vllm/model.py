@@ -27,9 +27,10 @@ from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config
 from atom.config.load import load
 from atom.config.resolve import stacked_parts
-from atom.errors import UnsupportedError
+from atom.errors import AtomError, UnsupportedError
 from atom.graph import BODY, HEAD, Graph, Recipe
 from atom.kernels import compile_launches, find_tuner
+from atom.plugin.vllm import DISABLE
 from atom.plugin.vllm.communicator import GroupCommunicator, NoCommunicator
 from atom.plugin.vllm.config import overrides_of
 from atom.plugin.vllm.layers import AttentionLayers
@@ -37,13 +38,13 @@ from atom.plugin.vllm.ops import attention_layer, mla_attention_layer
 from atom.runtime.program import Bindings, Executable, Kernels, score
 from atom.runtime.tune import measured_kernels
 from atom.weights.arriving import load_arriving
-from atom.weights.evaluate import Loaded, tensors_in
+from atom.weights.evaluate import Loaded, overwrite
 
 
 class AtomForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        with defaults_of_torch():
+        with naming_the_way_out(), defaults_of_torch():
             self._config = load(overrides_of(vllm_config))
             self._graph, self._code = compile_for(self._config)[:2]
         self.attention = AttentionLayers(self._graph, vllm_config, prefix)
@@ -83,7 +84,7 @@ class AtomForCausalLM(nn.Module):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load what vLLM reads; a second time into the same memory, which CUDA graphs hold. The parameters' names."""
         stacked, ignore = stacked_parts(self._config.model), left_out(self._config)
-        with defaults_of_torch():
+        with naming_the_way_out(), defaults_of_torch():
             arriving = load_arriving(self._graph.recipes(), tensors, stacked, self._device, self._coordinates, ignore)
             if self._tensors:
                 for recipe, loaded in arriving:
@@ -130,6 +131,15 @@ def defaults_of_torch() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
+@contextmanager
+def naming_the_way_out() -> Iterator[None]:
+    """Within this context, an error says how vLLM's own model runs, where atom refuses one or its checkpoint."""
+    try:
+        yield
+    except AtomError as error:
+        raise type(error)(f"{error}; {DISABLE}=1 has vLLM run its own model") from error
+
+
 def compile_for(config: Config) -> Compiled:
     """The lowered text and its pieces, from the cache folder where they are there."""
 
@@ -168,12 +178,6 @@ def precompile(graph: Graph, bindings: Bindings, steps: Iterable[tuple[int, int]
             numbers = torch.zeros(num_tokens, dtype=torch.int64, device=device)
             (hidden,) = body({"tokens": numbers, "positions": numbers})
             score(head, (hidden[:num_logits],))
-
-
-def overwrite(old: Loaded, new: Loaded) -> None:
-    """Copy what is loaded into the memory of what was."""
-    for before, after in zip(tensors_in(old), tensors_in(new), strict=True):
-        before.copy_(after)
 
 
 def log(line: str) -> None:

@@ -182,7 +182,7 @@ class Frames(Generic[T]):
             while len(held) - start >= HEAD.size:
                 (size,) = HEAD.unpack_from(held, start)
                 if size > MAX_FRAME:
-                    raise ValueError(f"a frame of {size} bytes is no message of ours")
+                    raise ValueError(f"a frame of {size} bytes is not a message of ours")
                 stop = start + HEAD.size + size
                 if stop > len(held):
                     break

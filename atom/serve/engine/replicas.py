@@ -210,7 +210,7 @@ class Replicas:
         if header is None:
             return None
         if not (header.isascii() and header.isdigit() and len(header) < 5 and int(header) < len(self)):
-            raise RequestError(f"{PIN}: {header[:20]!r} is no engine here; there is: 0 to {len(self) - 1}")
+            raise RequestError(f"{PIN}: {header[:20]!r} is not an engine here; there is: 0 to {len(self) - 1}")
         return int(header)
 
     async def load_adapter(self, name: str, path: str) -> None:

@@ -129,7 +129,7 @@ def find_constraint(body: Generation) -> Constraint | None:
 def read_bias(bias: dict[str, float]) -> dict[int, float]:
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise FieldError("logit_bias", f"logit_bias: {shown(token)!r} is no token id")
+            raise FieldError("logit_bias", f"logit_bias: {shown(token)!r} is not a token id")
     return {int(token): value for token, value in bias.items()}
 
 
@@ -158,4 +158,4 @@ def check_limits(values: dict[str, Any], body: Generation, config: Config) -> No
 def check_tokens(field: str, tokens: Iterable[int], config: Config) -> None:
     vocab = config.model.vocab
     if wrong := next((token for token in tokens if not 0 <= token < vocab), None):
-        raise FieldError(field, f"{field}: {wrong} is no token id; they are numbers from 0 to {vocab - 1}")
+        raise FieldError(field, f"{field}: {wrong} is not a token id; they are numbers from 0 to {vocab - 1}")

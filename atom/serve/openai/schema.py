@@ -64,7 +64,7 @@ def find_fault(value: Any) -> str | None:
     for _ in range(MAX_DEPTH):
         for item in level:
             if isinstance(item, str) and not is_unicode(item):
-                return "this holds half a surrogate pair, which is no text"
+                return "this holds half a surrogate pair, which is not text"
             if isinstance(item, float) and not math.isfinite(item):
                 return "this holds a number that is not finite"
             if isinstance(item, int) and not INT_LIMITS[0] <= item < INT_LIMITS[1]:

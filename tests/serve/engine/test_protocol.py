@@ -44,7 +44,7 @@ def test_a_frame_is_its_length_and_its_body():
 
 
 def test_what_is_no_frame_of_ours_is_refused():
-    with pytest.raises(ValueError, match="no message of ours"):
+    with pytest.raises(ValueError, match="not a message of ours"):
         to_engine().feed(b"\xff\xff\xff\xff")
     with pytest.raises(msgspec.ValidationError):
         to_engine().feed(encode(Ready(9)))  # goes the other way

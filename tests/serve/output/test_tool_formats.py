@@ -237,10 +237,10 @@ def test_the_format_of_the_docs_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("[]", "is no mapping"),
+        ("[]", "is not a mapping"),
         ("begin: <a>", "call is missing"),
         ("{begin: <a>, call: '{json}', ends: x}", "there is no key ends"),
-        ("{begin: 1, call: '{json}'}", "begin=1 is no text"),
+        ("{begin: 1, call: '{json}'}", "begin=1 is not a text"),
         ("{begin: <a>, call: '{json}', bare: 1}", "bare=1 is not true or false"),
         ("{begin: <a>, call: '{name}'}", "must have one of {arguments}"),
         ("{begin: <a>, call: '{arguments}'}", "must have {name}, or {id}, before"),

@@ -1,9 +1,9 @@
 """Time the phases of a start.
 
-    clock = PhaseClock({"imports": seconds_since_exec()})
-    clock.stop("weights")        # the time since the last stop went to the weights
-    clock.seconds                # {"imports": 1.9, "weights": 1.2}
-    clock.describe()             # 3.10 s: imports 1.90, weights 1.20
+clock = PhaseClock({"imports": seconds_since_exec()})
+clock.stop("weights")        # the time since the last stop went to the weights
+clock.seconds                # {"imports": 1.9, "weights": 1.2}
+clock.describe()             # 3.10 s: imports 1.90, weights 1.20
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_a_model_cannot_steer_the_terminal(engine: LLMEngine, talker: Path, caps
 
 def test_lines_are_answered_until_exit(talker: Path, engine: LLMEngine, monkeypatch: Any, capsys: Any):
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(LLMEngine, "from_config", lambda config: engine)
+    monkeypatch.setattr(LLMEngine, "from_config", lambda config, clock: engine)
     monkeypatch.setattr(
         Chat, "answer", lambda self: asked.append((self.messages[-1]["content"], len(self.messages))) or ""
     )

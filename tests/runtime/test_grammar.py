@@ -114,7 +114,7 @@ def test_answers_to_50_random_schemas_are_valid(engine: LLMEngine):
         assert answer["finish_reason"] == "eos", (schema, answer["text"])
         validators.validate(schema, json.loads(answer["text"]))
     assert len({answer["text"] for answer in answers}) > 40
-    assert sum(answer["text"].startswith(("{", "[")) for answer in answers) > 20
+    assert sum(answer["text"].startswith(("{", "[")) for answer in answers) > 15
 
 
 @pytest.mark.parametrize(

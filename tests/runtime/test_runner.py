@@ -27,6 +27,7 @@ from atom.compiler import compile_graph
 from atom.config.checkpoint import open_for
 from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError, EngineDeadError
+from atom.graph import BODY
 from atom.kernels import Target
 from atom.kernels.triton import sampling
 from atom.runtime import model
@@ -463,7 +464,7 @@ def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
         return pending
 
     monkeypatch.setattr(runner, "_execute", run)
-    monkeypatch.setattr(runner.model, "body", mode.spare(runner.model.body))
+    monkeypatch.setitem(runner.model.executables, BODY, mode.spare(runner.model.body))
     if place == Place("cpu", "triton"):  # the interpreter allocates, a launch does not
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", mode.spare(interpreter.GridExecutor.__call__))
     sequences, num_failures = generate_in_spite(engine, asked)
@@ -519,7 +520,7 @@ def test_a_step_that_memory_does_not_hold_names_the_knobs(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, body: Callable[[Any], None]
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(engine._engine.runner.model, "body", body)  # type: ignore[attr-defined]
+        patch.setitem(engine._engine.runner.model.executables, BODY, body)  # type: ignore[attr-defined]
         with pytest.raises(
             CapacityError, match=r"a step of 30 tokens of 3 sequences .* serve.max_num_batched_tokens \(to 15\)"
         ):

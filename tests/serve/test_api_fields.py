@@ -940,7 +940,6 @@ def test_a_template_without_reasoning_effort_does_not_get_it(server: Server):
         {"web_search_options": {}},
         {"moderation": {"model": "m"}},
         {"modalities": ["audio"]},
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
     ],
     ids=lambda more: next(reversed(more)),
 )

@@ -183,7 +183,7 @@ def test_each_of_several_replicas_sees_the_gpus_of_its_ranks(
 
 @pytest.mark.parametrize(("num_replicas", "expected"), [(1, 6), (2, 3), (4, 1), (9, 1)])
 def test_replicas_share_the_cores(num_replicas: int, expected: int, monkeypatch: pytest.MonkeyPatch):
-    def open_engine(config: Any, progress: Any, *, replica: int) -> tuple[int, int]:
+    def open_engine(config: Any, progress: Any, *, replica: int, clock: Any) -> tuple[int, int]:
         return torch.get_num_threads(), replica
 
     monkeypatch.setattr("atom.build.open_engine", open_engine)

@@ -283,7 +283,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
         names = re.findall(r"--([\w-]+)", self.format_help())
-        near = difflib.get_close_matches(unknown[1].replace("_", "-"), names, 1, 0.8) if unknown else ()
+        near = difflib.get_close_matches(unknown[1].replace("_", "-"), names, 1, 0.82) if unknown else ()
         hint = f", did you mean --{near[0]}?" if near else ""
         raise ConfigError(f"{message}{hint}; {self.prog} --help shows what there is")
 

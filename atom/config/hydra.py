@@ -189,7 +189,7 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         stated = f"{key}={json.dumps(hf[key])[:100]} in its config.json"
         what = "name" if is_gguf else "list of names"
-        raise CheckpointError(f"{checkpoint}: {stated} is no {what}; mend it, or choose with model=NAME")
+        raise CheckpointError(f"{checkpoint}: {stated} is not a {what}; mend it, or choose with model=NAME")
     matching = {file.name: file for name, file in known if name in names}
     if not matching:
         listed = ", ".join(sorted({name for name, _ in known if name}))

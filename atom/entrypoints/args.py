@@ -284,9 +284,8 @@ class Parser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
         names = re.findall(r"--([\w-]+)", self.format_help())
         name = unknown[1].replace("_", "-") if unknown else ""
-        near = difflib.get_close_matches(name, names, 1, 0.85) or [
-            each for each in names if sorted(each) == sorted(name)
-        ]
+        swapped = [each for each in names if sorted(each) == sorted(name)]
+        near = difflib.get_close_matches(name, names, 1, 0.85) or swapped
         hint = f", did you mean --{near[0]}?" if near else ""
         raise ConfigError(f"{message}{hint}; {self.prog} --help shows what there is")
 

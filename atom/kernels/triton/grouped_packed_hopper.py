@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from atom.graph import PackedWeight
-from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
@@ -25,12 +24,11 @@ from atom.kernels.triton.linear.packed_hopper import (
     BOX,
     BYTES,
     GATED,
-    UP_EXPONENT,
     WEIGHT,
+    _finish,
     _load_operands,
     _load_scales,
     _multiply_box,
-    _store,
     _unpack,
     _wait_for,
     _weight_descriptors,
@@ -128,20 +126,9 @@ def _consume(given, plan, sizes, memory, WHO: gl.constexpr, OUT: gl.constexpr, I
             if VALUES != "e4m3":
                 operands = next_operands
         first += steps
-        if VALUES == "e2m1":
-            acc *= 1 << UP_EXPONENT
-        if SCALE_COLUMNS is None:
-            acc *= gl.load(scales + blocks).to(gl.float32)[:, None]
-        if bias is not None:
-            acc += gl.load(bias + own).to(gl.float32)[:, None]
-        result = acc.to(y.dtype.element_ty)
-        if KIND is None:
-            _store(result, y, x_row, end, first_row, OUT)
-        else:
-            halves = result.reshape([BLOCK_O // 16, 2, 8, ROWS]).permute((0, 2, 3, 1))
-            gates, ups = halves.reshape([BLOCK_O // 2, ROWS, 2]).split()
-            m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
-            _store(m, y, x_row, end, first_row // 2, OUT // 2)
+        _finish(
+            acc, y, scales, blocks, bias, own, x_row, end, first_row, OUT, VALUES, SCALE_COLUMNS, KIND, LIMIT, ALPHA
+        )
 
 
 @jit(do_not_specialize=["num"])

@@ -59,16 +59,11 @@ def test_what_is_not_few_is_grouped():
 
 COMPILE = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
+from kernels.compiling import use_hopper
 from kernels.hopper.test_few_hopper import EXPERTS, make_experts
 from kernels.hopper.test_hopper import H200
 from atom.kernels.triton import few_hopper, moe
 few_hopper.IS_CHOSEN = True
-
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
 class Compile:
     def __init__(self, kernel):
@@ -81,7 +76,7 @@ class Compile:
             print("compiled")
         return compile
 
-triton.runtime.driver.set_active(Driver())
+use_hopper()
 few_hopper.find_gpu = lambda device: H200
 for name in ("_gates_kernel", "_downs_kernel"):
     setattr(few_hopper, name, Compile(getattr(few_hopper, name)))

@@ -199,16 +199,11 @@ class TestChoice:
 
 COMPILE = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
+from kernels.compiling import use_hopper
 from kernels.hopper.test_hopper import FORMATS, H200, draw
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton.linear import linear, packed_hopper
 from atom.kernels.triton import moe
-
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
 class Compile:
     def __init__(self, kernel):
@@ -222,7 +217,7 @@ class Compile:
             print("compiled")
         return compile
 
-triton.runtime.driver.set_active(Driver())
+use_hopper()
 linear.find_gpu = moe.find_gpu = lambda device: H200
 linear.normalize = lambda a, b, norm, eps: (a, a)
 packed_hopper._multiply = Compile(packed_hopper._multiply)

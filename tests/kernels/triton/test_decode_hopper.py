@@ -59,14 +59,9 @@ def test_it_leaves_to_the_other_kernel(given: dict[str, Any]):
 
 COMPILE = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
+from kernels.compiling import use_hopper
 from atom.kernels.triton.attention import decode, decode_hopper
 from kernels.triton.test_decode_hopper import FP8, H200
-
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
 class Compile:
     def __init__(self, kernel):
@@ -83,7 +78,7 @@ class Compile:
             print("compiled")
         return compile
 
-triton.runtime.driver.set_active(Driver())
+use_hopper()
 decode.find_gpu = decode_hopper.find_gpu = lambda device: H200
 decode_hopper._decode = Compile(decode_hopper._decode)
 numbers, angle, scale = torch.zeros(9, 9, dtype=torch.int32), torch.zeros(4, 32), torch.ones(1)

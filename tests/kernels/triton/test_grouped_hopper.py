@@ -20,16 +20,11 @@ from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 
 COMPILE = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
+from kernels.compiling import use_hopper
 from kernels.hopper.test_hopper import FORMATS, H200, draw
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton import grouped_hopper, grouped_packed_hopper, moe
 from atom.kernels.triton.linear.row_kernels import FP8
-
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
 class Compile:
     def __init__(self, kernel, has_products):
@@ -45,7 +40,7 @@ class Compile:
                 print("compiled")
         return compile
 
-triton.runtime.driver.set_active(Driver())
+use_hopper()
 for module in (grouped_hopper, grouped_packed_hopper):
     module.find_gpu = lambda device: H200
     module._multiply = Compile(module._multiply, True)

@@ -348,20 +348,31 @@ def _multiply(
                 acc += gl.load(place + split * stride, cache_modifier=".cg")
             gl.store(arrived + tile, 0)
     if is_last:
-        if VALUES == "e2m1":
-            acc *= 1 << UP_EXPONENT
-        if SCALE_COLUMNS is None:
-            acc *= gl.load(scales + blocks).to(gl.float32)[:, None]
-        if bias is not None:
-            acc += gl.load(bias + own).to(gl.float32)[:, None]
-        result = acc.to(y.dtype.element_ty)
-        if KIND is None:
-            _store(result, y, x_row, end, first_row, OUT)
-        else:
-            halves = result.reshape([BLOCK_O // 16, 2, 8, BLOCK_R]).permute((0, 2, 3, 1))
-            gates, ups = halves.reshape([BLOCK_O // 2, BLOCK_R, 2]).split()
-            m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
-            _store(m, y, x_row, end, first_row // 2, OUT // 2)
+        _finish(
+            acc, y, scales, blocks, bias, own, x_row, end, first_row, OUT, VALUES, SCALE_COLUMNS, KIND, LIMIT, ALPHA
+        )
+
+
+@jit
+def _finish(acc, y, scales, blocks, bias, own, x_row, end, first_row, OUT: gl.constexpr, VALUES: gl.constexpr,
+            SCALE_COLUMNS: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr):  # fmt: skip
+    """Scale sums [outputs, tokens] by row, add their biases, and store them or what their gates give."""
+    BLOCK_O: gl.constexpr = acc.shape[0]
+    ROWS: gl.constexpr = acc.shape[1]
+    if VALUES == "e2m1":
+        acc *= 1 << UP_EXPONENT
+    if SCALE_COLUMNS is None:
+        acc *= gl.load(scales + blocks).to(gl.float32)[:, None]
+    if bias is not None:
+        acc += gl.load(bias + own).to(gl.float32)[:, None]
+    result = acc.to(y.dtype.element_ty)
+    if KIND is None:
+        _store(result, y, x_row, end, first_row, OUT)
+    else:
+        halves = result.reshape([BLOCK_O // 16, 2, 8, ROWS]).permute((0, 2, 3, 1))
+        gates, ups = halves.reshape([BLOCK_O // 2, ROWS, 2]).split()
+        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        _store(m, y, x_row, end, first_row // 2, OUT // 2)
 
 
 @jit

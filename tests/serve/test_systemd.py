@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -118,15 +119,19 @@ def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
         stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 20})  # two seconds
         events = stream.read_events()
         assert len(events) == 21 and events[-1] == "[DONE]"
-        start = time.monotonic()
-        while server.process.poll() is None and time.monotonic() < start + 10:
+        end = time.monotonic() + 10
+        while server.process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
             try:
                 wire.ask(server.url, "GET", "/health")  # a probe keeps no server awake
             except OSError:
                 break
         assert server.process.wait(10) == 0
-        assert 0.4 < time.monotonic() - start < 8
+        entries = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+        (asked,) = (entry for entry in entries if entry.get("path") == "/v1/completions")
+        (idle,) = (entry for entry in entries if entry["message"] == "idle")
+        between = datetime.fromisoformat(idle["time"]) - datetime.fromisoformat(asked["time"])
+        assert 0.4 < between.total_seconds() < 8
     finally:
         server.process.kill()
         server.process.wait()

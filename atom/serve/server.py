@@ -128,7 +128,7 @@ class Server:
         self._signals: list[int] = []
         self._is_idle = False  # it ends since nobody has asked for long
         self._has_reported_death = False
-        self._busy_at = 0.0  # time.perf_counter() when it was last seen to load or to answer
+        self._busy_at = time.perf_counter()  # it was last seen to load or to answer
         self._fault: Exception | None = None  # an error of this process
         self._code = 0
 

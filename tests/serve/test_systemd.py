@@ -113,10 +113,10 @@ def test_the_first_request_waits_and_an_idle_server_ends_and_starts_anew(
 
 
 def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
-    stub = {"step_seconds": 0.2}
-    server = serving.start(talker, tmp_path, "serve.idle_exit_seconds=3", stub=stub)  # longer than a start is noticed
+    stub = {"step_seconds": 0.15}
+    server = serving.start(talker, tmp_path, "serve.idle_exit_seconds=2", stub=stub)  # longer than a start is noticed
     try:
-        stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 20})  # four seconds
+        stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 20})  # three seconds
         events = stream.read_events()
         assert len(events) == 21 and events[-1] == "[DONE]"
         end = time.monotonic() + 30
@@ -131,7 +131,7 @@ def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
         (asked,) = (entry for entry in entries if entry.get("path") == "/v1/completions")
         (idle,) = (entry for entry in entries if entry["message"] == "idle")
         between = datetime.fromisoformat(idle["time"]) - datetime.fromisoformat(asked["time"])
-        assert 2.9 < between.total_seconds() < 30
+        assert 1.9 < between.total_seconds() < 30
     finally:
         server.process.kill()
         server.process.wait()

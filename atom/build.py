@@ -41,8 +41,9 @@ from atom.runtime.driver import Driver, RanksProfiler
 from atom.runtime.engine import Engine
 from atom.runtime.host_blocks import HostBlocks, plan_host_blocks
 from atom.runtime.host_blocks import measure as measure_swap
-from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
+from atom.runtime.kv_cache import KVCache
 from atom.runtime.kv_files import KVFiles
+from atom.runtime.kv_plan import num_blocks_needed, plan_memory
 from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore, measured_names
 from atom.runtime.loras import Loras
 from atom.runtime.model import Model

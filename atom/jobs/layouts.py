@@ -29,7 +29,7 @@ from atom.graph.recipes import held_bytes
 from atom.jobs.roofline import PRODUCTS, Limits, Product, program_costs, read_costs, step_work, total
 from atom.jobs.workload import Step
 from atom.kernels import Target
-from atom.runtime.kv_cache import num_blocks_needed
+from atom.runtime.kv_plan import num_blocks_needed
 from atom.runtime.types import CacheKind
 
 NUM_GPUS = (2, 4, 8, 16)  # that are shown beside one

@@ -1,6 +1,7 @@
 """Allocate KV blocks to sequences, by cache kind; no tensors.
 
-Room, sharing, prefix hits and the plan of memory are decided here.
+Room, sharing and prefix hits are decided here; `kv_plan.py` says how many blocks there are, `block_pool.py` which is
+taken next.
 
     cache = KVCache([CacheKind("full", 2048)], {"full": 1024}, block_size=16, enable_prefix_caching=True)
     sequence.num_computed = cache.match_prefix(sequence)    # fills sequence.blocks with what is there already
@@ -22,197 +23,17 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from itertools import islice
 from typing import NamedTuple
 
-from atom.errors import CapacityError, ConfigError
+from atom.runtime.block_pool import BlockPool
 from atom.runtime.kv_files import Fetch, KVFiles, chain, digest_of
+from atom.runtime.kv_plan import num_blocks_needed
 from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
-from atom.runtime.types import BlockCopies, CacheKind, Sequence, StepLimits, SwapCosts
+from atom.runtime.types import BlockCopies, CacheKind, Sequence, SwapCosts
 
-SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are needed
 SAVED_BYTES = 64 << 20  # at most beside a step, which takes longer than these copies
-
-
-def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
-    """The most blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
-    whole = -(-num_tokens // block_size)
-    if kind.window is None:
-        return whole
-    span = kind.window - 1 + step  # tokens that a step's queries see, wherever blocks begin
-    return min(whole, (span - 2) // block_size + 2 + 1)  # and the block that `commit` keeps for siblings
-
-
-def plan_memory(
-    kinds: SequenceOf[CacheKind],
-    block_size: int,
-    limits: StepLimits,
-    *,
-    memory_bytes: int | None = None,
-    num_blocks: int | None = None,
-    room: str = "there are {has}",
-) -> dict[str, int]:
-    """Blocks of each pool by cache kind, block 0 included: of `memory_bytes` together, or `num_blocks` without it.
-
-    All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
-    Where they do not hold one sequence of `max_model_len`: CapacityError for `memory_bytes`, ConfigError for
-    `num_blocks`; room: what to say of the memory.
-    """
-    max_model_len, max_step = limits.max_model_len, limits.max_num_batched_tokens
-    step_blocks = -(-max_step // block_size)
-    useful = {
-        kind.name: limits.max_num_seqs * num_blocks_needed(kind, block_size, max_model_len) + step_blocks
-        for kind in kinds
-        if kind.window is not None
-    }
-
-    def equal(count: int) -> dict[str, int]:
-        return {kind.name: 1 + min(count, useful.get(kind.name, count)) for kind in kinds}
-
-    def alone(length: int) -> dict[str, int]:
-        step = min(length, max_step)
-        return {kind.name: 1 + num_blocks_needed(kind, block_size, length, step) for kind in kinds}
-
-    def size(blocks: Mapping[str, int]) -> int:
-        return sum(blocks[kind.name] * block_size * kind.bytes_per_token for kind in kinds)
-
-    least = alone(max_model_len)
-    if num_blocks is not None:
-        given, needed = equal(num_blocks), max(least.values()) - 1
-        if any(given[name] < blocks for name, blocks in least.items()):
-            raise ConfigError(
-                f"serve.num_kvcache_blocks={num_blocks} hold no sequence of serve.max_model_len={max_model_len}, which "
-                f"takes {needed} blocks of {block_size} tokens: set serve.num_kvcache_blocks={needed} or more, or "
-                f"serve.max_model_len={num_blocks * block_size} or less"
-            )
-        return given
-    assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
-    if size(least) > memory_bytes:
-        length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
-        raise CapacityError(
-            f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(least)} bytes, "
-            + room.format(has=memory_bytes, needs=size(least))
-            + (f" or lower serve.max_model_len to {length}" if length else "")
-        )
-
-    def plan(count: int) -> dict[str, int]:
-        return {name: max(blocks, least[name]) for name, blocks in equal(count).items()}
-
-    counts = range(memory_bytes // (block_size * min(kind.bytes_per_token for kind in kinds)) + 1)
-    return plan(bisect_right(counts, memory_bytes, key=lambda count: size(plan(count))) - 1)
-
-
-class BlockPool:
-    """The blocks of one cache kind: held by tables, free and blank, or free and cached until they are taken."""
-
-    def __init__(
-        self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache, name: str = "", host: BlockPool | None = None
-    ) -> None:
-        """name: in `Prefix.blocks`; the kind's by default. host: where the content of cached blocks is kept"""
-        assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
-        self.kind, self.name, self.window = kind, name or kind.name, kind.window
-        self.num_blocks = num_blocks
-        self.num_holders = [0] * num_blocks
-        self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
-        self.blank = list(range(num_blocks - 1, 0, -1))
-        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.host = host
-        self.saves: list[tuple[int, int]] = []  # of blocks to the host's, to come with the next plan
-        self.is_overwritten = False  # one of these blocks is taken already
-        self.files: KVFiles | None = None  # where the host's blocks go
-        self.writes: list[tuple[int, bytes]] = []  # blocks of the host to files, by key, to come with the next plan
-        self.fills: list[tuple[int, object]] = []  # blocks of the host from files, likewise
-        self.fresh: set[int] = set()  # blocks of the host that the next plan's copies write to
-        self._prefixes = prefixes
-
-    @property
-    def num_free(self) -> int:
-        return len(self.blank) + len(self.cached)
-
-    def take(self, *, to_load: bool = False) -> int:
-        """Take a free block. to_load: what is copied there comes behind what is saved from there"""
-        if self.blank:
-            block = self.blank.pop()
-        else:
-            block, _ = self.cached.popitem(last=False)
-            self.is_overwritten |= self._save(block) and not to_load
-            if self.files is not None:
-                self.writes.append((block, digest_of(self._prefix_of(block))))
-            self.drop(block)
-        self.num_holders[block] = 1
-        return block
-
-    def drop(self, block: int) -> None:
-        """Drop the prefix whose last tokens a block holds."""
-        self._prefixes.forget(self._prefix_of(block), self.name)
-        self.prefix[block] = None
-
-    def share(self, block: int) -> int:
-        if not self.num_holders[block]:
-            del self.cached[block]
-        self.num_holders[block] += 1
-        return block
-
-    def release(self, block: int) -> None:
-        self.num_holders[block] -= 1
-        if self.num_holders[block]:
-            return
-        if self.prefix[block]:
-            self.cached[block] = None
-        else:
-            self.blank.append(block)
-
-    def publish(self, block: int, prefix: Prefix) -> None:
-        self.prefix[block] = prefix
-        prefix.blocks[self.name] = block
-
-    def save_ahead(self, most: int) -> None:
-        """Save at most so many of the blocks that are taken next."""
-        assert self.host is not None
-        ahead = min(SAVED_AHEAD, self.host.num_blocks // 2) - len(self.blank)
-        for block in islice(self.cached, max(ahead, 0)):
-            if most <= 0:
-                break
-            most -= self._save(block)
-
-    def has(self, prefix: Prefix, on_host: bool) -> bool:
-        """Whether it holds the prefix's last tokens, or the host does."""
-        return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
-
-    @property
-    def can_refill(self) -> bool:
-        """Whether a block of the host is free that the next plan's copies leave alone."""
-        return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
-
-    def refill(self, prefix: Prefix) -> int:
-        """Take a block of the host for the content of a prefix, which the next plan's copies bring."""
-        block = self.take()
-        self.publish(block, prefix)
-        self.release(block)
-        self.fresh.add(block)
-        return block
-
-    def _save(self, block: int) -> bool:
-        """Have a cached block copied to the host, if it is not there; whether it is to be."""
-        prefix, host = self._prefix_of(block), self.host
-        if host is None or host.name in prefix.blocks or not host.can_refill:
-            return False
-        copy = host.refill(prefix)
-        self.saves.append((block, copy))
-        return True
-
-    def _prefix_of(self, block: int) -> Prefix:
-        prefix = self.prefix[block]
-        assert prefix, "a cached block has a prefix"
-        return prefix
-
-    def first_seen(self, query: int, block_size: int) -> int:
-        """The index of the first block that a query at this position sees."""
-        return 0 if self.window is None else max(query - self.window + 1, 0) // block_size
 
 
 class Cached(NamedTuple):

@@ -1,0 +1,129 @@
+"""Manage the KV blocks of one cache kind: held, free or cached; no tensors.
+
+    pool = BlockPool(CacheKind("full", 2048), 1024, PrefixCache())
+    block = pool.take()                                 # blank, else the least recently used of the cached
+    pool.publish(block, prefix)                         # others find it, and share it
+    pool.release(block)                                 # by its last holder: cached
+
+A pool may have another one behind it, in host memory, where the content of cached blocks is saved.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+
+from atom.runtime.kv_files import KVFiles, digest_of
+from atom.runtime.prefix_cache import Prefix, PrefixCache
+from atom.runtime.types import CacheKind
+
+SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are needed
+
+
+class BlockPool:
+    """The blocks of one cache kind: held by tables, free and blank, or free and cached until they are taken."""
+
+    def __init__(
+        self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache, name: str = "", host: BlockPool | None = None
+    ) -> None:
+        """name: in `Prefix.blocks`; the kind's by default. host: where the content of cached blocks is kept"""
+        assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
+        self.kind, self.name, self.window = kind, name or kind.name, kind.window
+        self.num_blocks = num_blocks
+        self.num_holders = [0] * num_blocks
+        self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
+        self.blank = list(range(num_blocks - 1, 0, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.host = host
+        self.saves: list[tuple[int, int]] = []  # of blocks to the host's, to come with the next plan
+        self.is_overwritten = False  # one of these blocks is taken already
+        self.files: KVFiles | None = None  # where the host's blocks go
+        self.writes: list[tuple[int, bytes]] = []  # blocks of the host to files, by key, to come with the next plan
+        self.fills: list[tuple[int, object]] = []  # blocks of the host from files, likewise
+        self.fresh: set[int] = set()  # blocks of the host that the next plan's copies write to
+        self._prefixes = prefixes
+
+    @property
+    def num_free(self) -> int:
+        return len(self.blank) + len(self.cached)
+
+    def take(self, *, to_load: bool = False) -> int:
+        """Take a free block. to_load: what is copied there comes behind what is saved from there"""
+        if self.blank:
+            block = self.blank.pop()
+        else:
+            block, _ = self.cached.popitem(last=False)
+            self.is_overwritten |= self._save(block) and not to_load
+            if self.files is not None:
+                self.writes.append((block, digest_of(self._prefix_of(block))))
+            self.drop(block)
+        self.num_holders[block] = 1
+        return block
+
+    def drop(self, block: int) -> None:
+        """Drop the prefix whose last tokens a block holds."""
+        self._prefixes.forget(self._prefix_of(block), self.name)
+        self.prefix[block] = None
+
+    def share(self, block: int) -> int:
+        if not self.num_holders[block]:
+            del self.cached[block]
+        self.num_holders[block] += 1
+        return block
+
+    def release(self, block: int) -> None:
+        self.num_holders[block] -= 1
+        if self.num_holders[block]:
+            return
+        if self.prefix[block]:
+            self.cached[block] = None
+        else:
+            self.blank.append(block)
+
+    def publish(self, block: int, prefix: Prefix) -> None:
+        self.prefix[block] = prefix
+        prefix.blocks[self.name] = block
+
+    def save_ahead(self, most: int) -> None:
+        """Save at most so many of the blocks that are taken next."""
+        assert self.host is not None
+        ahead = min(SAVED_AHEAD, self.host.num_blocks // 2) - len(self.blank)
+        for block in islice(self.cached, max(ahead, 0)):
+            if most <= 0:
+                break
+            most -= self._save(block)
+
+    def has(self, prefix: Prefix, on_host: bool) -> bool:
+        """Whether it holds the prefix's last tokens, or the host does."""
+        return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
+
+    @property
+    def can_refill(self) -> bool:
+        """Whether a block of the host is free that the next plan's copies leave alone."""
+        return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
+
+    def refill(self, prefix: Prefix) -> int:
+        """Take a block of the host for the content of a prefix, which the next plan's copies bring."""
+        block = self.take()
+        self.publish(block, prefix)
+        self.release(block)
+        self.fresh.add(block)
+        return block
+
+    def _save(self, block: int) -> bool:
+        """Have a cached block copied to the host, if it is not there; whether it is to be."""
+        prefix, host = self._prefix_of(block), self.host
+        if host is None or host.name in prefix.blocks or not host.can_refill:
+            return False
+        copy = host.refill(prefix)
+        self.saves.append((block, copy))
+        return True
+
+    def _prefix_of(self, block: int) -> Prefix:
+        prefix = self.prefix[block]
+        assert prefix, "a cached block has a prefix"
+        return prefix
+
+    def first_seen(self, query: int, block_size: int) -> int:
+        """The index of the first block that a query at this position sees."""
+        return 0 if self.window is None else max(query - self.window + 1, 0) // block_size

@@ -1,0 +1,81 @@
+"""Plan the number of KV blocks of each cache kind; no tensors.
+
+num_blocks_needed(CacheKind("full", 2048), block_size=16, num_tokens=100)   # 7
+plan_memory(kinds, 16, limits, memory_bytes=8 << 30)                        # {"full": 262144, "window": …}
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from atom.errors import CapacityError, ConfigError
+from atom.runtime.types import CacheKind, StepLimits
+
+
+def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
+    """The most blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
+    whole = -(-num_tokens // block_size)
+    if kind.window is None:
+        return whole
+    span = kind.window - 1 + step  # tokens that a step's queries see, wherever blocks begin
+    return min(whole, (span - 2) // block_size + 2 + 1)  # and the block that `commit` keeps for siblings
+
+
+def plan_memory(
+    kinds: Sequence[CacheKind],
+    block_size: int,
+    limits: StepLimits,
+    *,
+    memory_bytes: int | None = None,
+    num_blocks: int | None = None,
+    room: str = "there are {has}",
+) -> dict[str, int]:
+    """Blocks of each pool by cache kind, block 0 included: of `memory_bytes` together, or `num_blocks` without it.
+
+    All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
+    Where they do not hold one sequence of `max_model_len`: CapacityError for `memory_bytes`, ConfigError for
+    `num_blocks`; room: what to say of the memory.
+    """
+    max_model_len, max_step = limits.max_model_len, limits.max_num_batched_tokens
+    step_blocks = -(-max_step // block_size)
+    useful = {
+        kind.name: limits.max_num_seqs * num_blocks_needed(kind, block_size, max_model_len) + step_blocks
+        for kind in kinds
+        if kind.window is not None
+    }
+
+    def equal(count: int) -> dict[str, int]:
+        return {kind.name: 1 + min(count, useful.get(kind.name, count)) for kind in kinds}
+
+    def alone(length: int) -> dict[str, int]:
+        step = min(length, max_step)
+        return {kind.name: 1 + num_blocks_needed(kind, block_size, length, step) for kind in kinds}
+
+    def size(blocks: Mapping[str, int]) -> int:
+        return sum(blocks[kind.name] * block_size * kind.bytes_per_token for kind in kinds)
+
+    least = alone(max_model_len)
+    if num_blocks is not None:
+        given, needed = equal(num_blocks), max(least.values()) - 1
+        if any(given[name] < blocks for name, blocks in least.items()):
+            raise ConfigError(
+                f"serve.num_kvcache_blocks={num_blocks} hold no sequence of serve.max_model_len={max_model_len}, which "
+                f"takes {needed} blocks of {block_size} tokens: set serve.num_kvcache_blocks={needed} or more, or "
+                f"serve.max_model_len={num_blocks * block_size} or less"
+            )
+        return given
+    assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
+    if size(least) > memory_bytes:
+        length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
+        raise CapacityError(
+            f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(least)} bytes, "
+            + room.format(has=memory_bytes, needs=size(least))
+            + (f" or lower serve.max_model_len to {length}" if length else "")
+        )
+
+    def plan(count: int) -> dict[str, int]:
+        return {name: max(blocks, least[name]) for name, blocks in equal(count).items()}
+
+    counts = range(memory_bytes // (block_size * min(kind.bytes_per_token for kind in kinds)) + 1)
+    return plan(bisect_right(counts, memory_bytes, key=lambda count: size(plan(count))) - 1)

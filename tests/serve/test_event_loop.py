@@ -14,7 +14,7 @@ from serving import Server, Start
 
 MAX_BODY = 8 << 20
 MAX_HOLD = 0.1  # seconds
-TRIES = 4
+TRIES = 12
 MAX_VALUES, MAX_ITEMS = 1_000_000, 100_000
 CONTEXT = 1 << 17  # tokens
 MAX_TEXT = 13 * CONTEXT - 100  # characters: the longest token has 13

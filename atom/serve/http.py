@@ -48,6 +48,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.url = b""  # no URL yet
         self._refusal_status = HTTPStatus.BAD_REQUEST  # the status that a parser error is answered with
         self._is_in_head, self._num_header_bytes, self._num_body_bytes = True, 0, 0
+        self._is_in_body = False
         self._is_refused = False
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None  # disconnects a client that does not read
@@ -94,6 +95,7 @@ class LimitedProtocol(HttpToolsProtocol):
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if length.isdigit() and int(length) > self.limits.max_body:
             self._fail_parsing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        self._is_in_body = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -103,8 +105,15 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_in_body = False
         self._stop_read_timer()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        is_next = bool(self.pipeline)
+        super().on_response_complete()
+        if is_next and not self.pipeline and self._is_in_body and self._read_timer is None:
+            self._start_read_timer()  # its head was pipelined, and was not read any further until now
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for every error of the parser."""

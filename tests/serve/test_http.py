@@ -98,6 +98,16 @@ def test_a_request_that_comes_too_slowly_is_refused(strict: Server, parts: list[
     assert 0.6 < time.monotonic() - start < 5
 
 
+def test_a_pipelined_request_whose_body_never_comes_is_refused(strict: Server):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+    with wire.connect(strict.url) as connection, connection.makefile("rb") as file:
+        connection.settimeout(5)
+        connection.sendall(wire.request("GET", "/health") + head)
+        assert wire.read_answer(file).status == 200
+        assert_refused(wire.read_answer(file), 408, "the request did not arrive in time")
+        assert file.read() == b"", "the connection stays open"
+
+
 def test_a_drip_of_headers_does_not_move_the_deadline(strict: Server):
     with wire.connect(strict.url) as connection, connection.makefile("rb") as file:
         connection.sendall(b"GET /health HTTP/1.1\r\n")

@@ -10,7 +10,6 @@ this process and shows the key that it was started with. On GPUs each task has o
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -133,6 +132,5 @@ def run_rank(address: str, key: bytes, rank: int, on_gpu: bool) -> int:
 
 
 def find_gpu() -> str:
-    """The GPU that Ray has this task see."""
-    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-    return next((seen for name in names if (seen := os.environ.get(name))), "")
+    """The GPU that Ray gives this task, as CUDA_VISIBLE_DEVICES has it."""
+    return str(*import_ray().get_gpu_ids())

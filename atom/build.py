@@ -254,7 +254,10 @@ def place_ranks(config: Config, started: ExitStack) -> Placement | None:
     parallel, num_ranks = config.parallel, mesh_of(config).num_ranks
     if parallel.launcher == "local":
         return None
-    placement = (place_with_ray if parallel.launcher == "ray" else await_ranks)(parallel, num_ranks)
+    if parallel.launcher == "ray":
+        placement = place_with_ray(parallel, num_ranks, on_gpus=config.device != "cpu")
+    else:
+        placement = await_ranks(parallel, num_ranks)
     started.callback(placement.close)
     return placement
 

@@ -295,10 +295,6 @@ def check_devices(config: Config, device: str) -> None:
         return
     names = ("data", "tensor", "pipeline", "replicas")
     stated = " ".join(f"parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1)
-    if parallel.launcher == "ray" and parallel.num_ranks > 1:
-        raise UnsupportedError(
-            f"{stated} on GPUs with parallel.launcher=ray is not built yet; there is: local, torchrun"
-        )
     if parallel.launcher == "local" and (num_gpus := count_devices()) < (
         needed := parallel.num_ranks * parallel.replicas
     ):

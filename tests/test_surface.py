@@ -102,7 +102,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 
 MODEL_FILES = """
 arcee auto decoder deepseek_v3 dots1 eagle3 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
-minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm2 smollm3 starcoder2
+minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 starcoder2
 gpt_neox phi
 """
 

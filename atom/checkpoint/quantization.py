@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -199,7 +199,22 @@ def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
     if not isinstance(method, str) or method not in READERS:
         hint = HINTS.get(str(method), f"known are {', '.join(READERS)}")
         raise UnsupportedError(f"{KEY}: a checkpoint quantized by {method} is not known yet; {hint}")
-    return READERS[method](Stated(stated, names=names))
+    read = READERS[method](Stated(stated, names=names))
+    if "vision_config" not in hf:
+        return read
+    formats = {text_pattern(pattern): fmt for pattern, fmt in read.formats.items()}
+    return replace(read, plain=[text_pattern(pattern) for pattern in read.plain], formats=formats)
+
+
+LANGUAGE_MODEL = re.compile(r"\.?language_model$|language_model(?:\\\.|\[\.\]|\.(?![*+?{]))?")
+
+
+def text_pattern(pattern: str) -> str:
+    """A pattern of a model that also reads images, for the names that its text model has by itself.
+
+    `model.language_model.layers.*.mlp` becomes `model.layers.*.mlp`, and so does a regular expression.
+    """
+    return LANGUAGE_MODEL.sub("", pattern) or "model"
 
 
 def read_fp8(stated: Stated) -> Quantization:

@@ -11,12 +11,19 @@ import torch
 import transformers
 from law import assert_same_logits
 from probe import logits_of
+from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine
 from atom.checkpoint.folder import text_name
+from atom.config.load import load
+from atom.errors import CheckpointError
 
 TEXT = {**tiny.SIZES, "num_hidden_layers": 2}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+EXPERTS = {
+    "moe_intermediate_size": 20,
+    "num_experts_per_tok": 2,
+}  # no matrix is square: transformers tells its sides by shape
 VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 48, "intermediate_size": 16}
 SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_config and of vision_config
@@ -25,7 +32,32 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_c
     "Qwen2VL": ({"rope_parameters": MROPE}, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48}),
     "Qwen2_5_VL": ({"rope_parameters": MROPE}, VISION),
     "Qwen3VL": ({"head_dim": 12, "rope_parameters": MROPE}, {**VISION, "deepstack_visual_indexes": [0]}),
+    "Qwen3VLMoe": ({**EXPERTS, "num_experts": 6, "head_dim": 12, "rope_parameters": MROPE}, {**VISION, "deepstack_visual_indexes": [0]}),
+    "Qwen3VLMoe dense": ({**EXPERTS, "num_experts": 5, "mlp_only_layers": [0], "num_key_value_heads": 1, "rope_parameters": MROPE},
+                         {**VISION, "deepstack_visual_indexes": [0]}),
 }  # fmt: skip
+
+
+def save(name: str, folder: Path, *, is_original: bool) -> Any:
+    """Write the checkpoint of a whole model that reads images; the model."""
+    text, vision = MODELS[name]
+    torch.manual_seed(0)
+    made: Any = getattr(transformers, f"{name.split()[0]}ForConditionalGeneration")
+    config = made.config_class(text_config={**TEXT, **text}, vision_config=vision)
+    config._attn_implementation = "eager"
+    model = made(config).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(folder, save_original_format=is_original)
+    return model
+
+
+def transpose_experts(folder: Path) -> None:
+    """Store experts as [E, in, out], as the hub has them; transformers 5 reads these, and saves [E, out, in]."""
+    tensors = load_file(folder / "model.safetensors")
+    experts = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    assert experts
+    save_file(tensors | experts, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("is_original", [True, False], ids=["as on the hub", "as transformers 5 saves"])
@@ -33,20 +65,26 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_c
 def test_the_text_half_gives_the_logits_of_the_whole(
     name: str, is_original: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, vision = MODELS[name]
-    torch.manual_seed(0)
-    made: Any = getattr(transformers, f"{name}ForConditionalGeneration")
-    config = made.config_class(text_config={**TEXT, **text}, vision_config=vision)
-    config._attn_implementation = "eager"
-    model = made(config).eval()
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.2
-    model.save_pretrained(tmp_path, save_original_format=is_original)
-    engine = LLMEngine(model=str(tmp_path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
+    model, fields = (
+        save(name, tmp_path, is_original=is_original),
+        ["level=0", "dtype=fp32", "serve.kv_cache_memory=4194304"],
+    )
+    if is_original and "Moe" in name:
+        transpose_experts(tmp_path)
+        model = type(model).from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    elif "Moe" in name:
+        fields.append("model=qwen3_moe")
+    engine = LLMEngine.from_config(load([f"checkpoint={tmp_path}", *fields]))
     assert f"{tmp_path} also reads images; here its text model runs alone" in capsys.readouterr().err
     tokens = tiny.prompt(24)
     assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
     engine.close()
+
+
+def test_experts_stored_the_other_way_are_refused_by_name(tmp_path: Path) -> None:
+    save("Qwen3VLMoe", tmp_path, is_original=False)
+    with pytest.raises(CheckpointError, match=r"layers.0.mlp.experts.\w+ is \[6, .*\], the model expects \[6, "):
+        LLMEngine(model=str(tmp_path), level=0, dtype="fp32")
 
 
 @pytest.mark.parametrize(

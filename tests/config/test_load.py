@@ -14,6 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.checkpoint import quantization
 from atom.config import Config
 from atom.config.folders import CONF
 from atom.config.hydra import compose, model_files
@@ -375,6 +376,50 @@ def test_modules_may_have_formats_of_their_own(write: Write):
     assert read(quant_method="quark", global_quant_config=whole, layer_quant_config=layers, exclude=["lm_head"]) == (
         "quark_mxfp4", ["lm_head", "*gate"], {"*self_attn*": "ct_fp8[*, *]"},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pattern", "q", "mlp", "head"),  # whether it is of layer 3's q_proj, of its up_proj, of the head
+    [
+        ("model.language_model.layers.3.self_attn.q_proj", True, False, False),
+        ("language_model.model.layers.3.self_attn", True, False, False),  # as checkpoints of transformers 4 name it
+        ("model.layers.3.self_attn.q_proj", True, False, False),
+        ("model.language_model.layers.*.mlp.*", False, True, False),
+        ("re:model.language_model.layers.*self_attn.*", True, False, False),
+        (r"re:^model\.language_model\.layers\.[0-9]+\.mlp", False, True, False),
+        ("re:model[.]language_model[.]layers[.]3[.]mlp", False, True, False),
+        ("re:.*language_model.*q_proj", True, False, False),
+        ("model.language_model", True, True, False),
+        ("language_model.lm_head", False, False, True),
+        ("lm_head", False, False, True),
+        ("model.visual", False, False, False),
+        ("visual.blocks.3.mlp.up_proj", False, False, False),
+        ("re:.*visual.*", False, False, False),
+        ("re:vision_tower.*", False, False, False),
+        ("multi_modal_projector", False, False, False),
+    ],
+)
+def test_exceptions_of_a_model_that_reads_images_are_of_its_text(pattern: str, q: bool, mlp: bool, head: bool):
+    modules = ["model.layers.3.self_attn.q_proj", "model.layers.3.mlp.up_proj", "lm_head"]
+    stated = {"quant_method": "fp8", "ignore": [pattern]}
+    (stored,) = quantization.read({"quantization_config": stated, "vision_config": {}}).plain
+    assert [quantization.matches(module, stored) for module in modules] == [q, mlp, head]
+    kept = quantization.read({"quantization_config": stated}).plain  # of other models, as stated
+    assert kept == [pattern]
+
+
+def test_formats_of_a_model_that_reads_images_are_of_its_text():
+    group = {
+        "targets": ["re:model.language_model.*mlp.*"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    }
+    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    read = quantization.read({"quantization_config": stated, "vision_config": {}})
+    modules = ["model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj"]
+    assert [quantization.format_of(each, read.fmt, read.plain, read.formats) for each in modules] == [
+        "ct_fp8[1, *]",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers", "ignore"])
@@ -763,6 +808,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "qwen2_moe": ("tagged_json", "think"),
     "qwen3": ("tagged_json", "think"),
     "qwen3_moe": ("tagged_json", "think"),
+    "qwen3_vl_moe": ("tagged_json", "think"),
     "seed_oss": ("seed_oss", "seed:think"),
     "smollm3": ("tagged_json", "think"),
 }

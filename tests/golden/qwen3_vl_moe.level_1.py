@@ -1,0 +1,43 @@
+def body(tokens: i64[T], positions: i64[T], batch: Batch):
+    cos, sin = reference.rotary(positions, rope_freqs(16, 10000.0))    # fp32[T, 8], fp32[T, 8]
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
+    h = torch.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48]
+    qkv = cpp.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"))    # bf16[T, 128]
+    q, k, v = reference.split(qkv, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
+    q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 16]
+    k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 16]
+    v_1 = reference.split_heads(v, heads=2)    # bf16[T, 2, 16]
+    q_3 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, W("model.layers.0.self_attn.q_norm.weight", bf16[16]), W("model.layers.0.self_attn.k_norm.weight", bf16[16]), KV("model.layers.0", bf16[2, 2, 16]), batch, eps=1e-06)    # bf16[T, 4, 16]
+    a = cpp.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
+    a_1 = reference.merge_heads(a)    # bf16[T, 64]
+    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
+    h_1, x_1 = torch.add_rms_norm(x, o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
+    weights, ids = reference.router(h_1, W("model.layers.0.mlp.gate.weight", bf16[16, 48]), None, None, top_k=4, renormalize=True)    # fp32[T, 4], i64[T, 4]
+    grouped, order, ends = reference.group(h_1, ids, experts=16)    # bf16[4*T, 48], i64[4*T], i64[16]
+    gate_up = torch.grouped_linear(grouped, shuffle(transpose(W("model.layers.0.mlp.experts.gate_up_proj", bf16[16, 48, 48])), "onednn"), ends, None)    # bf16[4*T, 48]; cpp: 48 rows are no block
+    m = reference.gated_activate(gate_up, kind="silu")    # bf16[4*T, 24]
+    down = torch.grouped_linear(m, shuffle(transpose(W("model.layers.0.mlp.experts.down_proj", bf16[16, 24, 48])), "onednn"), ends, None)    # bf16[4*T, 48]; cpp: 48 rows are no block
+    y = torch.combine(down, weights, order)    # bf16[T, 48]
+    h_2, x_2 = torch.add_rms_norm(x_1, y, W("model.layers.1.input_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
+    qkv_1 = cpp.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"))    # bf16[T, 128]
+    q_4, k_4, v_2 = reference.split(qkv_1, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
+    q_5 = reference.split_heads(q_4, heads=4)    # bf16[T, 4, 16]
+    k_5 = reference.split_heads(k_4, heads=2)    # bf16[T, 2, 16]
+    v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
+    q_7 = cpp.norm_rope_write(q_5, k_5, v_3, cos, sin, W("model.layers.1.self_attn.q_norm.weight", bf16[16]), W("model.layers.1.self_attn.k_norm.weight", bf16[16]), KV("model.layers.1", bf16[2, 2, 16]), batch, eps=1e-06)    # bf16[T, 4, 16]
+    a_2 = cpp.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
+    return x_2, a_2
+
+def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 16]):
+    a_3 = reference.merge_heads(a_2)    # bf16[R, 64]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
+    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    weights_1, ids_1 = reference.router(h_3, W("model.layers.1.mlp.gate.weight", bf16[16, 48]), None, None, top_k=4, renormalize=True)    # fp32[R, 4], i64[R, 4]
+    grouped, order, ends = reference.group(h_3, ids_1, experts=16)    # bf16[4*R, 48], i64[4*R], i64[16]
+    gate_up = torch.grouped_linear(grouped, shuffle(transpose(W("model.layers.1.mlp.experts.gate_up_proj", bf16[16, 48, 48])), "onednn"), ends, None)    # bf16[4*R, 48]; cpp: 48 rows are no block
+    m = reference.gated_activate(gate_up, kind="silu")    # bf16[4*R, 24]
+    down = torch.grouped_linear(m, shuffle(transpose(W("model.layers.1.mlp.experts.down_proj", bf16[16, 24, 48])), "onednn"), ends, None)    # bf16[4*R, 48]; cpp: 48 rows are no block
+    y_1 = torch.combine(down, weights_1, order)    # bf16[R, 48]
+    hidden, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = cpp.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "blocks"))    # bf16[R, 101]
+    return logits

@@ -4,7 +4,7 @@
 
 Access is decided on `scope["path"]`, which the server routes by, and needs a key: `Authorization: Bearer KEY` (OpenAI),
 `x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page); or a signature of one of the public
-keys (`atom.serve.signatures`). Only PUBLIC_PATHS need none. A
+keys (`atom.serve.signatures`). Only PUBLIC_PATHS need none, and ADMIN_PATHS need that of an administrator. A
 browser keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused,
 unless it is in `origins`.
 """
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("atom.access")
 PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
+ADMIN_PATHS = (  # they change the server for everybody, or show how it is set up
+    "/sleep", "/wake_up", "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/server_info", "/debug/mtp_stats",
+)  # fmt: skip
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged
 ASKED = 'sig=("@method" "@authority" "@path" "@query" "content-digest");created;nonce;keyid'  # of a client
@@ -67,7 +71,7 @@ class Guard:
         self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
         self._tenants = {each.name: each for each in tenants}
         self._digests = [(each, tenant) for tenant in tenants for each in tenant.digests]
-        self._everybody = None if tenants else Tenant()
+        self._everybody = None if tenants else Tenant(is_admin=True)
         self._verifier, self._signing_key = verifier, signing_key
         self._key_id = "" if signing_key is None else as_jwk(signing_key.public_key())["kid"]
 
@@ -128,6 +132,8 @@ class Guard:
             scope["state"]["tenant"] = tenant
             if tenant.name:
                 scope["state"]["log"]["key"] = tenant.name
+            if scope["path"] in ADMIN_PATHS and not tenant.is_admin:
+                return await refuse_key(scope, tenant)(scope, receive, send)
         if scope["method"] not in SAFE_METHODS and not self.is_allowed_origin(headers):
             return await refuse_origin(scope, headers)(scope, receive, send)
         if self._signing_key is not None and b"accept-signature" in headers:
@@ -222,6 +228,12 @@ async def read_signed(receive: Receive, digest: BodyDigest | None) -> Receive:
         return next(left, None) or await receive()
 
     return receive_again
+
+
+def refuse_key(scope: Scope, tenant: Tenant) -> ASGIApp:
+    fix = "the server's file of keys (serve.http.api_keys=@FILE.yaml) says admin: true of those that may"
+    message = f"{scope['path']} is for administrators, and the key {tenant.name} is not one of theirs: {fix}"
+    return refuse(scope, 403, error_body(403, message, code="admin_only"))
 
 
 def refuse_origin(scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp:

@@ -61,19 +61,35 @@ class Guard:
         metrics: Metrics,
         origins: Sequence[str] = (),
         root_path: str = "",
-        verifier: Verifier | None = None,
+        signature_seconds: float = 300.0,
         signing_key: Ed25519PrivateKey | None = None,
     ) -> None:
-        """tenants: where there are none, no request needs a key. verifier: of those that have public keys
+        """tenants: where there are none, no request needs a key. signature_seconds: in which a signature counts
 
         root_path: may stand in front of a path, or a proxy has taken it away. signing_key: of answers
         """
         self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
-        self._tenants = {each.name: each for each in tenants}
-        self._digests = [(each, tenant) for tenant in tenants for each in tenant.digests]
-        self._everybody = None if tenants else Tenant(is_admin=True)
-        self._verifier, self._signing_key = verifier, signing_key
+        self._tenants: dict[str, Tenant] = {}
+        self._signature_seconds, self._signing_key = signature_seconds, signing_key
+        self._verifier: Verifier | None = None
+        self.admit(tenants)
         self._key_id = "" if signing_key is None else as_jwk(signing_key.public_key())["kid"]
+
+    def admit(self, tenants: Sequence[Tenant]) -> list[Tenant]:
+        """Let in these from now on, and nobody else. One whose name is known keeps its counts and open requests."""
+        found = [self._tenants.get(each.name, each) for each in tenants]
+        for known, new in zip(found, tenants, strict=True):
+            if known is not new:
+                known.become(new)
+        self._tenants = {each.name: each for each in found}
+        self._digests = [(each, tenant) for tenant in found for each in tenant.digests]
+        self._everybody = None if found else Tenant(is_admin=True)
+        public_keys = {each.name: each.public_key for each in found if each.public_key is not None}
+        if self._verifier is not None:
+            self._verifier.keys = public_keys  # the nonces that were used stay known
+        elif public_keys:
+            self._verifier = Verifier(public_keys, self._signature_seconds)
+        return found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

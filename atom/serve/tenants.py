@@ -98,6 +98,17 @@ class Tenant:
     num_output_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self._fill_buckets()
+
+    def become(self, other: Tenant) -> None:
+        """Take another's keys and limits, as a file that was changed has them; counts and open requests stay."""
+        has_new_limits = self.limits != other.limits
+        self.limits, self.is_admin = other.limits, other.is_admin
+        self.digests, self.public_key = other.digests, other.public_key
+        if has_new_limits:
+            self._fill_buckets()
+
+    def _fill_buckets(self) -> None:
         requests, tokens = self.limits.requests_per_second, self.limits.tokens_per_second
         self._requests = None if requests is None else Bucket(requests, self.clock)
         self._tokens = None if tokens is None else Bucket(tokens, self.clock)

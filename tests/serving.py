@@ -100,14 +100,18 @@ def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] 
     return server._replace(url=wait_for_url(server))
 
 
-def launch(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Server:
-    """The same, not waited for: its url is empty."""
+def launch(
+    checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None, stderr: Any = None
+) -> Server:
+    """The same, not waited for: its url is empty. stderr: in place of the log"""
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
     program = ["-m", "atom.cli", "job=serve"] if stub is None else [str(STUB), json.dumps(stub)]
     command = [sys.executable, *program, f"checkpoint={checkpoint}", f"cache={folder / 'cache'}"]
     command += ["serve.http.served_model_name=[talker]", "serve.http.host=127.0.0.1", "serve.http.port=0"]
     command += ["level=1", "dtype=fp32", "serve.kv_cache_memory=16777216", "sampling.max_tokens=256", *overrides]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log.open("wb"))
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr or log.open("wb")
+    )
     return Server("", process, log)
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 from atom.errors import AtomError, one_line
 
@@ -23,6 +24,8 @@ def report(work: Callable[[], int]) -> int:
         return fail("interrupted", 130)
     except OSError as error:
         return fail("" if isinstance(error, BrokenPipeError) else str(error), 1)
+    finally:
+        let_go(sys.stderr)
 
 
 def fail(message: str, code: int) -> int:
@@ -30,10 +33,16 @@ def fail(message: str, code: int) -> int:
     if message and log.handlers:
         log.error(one_line(message))
     elif message:
-        print(f"atom-run: {one_line(message)}", file=sys.stderr)
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):  # the reader is gone: Python must not try to flush again at exit
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            print(f"atom-run: {one_line(message)}", file=sys.stderr)
+    let_go(sys.stdout)
     return code
+
+
+def let_go(stream: TextIO) -> None:
+    """Write what a stream holds; where its reader is gone or its disk full, keep Python from trying again at exit."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

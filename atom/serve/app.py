@@ -25,7 +25,7 @@ from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse, shown
 from atom.serve.middleware import Guard
 from atom.serve.openai import chat, completions, embeddings, responses, tokenize
-from atom.serve.signatures import Verifier, load_signing_key
+from atom.serve.signatures import load_signing_key
 from atom.serve.tenants import Tenant
 
 TITLE = "atom"
@@ -48,8 +48,6 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))
     app.include_router(signed_answers.routes(signing_key))
-    context.metrics.add_tenants(tenants)
-    context.are_several = len(tenants) > 1
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
@@ -75,9 +73,16 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
         return Response(status_code=499)  # the client has left
 
     origins = http.cors
-    public_keys = {each.name: each.public_key for each in tenants if each.public_key is not None}
-    verifier = Verifier(public_keys, http.signature_seconds) if public_keys else None
-    guarded: ASGIApp = Guard(app, tenants, context.metrics, origins, http.root_path, verifier, signing_key)
+    guard = Guard(app, tenants, context.metrics, origins, http.root_path, http.signature_seconds, signing_key)
+
+    def admit(stated: Sequence[Tenant]) -> None:
+        found = guard.admit(stated)
+        context.metrics.set_tenants(found)
+        context.are_several = len(found) > 1
+
+    admit(tenants)
+    context.admit = admit
+    guarded: ASGIApp = guard
     if origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from atom.serve.engine.client import EngineState
 from atom.serve.engine.replicas import Replicas
 from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.metrics import Metrics
+from atom.serve.tenants import Tenant
 
 LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
@@ -46,6 +47,7 @@ class Context:
         self.metrics = metrics
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
         self.are_several = False  # several tenants, who take turns
+        self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())

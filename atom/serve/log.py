@@ -5,7 +5,8 @@
     with log.capture(): ...               # what is printed to stderr is logged too
 
 A line has the time, the level, the message, and the caller's `extra={"fields": {…}}`. `relay` logs the lines that the
-engine process prints, so that a JSON log has only lines of JSON.
+engine process prints, so that a JSON log has only lines of JSON. A line that cannot be written, since the disk is full
+or the pipe closed, is lost; no request fails for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -52,6 +53,18 @@ def time_of(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Lose a line that cannot be written; to say so on stderr would log that too."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
+def is_captured(kind: str) -> bool:
+    """Whether what is printed to stderr goes through the log: everywhere but on a terminal with a log of text."""
+    return is_json(kind) or not sys.stderr.isatty()
+
+
 def is_json(kind: str) -> bool:
     """Whether a log of this kind (serve.http.log) is JSON; auto: unless stderr is a terminal."""
     return kind == "json" or (kind == "auto" and not sys.stderr.isatty())
@@ -59,7 +72,7 @@ def is_json(kind: str) -> bool:
 
 def configure(kind: str) -> None:
     """Send the loggers of atom, and the warnings of all others, to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter(JSONLines() if is_json(kind) else TextLines())
     for name, level in (("atom", logging.INFO), (None, logging.WARNING)):
         logger = logging.getLogger(name)
@@ -72,10 +85,16 @@ def relay(line: str, process: str = "engine") -> None:
     """Log a line that a process has printed: its own log lines unchanged, any other as a message."""
     line = line.rstrip()
     if is_entry(line):
-        print(line, file=sys.__stderr__, flush=True)
+        write(line)
     elif line:
         level = logging.INFO if line.startswith(PREFIX) else logging.WARNING
         LOG.log(level, "%s", line.removeprefix(PREFIX)[:MAX_LINE], extra={"fields": {"process": process}})
+
+
+def write(line: str) -> None:
+    """Write a line to the real stderr as it is."""
+    with contextlib.suppress(OSError):
+        print(line.rstrip(), file=sys.__stderr__, flush=True)
 
 
 def is_entry(line: str) -> bool:

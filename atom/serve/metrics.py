@@ -282,13 +282,15 @@ class Metrics:
         self.longest = histogram("request_max_num_generation_tokens", about, sizes)
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a prompt's answers", sizes)
         self._num_answers = histogram("request_params_n", "answers asked for to a prompt", ANSWERS)
+        self._tenants: list[Tenant] = []
         if config.serve.http.vllm_metrics:
             self.registry.register(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
 
-    def add_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """Have the counts of tenants collected too."""
-        if tenants:
-            self.registry.register(TenantCollector(tenants))
+    def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """Have the counts of these tenants collected too, and of no others."""
+        if tenants and not self._tenants:
+            self.registry.register(TenantCollector(self._tenants))
+        self._tenants[:] = tenants
 
     def record_request(self, num_prompt: int, params: Sequence[SamplingParams]) -> None:
         """Record a request. num_prompt: tokens of all its prompts; params: of each of them."""

@@ -4,7 +4,7 @@
 
 Access is decided on `scope["path"]`, which the server routes by, and needs a key: `Authorization: Bearer KEY` (OpenAI),
 `x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page); or a signature of one of the public
-keys (`atom.serve.signatures`). Only PUBLIC_PATHS need none. A
+keys (`atom.serve.signatures`). Only PUBLIC_PATHS need none, and ADMIN_PATHS need that of an administrator. A
 browser keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused,
 unless it is in `origins`.
 """
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("atom.access")
 PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
+ADMIN_PATHS = (  # they change the server for everybody, or show how it is set up
+    "/sleep", "/wake_up", "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/server_info", "/debug/mtp_stats",
+)  # fmt: skip
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged
 ASKED = 'sig=("@method" "@authority" "@path" "@query" "content-digest");created;nonce;keyid'  # of a client
@@ -57,19 +61,35 @@ class Guard:
         metrics: Metrics,
         origins: Sequence[str] = (),
         root_path: str = "",
-        verifier: Verifier | None = None,
+        signature_seconds: float = 300.0,
         signing_key: Ed25519PrivateKey | None = None,
     ) -> None:
-        """tenants: where there are none, no request needs a key. verifier: of those that have public keys
+        """tenants: where there are none, no request needs a key. signature_seconds: in which a signature counts
 
         root_path: may stand in front of a path, or a proxy has taken it away. signing_key: of answers
         """
         self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
-        self._tenants = {each.name: each for each in tenants}
-        self._digests = [(each, tenant) for tenant in tenants for each in tenant.digests]
-        self._everybody = None if tenants else Tenant()
-        self._verifier, self._signing_key = verifier, signing_key
+        self._tenants: dict[str, Tenant] = {}
+        self._signature_seconds, self._signing_key = signature_seconds, signing_key
+        self._verifier: Verifier | None = None
+        self.admit(tenants)
         self._key_id = "" if signing_key is None else as_jwk(signing_key.public_key())["kid"]
+
+    def admit(self, tenants: Sequence[Tenant]) -> list[Tenant]:
+        """Let in these from now on, and nobody else. One whose name is known keeps its counts and open requests."""
+        found = [self._tenants.get(each.name, each) for each in tenants]
+        for known, new in zip(found, tenants, strict=True):
+            if known is not new:
+                known.become(new)
+        self._tenants = {each.name: each for each in found}
+        self._digests = [(each, tenant) for tenant in found for each in tenant.digests]
+        self._everybody = None if found else Tenant(is_admin=True)
+        public_keys = {each.name: each.public_key for each in found if each.public_key is not None}
+        if self._verifier is not None:
+            self._verifier.keys = public_keys  # the nonces that were used stay known
+        elif public_keys:
+            self._verifier = Verifier(public_keys, self._signature_seconds)
+        return found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -128,6 +148,8 @@ class Guard:
             scope["state"]["tenant"] = tenant
             if tenant.name:
                 scope["state"]["log"]["key"] = tenant.name
+            if scope["path"] in ADMIN_PATHS and not tenant.is_admin:
+                return await refuse_key(scope, tenant)(scope, receive, send)
         if scope["method"] not in SAFE_METHODS and not self.is_allowed_origin(headers):
             return await refuse_origin(scope, headers)(scope, receive, send)
         if self._signing_key is not None and b"accept-signature" in headers:
@@ -222,6 +244,12 @@ async def read_signed(receive: Receive, digest: BodyDigest | None) -> Receive:
         return next(left, None) or await receive()
 
     return receive_again
+
+
+def refuse_key(scope: Scope, tenant: Tenant) -> ASGIApp:
+    fix = "the server's file of keys (serve.http.api_keys=@FILE.yaml) says admin: true of those that may"
+    message = f"{scope['path']} is for administrators, and the key {tenant.name} is not one of theirs: {fix}"
+    return refuse(scope, 403, error_body(403, message, code="admin_only"))
 
 
 def refuse_origin(scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp:

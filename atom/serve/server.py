@@ -3,20 +3,23 @@
     code = run_loop(Server(config).run, config.serve.http.log)
 
 SIGTERM and Ctrl-C drain: running requests may end within drain_seconds, new ones get 503. A second signal ends at once,
-and so does one while the engines load. An engine that dies or falls silent is started again while others serve
-(`atom.serve.engine.replicas`); where none does, the server ends with an exit code on which a supervisor restarts it.
+and so does one while the engines load. SIGHUP reads the files of keys and certificates anew. An engine that dies or
+falls silent is started again while others serve (`atom.serve.engine.replicas`); where none does, the server ends with
+an exit code on which a supervisor restarts it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import ipaddress
 import logging
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -67,7 +70,7 @@ def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
     """Run a server and return its exit code. kind: of the log, which takes what is printed meanwhile too."""
     log.configure(kind)
     with contextlib.ExitStack() as opened:
-        if log.is_json(kind):
+        if log.is_captured(kind):
             opened.enter_context(log.capture())
         runner = opened.enter_context(asyncio.Runner(loop_factory=find_loop()))
         try:
@@ -137,6 +140,11 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup has set
+            if sys.stderr.isatty():  # that the terminal is gone
+                loop.add_signal_handler(signal.SIGHUP, self._handle_signal, signal.SIGHUP)
+            else:
+                loop.add_signal_handler(signal.SIGHUP, self._reload)
         serving = asyncio.create_task(self._serve())
         try:
             await self._engines.start()
@@ -261,6 +269,21 @@ class Server:
         if self._is_forced:
             self._uvicorn.force_exit = True
 
+    def _reload(self) -> None:
+        """Read the files of keys and certificates anew; what is wrong with one is logged, and all stays as it was."""
+        http = self._config.serve.http
+        try:
+            tenants = read_tenants(http)
+            check_certificate(http)
+        except ConfigError as error:
+            LOG.error("nothing is reloaded: %s", error)
+            return
+        self._context.admit(tenants)
+        if http.ssl_certfile is not None and self._uvicorn.config.loaded:
+            assert self._uvicorn.config.ssl is not None, "it has a certificate"
+            self._uvicorn.config.ssl.load_cert_chain(http.ssl_certfile, http.ssl_keyfile)  # of new connections
+        LOG.info("reloaded", extra={"fields": {"keys": [each.name for each in tenants]}})
+
     def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the tokenizer while the engines load the weights; it also finds faults of the checkpoint."""
         try:
@@ -327,7 +350,8 @@ def listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
     except OSError as error:
-        fix = "choose another serve.http.port" if port else "choose another serve.http.host"
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        fix = f"choose another serve.http.{'port' if is_port else 'host'}"
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {fix}") from None
     listening.listen(BACKLOG)
     return listening

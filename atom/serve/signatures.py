@@ -198,8 +198,8 @@ class Verifier:
     def __init__(
         self, keys: Mapping[str, Ed25519PublicKey], seconds: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """keys: by keyid. seconds: after `created` in which a signature counts"""
-        self._keys, self._seconds, self._clock = keys, seconds, clock
+        """keys: by keyid, which may be replaced. seconds: after `created` in which a signature counts"""
+        self.keys, self._seconds, self._clock = keys, seconds, clock
         self._began = clock()  # what was signed before may have been seen by another process
         self._nonces: dict[tuple[str, str], float] = {}  # keyid and nonce, and until when it is kept; oldest first
 
@@ -232,7 +232,7 @@ class Verifier:
             raise SignatureError("its alg is not ed25519")
         if not 0 < len(parameters["nonce"]) <= MOST_NONCE:
             raise SignatureError(f"its nonce has not 1 to {MOST_NONCE} characters")
-        key = self._keys.get(parameters["keyid"])
+        key = self.keys.get(parameters["keyid"])
         if key is None:
             raise SignatureError("its keyid is not known here")
         self._check_time(parameters, now)

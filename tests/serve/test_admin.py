@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import wire
 from serving import Start
 
 from atom.config.load import load
+from atom.serve.admin import describe_config
 from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
@@ -28,16 +30,22 @@ def test_ping_says_what_health_says_and_load_counts_sequences(start_server: Star
     wire.wait_until(lambda: wire.ask(server.url, "GET", "/load").json == {"server_load": 0})
 
 
-def test_server_info_shows_the_configuration_without_keys(start_server: Start):
-    server = start_server("serve.http.api_keys=sesame", "serve.max_num_seqs=7", stub={})
+def test_server_info_shows_the_configuration_without_keys(start_server: Start, tmp_path: Path):
+    (tmp_path / "keys.yaml").write_text("ops: {key: sesame, admin: true}")
+    server = start_server(f"serve.http.api_keys=@{tmp_path}/keys.yaml", "serve.max_num_seqs=7", stub={})
     headers = {"authorization": "Bearer sesame"}
     answer = wire.ask(server.url, "GET", "/server_info?config_format=json", headers=headers)
     told = answer.json["vllm_config"]
-    assert (told["serve"]["max_num_seqs"], told["serve"]["http"]["api_keys"]) == (7, "***")
+    assert (told["serve"]["max_num_seqs"], told["serve"]["http"]["api_keys"]) == (7, f"@{tmp_path}/keys.yaml")
     text = wire.ask(server.url, "GET", "/server_info", headers=headers).json["vllm_config"]
     assert isinstance(text, str) and "'max_num_seqs': 7" in text
     assert "sesame" not in answer.body.decode() + text
     assert wire.ask(server.url, "GET", "/server_info?config_format=xml", headers=headers).status == 400
+
+
+def test_keys_that_are_in_the_configuration_itself_are_hidden():
+    shown = describe_config(load(["serve.http.api_keys=sesame"]))
+    assert shown["serve"]["http"]["api_keys"] == "***" and "sesame" not in str(shown)
 
 
 def version(device: str, gpus: str = "") -> dict[str, Any]:

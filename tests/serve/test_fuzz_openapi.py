@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck
 from schemathesis import GenerationMode
-from serving import Server
+from serving import Server, Start
 
 OPERATIONS = [
     "GET /",
@@ -107,3 +107,42 @@ def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, example
     send()
     assert statuses
     asking.assert_generates(server)
+
+
+ADMINISTRATIVE = ["GET /debug/mtp_stats", "GET /server_info", "POST /sleep", "POST /start_profile", "POST /stop_profile",
+                  "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /wake_up"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def administered(start_server: Start, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text("app: {key: apps}\nops: {key: opss, admin: true}\n")
+    return start_server(
+        f"serve.http.api_keys=@{keys}", "serve.enable_lora=true", "serve.allow_runtime_lora_updating=true"
+    )
+
+
+TAKES_NOTHING = ("GET /debug/mtp_stats", "POST /start_profile", "POST /stop_profile")  # so nothing can be wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, GenerationMode.POSITIVE) for name in ADMINISTRATIVE]
+    + [(name, GenerationMode.NEGATIVE) for name in ADMINISTRATIVE if name not in TAKES_NOTHING],
+)
+def test_nothing_that_is_sent_to_an_administrative_route_makes_up_for_a_key(
+    name: str, mode: GenerationMode, administered: Server
+):
+    method, path = name.split()
+    admin, app = {"x-api-key": "opss"}, {"x-api-key": "apps"}
+    schema = schemathesis.openapi.from_url(f"{administered.url}/openapi.json", headers=admin)
+
+    @hypothesis.settings(QUICK, max_examples=6)
+    @hypothesis.given(case=schema[path][method].as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        told = {key: case.call(base_url=administered.url, timeout=30, headers=headers).status_code
+                for key, headers in (("nobody", {}), ("app", app), ("ops", admin))}  # fmt: skip
+        assert (told["nobody"], told["app"]) == (401, 403)
+        assert told["ops"] < 500 and told["ops"] not in (401, 403)
+
+    send()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -73,12 +74,40 @@ def test_a_log_of_text_has_no_json(lines_of: Run):
 
 
 @pytest.mark.parametrize(("override", "told"), [("serve.http.api_keys=@/no/such/file", "/no/such/file"),
-                                                ("serve.http.host=192.0.2.1", "cannot listen on 192.0.2.1")])  # fmt: skip
+                                                ("serve.http.host=192.0.2.1", "choose another serve.http.host")])  # fmt: skip
 def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path: Path, override: str, told: str):
     server = serving.launch(talker, tmp_path, override)
     assert server.process.wait(60) == 2
     (line,) = map(json.loads, server.log.read_text().splitlines())
     assert line["level"] == "error" and line["message"].startswith("ConfigError: ") and told in line["message"]
+
+
+@pytest.mark.parametrize("kind", ["json", "text"])
+@pytest.mark.parametrize("place", ["a full disk", "a closed pipe"])
+def test_a_log_that_takes_nothing_costs_no_request(talker: Path, tmp_path: Path, place: str, kind: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    port = serving.free_port()
+    url, options = f"http://127.0.0.1:{port}", (f"serve.http.port={port}", f"serve.http.log={kind}")
+    with open("/dev/full", "wb") as full, os.fdopen(writer, "wb") as broken:
+        stderr = full if place == "a full disk" else broken
+        server = serving.launch(talker, tmp_path, *options, stub={"prints": ["a word of C"]}, stderr=stderr)
+    try:
+        wire.wait_until(lambda: is_ready(url), serving.START_SECONDS)
+        for body, status in (({"prompt": [0], "max_tokens": 2}, 200), (RAISES, 500), ({"prompt": [0]}, 200)):
+            assert wire.ask(url, "POST", "/v1/completions", body).status == status
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return wire.ask(url, "GET", "/health").status == 200
+    except OSError:
+        return False
 
 
 def warnings_of(talker: Path, folder: Path, *overrides: str) -> list[str]:

@@ -28,9 +28,11 @@ def folders(references: Callable[[str], Any], tmp_path_factory: pytest.TempPathF
 def server(
     folders: dict[str, Path], checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text("ops: {key: secret, admin: true}\napp: {key: apps}\n")
     started = serving.start(
         checkpoints("llama"), tmp_path_factory.mktemp("server"), f"serve.lora_modules={{sql: '{folders['sql']}'}}",
-        "serve.allow_runtime_lora_updating=true", "serve.http.api_keys=secret", "serve.max_loras=2",
+        "serve.allow_runtime_lora_updating=true", f"serve.http.api_keys=@{keys}", "serve.max_loras=2",
     )  # fmt: skip
     yield started.url
     started.process.kill()
@@ -59,6 +61,7 @@ def test_an_adapter_is_loaded_and_dropped_by_an_operator(server: str, folders: d
     load = {"lora_name": "chat", "lora_path": str(folders["chat"])}
     assert complete(server, "chat").status == 404
     assert wire.ask(server, "POST", "/v1/load_lora_adapter", load).status == 401
+    assert wire.ask(server, "POST", "/v1/load_lora_adapter", load, {"x-api-key": "apps"}).status == 403
     loaded = wire.ask(server, "POST", "/v1/load_lora_adapter", load, KEY)
     assert (loaded.status, loaded.body.decode()) == (200, "Success: LoRA adapter 'chat' added successfully.")
     assert ("chat", "talker") in names(server)

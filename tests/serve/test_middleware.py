@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hmac
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ def is_locked_out(answer: wire.Answer) -> bool:
     return answer.status == 401
 
 
-def all_routes() -> Iterator[tuple[str, str]]:
+def all_routes(*overrides: str) -> Iterator[tuple[str, str]]:
     """Every path of the app with every method that it has."""
-    config = load([])
+    config = load(overrides)
     engines = Replicas(config)
     app = create_app(Context(config, engines, Metrics(engines)), read_keys(",".join(KEYS)))
     assert isinstance(app, Guard)
@@ -71,6 +72,72 @@ def test_every_route_but_health_ping_and_our_public_key_needs_a_key(locked: Serv
         assert is_locked_out(without) and is_locked_out(wrong), (method, path)
         opened = wire.ask(locked.url, method, path, headers=bearer("second-key"))
         assert opened.status != 401, (method, path)
+
+
+ADMINISTRATIVE = {
+    "/sleep", "/wake_up", "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/server_info", "/debug/mtp_stats",
+}  # fmt: skip
+WITH_ADAPTERS = ("serve.enable_lora=true", "serve.allow_runtime_lora_updating=true")
+
+
+@pytest.fixture(scope="module")
+def administered(start_server: Start, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text("app: {key: apps}\nclerk: {key: clerks, admin: false}\nops: {key: [opss, new-opss], admin: true}\n")
+    options = (f"serve.http.api_keys=@{file}", "serve.http.root_path=/llm", *WITH_ADAPTERS)
+    return start_server(*options, stub={})
+
+
+def test_administrative_routes_need_the_key_of_an_administrator(administered: Server, locked: Server):
+    routes = list(all_routes(*WITH_ADAPTERS))
+    assert {path for _, path in routes} >= ADMINISTRATIVE
+    for method, path in routes:
+        told = {key: wire.ask(administered.url, method, path, headers=bearer(key)).status
+                for key in ("nobodys", "apps", "clerks", "opss", "new-opss")}  # fmt: skip
+        is_public = path in PUBLIC_PATHS
+        assert (told["nobodys"] == 401) is not is_public, (method, path)
+        for key in ("apps", "clerks"):
+            assert (told[key] == 403) is (path in ADMINISTRATIVE), (method, path, key)
+        assert not {told["opss"], told["new-opss"]} & {401, 403}, (method, path)
+        if path in ADMINISTRATIVE:
+            assert wire.ask(locked.url, method, path, headers=bearer("first-key")).status == 403, "a key without a name"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/llm/sleep",
+        "/sleep?level=2",
+        "/sleep#x",
+        "/%73leep",
+        "/llm/%73leep",
+        "/sleep;x",
+        "/sleep/",
+        "//sleep",
+        "/SLEEP",
+    ],
+)
+def test_no_spelling_of_a_path_gets_round_that(administered: Server, path: str):
+    answer = wire.ask(administered.url, "POST", path, headers=bearer("apps"))
+    if answer.status == 307:
+        answer = wire.ask(
+            administered.url, "POST", answer.headers["location"].partition("test")[2], headers=bearer("apps")
+        )
+    assert answer.status in (403, 404)
+
+
+def test_who_is_no_administrator_is_told_who_is_and_the_log_too(administered: Server):
+    headers = bearer("apps") | {"x-request-id": "of-app"}
+    answer = wire.ask(administered.url, "POST", "/start_profile", headers=headers)
+    assert answer.json["error"]["code"] == "admin_only"
+    assert answer.json["error"]["message"] == (
+        "/start_profile is for administrators, and the key app is not one of theirs: the server's file of keys "
+        "(serve.http.api_keys=@FILE.yaml) says admin: true of those that may"
+    )
+    wire.wait_until(lambda: "of-app" in administered.log.read_text())
+    (line,) = [json.loads(line) for line in administered.log.read_text().splitlines() if "of-app" in line]
+    assert (line["key"], line["status"], line["error"]) == ("app", 403, answer.json["error"]["message"])
 
 
 @pytest.mark.parametrize(
@@ -163,13 +230,15 @@ def test_a_preflight_gets_cors_headers_and_nothing_else(locked: Server):
     ids=str,
 )
 def test_a_page_of_another_origin_cannot_post_with_the_key_that_a_browser_keeps(
-    locked: Server, path: str, page: dict[str, str]
+    administered: Server, path: str, page: dict[str, str]
 ):
-    key = {"authorization": "Basic " + base64.b64encode(b":first-key").decode(), "content-type": "text/plain"}
-    answer = wire.ask(locked.url, "POST", path, b"", headers=key | page)
+    key = {"authorization": "Basic " + base64.b64encode(b":opss").decode(), "content-type": "text/plain"}
+    answer = wire.ask(administered.url, "POST", path, b"", headers=key | page)
     assert answer.status == 403
     assert "may not post here; the server's serve.http.cors names" in answer.json["error"]["message"]
-    assert wire.ask(locked.url, "GET", "/v1/models", headers=key | page).status == 200, "what changes nothing is asked"
+    assert wire.ask(administered.url, "GET", "/v1/models", headers=key | page).status == 200, (
+        "what changes nothing is asked"
+    )
 
 
 @pytest.mark.parametrize(

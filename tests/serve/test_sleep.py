@@ -19,8 +19,10 @@ BODY = {"prompt": tiny.prompt(11), "max_tokens": 8, "temperature": 0, "return_to
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two"])
 def server(request: Any, checkpoints: Callable[[str], Path], tmp_path_factory: Any) -> Iterator[str]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text("ops: {key: secret, admin: true}\napp: {key: apps}\n")
     started = serving.start(
-        checkpoints("llama"), tmp_path_factory.mktemp("server"), "serve.enable_sleep_mode=true", "serve.http.api_keys=secret",
+        checkpoints("llama"), tmp_path_factory.mktemp("server"), "serve.enable_sleep_mode=true", f"serve.http.api_keys=@{keys}",
         f"parallel.replicas={request.param}",
     )  # fmt: skip
     yield started.url
@@ -73,6 +75,7 @@ def test_a_stream_that_runs_ends_with_abort(server: str):
 def test_only_an_operator_may_and_only_what_there_is(server: str):
     for path in ("/sleep", "/wake_up"):
         assert wire.ask(server, "POST", path).status == 401
+        assert wire.ask(server, "POST", path, headers={"x-api-key": "apps"}).status == 403
     for path in ("/sleep?level=3", "/sleep?mode=later", "/wake_up?tags=graphs"):
         assert ask(server, "POST", path).status == 400
     assert not is_sleeping(server)

@@ -78,15 +78,16 @@ def test_a_tenants_priority_is_the_best_that_it_can_have(own: int, stated: int, 
 def test_a_file_has_tenants_by_name(tmp_path: Path):
     entries = {
         "batch": {"key": "sk-1", "requests_per_second": 5, "tokens_per_second": 2000.5, "max_concurrent": 8},
-        "app": {"key": ["old", "new"], "priority": -1, "weight": 0.5, "public_key": PUBLIC},
+        "app": {"key": ["old", "new"], "priority": -1, "weight": 0.5, "public_key": PUBLIC, "admin": True},
     }
     for name, text in (("k.yaml", "batch: {key: sk-1, requests_per_second: 5, tokens_per_second: 2000.5, max_concurrent: 8}\n"
-                                  f"app:\n  key: [old, new]\n  priority: -1\n  weight: 0.5\n  public_key: {PUBLIC}\n"),
+                                  f"app:\n  key: [old, new]\n  priority: -1\n  weight: 0.5\n  public_key: {PUBLIC}\n  admin: true\n"),
                        ("k.json", json.dumps(entries))):  # fmt: skip
         (tmp_path / name).write_text(text)
         batch, app = read_keys(f"@{tmp_path / name}")
         assert (batch.name, batch.limits, batch.digests) == ("batch", Limits(5, 2000.5, 8), [digest(b"sk-1")])
         assert (app.name, app.limits) == ("app", Limits(priority=-1, weight=0.5))
+        assert not batch.is_admin and app.is_admin
         assert app.digests == [digest(b"old"), digest(b"new")] and app.public_key is not None and not batch.public_key
     (tmp_path / "clients.pub").write_text(f"# ours\n{PUBLIC} alice\n\n{PUBLIC} bob of Sales\n")
     stated = [f"serve.http.api_keys=@{tmp_path}/k.yaml", f"serve.http.public_keys=@{tmp_path}/clients.pub"]
@@ -109,6 +110,8 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         ("a: {key: 5}", "a.key is neither a word nor a list of words"),
         ("a: {key: 'b c'}", "a.key is neither a word nor a list of words"),
         ("a: {key: b, wieght: 2}", "there is no wieght, did you mean weight"),
+        ("a: {key: b, admin: maybe}", "a.admin=maybe is neither true nor false"),
+        ("a: {key: b, admin: 1}", "a.admin=1 is neither true nor false"),
         ("a: {key: b, weight: 0}", "a.weight=0 is not a number above 0"),
         ("a: {key: b, max_concurrent: 1.5}", "a.max_concurrent=1.5 is not a whole number above 0"),
         ("a: {key: b, max_concurrent: 0}", "a.max_concurrent=0 is not a whole number above 0"),

@@ -335,8 +335,10 @@ Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor>
   return y;
 }
 
-/// tokens i64[T] -> [T, H]
-Tensor embedding(const Tensor &tokens, const Tensor &panels, ScalarType dtype, std::vector<int64_t> numbers) {
+/// tokens i64[T] -> [T, H]; dtype_number: the place of its dtype in DTYPES of panels.py
+Tensor embedding(const Tensor &tokens, const Tensor &panels, int64_t dtype_number, std::vector<int64_t> numbers) {
+  constexpr ScalarType dtypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+  const ScalarType dtype = dtypes[dtype_number];
   const Layout layout = layout_of(numbers, panels);
   const int64_t *rows = elements<int64_t>(tokens);
   for (int64_t t = 0; t < tokens.numel(); ++t)

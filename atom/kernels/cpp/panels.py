@@ -189,13 +189,15 @@ def _linear(x: Tensor, panels: Tensor, bias: Tensor | None, layout: Sequence[int
     return F.linear(x, _unpack(panels, layout).to(x.dtype), bias)
 
 
-def _embedding(tokens: Tensor, panels: Tensor, dtype: torch.dtype, layout: Sequence[int]) -> Tensor:
-    return F.embedding(tokens, _unpack(panels, layout).to(dtype))
+def _embedding(tokens: Tensor, panels: Tensor, dtype: int, layout: Sequence[int]) -> Tensor:
+    return F.embedding(tokens, _unpack(panels, layout).to(DTYPES[dtype]))
 
 
+# of an embedding's output, by number: PyTorch 2.11 hands on a ScalarType of a compiled piece as another one
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("panel_linear(Tensor x, Tensor panels, Tensor? bias, int[] layout) -> Tensor")  # type: ignore[no-untyped-call]
-LIBRARY.define("panel_embedding(Tensor tokens, Tensor panels, ScalarType dtype, int[] layout) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.define("panel_embedding(Tensor tokens, Tensor panels, int dtype, int[] layout) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 LIBRARY.impl("panel_linear", _linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -208,8 +210,8 @@ def _linear_shape(x: Tensor, panels: Tensor, bias: Tensor | None, layout: Sequen
 
 
 @library.register_fake("atom::panel_embedding", lib=LIBRARY)  # type: ignore[untyped-decorator]
-def _embedding_shape(tokens: Tensor, panels: Tensor, dtype: torch.dtype, layout: Sequence[int]) -> Tensor:
-    return tokens.new_empty(tokens.shape[0], layout[2], dtype=dtype)
+def _embedding_shape(tokens: Tensor, panels: Tensor, dtype: int, layout: Sequence[int]) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], layout[2], dtype=DTYPES[dtype])
 
 
 @cache
@@ -224,5 +226,5 @@ def panel_linear(x: Tensor, weight: LaidOut, bias: Tensor | None = None) -> Tens
 
 def panel_embedding(tokens: Tensor, weight: LaidOut) -> Tensor:
     """tokens i64[T], weight [V, H] -> [T, H]"""
-    dtype = TORCH_DTYPES[weight.type.dtype]
+    dtype = DTYPES.index(TORCH_DTYPES[weight.type.dtype])
     return torch.ops.atom.panel_embedding(tokens, weight.tensor, dtype, _numbers_of(weight.type))  # type: ignore[no-any-return]

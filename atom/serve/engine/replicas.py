@@ -104,9 +104,11 @@ class Replica:
         return describe_exit(await asyncio.to_thread(self._process.end), has_left=self.client.has_left)
 
     def _relay(self) -> Callable[[str], object] | None:
-        """What takes the lines that the engine prints; None: it has our stderr."""
-        is_shared = self.number == 0 and not log.is_json(self._config.serve.http.log)  # a terminal has one progress bar
-        return None if is_shared else partial(log.relay, process=self.name.removeprefix("the "))
+        """What takes the lines that the engine prints; None: it has our stderr, where one progress bar has room."""
+        kind = self._config.serve.http.log
+        if self.number == 0 and not log.is_json(kind):
+            return log.write if log.is_captured(kind) else None
+        return partial(log.relay, process=self.name.removeprefix("the "))
 
 
 class Replicas:

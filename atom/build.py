@@ -34,6 +34,7 @@ from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
 from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
+from atom.pieces import sources_of
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.draft_table import DraftTable
@@ -67,6 +68,7 @@ from atom.weights.packed_store import describe_file
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
 TIMED_TOKENS = {"cpu": 64, "cuda": 2048}  # of the prompt whose time is compared with that of loading its KV
+WEIGHT_SOURCES = ("dtypes.py", "checkpoint", "graph", "kernels/cpp", "weights")  # what makes tensors of files
 SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
@@ -463,7 +465,8 @@ def load_weights(
         return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates, place)
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache, coordinates, place)
+    sources = sources_of(*WEIGHT_SOURCES)
+    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache, coordinates, place, sources)
     for line in cache.warnings:
         print(f"atom-run: {line}", file=sys.stderr)
     check_kv_scales(tensors, config)

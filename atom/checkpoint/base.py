@@ -65,6 +65,7 @@ class Checkpoint(ABC):
     config: dict[str, Any]  # config.json; rope only as `rope_parameters`
     generation_config: dict[str, Any]  # {} without one
     tensors: Mapping[str, StoredTensor]  # by hub name; empty where only the config is there
+    reading: str = ""  # what the tensors depend on beside the files
 
     def names(self) -> Collection[str]:
         """The names of its tensors; without its weights too, where an index or the hub says them."""

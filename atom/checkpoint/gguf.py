@@ -75,6 +75,7 @@ class GGUFCheckpoint(Checkpoint):
         """facts: what the file leaves out; of its tokenizer, see gguf_tokenizer.py. location: its name in errors"""
         self.location = location or str(path)
         self._facts = facts
+        self.reading = f"{sorted(facts.interleaved.items())} {facts.norm_offset}"
         self._paths, self._metadata, tensors = read_parts(path)
         check_types(path, tensors)
         factors = {name: tensors.pop(stored) for name, stored in FACTORS.items() if stored in tensors}

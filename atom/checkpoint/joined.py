@@ -24,6 +24,7 @@ class JoinedCheckpoint(Checkpoint):
     def __init__(self, checkpoint: Checkpoint, other: Checkpoint, prefix: str = "") -> None:
         self.location, self.config = checkpoint.location, checkpoint.config
         self.generation_config = checkpoint.generation_config
+        self.reading = f"{checkpoint.reading} {other.reading}".strip()
         self._checkpoint = checkpoint
         self.other, self._prefix = other, prefix
         others = {prefix + name: tensor for name, tensor in other.tensors.items()}

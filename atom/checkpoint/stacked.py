@@ -33,6 +33,7 @@ class StackedCheckpoint(Checkpoint):
         self.location, self.tensors = stored.location, tensors
         self.config, self.generation_config = stored.config, stored.generation_config
         self._stored, self._parts = stored, parts
+        self.reading = f"{stored.reading} {sorted(parts.items())}"
 
     def read(self, name: str) -> memoryview:
         if name not in self.tensors:

@@ -31,6 +31,7 @@ from atom.kernels.registry import (
     find_versions,
     highest_level,
     keep_binaries,
+    layout_type,
     shuffle,
 )  # fmt: skip
 
@@ -58,6 +59,7 @@ __all__ = [
     "find_versions",
     "highest_level",
     "keep_binaries",
+    "layout_type",
     "on_device",
     "shuffle",
 ]  # fmt: skip

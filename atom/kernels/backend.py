@@ -249,6 +249,8 @@ class Backend:
     name: str
     kernels: tuple[Kernel, ...]
     layouts: Mapping[str, Callable[[Any], ShuffledWeight]] = field(default_factory=dict)  # of weights, by name
+    map_layouts: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # of those that a file can hold: the
+    # type that a packed weight's tensor has; None where this machine does not make it
     find_features: Callable[[], frozenset[str]] = frozenset  # of this machine's device; UnsupportedError without one
     find_versions: Callable[[], dict[str, str]] = dict  # libraries of this machine that its code depends on
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces

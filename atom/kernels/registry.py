@@ -143,8 +143,19 @@ def connect_rank(device: str, rendezvous: Rendezvous) -> Communicator:
 
 def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut | PackedWeight:
     """A weight [O, I] in a kernel's own layout; of a weight [E, O, I] each expert by itself, but for KEEPS_ROWS."""
+    return _backend_of(layout).layouts[layout](weight)
+
+
+def _backend_of(layout: str) -> Backend:
+    """The backend that has a layout."""
     backends = map(find_backend, (*plugins.named(plugins.BACKENDS), *BACKENDS))
-    return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
+    return next(backend for backend in backends if layout in backend.layouts)
+
+
+def layout_type(weight: Type, layout: str) -> Type | None:
+    """The type of a packed weight's one tensor in a kernel's layout; None where a file cannot hold that."""
+    find_type = _backend_of(layout).map_layouts.get(layout)
+    return None if find_type is None else find_type(weight)
 
 
 def keep_binaries(device: str, cache: Cache) -> AbstractContextManager[None]:

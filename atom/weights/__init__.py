@@ -18,7 +18,7 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 
 import torch
@@ -170,10 +170,12 @@ def load(
     cache: Cache | None = None,
     coordinates: Mapping[str, int] | None = None,
     place: Place | None = None,
+    sources: str = "",
 ) -> dict[Recipe, Loaded]:
     """Load every recipe's tensor to the device. CapacityError where they do not fit.
 
-    cache: keeps what is packed while it loads, for the next time
+    cache: keeps what is packed or laid out while it loads, for the next time
+    sources: a digest of the code that does so, with which it is kept
     coordinates: of the rank whose parts are loaded; None: there is one rank
     place: takes each weight to where it is to be; None: it stays where it was made
     """
@@ -184,7 +186,11 @@ def load(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
-        with returned_memory(), nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache) as store:
+        with ExitStack() as opened:
+            opened.enter_context(returned_memory())
+            store = None
+            if cache is not None:
+                store = opened.enter_context(PackedStore(ordered, checkpoint, cache, device, sources))
             if store is not None:
                 checkpoint = store.checkpoint
             source = (
@@ -294,7 +300,7 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
         source.flush()
         made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
         if source.packed:
-            source.packed.write(recipe, made)
+            source.packed.write(recipe, made.parts)
         return made
     parts = parts or parts_of(recipe)
     filled = {name: _fill(part, _empty(part.type, device), source) for name, part in parts.items()}
@@ -328,9 +334,7 @@ def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     made: list[Tensor | LaidOut | PackedWeight] = []
     if part.type.fmt is not None:
         for each in parts:
-            packed = _packed(each, source, device)
-            source.flush()
-            made.append(shuffle(packed, recipe.layout))
+            made.append(_laid_out(Shuffle(each, recipe.layout), source, device))
         return made[0] if is_whole else made
     plain = _empty(parts[0].type, device)  # one buffer for all, to avoid fragmentation
     for each in parts:
@@ -338,6 +342,18 @@ def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
         source.flush()
         made.append(shuffle(plain.view(plain.shape[-2:]), recipe.layout))
     return made[0] if is_whole else made
+
+
+def _laid_out(recipe: Shuffle, source: WeightSource, device: str) -> Tensor | LaidOut | PackedWeight:
+    """Make a packed weight in a kernel's layout, or map it where an earlier start has kept it."""
+    if source.packed and (mapped := source.packed.map(recipe)) is not None:
+        return mapped
+    packed = _packed(recipe.part, source, device)
+    source.flush()
+    made = shuffle(packed, recipe.layout)
+    if source.packed and isinstance(made, LaidOut):
+        source.packed.write(recipe, {"": made.tensor})
+    return made
 
 
 def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:

@@ -1,13 +1,15 @@
-"""Keep weights that were packed while loading for the next start.
+"""Keep weights that were packed or laid out while loading for the next start.
 
     with PackedStore(recipes, checkpoint, cache) as store:     # store.checkpoint has what is kept beside the rest
         parts = store.find(recipe)                             # recipes of what is kept; None: it has to be made,
-        store.write(recipe, weight)                            # and is written then
+        store.write(recipe, weight.parts)                      # and is written then
+        weight = store.map(recipe)                             # on a CPU, one in a kernel's layout: it is mapped
 
 Leaving the block publishes the file in a thread, if every weight was written and nothing was raised.
 
-The key has the sizes and times of the checkpoint's files, the recipes, and the quantizer's version. The file is one of
-safetensors, beside a config.json that says nothing, so that it is opened as a checkpoint.
+The key has the sizes and times of the checkpoint's files, the recipes, and the sources of what makes tensors. The file
+is one of safetensors, beside a config.json that says nothing, so that it is opened as a checkpoint. What is mapped is
+used in place: processes share its memory, and a file that is removed stays until the last of them ends.
 """
 
 from __future__ import annotations
@@ -18,34 +20,50 @@ import shutil
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
 from atom.checkpoint import Checkpoint, JoinedCheckpoint, open_checkpoint
 from atom.dtypes import DTYPES
-from atom.graph import PackedWeight, Quantize, Recipe, W
-from atom.graph.recipes import packed_while_loading
+from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
+from atom.graph.recipes import packed_while_loading, shuffled_alone
+from atom.kernels import layout_type
+from atom.weights.evaluate import view
 from atom.weights.quantize import VERSION, part_types
 
 FILE = "model.safetensors"
+ALIGNMENT = 64  # bytes, of the first tensor; panels come first, and most have a multiple of that
 
 
 class PackedStore:
-    def __init__(self, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache) -> None:
-        packed = sorted({part for recipe in recipes for part in packed_while_loading(recipe)}, key=repr)
-        self._parts = {recipe: _parts(recipe, f"{number}.") for number, recipe in enumerate(packed)}
+    def __init__(
+        self, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache, device: str = "cpu", sources: str = ""
+    ) -> None:
+        """sources: a digest of what makes tensors of files"""
+        laid_out = _laid_out(recipes) if device == "cpu" else {}
+        others = (recipe for recipe in recipes if not laid_out.keys() & {*_alone(recipe)})
+        quantized = sorted({part for recipe in others for part in packed_while_loading(recipe)}, key=repr)
+        packed: list[Shuffle | Quantize] = [*laid_out, *quantized]
+        types = [*({"": type} for type in laid_out.values()), *(part_types(recipe.type) for recipe in quantized)]
+        self._parts = {
+            recipe: {name: W(f"{number}.{name}", type) for name, type in parts.items()}
+            for number, (recipe, parts) in enumerate(zip(packed, types, strict=True))
+        }
         self._cache = cache
-        formats = dict.fromkeys(recipe.fmt for recipe in packed)
+        formats = dict.fromkeys(str(recipe.type.fmt) for recipe in packed)
         ingredients = {
             "files": "; ".join(map(describe_file, checkpoint.files() if packed else ())),
+            "reading": digest(checkpoint.reading),
             "formats": ", ".join(formats),
             "recipes": digest(repr(packed)),
             "quantizer": str(VERSION),
+            "sources": sources,
         }
         self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
         self._key = key_of(ingredients)
@@ -54,7 +72,7 @@ class PackedStore:
         self.checkpoint = checkpoint if found is None else JoinedCheckpoint(checkpoint, open_checkpoint(str(found)))
         self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
         self._file, self._has_failed = -1, False
-        self._missing = set(packed)  # what is not written yet
+        self._missing: set[Recipe] = set(packed)  # what is not written yet
         self._places: dict[str, int] = {}  # by name: the byte that a part begins at
         if self._folder is not None:
             self._begin(self._folder)
@@ -75,13 +93,19 @@ class PackedStore:
     def find(self, recipe: Recipe) -> dict[str, W] | None:
         return self._parts.get(recipe) if self._is_kept and isinstance(recipe, Quantize) else None
 
-    def write(self, recipe: Recipe, weight: PackedWeight) -> None:
+    def map(self, recipe: Shuffle) -> LaidOut | None:
+        """A weight in a kernel's layout, in the mapped file; None where it has to be made."""
+        if not self._is_kept or recipe not in self._parts:
+            return None
+        return LaidOut(recipe.type, view(self._parts[recipe][""], self.checkpoint))
+
+    def write(self, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
         """Write a weight's parts to their places; several threads may."""
-        if self._folder is None or self._has_failed or not isinstance(recipe, Quantize) or recipe not in self._parts:
+        if self._folder is None or self._has_failed or recipe not in self._parts:
             return
         try:
             for name, part in self._parts[recipe].items():
-                content = weight.parts[name].contiguous().flatten().view(torch.uint8).cpu().numpy().data
+                content = parts[name].contiguous().flatten().view(torch.uint8).cpu().numpy().data
                 assert len(content) == part.type.num_bytes, f"{part} is written as {len(content)} bytes"
                 start = self._places[part.name]
                 while content:
@@ -100,7 +124,7 @@ class PackedStore:
             dtype, shape = DTYPES[part.type.dtype].safetensors, part.type.shape
             header[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
         first = 8 + len(text)
         self._places = {name: first + entry["data_offsets"][0] for name, entry in header.items()}
         try:
@@ -126,9 +150,18 @@ class PackedStore:
         self._has_failed = True
 
 
-def _parts(recipe: Quantize, name: str) -> dict[str, W]:
-    """The parts of a weight as tensors of the file."""
-    return {each: W(name + each, type) for each, type in part_types(recipe.type).items()}
+def _alone(recipe: Recipe) -> list[Shuffle]:
+    """What is put into a kernel's layout as one, of a packed weight that is; [] of others."""
+    if not isinstance(recipe, Shuffle) or recipe.type.fmt is None:
+        return []
+    return [Shuffle(part, recipe.layout) for part in shuffled_alone(recipe)]
+
+
+def _laid_out(recipes: Sequence[Recipe]) -> dict[Shuffle, Type]:
+    """The weights in a layout that a file can hold, with the types of their tensors, in a fixed order."""
+    every = {alone for recipe in recipes for alone in _alone(recipe)}
+    found = ((alone, layout_type(alone.type, alone.layout)) for alone in sorted(every, key=repr))
+    return {alone: type for alone, type in found if type is not None}
 
 
 def describe_file(path: Path) -> str:

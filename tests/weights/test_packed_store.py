@@ -51,10 +51,10 @@ def load(checkpoint: Checkpoint, cache: Cache | None) -> list[torch.Tensor]:
     return found
 
 
-def wait_for_entry(cache: Cache) -> None:
-    """It is published by a thread."""
+def wait_for_entry(cache: Cache, count: int = 1) -> None:
+    """It is published by a thread, maybe in place of a damaged one."""
     deadline = time.monotonic() + 20
-    while not cache.entries("weights") and time.monotonic() < deadline:
+    while sum(not entry.fault for entry in cache.entries("weights")) < count and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -84,9 +84,7 @@ def test_another_file_or_another_format_is_packed_anew(tmp_path: Path):
     wait_for_entry(cache)
     os.utime(tmp_path / "model" / "model.safetensors", (2, 2))
     weights.load(RECIPES[:1], open_checkpoint(str(tmp_path / "model")), SILENT, cache=cache)
-    deadline = time.monotonic() + 20
-    while len(cache.entries("weights")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_entry(cache, 2)
     assert len(cache.entries("weights")) == 2
 
 
@@ -193,3 +191,69 @@ def test_a_stream_joins_and_unpacks_what_is_kept_once_it_has_arrived(tmp_path: P
     assert isinstance(joined, PackedWeight) and isinstance(others, PackedWeight)
     assert are_same([*joined.parts.values()], [*others.parts.values()])
     assert torch.equal(first[recipes[1]], second[recipes[1]])
+
+
+def backing_of(tensor: torch.Tensor) -> str:
+    """The file that a tensor's memory is mapped from; empty for memory of the process."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(each, 16) for each in line.split()[0].split("-"))
+        if first <= address < last:
+            return " ".join(line.split()[5:])
+    raise AssertionError("it is mapped nowhere")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+def test_a_weight_in_panels_is_used_in_the_mapped_file(tmp_path: Path):
+    cache = Cache(tmp_path / "cache")
+    first = load_experts(tmp_path / "model", 1, cache)
+    wait_for_entry(cache)
+    second, third = (load_experts(tmp_path / "model", 2, cache) for _ in range(2))
+    (entry,) = cache.entries("weights")
+    file = str(cache.folder / "weights" / entry.key / "model.safetensors")
+    assert not any(backing_of(each).startswith("/") for each in first), "they were made"
+    assert [backing_of(each) for each in (*second, *third)] == [file] * 6
+    assert second[0].data_ptr() % 64 == 0
+    cache.remove(entry)
+    assert all(backing_of(each).endswith("(deleted)") for each in second)
+    assert are_same(first, second), "a file that is removed stays while it is mapped"
+
+
+@pytest.mark.parametrize("damage", ["cut short", "longer", "gone"])
+def test_a_file_of_panels_that_is_damaged_is_made_anew(damage: str, tmp_path: Path):
+    cache = Cache(tmp_path / "cache")
+    first = load_experts(tmp_path / "model", 1, cache)
+    wait_for_entry(cache)
+    (entry,) = cache.entries("weights")
+    file = cache.folder / "weights" / entry.key / "model.safetensors"
+    if damage == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size + (1 if damage == "longer" else -1))
+    again = load_experts(tmp_path / "model", 1, cache)
+    assert are_same(first, again) and cache.warnings, "it is read from the checkpoint, and said"
+    wait_for_entry(cache)
+    assert are_same(first, load_experts(tmp_path / "model", 2, cache)), "the new file is read"
+
+
+def test_what_other_sources_made_is_not_used(tmp_path: Path):
+    cache, found = Cache(tmp_path / "cache"), []
+    for seed, sources in ((1, "a"), (2, "a"), (3, "b")):
+        checkpoint = save_experts(tmp_path / "model", seed)
+        experts = weights.load([EXPERTS], checkpoint, SILENT, cache=cache, sources=sources)[EXPERTS]
+        assert isinstance(experts, list)
+        found.append([each.tensor for each in experts if isinstance(each, LaidOut)])
+        wait_for_entry(cache, 2 if sources == "b" else 1)
+    assert are_same(found[0], found[1]) and not are_same(found[0], found[2])
+
+
+def test_a_file_that_is_read_otherwise_is_laid_out_anew(tmp_path: Path):
+    cache, found = Cache(tmp_path / "cache"), []
+    for seed, reading in ((1, "heads in pairs"), (2, "heads in halves")):
+        checkpoint = save_experts(tmp_path / "model", seed)
+        checkpoint.reading = reading
+        experts = weights.load([EXPERTS], checkpoint, SILENT, cache=cache)[EXPERTS]
+        assert isinstance(experts, list)
+        found.append([each.tensor for each in experts if isinstance(each, LaidOut)])
+        wait_for_entry(cache)
+    assert not are_same(found[0], found[1])

@@ -19,7 +19,7 @@ from atom.kernels.cpp.attention import load_attention, load_write
 from atom.kernels.cpp.blocks import find_features, pack_blocks
 from atom.kernels.cpp.build import ATTENTION, build_library, keep_libraries
 from atom.kernels.cpp.linear import accepts, accepts_embedding, build_for, embedding, grouped_linear, linear
-from atom.kernels.cpp.panels import pack_panels, packed_type
+from atom.kernels.cpp.panels import kept_type, pack_panels, packed_type
 
 KINDS = ("scaled", "int4", "int8", "mxfp4", "nvfp4")
 
@@ -43,6 +43,7 @@ BACKEND = Backend(
     "cpp",
     KERNELS,
     layouts={"blocks": pack_blocks, "panels": pack_panels},
+    map_layouts={"panels": kept_type},
     find_features=find_features,
     keep_binaries=keep_libraries,
 )

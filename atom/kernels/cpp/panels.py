@@ -103,6 +103,11 @@ def packed_type(weight: Type) -> Type:
     return Type("u8", (panels.num_panels, panels.size))
 
 
+def kept_type(weight: Type) -> Type | None:
+    """The type of panels where weights are put into them; None without the library, for which they are unpacked."""
+    return packed_type(weight) if load_library(PACKED) else None
+
+
 def pack_panels(weight: PackedWeight) -> LaidOut:
     """A weight [O, I], or [1, O, I], in panels; without the library it is unpacked."""
     if not load_library(PACKED):

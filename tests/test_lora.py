@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import adapters
-import peft
 import pytest
 import tiny
 import torch
@@ -25,27 +24,10 @@ Open = Callable[..., LLMEngine]
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 
 
-def save_with_peft(model: Any, folder: Path, seed: int = 0, **fields: Any) -> Path:
-    """An adapter that PEFT has made of random factors and written, of all linears unless the fields say otherwise."""
-    torch.manual_seed(seed)
-    stated = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**stated, init_lora_weights=False))
-    for name, weight in adapted.named_parameters():
-        if "lora_" in name:
-            weight.data = torch.randn_like(weight) * 0.3
-    adapted.save_pretrained(folder)
-    adapted.unload()
-    return folder
-
-
 @pytest.fixture
 def fresh(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
     """transformers' model of a variant, not shared: PEFT changes the modules of what it is given."""
     return lambda name: tiny.reference(checkpoints(name))
-
-
-def adapted(fresh: Callable[[str], Any], name: str, folder: Path) -> Any:
-    return peft.PeftModel.from_pretrained(fresh(name), folder).eval()
 
 
 @pytest.mark.parametrize("name, level, fields", [
@@ -63,8 +45,8 @@ def adapted(fresh: Callable[[str], Any], name: str, folder: Path) -> Any:
 def test_logits_and_tokens_are_those_of_peft(
     name: str, level: int, fields: dict[str, Any], open_engine: Open, fresh: Callable[[str], Any], tmp_path: Path
 ):
-    folder = save_with_peft(fresh(name), tmp_path / "sql", **fields)
-    model, plain = adapted(fresh, name, folder), fresh(name)
+    folder = adapters.save_with_peft(fresh(name), tmp_path / "sql", **fields)
+    model, plain = adapters.load_with_peft(fresh(name), folder), fresh(name)
     engine = open_engine(name, level=level, lora_modules={"sql": str(folder)}, max_lora_rank=8, max_loras=2)
     prompt = tiny.prompt(20)
     first, second = engine.generate([prompt] * 2, GREEDY, adapters=["sql", None])
@@ -217,7 +199,6 @@ def test_a_rank_beyond_the_room_names_the_option(open_engine: Open, references: 
     (["serve.lora_modules={a: /a, b: /b}", "serve.max_loras=1"], ConfigError, "serve.max_loras=1 holds fewer than the 2 of serve.lora_modules; set serve.max_loras=2"),
     (["serve.lora_modules={talker: /a}", "serve.http.served_model_name=[talker]"], ConfigError, "talker is the model's own name"),
     (["serve.lora_modules=sql"], ConfigError, "serve.lora_modules=sql is not a mapping from names to folders"),
-    (["serve.enable_lora=true", "parallel.tensor=2"], UnsupportedError, "serve.enable_lora with 2 ranks is not built yet"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(
     overrides: list[str], kind: type[AtomError], reason: str, checkpoints: Callable[[str], Path]

@@ -130,10 +130,6 @@ def check_lora(config: Config) -> None:
     for name in map(str, modules):
         if name in config.served_names:
             raise ConfigError(f"serve.lora_modules: {name} is the model's own name; choose another")
-    if config.parallel.num_ranks > 1:
-        raise UnsupportedError(
-            f"serve.enable_lora with {config.parallel.num_ranks} ranks is not built yet; merge the adapter"
-        )
 
 
 def check_sleep(config: Config) -> None:

@@ -66,6 +66,28 @@ def f(x: fp32[T, 8], adapters: i64[T]):
     return m"""
 
 
+DIVIDED = """\
+def body(tokens: i64[T], positions: i64[T]):
+    x = embedding(tokens, W("embed.weight", fp32[50, 8]))
+    qkv = linear(x, cat([share(W("l.q.weight", fp32[16, 8]), "tensor", 4), share(slice(W("l.kv.weight", fp32[16, 8]), 0, 8), "tensor", 4, copies=2), share(slice(W("l.kv.weight", fp32[16, 8]), 8, 16), "tensor", 4, copies=2)]))
+    q, k, v = split(qkv, sizes=[4, 4, 4])
+    q_1 = split_heads(q, heads=1)
+    k_1 = split_heads(k, heads=1)
+    v_1 = split_heads(v, heads=1)
+    a = attention(q_1, k_1, v_1, KV("l", fp32[2, 1, 4]), scale=0.5)
+    a_1 = merge_heads(a)
+    o = linear(a_1, share(W("l.o.weight", fp32[8, 16]), "tensor", 4, dim=1), once(W("l.o.bias", fp32[8]), "tensor"))
+    o_1 = all_reduce(o, axis="tensor")
+    return o_1
+"""
+
+ADDED_TO_DIVIDED = {
+    "qkv": """lora(qkv_1, x, cat([lora_stack("l.q.lora_A", fp32[6, 8]), lora_stack("l.kv.lora_A", fp32[6, 8])]), cat([share(lora_stack("l.q.lora_B", fp32[16, 6]), "tensor", 4), cat([share(slice(lora_stack("l.kv.lora_B", fp32[16, 6]), 0, 8), "tensor", 4, copies=2), share(slice(lora_stack("l.kv.lora_B", fp32[16, 6]), 8, 16), "tensor", 4, copies=2)])]), adapters, rank=2, sizes=[4, 8])""",
+    "o": """lora(o_2, a_1, share(lora_stack("l.o.lora_A", fp32[6, 16]), "tensor", 4, dim=1), lora_stack("l.o.lora_B", fp32[8, 6]), adapters, rank=2, sizes=[8])""",
+    "o_1": """all_reduce(o, axis="tensor")""",
+}
+
+
 def with_room(context: PassContext) -> PassContext:
     return replace(context, max_loras=3, max_lora_rank=2)
 
@@ -74,6 +96,13 @@ def test_linears_of_layers_get_adapters_and_the_head_does_not():
     graph = add_lora(parse(WRITTEN), context=with_room(context_of(GPU, *BACKENDS)))
     assert text_of(graph) == ADDED
     assert text_of(parse(ADDED)) == ADDED
+
+
+def test_factors_are_divided_as_their_linears_and_summed_with_them():
+    graph = add_lora(parse(DIVIDED), context=with_room(context_of(GPU, *BACKENDS)))
+    written = dict(line.strip().split(" = ", 1) for line in text_of(graph).splitlines() if " = " in line)
+    assert {name: written[name] for name in ADDED_TO_DIVIDED} == ADDED_TO_DIVIDED
+    assert text_of(graph).count("all_reduce") == 1
 
 
 def test_without_room_nothing_changes():

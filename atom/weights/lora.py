@@ -4,8 +4,8 @@
     loras.check(adapter)                # of `checkpoint.lora`: all modules are there, all shapes fit
     loras.write(3, adapter)             # as adapter number 3
 
-A smaller rank is padded with zeros, and the scale goes into b. Of several ranks, each writes its own parts of the factors
-of its stage.
+A smaller rank is padded with zeros, and the scale goes into b. Of several ranks, each writes its own parts of the
+factors of its stage.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@
 A linear of several modules side by side, as fuse_qkv makes them, has a slice for each. The factors of a weight that is
 divided among ranks are divided as it is: b by the rank's outputs, a by its inputs. Products of parts of the inputs are
 partial, and the sum over ranks behind the linear is theirs, too. The adapter of each token becomes an input of body and
-head; drafts run without. Leaves alone the head's own linear, experts, and a weight that is not made of rows of modules'
-weights.
+head; drafts run without. Experts have adapters where `lora_experts` says so, see `add_expert_lora`. Leaves alone the
+head's own linear, and a weight that is not made of rows of modules' weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from atom.graph import (
 )
 from atom.graph.graph import ADAPTERS
 from atom.graph.recipes import LoraStack, cat, leaves, narrow
+from atom.passes.add_expert_lora import add_expert_lora
 from atom.passes.context import PassContext
 
 
@@ -52,22 +54,38 @@ class _Factors(NamedTuple):
 def add_lora(graph: Graph, context: PassContext) -> Graph:
     if not context.max_loras:
         return graph
-    layers, num_columns = tuple(f"{cache.name}." for cache in graph.caches()), context.max_loras * context.max_lora_rank
+    layers, num_columns = [cache.name for cache in graph.caches()], context.max_loras * context.max_lora_rank
     for name in (BODY, HEAD, POOL):
         if (program := graph.programs.get(name)) is None:
             continue
-        for linear in program.nodes:
-            is_of_layers = linear.target is ops.linear and all(
-                leaf.name.startswith(layers) for leaf in leaves(linear.args[1])
-            )
-            if is_of_layers and (factors := _factors_of(linear.args[1], num_columns)):
-                _add(graph, program, linear, factors, context.max_lora_rank)
+        for call in program.nodes:
+            is_experts = call.target is ops.experts and context.lora_experts
+            if call.target is not ops.linear and not is_experts:
+                continue
+            weight = call.args[3 if is_experts else 1]
+            if (layer := _layer_of(weight, layers)) is None:
+                continue
+            if is_experts:
+                add_expert_lora(graph, call, layer, _adapters_of(program), context)
+            elif factors := _factors_of(weight, num_columns):
+                _add(graph, program, call, factors, context.max_lora_rank)
     _pass_on(graph)
     return graph
 
 
+def _layer_of(weight: Recipe, layers: Sequence[str]) -> str | None:
+    """The layer that all of a weight is of."""
+    of = {next((layer for layer in layers if leaf.name.startswith(f"{layer}.")), None) for leaf in leaves(weight)}
+    return of.pop() if len(of) == 1 else None
+
+
+def _adapters_of(program: Program) -> Node:
+    """The input that has each token's adapter."""
+    return program.input(ADAPTERS, Type("i64", program.inputs[0].meta["type"].shape[:1]))
+
+
 def _add(graph: Graph, program: Program, linear: Node, factors: list[_Factors], rank: int) -> None:
-    adapters = program.input(ADAPTERS, Type("i64", program.inputs[0].meta["type"].shape[:1]))
+    adapters = _adapters_of(program)
     (a, b), readers = map(cat, zip(*factors, strict=True)), list(linear.users)
     args, sizes = (linear, linear.args[0], a, b, adapters), [int(each.b.type.shape[0]) for each in factors]
     made = graph.insert(linear.next, ops.lora, *args, rank=rank, sizes=sizes, name=linear.name)
@@ -84,9 +102,9 @@ def _pass_on(graph: Graph) -> None:
     if not taken:
         return
     body = graph.programs[BODY]
-    adapters = body.input(ADAPTERS, Type("i64", body.inputs[0].meta["type"].shape[:1]))
+    adapters = _adapters_of(body)
     for program in heads:  # all take the same
-        program.input(ADAPTERS, Type("i64", program.inputs[0].meta["type"].shape[:1]))
+        _adapters_of(program)
     num_states = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
     results = list(body.results)
     results.insert(len(results) - num_states, adapters)

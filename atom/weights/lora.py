@@ -10,16 +10,16 @@ factors of its stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from atom.checkpoint.lora import AdapterFiles, Factor
+from atom.checkpoint.lora import AdapterFiles, ExpertFactors, Factor, Factors
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import TORCH_DTYPES, Graph, Recipe, Slice
-from atom.graph.recipes import LoraStack, lora_stack_of
+from atom.graph.recipes import lora_stack_of
 from atom.weights.evaluate import Loaded, split_recipe
 from atom.weights.localize import localize
 
@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
 
     outputs: int
     inputs: int
+    experts: int | None = None  # None: it is one linear
 
 
 class LoraWeights:
@@ -45,9 +46,9 @@ class LoraWeights:
         """coordinates: of the rank whose tensors these are; None: there is one rank"""
         self.max_loras, self.max_rank = max_loras, max_rank
         self.modules: dict[str, Sizes] = {}  # that may have adapters; `check` knows those that are added, too
-        self._stacks: list[tuple[LoraStack, tuple[int, int], Tensor]] = []  # the place in it where the tensor begins
+        self._parts: list[tuple[Recipe, Tensor]] = []  # of stacks
         self._dtype = torch.float32  # of the stacks
-        sizes: dict[str, int] = {}
+        shapes: dict[str, list[int]] = {}  # of stacks
         for recipe in graph.recipes():
             tensor = tensors[recipe]
             if not isinstance(tensor, Tensor):
@@ -55,58 +56,114 @@ class LoraWeights:
             for part, view in split_recipe(localize(recipe, coordinates) if coordinates else recipe, tensor):
                 if (stack := lora_stack_of(part)) is not None:
                     self._dtype = view.dtype
-                    self._stacks.append((stack, begin_of(part), view))
-                    sizes[stack.name] = int(stack.type.shape[stack.name.endswith(A)])
-        for name in filter(lambda name: name.endswith(A), sizes):
-            module = name.removesuffix(A)
-            self.modules[module] = Sizes(sizes[module + B], sizes[name])
+                    self._parts.append((part, view))
+                    shapes[stack.name] = list(map(int, stack.type.shape))
+        for name, shape in shapes.items():
+            if name.endswith(A):
+                module, of_experts = name.removesuffix(A), shape[:1] if len(shape) == 4 else []
+                self.modules[module] = Sizes(shapes[module + B][-2], shape[-1], *of_experts)
 
     def check(self, adapter: AdapterFiles) -> None:
         """Raise CheckpointError or ConfigError, which name the tensor, where an adapter does not fit the model."""
         for module, factors in adapter.factors.items():
-            sizes, rank = self.modules.get(module), factors.a.stored.shape[0]
-            if sizes is None:
+            if (sizes := self.modules.get(module)) is None:
                 raise CheckpointError(
                     f"{adapter.path}: tensor {factors.a.name} is of {module}, which is no linear of a layer here: "
-                    "embeddings, the head, routers and experts have no adapters"
+                    "embeddings, the head and routers have no adapters"
                 )
-            if rank > self.max_rank:
-                raise ConfigError(f"{adapter.path}: {factors.a.name} has rank {rank}: set serve.max_lora_rank={rank}")
-            for factor, expected in ((factors.a, (rank, sizes.inputs)), (factors.b, (sizes.outputs, rank))):
-                if factor.stored.shape != expected:
-                    is_of = f"is {list(factor.stored.shape)}, the model expects {list(expected)}"
-                    raise CheckpointError(f"{adapter.path}: tensor {factor.name} {is_of}")
-                if not self._scaled(factor, factors.scale).isfinite().all():  # it would spoil other requests' rows
-                    raise CheckpointError(f"{adapter.path}: tensor {factor.name} has values that {self._dtype} lacks")
+            self._check(factors, (factors.rank, sizes.inputs), (sizes.outputs, factors.rank), adapter.path)
+            self._check_rank(factors.rank, factors, adapter.path)
+        for module, parts in adapter.experts.items():
+            first = parts[0].factors
+            if (sizes := self.modules.get(module)) is None:
+                has = "has no room: set serve.lora_experts=true, where the model has experts"
+                raise ConfigError(f"{adapter.path}: tensor {first.a.name} is of experts, whose adapter {has}")
+            assert sizes.experts is not None
+            num_halves = 1 + module.endswith("gate_up")
+            for part in parts:
+                factors, rank, outputs = part.factors, part.factors.rank, sizes.outputs
+                if part.expert is None:
+                    rank *= sizes.experts
+                else:
+                    outputs //= num_halves
+                    if part.expert >= sizes.experts:
+                        stated = f"is of expert {part.expert}, the model has {sizes.experts}"
+                        raise CheckpointError(f"{adapter.path}: tensor {factors.a.name} {stated}")
+                self._check(factors, (rank, sizes.inputs), (outputs, rank), adapter.path)
+            self._check_rank(rank_of(parts), first, adapter.path)
+
+    def _check(self, factors: Factors, a: tuple[int, int], b: tuple[int, int], path: str) -> None:
+        for factor, expected in ((factors.a, a), (factors.b, b)):
+            if factor.stored.shape != expected:
+                is_of = f"is {list(factor.stored.shape)}, the model expects {list(expected)}"
+                raise CheckpointError(f"{path}: tensor {factor.name} {is_of}")
+            if not scaled(factor, factors.scale, self._dtype).isfinite().all():  # it would spoil other requests' rows
+                raise CheckpointError(f"{path}: tensor {factor.name} has values that {self._dtype} lacks")
+
+    def _check_rank(self, rank: int, factors: Factors, path: str) -> None:
+        if rank > self.max_rank:
+            raise ConfigError(f"{path}: {factors.a.name} has rank {rank}: set serve.max_lora_rank={rank}")
 
     @torch.inference_mode()
     def write(self, number: int, adapter: AdapterFiles) -> None:
         """Write an adapter that `check` has passed; modules that it leaves out get zeros."""
-        first, last = number * self.max_rank, (number + 1) * self.max_rank
-        for stack, (row, column), tensor in self._stacks:
-            is_a = stack.name.endswith(A)
-            own = tensor[first:last] if is_a else tensor[:, first:last]
-            own.zero_()
-            if (factors := adapter.factors.get(stack.name.removesuffix(A if is_a else B))) is None:
-                continue
-            if is_a:
-                a = matrix(factors.a)[:, column : column + own.shape[1]]
-                own[: len(a)].copy_(a)
+        made: dict[str, tuple[Tensor, Tensor]] = {}  # both factors by module
+        for part, tensor in self._parts:
+            stack = lora_stack_of(part)
+            assert stack is not None, "it is a part of one"
+            is_a, of_experts = stack.name.endswith(A), tensor.ndim == 4
+            module = stack.name.removesuffix(A if is_a else B)
+            if of_experts:
+                own = tensor[:, 1 + number]
             else:
-                b = self._scaled(factors.b, factors.scale)[row : row + len(own)]
-                own[:, : b.shape[1]].copy_(b)
+                own = tensor.narrow(0 if is_a else 1, number * self.max_rank, self.max_rank)
+            own.zero_()
+            if module not in made and module in adapter.experts:
+                made[module] = join_experts(adapter.experts[module], self.modules[module], self._dtype)
+            if module not in made and module in adapter.factors:
+                factors = adapter.factors[module]
+                made[module] = matrix(factors.a), scaled(factors.b, factors.scale, self._dtype)
+            if module in made:
+                factor = take(part, made[module][not is_a].unsqueeze(1) if of_experts else made[module][not is_a])
+                factor = factor[:, 0] if of_experts else factor
+                rank_dim = -2 if is_a else -1
+                own.narrow(rank_dim, 0, factor.shape[rank_dim]).copy_(factor)
 
-    def _scaled(self, factor: Factor, scale: float) -> Tensor:
-        return (matrix(factor).float() * scale).to(self._dtype)
+
+def take(recipe: Recipe, factor: Tensor) -> Tensor:
+    """What a part of a stack has of a factor."""
+    if not isinstance(recipe, Slice):
+        return factor
+    places = slice(recipe.start, recipe.stop, recipe.step)
+    return take(recipe.part, factor)[(slice(None),) * recipe.dim + (places,)]
 
 
-def begin_of(recipe: Recipe) -> tuple[int, int]:
-    """The row and the column where a part of a matrix begins."""
-    begin = [0, 0]
-    while isinstance(recipe, Slice):
-        begin[recipe.dim] += recipe.start
-        recipe = recipe.part
-    return begin[0], begin[1]
+def rank_of(parts: Sequence[ExpertFactors]) -> int:
+    """The rank of the parts of experts' adapters together: those of gates and of ups stand side by side."""
+    most = {half: max((part.factors.rank for part in parts if part.half == half), default=0) for half in (0, 1)}
+    return sum(most.values())
+
+
+def join_experts(parts: Sequence[ExpertFactors], sizes: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The factors of all experts, a [E, r, I] and b [E, O, r]."""
+    assert sizes.experts is not None
+    rank = rank_of(parts)
+    a = torch.zeros(sizes.experts, rank, sizes.inputs, dtype=dtype)
+    b = torch.zeros(sizes.experts, sizes.outputs, rank, dtype=dtype)
+    for part in parts:
+        own_a, own_b = matrix(part.factors.a), scaled(part.factors.b, part.factors.scale, dtype)
+        if part.expert is None:
+            return own_a.view(sizes.experts, rank, -1), own_b.view(-1, rank, sizes.experts).permute(2, 0, 1)
+        num_outputs, num = own_b.shape
+        row = sizes.outputs - num_outputs if part.half else 0
+        first = rank - num if part.half else 0
+        a[part.expert, first : first + num] = own_a
+        b[part.expert, row : row + num_outputs, first : first + num] = own_b
+    return a, b
+
+
+def scaled(factor: Factor, scale: float, dtype: torch.dtype) -> Tensor:
+    return (matrix(factor).float() * scale).to(dtype)
 
 
 def matrix(factor: Factor) -> Tensor:

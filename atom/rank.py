@@ -37,7 +37,6 @@ from atom.build import (
     set_kv_scales,
 )
 from atom.checkpoint import SilentProgress
-from atom.checkpoint.lora import read_adapter
 from atom.compiler import mesh_of
 from atom.errors import ArtifactError, AtomError, ConfigError, RequestError
 from atom.gc_utils import no_collection, settle
@@ -130,7 +129,8 @@ class Rank:
         """Load an adapter; why it is refused, if it is. The driver has checked what its files say."""
         assert self.adapters is not None, "the driver has adapters"
         try:
-            files = read_adapter(Path(told.path))
+            files = self.adapters.read(told.path)
+            files.hash()
         except AtomError as error:
             return str(error)
         if files.digest != told.digest:

@@ -3,6 +3,7 @@
     adapter = read_adapter(Path("/adapters/sql"))
     adapter.factors["model.layers.0.self_attn.q_proj"].a.shape      # (r, inputs)
     adapter.experts["model.layers.0.experts.down"]                  # parts, of all experts or of one
+    adapter.hash()
     adapter.digest                                                  # of both files
 
 Experts have factors of each linear, `mlp.experts.3.up_proj`, or where transformers has them as one parameter, factors
@@ -51,6 +52,8 @@ REFUSED = {  # fields of adapter_config.json that must be left out, and what the
     "kasa_config": "KaSA scales each rank and changes the weight",
     "monteclora_config": "MonteCLoRA draws its factors",
 }
+TAKEN_OFF = "pissa", "olora", "corda", "lora_ga"  # values of init_lora_weights
+OFF = "its first factors were taken off the weight, so it fits another model"
 
 
 @dataclass
@@ -98,9 +101,16 @@ class AdapterFiles:
     """A LoRA adapter whose files have been read."""
 
     path: str
-    digest: bytes = b""  # SHA-256 of both files
+    files: tuple[bytes, memoryview]  # the configuration and the tensors
     factors: dict[str, Factors] = field(default_factory=dict)  # by module, in the checkpoint's names
     experts: dict[str, list[ExpertFactors]] = field(default_factory=dict)  # by layer and parameter
+
+    digest: bytes = b""  # SHA-256 of both files, once `hash` has read all of them
+
+    def hash(self) -> None:
+        whole = hashlib.sha256(self.files[0])
+        whole.update(self.files[1])
+        self.digest = whole.digest()
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
@@ -112,8 +122,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
         raise CheckpointError(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
     config = read_json(folder / CONFIG)
     refuse(config, folder)
-    whole = hashlib.sha256(read_file(folder / CONFIG, MAX_DESCRIPTION))
-    whole.update(map_file(folder / WEIGHTS))
+    check_patterns(config, folder)
     found: dict[str, dict[str, Factor]] = {}
     for name, (stored, data, _, _) in read_header(folder / WEIGHTS).items():
         match = FACTOR.fullmatch(name.removeprefix(PREFIX))
@@ -124,7 +133,8 @@ def read_adapter(folder: Path) -> AdapterFiles:
         found.setdefault(match[1], {})[match[2]] = Factor(name, stored, data)
     if not found:
         raise CheckpointError(f"{folder / WEIGHTS} has no tensors; save the adapter again")
-    adapter = AdapterFiles(str(folder), whole.digest())
+    files = read_file(folder / CONFIG, MAX_DESCRIPTION), map_file(folder / WEIGHTS)
+    adapter = AdapterFiles(str(folder), files)
     stacked: dict[tuple[str, str], list[Pair]] = {}  # by layer and module
     for module, factors in found.items():
         pair = pair_of(factors, folder)
@@ -157,6 +167,23 @@ def refuse(config: Mapping[str, Any], folder: Path) -> None:
     for name, why in REFUSED.items():
         if config.get(name):
             raise UnsupportedError(f"{folder / CONFIG} has {name}: {why}, which is not served; merge the adapter")
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(TAKEN_OFF):
+        convert = "save it with PEFT's path_initial_model_for_weight_conversion"
+        raise UnsupportedError(f"{folder / CONFIG} has init_lora_weights={start}: {OFF}; {convert}")
+
+
+def check_patterns(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError where ranks or alphas are not stated by patterns of modules."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        stated, has = config.get(name) or {}, f"{folder / CONFIG} has {name}"
+        if not isinstance(stated, dict):
+            raise CheckpointError(f"{has}={stated!r}, which is no object of patterns and numbers")
+        for pattern in stated:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise CheckpointError(f"{has} with {pattern!r}, which is no pattern: {error}") from None
 
 
 def pair_of(factors: Mapping[str, Factor], folder: Path) -> Pair:

@@ -11,9 +11,8 @@ Of several ranks, this is on the one that drives: the others load an adapter bef
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from atom.checkpoint.lora import AdapterFiles, read_adapter
+from atom.checkpoint.lora import AdapterFiles
 from atom.errors import RequestError
 from atom.runtime.types import Adapter
 from atom.weights.lora import LoraWeights
@@ -32,8 +31,9 @@ class Loras:
 
     def read(self, path: str) -> AdapterFiles:
         """Read and check an adapter's files. CheckpointError, UnsupportedError or ConfigError say what is wrong."""
-        files = read_adapter(Path(path))
+        files = self._weights.read(path)
         self._weights.check(files)
+        files.hash()
         return files
 
     def load(self, name: str, files: AdapterFiles) -> None:

@@ -1,7 +1,8 @@
 """Write adapters into the stacks of a loaded text, in place.
 
     loras = LoraWeights(graph, tensors, max_loras=8, max_rank=16)
-    loras.check(adapter)                # of `checkpoint.lora`: all modules are there, all shapes fit
+    adapter = loras.read(Path("/adapters/sql"))
+    loras.check(adapter)                # all modules are there, all shapes fit
     loras.write(3, adapter)             # as adapter number 3
 
 A smaller rank is padded with zeros, and the scale goes into b. Of several ranks, each writes its own parts of the
@@ -11,12 +12,14 @@ factors of its stage.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from atom.checkpoint.lora import AdapterFiles, ExpertFactors, Factor, Factors
+from atom.checkpoint.folder import text_name
+from atom.checkpoint.lora import AdapterFiles, ExpertFactors, Factor, Factors, read_adapter
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import TORCH_DTYPES, Graph, Recipe, Slice
 from atom.graph.recipes import lora_stack_of
@@ -63,6 +66,20 @@ class LoraWeights:
                 module, of_experts = name.removesuffix(A), shape[:1] if len(shape) == 4 else []
                 self.modules[module] = Sizes(shapes[module + B][-2], shape[-1], *of_experts)
 
+    def read(self, path: str) -> AdapterFiles:
+        """Read an adapter, its modules by their names here. CheckpointError or UnsupportedError say what is wrong.
+
+        PEFT's differ where the text model is within another, or has no head around it.
+        """
+        adapter = read_adapter(Path(path))
+        adapter.factors = {self._named(name): factors for name, factors in adapter.factors.items()}
+        adapter.experts = {self._named(name): parts for name, parts in adapter.experts.items()}
+        return adapter
+
+    def _named(self, module: str) -> str:
+        names = module, text_name(module), f"model.{module}"
+        return next((name for name in names if name in self.modules), module)
+
     def check(self, adapter: AdapterFiles) -> None:
         """Raise CheckpointError or ConfigError, which name the tensor, where an adapter does not fit the model."""
         for module, factors in adapter.factors.items():
@@ -71,14 +88,15 @@ class LoraWeights:
                     f"{adapter.path}: tensor {factors.a.name} is of {module}, which is no linear of a layer here: "
                     "embeddings, the head and routers have no adapters"
                 )
-            self._check(factors, (factors.rank, sizes.inputs), (sizes.outputs, factors.rank), adapter.path)
             self._check_rank(factors.rank, factors, adapter.path)
+            self._check(factors, (factors.rank, sizes.inputs), (sizes.outputs, factors.rank), adapter.path)
         for module, parts in adapter.experts.items():
             first = parts[0].factors
             if (sizes := self.modules.get(module)) is None:
                 has = "has no room: set serve.lora_experts=true, where the model has experts"
                 raise ConfigError(f"{adapter.path}: tensor {first.a.name} is of experts, whose adapter {has}")
             assert sizes.experts is not None
+            self._check_rank(rank_of(parts), first, adapter.path)
             num_halves = 1 + module.endswith("gate_up")
             for part in parts:
                 factors, rank, outputs = part.factors, part.factors.rank, sizes.outputs
@@ -90,7 +108,6 @@ class LoraWeights:
                         stated = f"is of expert {part.expert}, the model has {sizes.experts}"
                         raise CheckpointError(f"{adapter.path}: tensor {factors.a.name} {stated}")
                 self._check(factors, (rank, sizes.inputs), (outputs, rank), adapter.path)
-            self._check_rank(rank_of(parts), first, adapter.path)
 
     def _check(self, factors: Factors, a: tuple[int, int], b: tuple[int, int], path: str) -> None:
         for factor, expected in ((factors.a, a), (factors.b, b)):

@@ -313,15 +313,14 @@ def test_kv_in_files_is_of_one_adapter(open_engine: Open, references: Any, tmp_p
 
 
 def test_an_embedding_is_of_the_adapter(open_engine: Open, references: Any, tmp_path: Path):
-    model = references("qwen3")
+    model, prompt = references("qwen3"), tiny.prompt(16)
     folder = adapters.save(model, tmp_path / "sql")
-    engine = open_engine("qwen3", lora_modules={"sql": str(folder)}, **{"serve.pooler_config.pooling_type": "LAST"})
-    prompt, merged = tiny.prompt(16), adapters.merge(model, folder)
-    for name, reference in (("sql", merged), (None, model)):
-        (sequence,) = engine._engine.prepare(prompt, SamplingParams(max_tokens=1), pooling="LAST", adapter=name)
-        engine._engine.submit([sequence])
-        while engine._engine.has_work:
-            engine.step()
+    pooling = {"serve.pooler_config.pooling_type": "LAST", "serve.pooler_config.normalize": False}
+    engine = open_engine("qwen3", lora_modules={"sql": str(folder)}, **pooling)
+    answers = engine.embed([prompt] * 2, adapters=["sql", None])
+    for answer, reference in zip(answers, (adapters.merge(model, folder), model), strict=True):
         with torch.inference_mode():
             wanted = reference.model(torch.tensor([prompt])).last_hidden_state[0, -1]
-        torch.testing.assert_close(torch.tensor(sequence.embedding), wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.tensor(answer["embedding"]), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RequestError, match="1 adapters for 2 prompts"):
+        engine.embed([prompt] * 2, adapters=["sql"])

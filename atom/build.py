@@ -63,7 +63,7 @@ from atom.runtime.tune import Exchange, alone, tune, tune_drafts, use_measured, 
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded, Place
-from atom.weights.lora import LoraWeights
+from atom.weights.lora import LoraWeights, Sizes
 from atom.weights.packed_store import describe_file
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
@@ -104,7 +104,7 @@ def open_engine(
             memory, kv_memory = stable_memories(config)
             place = None if memory is None else functools.partial(place_in, memory)
             tensors = load_weights(graph, checkpoint, config, progress, place=place)
-            loras = open_loras(graph, tensors, config)
+            adapters = open_adapters(graph, tensors, config)
             clock.stop("weights")
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             assert config.cache is not None, "config.load resolves it"
@@ -112,7 +112,7 @@ def open_engine(
             store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, Cache(Path(config.cache)))
             plan = plan_kv_scales(store, vocabulary, config)
             stored = [f"seed {config.seed}"] if config.load_dummy else list(map(describe_file, checkpoint.files()))
-        serve, mesh = config.serve, mesh_of(config)
+        serve, mesh, stages = config.serve, mesh_of(config), list[RankModel]()
         if ranks is None:
             kinds = cache_kinds(graph)
             measure = set_kv_scales(scales, plan, mesh)
@@ -122,8 +122,8 @@ def open_engine(
             values = scales.values()
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
-                kinds_of = compare_ranks(ranks.exchange(describe_rank(graph, tensors)), mesh)
-                kinds = kinds_of_all(kinds_of)
+                stages = compare_ranks(ranks.exchange(describe_rank(graph, tensors, adapters)), mesh)
+                kinds = kinds_of_all(kinds_of := [stage.kinds for stage in stages])
                 ranks.exchange(msgspec.msgpack.encode(plan))
                 communicator = connect(ranks, config, placement, folder)
                 measure = set_kv_scales(scales, plan, mesh, communicator)
@@ -188,7 +188,7 @@ def open_engine(
             profiler=Profiler(**traces) if driver is None else RanksProfiler(driver, **traces),
             ranks=ranks,
             files=files,
-            loras=loras,
+            loras=open_loras(adapters, stages, driver, config),
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
             sleeper=open_sleeper(runner, graph, tensors, config, num_blocks, memory, kv_memory),
         )
@@ -230,13 +230,25 @@ def open_sleeper(
     return GPUSleeper(runner, load, tensors, memory, kv_memory)
 
 
-def open_loras(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Config) -> Loras | None:
-    """Load the adapters of serve.lora_modules; None where the model is served without any."""
-    serve = config.serve
+def open_adapters(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Config, rank: int = 0) -> LoraWeights | None:
+    """A rank's room for adapters; None where the model is served without any."""
+    serve, mesh = config.serve, mesh_of(config)
     if not serve.enable_lora:
         return None
-    loras = Loras(LoraWeights(graph, tensors, serve.max_loras, serve.max_lora_rank))
-    for name, path in serve.lora_modules.items():
+    coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None
+    return LoraWeights(graph, tensors, serve.max_loras, serve.max_lora_rank, coordinates)
+
+
+def open_loras(
+    adapters: LoraWeights | None, stages: Sequence[RankModel], driver: Driver | None, config: Config
+) -> Loras | None:
+    """Load the adapters of serve.lora_modules; None where the model is served without any. stages: of a pipeline"""
+    if adapters is None:
+        return None
+    for stage in stages:
+        adapters.modules.update(stage.modules)
+    loras = Loras(adapters, None if driver is None else driver.load_adapter)
+    for name, path in config.serve.lora_modules.items():
         loras.load(name, loras.read(path))
     return loras
 
@@ -341,21 +353,23 @@ class RankModel(msgspec.Struct):
 
     weights: bytes  # a digest of samples
     kinds: list[CacheKind]  # of its layers
+    modules: dict[str, Sizes]  # of its layers that may have adapters
 
 
-def describe_rank(graph: Graph, tensors: Mapping[Recipe, Loaded]) -> bytes:
+def describe_rank(graph: Graph, tensors: Mapping[Recipe, Loaded], adapters: LoraWeights | None) -> bytes:
     """What all ranks exchange once their weights are loaded, for `compare_ranks`."""
-    return msgspec.msgpack.encode(RankModel(sample_weights(tensors), cache_kinds(graph)))
+    modules = {} if adapters is None else adapters.modules
+    return msgspec.msgpack.encode(RankModel(sample_weights(tensors), cache_kinds(graph), modules))
 
 
-def compare_ranks(described: Sequence[bytes], mesh: Mesh) -> list[list[CacheKind]]:
-    """Check that the ranks of a stage have the same weights; the cache kinds of each stage."""
+def compare_ranks(described: Sequence[bytes], mesh: Mesh) -> list[RankModel]:
+    """Check that the ranks of a stage have the same weights; the model of each stage."""
     models = msgspec.msgpack.Decoder(RankModel)
     ranks = [models.decode(each) for each in described]
     firsts = range(0, mesh.num_ranks, mesh.ranks_per_stage)
     for first in firsts:
         check_same_weights([rank.weights for rank in ranks[first : first + mesh.ranks_per_stage]], first)
-    return [ranks[first].kinds for first in firsts]
+    return [ranks[first] for first in firsts]
 
 
 def sample_weights(tensors: Mapping[Recipe, Loaded]) -> bytes:

@@ -145,25 +145,32 @@ class LLMEngine:
         scores: list[float] = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-8)).tolist()
         return scores
 
-    def embed(self, prompts: Prompt | List[Prompt]) -> list[dict[str, Any]]:
+    def embed(
+        self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
+    ) -> list[dict[str, Any]]:
         """The embedding of each prompt, or of one text or mapping, by the name of vLLM's `LLM.embed`.
 
         Embeddings are those of serve.pooler_config; RequestError where no pooling_type is set. A dict for each prompt:
-        embedding (a list of as many numbers as the model is wide) and num_tokens_input.
+        embedding (a list of as many numbers as the model is wide) and num_tokens_input. adapters: as in generate.
         """
-        made = self._pool(prompts_of(prompts))
+        made = self._pool(prompts_of(prompts), adapters)
         if self.config.serve.pooler_config.normalize:
             made = [(vector / max(float(np.linalg.norm(vector)), 1e-12), size) for vector, size in made]
         return [{"embedding": vector.tolist(), "num_tokens_input": size} for vector, size in made]
 
-    def _pool(self, prompts: List[str | list[int]]) -> list[tuple[npt.NDArray[np.float32], int]]:
+    def _pool(
+        self, prompts: List[str | list[int]], adapters: str | List[str | None] | None = None
+    ) -> list[tuple[npt.NDArray[np.float32], int]]:
         """The embedding of each prompt, not normalized, and its number of tokens."""
         pooling = self.config.serve.pooler_config.pooling_type
         if pooling is None:
             raise RequestError("this model makes no embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
         self._need_awake()
         params = SamplingParams(max_tokens=1, temperature=0)
-        prepared = [self._engine.prepare(each, params, pooling=pooling) for each in prompts]
+        prepared = [
+            self._engine.prepare(each, params, pooling=pooling, adapter=name)
+            for each, name in zip(prompts, adapters_of(adapters, len(prompts)), strict=True)
+        ]
         vectors = []
         for sequence in self._finish([self._engine.submit(each) for each in prepared]):
             if sequence.embedding is None:
@@ -222,10 +229,7 @@ class LLMEngine:
             raise RequestError(f"{len(every)} sampling params for {len(prompts)} prompts; give one, or one for each")
         if wrong := [one for one in every if not isinstance(one, SamplingParams)]:
             raise RequestError(f"{wrong[0]!r} is no SamplingParams")
-        names = [adapters] * len(prompts) if isinstance(adapters, str | None) else list(adapters)
-        if len(names) != len(prompts):
-            raise RequestError(f"{len(names)} adapters for {len(prompts)} prompts; give one, or one for each")
-        prepared = []
+        names, prepared = adapters_of(adapters, len(prompts)), []
         for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:
                 prepared.append(self._engine.prepare(prompt, one, adapter=name))
@@ -303,6 +307,14 @@ class LLMEngine:
 class _Closed:
     def __getattr__(self, name: str) -> Any:
         raise EngineDeadError("the engine is closed")
+
+
+def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> list[str | None]:
+    """The adapter of each prompt. RequestError where they are not as many."""
+    names = [adapters] * num_prompts if isinstance(adapters, str | None) else list(adapters)
+    if len(names) != num_prompts:
+        raise RequestError(f"{len(names)} adapters for {num_prompts} prompts; give one, or one for each")
+    return names
 
 
 def prompts_of(given: Prompt | List[Prompt]) -> list[str | list[int]]:

@@ -14,8 +14,9 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +31,7 @@ from atom.build import (
     digest_of,
     gather_kv_scales,
     load_weights,
+    open_adapters,
     open_checked,
     open_runner,
     set_kv_scales,
@@ -45,23 +47,23 @@ from atom.runtime.profiler import Profiler
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import StepInput
-from atom.runtime.types import BlockCopies, Profile
+from atom.runtime.types import BlockCopies, LoadAdapter, Profile
+from atom.weights.lora import LoraWeights
 
-DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies | Profile)
+DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies | LoadAdapter | Profile)
 
 
 def main(link: RankLink) -> None:
     """Serve as a rank, until the driver ends."""
     try:
-        runner, is_leader, profiler = open_rank(link)
+        rank, is_leader = open_rank(link)
         link.done()
-        pending: deque[Pending] = deque()
         running: list[Pending] = []
         started: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         if is_leader:
             threading.Thread(target=answer, args=(link, started), name="answer", daemon=True).start()
         while True:  # ahead of the device, as the driver is
-            step = take(link.receive(), runner, pending, profiler)
+            step = rank.take(link.receive())
             if step is not None:
                 running = [*find_running(running), step]
             if is_leader and step is not None:
@@ -96,23 +98,45 @@ def fail(link: RankLink, error: Exception) -> NoReturn:
     os._exit(1)
 
 
-def take(body: bytes, runner: Runner, pending: deque[Pending], profiler: Profiler) -> Pending | None:
-    """Do what the driver tells: take a step or copies, finish the oldest step, or start or stop the profiler.
+@dataclass
+class Rank:
+    """What a rank does for its driver."""
 
-    Gives the step that was started to its end.
+    runner: Runner
+    profiler: Profiler
+    adapters: LoraWeights | None  # None: the model is served without any
+    done: Callable[[str], object]  # answers what the driver waits for: why it was refused, or nothing
+    pending: deque[Pending] = field(default_factory=deque)  # steps that were not started to their end
 
-    pending: steps that were not
-    """
-    told = None if body == WAIT else DECODER.decode(body)
-    if isinstance(told, BlockCopies):
-        runner.copy(told)
-        return None
-    if isinstance(told, Profile):
-        profile(profiler, told)
-        return None
-    if told is not None:
-        pending.append(runner.execute(told))
-    return pending.popleft().finished() if runner.model.defers_logits == (body == WAIT) else None
+    def take(self, body: bytes) -> Pending | None:
+        """Do what the driver tells: take a step or copies, finish the oldest step, start or stop the profiler, or load
+        an adapter. Gives the step that was started to its end."""
+        match None if body == WAIT else DECODER.decode(body):
+            case BlockCopies() as copies:
+                self.runner.copy(copies)
+                return None
+            case Profile() as told:
+                profile(self.profiler, told)
+                return None
+            case LoadAdapter() as told:
+                self.done(self._load(told))
+                return None
+            case StepInput() as step:
+                self.pending.append(self.runner.execute(step))
+        return self.pending.popleft().finished() if self.runner.model.defers_logits == (body == WAIT) else None
+
+    def _load(self, told: LoadAdapter) -> str:
+        """Load an adapter; why it is refused, if it is. The driver has checked what its files say."""
+        assert self.adapters is not None, "the driver has adapters"
+        try:
+            files = self.adapters.read(told.path)
+            files.hash()
+        except AtomError as error:
+            return str(error)
+        if files.digest != told.digest:
+            return f"{told.path} has other files than on the host that drives; copy the same ones to all hosts"
+        self.adapters.write(told.number, files)
+        return ""
 
 
 def profile(profiler: Profiler, told: Profile) -> None:
@@ -124,10 +148,10 @@ def profile(profiler: Profiler, told: Profile) -> None:
 
 
 @no_collection()
-def open_rank(link: RankLink) -> tuple[Runner, bool, Profiler]:
+def open_rank(link: RankLink) -> tuple[Rank, bool]:
     """Open the model of the opening that the driver sends, and connect to the other ranks.
 
-    Gives the runner, whether the driver needs what it samples, as that of a data group beside its own, and a profiler.
+    Gives also whether the driver needs what it samples, as that of a data group beside its own.
     """
     opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
     config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)
@@ -146,7 +170,9 @@ def open_rank(link: RankLink) -> tuple[Runner, bool, Profiler]:
             f"atom-run: rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have",
             file=sys.stderr,
         )
-    kinds_of = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors)), mesh)
+    adapters = open_adapters(compiled.graph, tensors, config, opening.rank)
+    stages = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors, adapters)), mesh)
+    kinds_of = [stage.kinds for stage in stages]
     plan, *_ = link.exchange(b"")
     folder = link.receive().decode()
     shared = Path(folder) if folder else None
@@ -160,4 +186,4 @@ def open_rank(link: RankLink) -> tuple[Runner, bool, Profiler]:
     settle()
     serve = config.serve
     profiler = Profiler(serve.torch_profiler_dir, rank=opening.rank, is_detailed=serve.profiler_more)
-    return runner, opening.rank in mesh.leaders, profiler
+    return Rank(runner, profiler, adapters, link.done), opening.rank in mesh.leaders

@@ -2,6 +2,8 @@
 
 adapters.save(model, tmp_path / "sql", targets=("q_proj", "down_proj"), rank=4, alpha=8)
 merged = adapters.merge(model, tmp_path / "sql")      # W + alpha / r · B A, in float32
+folder = adapters.save_with_peft(model, tmp_path / "sql", r=4)
+adapted = adapters.load_with_peft(tiny.reference(checkpoint), folder)
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -41,6 +44,26 @@ def save(model: Any, folder: Path, targets: Sequence[str] = ALL, rank: int = 4, 
     }
     (folder / "adapter_config.json").write_text(json.dumps(stated))
     return folder
+
+
+def save_with_peft(model: Any, folder: Path, seed: int = 0, **fields: Any) -> Path:
+    """An adapter that PEFT has made of random factors and written, of all linears unless the fields say otherwise.
+
+    model: one that is used no more, since PEFT changes its modules
+    """
+    torch.manual_seed(seed)
+    stated = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**stated, init_lora_weights=False))
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn_like(weight) * 0.3
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def load_with_peft(model: Any, folder: Path) -> Any:
+    """The model with an adapter beside its weights, as PEFT computes it. model: as in `save_with_peft`"""
+    return peft.PeftModel.from_pretrained(model, folder).eval()
 
 
 def merge(model: Any, folder: Path) -> Any:

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import adapters
-import peft
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from test_host_blocks import load_always
+from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
 from atom.config.load import load
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, UnsupportedError
+from atom.graph import PackedWeight, Type
+from atom.weights.quantize import quantize
+
+__all__ = ["thread_ranks"]
 
 pytestmark = pytest.mark.early
 
@@ -25,27 +30,10 @@ Open = Callable[..., LLMEngine]
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 
 
-def save_with_peft(model: Any, folder: Path, seed: int = 0, **fields: Any) -> Path:
-    """An adapter that PEFT has made of random factors and written, of all linears unless the fields say otherwise."""
-    torch.manual_seed(seed)
-    stated = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**stated, init_lora_weights=False))
-    for name, weight in adapted.named_parameters():
-        if "lora_" in name:
-            weight.data = torch.randn_like(weight) * 0.3
-    adapted.save_pretrained(folder)
-    adapted.unload()
-    return folder
-
-
 @pytest.fixture
 def fresh(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
     """transformers' model of a variant, not shared: PEFT changes the modules of what it is given."""
     return lambda name: tiny.reference(checkpoints(name))
-
-
-def adapted(fresh: Callable[[str], Any], name: str, folder: Path) -> Any:
-    return peft.PeftModel.from_pretrained(fresh(name), folder).eval()
 
 
 @pytest.mark.parametrize("name, level, fields", [
@@ -63,8 +51,8 @@ def adapted(fresh: Callable[[str], Any], name: str, folder: Path) -> Any:
 def test_logits_and_tokens_are_those_of_peft(
     name: str, level: int, fields: dict[str, Any], open_engine: Open, fresh: Callable[[str], Any], tmp_path: Path
 ):
-    folder = save_with_peft(fresh(name), tmp_path / "sql", **fields)
-    model, plain = adapted(fresh, name, folder), fresh(name)
+    folder = adapters.save_with_peft(fresh(name), tmp_path / "sql", **fields)
+    model, plain = adapters.load_with_peft(fresh(name), folder), fresh(name)
     engine = open_engine(name, level=level, lora_modules={"sql": str(folder)}, max_lora_rank=8, max_loras=2)
     prompt = tiny.prompt(20)
     first, second = engine.generate([prompt] * 2, GREEDY, adapters=["sql", None])
@@ -176,6 +164,19 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[AtomError], str]] = {
     "inputs": (lambda f: change_tensor(f, Q + "A.weight", tensor=torch.ones(4, 47)), CheckpointError, r"q_proj.lora_A.weight is \[4, 47\], the model expects \[4, 48\]"),
     "outputs": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.ones(47, 4)), CheckpointError, r"q_proj.lora_B.weight is \[47, 4\], the model expects \[48, 4\]"),
     "nan": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.full((48, 4), math.nan)), CheckpointError, "q_proj.lora_B.weight has values that"),
+    "pissa": (lambda f: change(f, init_lora_weights="pissa_niter_4"), UnsupportedError, "has init_lora_weights=pissa_niter_4: its first factors were taken off"),
+    "pattern": (lambda f: change(f, rank_pattern={"q_proj(": 4}), CheckpointError, r"has rank_pattern with 'q_proj\(', which is no pattern"),
+    "patterns": (lambda f: change(f, alpha_pattern=["q_proj"]), CheckpointError, r"has alpha_pattern=\['q_proj'\], which is no object"),
+    "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), CheckpointError, "adapter_config.json"),
+    "no rank": (lambda f: [change(f, r=0), change_tensor(f, Q + "A.weight", tensor=torch.ones(0, 48)), change_tensor(f, Q + "B.weight", tensor=torch.ones(48, 0))],
+                CheckpointError, "have ranks . and ., not r=0"),
+    "alpha nan": (lambda f: change(f, lora_alpha=math.nan), AtomError, "q_proj|down_proj|adapter_config"),
+    "cut": (lambda f: (f / "adapter_model.safetensors").write_bytes((f / "adapter_model.safetensors").read_bytes()[:-100]), CheckpointError, "adapter_model.safetensors"),
+    "header": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\xff" * 64), CheckpointError, "adapter_model.safetensors"),
+    "empty": (lambda f: (f / "adapter_model.safetensors").write_bytes(b""), CheckpointError, "adapter_model.safetensors"),
+    "large": (lambda f: [change(f, rank_pattern={"0.self_attn.q_proj": 1 << 15}), change_tensor(f, Q + "A.weight", tensor=torch.ones(1 << 15, 48)),
+                         change_tensor(f, Q + "B.weight", tensor=torch.ones(48, 1 << 15))], ConfigError, "q_proj.lora_A.weight has rank 32768: set serve.max_lora_rank=32768"),
+    "a device": (lambda f: [(f / "adapter_model.safetensors").unlink(), (f / "adapter_model.safetensors").symlink_to("/dev/zero")], CheckpointError, "is not a regular file"),
     "dtype": (lambda f: change_tensor(f, Q + "B.weight", tensor=torch.ones(48, 4, dtype=torch.int32)), CheckpointError, r"q_proj.lora_B.weight is i32\[48, 4\], no matrix of floats"),
 }  # fmt: skip
 
@@ -217,7 +218,6 @@ def test_a_rank_beyond_the_room_names_the_option(open_engine: Open, references: 
     (["serve.lora_modules={a: /a, b: /b}", "serve.max_loras=1"], ConfigError, "serve.max_loras=1 holds fewer than the 2 of serve.lora_modules; set serve.max_loras=2"),
     (["serve.lora_modules={talker: /a}", "serve.http.served_model_name=[talker]"], ConfigError, "talker is the model's own name"),
     (["serve.lora_modules=sql"], ConfigError, "serve.lora_modules=sql is not a mapping from names to folders"),
-    (["serve.enable_lora=true", "parallel.tensor=2"], UnsupportedError, "serve.enable_lora with 2 ranks is not built yet"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(
     overrides: list[str], kind: type[AtomError], reason: str, checkpoints: Callable[[str], Path]
@@ -239,3 +239,88 @@ def test_drafts_of_ngrams_are_verified_with_the_adapter(open_engine: Open, refer
     (answer,) = engine.generate([prompt], SamplingParams(max_tokens=40, temperature=0), adapters="sql")
     tiny.assert_greedy(answer, prompt, adapters.merge(model, folder))
     assert engine.metrics.scheduler.num_draft_tokens > 0
+
+
+def test_names_of_a_text_model_within_another_and_without_a_head_are_understood(
+    open_engine: Open, references: Any, tmp_path: Path
+):
+    model, prompt = references("llama"), tiny.prompt(17)
+    folder = adapters.save(model, tmp_path / "sql")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    engine = open_engine("llama", enable_lora=True)
+    for at, prefix in enumerate(("model.language_model.", "language_model.model.", "")):
+        renamed = {
+            name.replace("base_model.model.model.", f"base_model.model.{prefix}"): tensor
+            for name, tensor in tensors.items()
+        }
+        assert renamed.keys() != tensors.keys()
+        save_file(renamed, folder / "adapter_model.safetensors")
+        engine.load_lora_adapter(f"a{at}", str(folder))
+        (answer,) = engine.generate([prompt], GREEDY, adapters=f"a{at}")
+        tiny.assert_greedy(answer, prompt, adapters.merge(model, adapters.save(model, tmp_path / f"same{at}")))
+
+
+@pytest.mark.parametrize("fmt", ["int4[1, 32]", "fp8[1, *]"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adapter_beside_packed_weights(fmt: str, ranks: int, thread_ranks: list[ThreadRanks], tmp_path: Path):
+    model = tiny.save_changed("llama", tmp_path / "model", hidden_size=64, intermediate_size=128)
+    folder, prompt = adapters.save(model, tmp_path / "sql"), tiny.prompt(20)
+    for name, module in model.named_modules():
+        if name.startswith("model.layers.") and isinstance(module, torch.nn.Linear):
+            type = Type("fp32", tuple(module.weight.shape), fmt)
+            module.weight.data = PackedWeight(type, quantize(fmt, module.weight.data)).unpack()
+    engine = LLMEngine(
+        str(tmp_path / "model"), dtype="fp32", level=1, kv_cache_memory=1 << 22, lora_modules={"sql": str(folder)},
+        tensor_parallel_size=ranks, **{"quant.fmt": fmt},
+    )  # fmt: skip
+    (answer,) = engine.generate([prompt], GREEDY, adapters="sql")
+    engine.close()
+    tiny.assert_greedy(answer, prompt, adapters.merge(model, folder))
+
+
+def test_a_draft_model_drafts_without_the_adapter_and_changes_no_token(
+    checkpoints: Callable[[str], Path], open_engine: Open, references: Any, tmp_path: Path
+):
+    model = references("llama")
+    folder = adapters.save(model, tmp_path / "sql", size=0.05)  # so small that the model alone is often right
+    engine = open_engine(
+        "llama", lora_modules={"sql": str(folder)}, method="draft", draft_model=str(checkpoints("llama")),
+        num_speculative_tokens=2,
+    )  # fmt: skip
+    prompts = [tiny.prompt(9, seed=seed) for seed in range(4)]
+    answers = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0), adapters=["sql", None] * 2)
+    merged = adapters.merge(model, folder)
+    for prompt, answer, reference in zip(prompts, answers, (merged, model) * 2, strict=True):
+        tiny.assert_greedy(answer, prompt, reference)
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_kv_in_files_is_of_one_adapter(open_engine: Open, references: Any, tmp_path: Path):
+    model, prompt = references("llama"), tiny.prompt(33)
+    folders = save_three(model, tmp_path)
+    fields = {"block_size": 4, "enable_prefix_caching": True, "swap_space": 1 << 20, "kv_cache_dir": str(tmp_path / "kv"),
+              "kv_cache_dir_bytes": 1 << 24}  # fmt: skip
+    modules = {name: str(folder) for name, folder in folders.items()}
+    read = []
+    for name in ("a0", "a1", "a0", None):
+        engine = load_always(open_engine("llama", lora_modules=modules, **fields))
+        (answer,) = engine.generate([prompt], GREEDY, adapters=name)
+        tiny.assert_greedy(answer, prompt, model if name is None else adapters.merge(model, folders[name]))
+        read.append(engine.metrics.num_read_blocks)
+        engine.close()
+    assert read[0] == read[1] == read[3] == 0 < read[2]
+
+
+def test_an_embedding_is_of_the_adapter(open_engine: Open, references: Any, tmp_path: Path):
+    model, prompt = references("qwen3"), tiny.prompt(16)
+    folder = adapters.save(model, tmp_path / "sql")
+    pooling = {"serve.pooler_config.pooling_type": "LAST", "serve.pooler_config.normalize": False}
+    engine = open_engine("qwen3", lora_modules={"sql": str(folder)}, **pooling)
+    answers = engine.embed([prompt] * 2, adapters=["sql", None])
+    for answer, reference in zip(answers, (adapters.merge(model, folder), model), strict=True):
+        with torch.inference_mode():
+            wanted = reference.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(answer["embedding"]), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RequestError, match="1 adapters for 2 prompts"):
+        engine.embed([prompt] * 2, adapters=["sql"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,10 +23,9 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.config import Config
 from atom.graph import TORCH_DTYPES, Mesh, ops
-from atom.rank import take
+from atom.rank import Rank
 from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.profiler import Profiler
-from atom.runtime.runner import Pending
 
 
 class Meeting:
@@ -86,6 +84,7 @@ class ThreadRanks:
         self.meeting, self.config = Meeting(mesh), config
         self.steps: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(1, mesh.num_ranks)]
         self.answers: dict[int, queue.SimpleQueue[bytes]] = {rank: queue.SimpleQueue() for rank in mesh.leaders}
+        self.refusals: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in self.steps]
         self.threads = [
             threading.Thread(target=self._run, args=(rank, steps), daemon=True)
             for rank, steps in enumerate(self.steps, 1)
@@ -100,8 +99,9 @@ class ThreadRanks:
                 checkpoint = build.open_checked(config, progress, opened)
                 compiled = build.compile_with(config, progress, checkpoint, self.meeting.mesh.stage(rank))
                 tensors = build.load_weights(compiled.graph, checkpoint, config, progress, rank)
-            described = self.meeting.exchange(rank, build.describe_rank(compiled.graph, tensors))
-            kinds_of = build.compare_ranks(described, self.meeting.mesh)
+            adapters = build.open_adapters(compiled.graph, tensors, config, rank)
+            described = self.meeting.exchange(rank, build.describe_rank(compiled.graph, tensors, adapters))
+            kinds_of = [stage.kinds for stage in build.compare_ranks(described, self.meeting.mesh)]
             plan = msgspec.msgpack.decode(self.meeting.exchange(rank, b"")[0], type=ScalePlan)
             communicator = ThreadCommunicator(self.meeting, rank)
             scales = KVScales(compiled.graph, tensors)
@@ -111,9 +111,10 @@ class ThreadRanks:
                 compiled, tensors, config, progress, measure, communicator, kinds_of, exchange
             )
             build.gather_kv_scales(scales, exchange)
-            pending: deque[Pending] = deque()
+            self.refusals[rank - 1].put("")
+            own = Rank(runner, Profiler(None), adapters, self.refusals[rank - 1].put)
             while (step := steps.get()) is not None:
-                started = take(step, runner, pending, Profiler(None))
+                started = own.take(step)
                 if rank in self.answers and started is not None:
                     self.answers[rank].put(msgspec.msgpack.encode(started.wait()))
         except BaseException:
@@ -131,7 +132,8 @@ class ThreadRanks:
     def exchange(self, own: bytes) -> list[bytes]:
         return self.meeting.exchange(0, own)
 
-    def wait(self) -> None: ...
+    def wait(self) -> list[str]:
+        return list(filter(None, [refusals.get(timeout=60) for refusals in self.refusals]))
 
     def check(self) -> None: ...
 

@@ -92,7 +92,8 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
 def loras(config: Config) -> dict[str, str]:
     """The ingredient of adapters, where there is room for any."""
     num_loras = max_loras_of(config)
-    return {"adapters": f"{num_loras} of rank {config.serve.max_lora_rank}"} if num_loras else {}
+    where = ", of experts too" if config.serve.lora_experts else ""
+    return {"adapters": f"{num_loras} of rank {config.serve.max_lora_rank}{where}"} if num_loras else {}
 
 
 def plugin_sources(config: Config) -> str:

@@ -59,6 +59,7 @@ def compile_graph(
         stage=stage,
         max_loras=max_loras_of(config),
         max_lora_rank=config.serve.max_lora_rank,
+        lora_experts=config.serve.lora_experts,
         passes=config.passes,
     )
     if config.job.graph is None:

@@ -112,7 +112,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
 
 def has_lora(serve: ServeConfig) -> bool:
     """Whether there is to be room for adapters."""
-    return serve.enable_lora or bool(serve.lora_modules) or serve.allow_runtime_lora_updating
+    return serve.enable_lora or bool(serve.lora_modules) or serve.allow_runtime_lora_updating or serve.lora_experts
 
 
 def check_lora(config: Config) -> None:
@@ -124,16 +124,14 @@ def check_lora(config: Config) -> None:
         )
     if not has_lora(serve):
         return
+    if serve.lora_experts and not any(mlp.kind == "moe" for mlp in config.model.mlp):
+        raise ConfigError("serve.lora_experts=true: the model has no experts; leave it out")
     if len(modules) > serve.max_loras:
         held = f"serve.max_loras={serve.max_loras} holds fewer than the {len(modules)} of serve.lora_modules"
         raise ConfigError(f"{held}; set serve.max_loras={len(modules)}")
     for name in map(str, modules):
         if name in config.served_names:
             raise ConfigError(f"serve.lora_modules: {name} is the model's own name; choose another")
-    if config.parallel.num_ranks > 1:
-        raise UnsupportedError(
-            f"serve.enable_lora with {config.parallel.num_ranks} ranks is not built yet; merge the adapter"
-        )
 
 
 def check_sleep(config: Config) -> None:

@@ -369,6 +369,7 @@ class ServeConfig:
     enable_lora: bool = False  # room for adapters beside the weights; the next ones make it, too
     lora_modules: Any = None  # a mapping from names in requests to folders of LoRA adapters, as PEFT saves them
     allow_runtime_lora_updating: bool = False  # serve /v1/load_lora_adapter and /v1/unload_lora_adapter
+    lora_experts: bool = False  # room beside the experts of a mixture, too
     max_loras: int = number(8, 1)  # adapters that are loaded at a time
     max_lora_rank: int = number(16, 1)  # of an adapter; smaller ones take as much room
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 VLLM_REFUSED = {
     "all adapters that are loaded are on the device: --max-loras counts them; leave it out": "max-cpu-loras",
     "an adapter adds no tokens here; leave it out": "lora-extra-vocab-size",
-    "a model with adapters has one rank for now; leave it out": "fully-sharded-loras",
+    "the factors of adapters are divided as their linears are; leave it out": "fully-sharded-loras",
     "models read text alone here: name the adapter as a request's model": "default-mm-loras",
     "models read text alone here; leave it out": """
         limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb

@@ -519,6 +519,13 @@ def ranked_parts(recipe: Recipe) -> Iterator[Ranked]:
         yield from ranked_parts(part)
 
 
+def lora_stack_of(recipe: Recipe) -> LoraStack | None:
+    """The adapters that a recipe takes a part of; None where it is made of anything else."""
+    while isinstance(recipe, Slice | Share):
+        recipe = recipe.part
+    return recipe if isinstance(recipe, LoraStack) else None
+
+
 def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
     """The tensors of a packed recipe that are made of plain ones."""
     if isinstance(recipe, Quantize):

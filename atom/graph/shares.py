@@ -17,6 +17,8 @@ from atom.graph import ops
 from atom.graph.graph import Program, call_of, node_leaves, type_of
 from atom.graph.recipes import Recipe
 
+ENDS = {ops.grouped_linear: 2, ops.grouped_lora: 4}  # the argument that says where the rows of each expert end
+
 
 def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
     """The share of each weight; the largest one where several calls read it."""
@@ -35,17 +37,25 @@ def num_parts(experts: Node) -> int:
     return 1 if first is None else int(first.ranks)
 
 
+def group_of(node: Node) -> Node:
+    """The call that has grouped the rows of one that multiplies them by expert."""
+    group = call_of(node.args[ENDS[node.target]])
+    if group.target is ops.ends_of_experts:
+        group = call_of(group.args[0])
+    assert group.target is ops.group, "nothing else knows where the rows of an expert end"
+    return group
+
+
 def token_share(node: Node) -> Fraction:
     """The share of a call's weight."""
     if node.target is ops.embedding:
         return Fraction(0)
     if node.target is ops.experts:
         return Fraction(node.args[2].meta["type"].shape[1], type_of(node.args[3]).shape[0] * num_parts(node))
-    if node.target is not ops.grouped_linear:
+    if node.target not in ENDS:
         return Fraction(1)
-    group = call_of(node.args[2])
-    assert group.target is ops.group, "nothing else knows where the rows of an expert end"
-    top_k, experts = group.args[1].meta["type"].shape[1], group.kwargs["experts"]
+    group, ends = group_of(node), node.args[ENDS[node.target]]
+    top_k, experts = group.args[1].meta["type"].shape[1], int(type_of(ends).shape[0])
     if len(group.args) > 2:  # those of one rank
         experts *= group.args[2].ranks
     return Fraction(top_k, experts)

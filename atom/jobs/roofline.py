@@ -29,7 +29,7 @@ from torch.fx import Node
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
 from atom.graph.graph import call_of, node_leaves, type_of
 from atom.graph.recipes import held_bytes
-from atom.graph.shares import num_parts, token_share
+from atom.graph.shares import group_of, num_parts, token_share
 from atom.graph.types import Type
 from atom.jobs.workload import Step
 
@@ -190,7 +190,7 @@ def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
     shape = tuple(int(size) for size in matrix.shape)
     parts = groups = 1
     if node.target is ops.grouped_linear:
-        group = call_of(node.args[2])
+        group = group_of(node)
         parts = group.args[2].ranks if len(group.args) > 2 else 1
         groups = _num_groups(group.args[0])
     act = str(node.kwargs.get("act", "flops")).partition("[")[0]

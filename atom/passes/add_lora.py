@@ -4,13 +4,18 @@
                                                 q = lora(q, h, lora_stack("l.q_proj.lora_A", …),
                                                          lora_stack("l.q_proj.lora_B", …), adapters, rank=16, sizes=[…])
 
-A linear of several modules side by side, as fuse_qkv makes them, has a slice for each. The adapter of each token
-becomes an input of body and head; drafts run without. Leaves alone the head's own linear, experts, and a weight that is
-no run of rows of modules' weights.
+A linear of several modules side by side, as fuse_qkv makes them, has a slice for each. The factors of a weight that is
+divided among ranks are divided as it is: b by the rank's outputs, a by its inputs. Products of parts of the inputs are
+partial, and the sum over ranks behind the linear is theirs, too. The adapter of each token becomes an input of body and
+head; drafts run without. Experts have adapters where `lora_experts` says so, see `add_expert_lora`. Leaves alone the
+head's own linear, and a weight that is not made of rows of modules' weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -26,61 +31,64 @@ from atom.graph import (
     Program,
     Quantize,
     Recipe,
+    Regroup,
+    Share,
     Slice,
     Type,
     W,
     ops,
 )
-from atom.graph.graph import ADAPTERS, type_of
-from atom.graph.recipes import LoraStack, cat, narrow
+from atom.graph.graph import ADAPTERS
+from atom.graph.recipes import LoraStack, cat, leaves, narrow
+from atom.passes.add_expert_lora import add_expert_lora
 from atom.passes.context import PassContext
 
-FACTORS = ".lora_A", ".lora_B"
 
+class _Factors(NamedTuple):
+    """The factors of a run of a linear's outputs that are of one module."""
 
-class _Rows(NamedTuple):
-    """A run of rows of a module's weight."""
-
-    module: str
-    start: int
-    stop: int
-    of: int  # rows
+    a: Recipe  # [L r, I]
+    b: Recipe  # [O, L r]
 
 
 def add_lora(graph: Graph, context: PassContext) -> Graph:
     if not context.max_loras:
         return graph
-    layers = tuple(f"{cache.name}." for cache in graph.caches())
+    layers, num_columns = [cache.name for cache in graph.caches()], context.max_loras * context.max_lora_rank
     for name in (BODY, HEAD, POOL):
         if (program := graph.programs.get(name)) is None:
             continue
-        for linear in program.nodes:
-            rows = _rows_of(linear.args[1]) if linear.target is ops.linear else []
-            if rows and all(each.module.startswith(layers) for each in rows):
-                _add(graph, program, linear, rows, context)
+        for call in program.nodes:
+            is_experts = call.target is ops.experts and context.lora_experts
+            if call.target is not ops.linear and not is_experts:
+                continue
+            weight = call.args[3 if is_experts else 1]
+            if (layer := _layer_of(weight, layers)) is None:
+                continue
+            if is_experts:
+                add_expert_lora(graph, call, layer, _adapters_of(program), context)
+            elif factors := _factors_of(weight, num_columns):
+                _add(graph, program, call, factors, context.max_lora_rank)
     _pass_on(graph)
     return graph
 
 
-def _add(graph: Graph, program: Program, linear: Node, rows: list[_Rows], context: PassContext) -> None:
-    x, dtype = linear.args[0], type_of(linear.args[0]).dtype
-    rank, columns = context.max_lora_rank, context.max_loras * context.max_lora_rank
-    adapters = program.input(ADAPTERS, Type("i64", program.inputs[0].meta["type"].shape[:1]))
-    slices: list[tuple[str, int]] = []  # module and outputs
-    a: list[Recipe] = []
-    b: list[Recipe] = []
-    for each in rows:
-        factor = LoraStack(each.module + FACTORS[1], Type(dtype, (each.of, columns)))
-        b.append(narrow(factor, each.start, each.stop))
-        size = each.stop - each.start
-        if slices and slices[-1][0] == each.module:
-            slices[-1] = each.module, slices[-1][1] + size
-        else:
-            slices.append((each.module, size))
-            a.append(LoraStack(each.module + FACTORS[0], Type(dtype, (columns, type_of(x).shape[-1]))))
-    readers, sizes = list(linear.users), [size for _, size in slices]
-    factors = cat(tuple(a)), cat(tuple(b))
-    made = graph.insert(linear.next, ops.lora, linear, x, *factors, adapters, rank=rank, sizes=sizes, name=linear.name)
+def _layer_of(weight: Recipe, layers: Sequence[str]) -> str | None:
+    """The layer that all of a weight is of."""
+    of = {next((layer for layer in layers if leaf.name.startswith(f"{layer}.")), None) for leaf in leaves(weight)}
+    return of.pop() if len(of) == 1 else None
+
+
+def _adapters_of(program: Program) -> Node:
+    """The input that has each token's adapter."""
+    return program.input(ADAPTERS, Type("i64", program.inputs[0].meta["type"].shape[:1]))
+
+
+def _add(graph: Graph, program: Program, linear: Node, factors: list[_Factors], rank: int) -> None:
+    adapters = _adapters_of(program)
+    (a, b), readers = map(cat, zip(*factors, strict=True)), list(linear.users)
+    args, sizes = (linear, linear.args[0], a, b, adapters), [int(each.b.type.shape[0]) for each in factors]
+    made = graph.insert(linear.next, ops.lora, *args, rank=rank, sizes=sizes, name=linear.name)
     for reader in readers:
         reader.replace_input_with(linear, made)
     made.name, linear.name = linear.name, made.name
@@ -94,37 +102,52 @@ def _pass_on(graph: Graph) -> None:
     if not taken:
         return
     body = graph.programs[BODY]
-    adapters = body.input(ADAPTERS, Type("i64", body.inputs[0].meta["type"].shape[:1]))
+    adapters = _adapters_of(body)
     for program in heads:  # all take the same
-        program.input(ADAPTERS, Type("i64", program.inputs[0].meta["type"].shape[:1]))
+        _adapters_of(program)
     num_states = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
     results = list(body.results)
     results.insert(len(results) - num_states, adapters)
     body.fx.output_node().args = (tuple(results),)
 
 
-def _rows_of(weight: Recipe) -> list[_Rows]:
-    """The runs of modules' rows that make up a weight; none where it is made of anything else."""
+def _factors_of(weight: Recipe, num_columns: int) -> list[_Factors]:
+    """The factors beside a weight, by run of outputs; none where it is made of anything but rows of modules' weights.
+
+    num_columns: L r
+    """
     if isinstance(weight, W) and weight.name.endswith(".weight"):
-        size = int(weight.type.shape[0])
-        return [_Rows(weight.name.removesuffix(".weight"), 0, size, size)]
-    if isinstance(weight, Quantize | Dequantize):
-        return _rows_of(weight.part)
+        module, (outputs, inputs) = weight.name.removesuffix("weight"), weight.type.shape
+        shapes = {"lora_A": (num_columns, inputs), "lora_B": (outputs, num_columns)}
+        return [_Factors(*(LoraStack(module + name, Type(weight.type.dtype, shapes[name])) for name in shapes))]
+    if isinstance(weight, Quantize | Dequantize | Regroup):
+        return _factors_of(weight.part, num_columns)
     if isinstance(weight, Cat) and weight.dim == 0:
-        parts = [_rows_of(part) for part in weight.parts]
-        return [each for part in parts for each in part] if all(parts) else []
+        parts = [_factors_of(part, num_columns) for part in weight.parts]
+        return _joined([each for part in parts for each in part]) if all(parts) else []
     if isinstance(weight, Slice) and (weight.dim, weight.step) == (0, 1):
-        return _cut(_rows_of(weight.part), weight.start, weight.stop)
+        return _cut(_factors_of(weight.part, num_columns), weight.start, weight.stop)
+    if isinstance(weight, Share):
+        whole = _factors_of(weight.part, num_columns)
+        if weight.dim == 1:
+            return [each._replace(a=replace(weight, part=each.a)) for each in whole]
+        return [each._replace(b=replace(weight, part=each.b)) for each in whole] if len(whole) == 1 else []
     return []
 
 
-def _cut(rows: list[_Rows], start: int, stop: int) -> list[_Rows]:
-    """The runs from one output to another."""
+def _joined(factors: list[_Factors]) -> list[_Factors]:
+    """Factors with neighbours of one module joined."""
+    runs = groupby(factors, key=lambda each: each.a)
+    return [_Factors(a, cat(tuple(each.b for each in run))) for a, run in runs]
+
+
+def _cut(factors: list[_Factors], start: int, stop: int) -> list[_Factors]:
+    """The factors of a range of the outputs."""
     found, begin = [], 0
-    for each in rows:
-        size = each.stop - each.start
+    for each in factors:
+        size = int(each.b.type.shape[0])
         first, last = max(start - begin, 0), min(stop - begin, size)
         if first < last:
-            found.append(each._replace(start=each.start + first, stop=each.start + last))
+            found.append(each._replace(b=narrow(each.b, first, last)))
         begin += size
     return found

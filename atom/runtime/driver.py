@@ -16,13 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from atom.errors import EngineDeadError
+from atom.checkpoint.lora import AdapterFiles
+from atom.errors import EngineDeadError, RequestError
 from atom.graph import Mesh
 from atom.runtime.profiler import Profiler
 from atom.runtime.ranks import Ranks
 from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import Capacity, StepInput
-from atom.runtime.types import BlockCopies, Profile, Sampled
+from atom.runtime.types import BlockCopies, LoadAdapter, Profile, Sampled
 
 WAIT = b""  # what ranks are told in place of a step
 FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
@@ -70,6 +71,13 @@ class Driver:
         """Have the other ranks start or stop their profilers between two steps."""
         body = msgspec.msgpack.encode(Profile(starts))
         self._ranks.tell([body] * (len(self._groups) - 1))
+
+    def load_adapter(self, number: int, files: AdapterFiles) -> None:
+        """Have the other ranks load an adapter, and wait for them. RequestError says which one does not, and why."""
+        body = msgspec.msgpack.encode(LoadAdapter(number, files.path, files.digest))
+        self._ranks.tell([body] * (len(self._groups) - 1))
+        if refused := self._ranks.wait():
+            raise RequestError("; ".join(refused))
 
     def check(self) -> None:
         """Raise why the ranks cannot go on, if they cannot."""

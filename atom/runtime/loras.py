@@ -4,22 +4,24 @@ loras = Loras(LoraWeights(graph, tensors, 8, 16))
 loras.load("sql", loras.read("/adapters/sql"))      # between two steps; `read` may run in another thread
 adapter = loras.find("sql")                         # for a request, which holds it from `acquire` to `release`
 loras.unload("sql")                                 # no new request gets it; its place is free once none holds it
+
+Of several ranks, this is on the one that drives: the others load an adapter before it does, or it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from atom.checkpoint.lora import AdapterFiles, read_adapter
+from atom.checkpoint.lora import AdapterFiles
 from atom.errors import RequestError
 from atom.runtime.types import Adapter
 from atom.weights.lora import LoraWeights
 
 
 class Loras:
-    def __init__(self, weights: LoraWeights) -> None:
-        self._weights = weights
+    def __init__(self, weights: LoraWeights, load_on_others: Callable[[int, AdapterFiles], None] | None = None) -> None:
+        """load_on_others: has the other ranks load an adapter; RequestError where one of them does not"""
+        self._weights, self._load_on_others = weights, load_on_others
         self._adapters: dict[str, Adapter] = {}
         self._free = list(range(weights.max_loras))[::-1]
 
@@ -29,12 +31,13 @@ class Loras:
 
     def read(self, path: str) -> AdapterFiles:
         """Read and check an adapter's files. CheckpointError, UnsupportedError or ConfigError say what is wrong."""
-        files = read_adapter(Path(path))
+        files = self._weights.read(path)
         self._weights.check(files)
+        files.hash()
         return files
 
     def load(self, name: str, files: AdapterFiles) -> None:
-        """Load an adapter. RequestError where the name is taken, or there is no place."""
+        """Load an adapter. RequestError where the name is taken, there is no place, or another rank refuses it."""
         if name in self._adapters:
             raise RequestError(f"the adapter {name} is loaded already; unload it first, or choose another name")
         if not self._free:
@@ -42,9 +45,11 @@ class Loras:
             raise RequestError(
                 f"the adapter {name} has no place: {most} (serve.max_loras), of which requests may hold some"
             )
-        number = self._free.pop()
+        number = self._free[-1]
+        if self._load_on_others is not None:
+            self._load_on_others(number, files)
         self._weights.write(number, files)
-        self._adapters[name] = Adapter(name, number, files.digest)
+        self._adapters[name] = Adapter(name, self._free.pop(), files.digest)
 
     def unload(self, name: str) -> None:
         """Drop an adapter; requests that hold it go on. RequestError where there is none of that name."""

@@ -60,7 +60,9 @@ class Beat(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A rank has done what it was last told."""
+    """A rank has done what it was last told, or left everything as it was."""
+
+    refused: str = ""  # why it did not
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -214,12 +216,17 @@ class Ranks:
         assert answer is not None, "there is a fault"
         return answer
 
-    def wait(self) -> None:
-        """Wait until all ranks have done what they were told. The error of the one that fails."""
+    def wait(self) -> list[str]:
+        """Wait until all ranks have done what they were told; why some have not. The error of the one that fails."""
+        refused = []
         for _ in self._channels:
-            if self._done.get() is None:
+            done = self._done.get()
+            if done is None:
                 self._done.put(None)
                 self.check()
+            elif done.refused:
+                refused.append(done.refused)
+        return refused
 
     def exchange(self, own: bytes) -> list[bytes]:
         """Give all ranks the bytes of each, in order; they call theirs at the same time."""
@@ -270,8 +277,8 @@ class Ranks:
             while (frame := channel.receive()) is not None:
                 self._silent[rank - 1] = 0.0
                 match decoder.decode(frame):
-                    case Done() as done:
-                        self._done.put(done)
+                    case Done(refused):
+                        self._done.put(Done(refused and f"rank {rank}: {refused}"))
                     case Answer(body):
                         self._answers[rank - 1].put(body)
                     case Failed(kind, error):
@@ -316,9 +323,9 @@ class RankLink:
         """Wait for what the driver tells next. The process ends where the driver does."""
         return self._frames.get()
 
-    def done(self) -> None:
-        """Answer `Ranks.wait`."""
-        self._send(Done())
+    def done(self, refused: str = "") -> None:
+        """Answer `Ranks.wait`. refused: why nothing was done"""
+        self._send(Done(refused))
 
     def exchange(self, own: bytes) -> list[bytes]:
         """Give own bytes for those of all ranks, in order; they call theirs at the same time."""

@@ -229,6 +229,14 @@ class Profile(msgspec.Struct, tag=True):
     starts: bool
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Has a rank load an adapter of the files that the driver has read."""
+
+    number: int  # its place among those that are loaded
+    path: str
+    digest: bytes
+
+
 class SwapCosts(NamedTuple):
     """What it takes to load KV from host memory, and to compute it."""
 

@@ -49,7 +49,7 @@ from atom.graph import (
 )  # fmt: skip
 from atom.graph.formats import block_of, parse_format
 from atom.graph.parts import has_parts, parts_of, stored_tensors
-from atom.graph.recipes import LoraStack, Measured, held_bytes, leaves, packed_while_loading, shuffled_alone
+from atom.graph.recipes import Measured, held_bytes, leaves, lora_stack_of, packed_while_loading, shuffled_alone
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, Place, split_recipe
 from atom.weights.localize import localize
@@ -362,7 +362,7 @@ def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
             target.copy_(rounded)
         elif isinstance(part, Full):
             target.fill_(part.value)
-        elif isinstance(part, LoraStack) or (isinstance(part, Slice) and isinstance(part.part, LoraStack)):
+        elif lora_stack_of(part) is not None:
             target.zero_()
         else:
             source.fill(part, target)

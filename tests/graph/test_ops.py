@@ -48,6 +48,8 @@ CALLS = [
     (ops.add_norm_linear, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
     (ops.add_norm_linear, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6, "kind": "gelu"}),
     (ops.lora, ("bf16[T, 12]", "bf16[T, 24]", "bf16[36, 24]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [8, 4]}),
+    (ops.pair_adapters, ("i64[T, 4]", "i64[T]"), {"loras": 3}),
+    (ops.grouped_lora, ("bf16[T, 12]", "bf16[T, 24]", "bf16[3, 4, 2, 24]", "bf16[3, 4, 12, 2]", "i64[12]"), {}),
     (ops.expand_lora, ("bf16[T, 30]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [12]}),
     (ops.expand_lora, ("bf16[T, 48]", "bf16[12, 18]", "i64[T]"), {"rank": 2, "sizes": [6, 6], "kind": "silu"}),
 ]
@@ -140,7 +142,7 @@ def test_every_op_documents_its_shapes():
     collectives = {each for each in OWN if each.is_collective}
     in_steps = {ops.attention, ops.norm_rope, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}
-    mixtures = {ops.experts, ops.group, ops.grouped_linear, ops.combine}
+    mixtures = {ops.experts, ops.group, ops.grouped_linear, ops.combine, ops.ends_of_experts}
     assert {op for op, _, _ in CALLS} | in_steps | latent | mixtures | collectives == set(OWN)
     assert all("[" in (op.body.__doc__ or "") for op in OWN)
 

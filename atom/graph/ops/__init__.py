@@ -62,7 +62,7 @@ from atom.graph.ops.latent import (
     norm_rope_write_latent,
     paged_mla_attention,
 )  # fmt: skip
-from atom.graph.ops.lora import expand_lora, lora
+from atom.graph.ops.lora import ends_of_experts, expand_lora, grouped_lora, lora, pair_adapters
 from atom.graph.ops.moe import add_norm_router, combine, experts, group, grouped_linear, router
 
 VIEWS = (split, split_heads, merge_heads)  # ops that move no data
@@ -70,10 +70,10 @@ VIEWS = (split, split_heads, merge_heads)  # ops that move no data
 __all__ = [
     "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "STAGES", "VIEWS", "Op", "activate", "add",
     "add_norm_linear", "add_norm_router", "add_rms_norm", "all_gather", "all_reduce", "attend", "attend_latent",
-    "attention", "causal_mask", "combine", "embedding", "expand_lora", "experts", "gated_activate", "gated_linear",
-    "gather_tokens", "group", "grouped_linear", "gumbel_argmax", "join", "layer_norm", "linear", "local_tokens",
-    "lora", "mask_rows", "merge_heads", "mla_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention",
-    "norm_rope_write", "norm_rope_write_latent", "paged_attention", "paged_mla_attention", "receive", "reduce_scatter",
-    "rms_norm", "rope", "rotary", "router", "scale", "scale_by_rms", "send", "softcap", "split", "split_heads",
-    "sum_squares",
+    "attention", "causal_mask", "combine", "embedding", "ends_of_experts", "expand_lora", "experts",
+    "gated_activate", "gated_linear", "gather_tokens", "group", "grouped_linear", "grouped_lora", "gumbel_argmax",
+    "join", "layer_norm", "linear", "local_tokens", "lora", "mask_rows", "merge_heads", "mla_attention", "mul",
+    "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent",
+    "paged_attention", "paged_mla_attention", "pair_adapters", "receive", "reduce_scatter", "rms_norm", "rope",
+    "rotary", "router", "scale", "scale_by_rms", "send", "softcap", "split", "split_heads", "sum_squares",
 ]  # fmt: skip

@@ -2,6 +2,14 @@
 
 L adapters (Hu et al. 2022) stand side by side: a [S L r, I], rows by slice, adapter and rank, and b [O, L r], columns
 by adapter and rank. A slice is a run of the linear's outputs with an a of its own, such as q of a joined qkv.
+
+Beside the linears of experts, rows are grouped by expert and adapter, so that each group has factors of its own:
+
+    pairs = pair_adapters(ids, adapters, loras=8)                   # expert and adapter in one number
+    grouped, order, ends = group(h, pairs, experts=72)              # of 8 experts
+    expert_ends = ends_of_experts(ends, loras=8)
+    y = grouped_linear(grouped, weight, expert_ends)
+    y = grouped_lora(y, grouped, a, b, ends)
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from atom.graph.ops.base import LOWERED, op
+from atom.graph.ops.base import LOWERED, divide, op
 from atom.graph.ops.dense import gated_activate, gated_activate_type
 from atom.graph.types import Type, need
 
@@ -72,3 +80,50 @@ def expand_lora(
 
     total = _add(y[:, :outputs], shrink, b, adapters, rank, sizes)
     return total if kind is None else gated_activate(total, kind=kind)
+
+
+def _pair_adapters(ids: Type, adapters: Type, *, loras: int) -> Type:
+    need(adapters == Type("i64", ids.shape[:1]), f"the adapters are {adapters} for {ids}")
+    need(loras > 0, f"there are {loras} adapters")
+    return ids
+
+
+@op(_pair_adapters)
+def pair_adapters(ids: Tensor, adapters: Tensor, *, loras: int) -> Tensor:
+    """ids i64[T, k], adapters i64[T], -1 for none -> i64[T, k], the expert times L + 1, and of these the first without
+    an adapter"""
+    return ids * (loras + 1) + adapters[:, None] + 1
+
+
+def _ends_of_experts(ends: Type, *, loras: int) -> Type:
+    return Type("i64", (divide(ends.shape[0], loras + 1),))
+
+
+@op(_ends_of_experts)
+def ends_of_experts(ends: Tensor, *, loras: int) -> Tensor:
+    """ends i64[E (L + 1)] of the rows by expert and adapter -> i64[E], by expert"""
+    return ends[loras :: loras + 1].contiguous()
+
+
+def _grouped_lora(y: Type, x: Type, a: Type, b: Type, ends: Type) -> Type:
+    need(len(a.shape) == len(b.shape) == 4, f"a is {a}, b {b}")
+    experts, slots, rank, inner = map(int, a.shape)
+    need(b.shape == (experts, slots, y.shape[-1], rank), f"a is {a}, b {b} for {y}")
+    need(inner == x.shape[-1] and y.shape[0] == x.shape[0], f"a is {a} for {x}, beside {y}")
+    need(ends.shape == (experts * slots,), f"{ends} are the ends of {experts} experts with {slots} adapters")
+    need(y.dtype == x.dtype == a.dtype == b.dtype, f"{y}, {x}, {a} and {b} differ in dtype")
+    return y
+
+
+@op(_grouped_lora)
+def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """y [P, O] and x [P, I] by expert and adapter, a [E, L + 1, r, I] and b [E, L + 1, O, r], the first of each expert
+    zeros, ends i64[E (L + 1)] -> y + b a x, [P, O]; in float32, rounded once"""
+    out, first = y.clone(), 0
+    for group, last in enumerate(ends.tolist()):
+        expert, slot = divmod(group, a.shape[1])
+        if slot and first < last:
+            product = x[first:last].float() @ a[expert, slot].float().T @ b[expert, slot].float().T
+            out[first:last] = (y[first:last].float() + product).to(y.dtype)
+        first = last
+    return out

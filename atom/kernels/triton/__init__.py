@@ -237,6 +237,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.gumbel_argmax, "speculation"),
     _kernel(ops.lora, "lora", accepts=accepts_lora),
     _kernel(ops.expand_lora, "lora", accepts=accepts_lora),
+    _kernel(ops.grouped_lora, "lora"),
     _kernel(ops.experts, "moe", accepts=accepts_experts, packed=PACKED),
 )
 

@@ -2,6 +2,7 @@
 
     y = expand_lora(y, b, adapters, rank=16, sizes=[4096, 1024, 1024])     # y [T, 6144 + 3 L r] -> [T, 6144]
     y = lora(y, x, a, b, adapters, rank=16, sizes=[4096])                  # both products, beside a packed weight
+    y = grouped_lora(y, x, a, b, ends)                                     # both products of experts' adapters
 
 The launch is the second product. What the first one gives is masked to the columns of each token's own adapter, so that
 one dense product by the b of many adapters is right for all rows: b is read once for all tokens, and nothing is sorted.
@@ -21,6 +22,7 @@ from atom.kernels.triton.activations import gated
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.moe import grouped_linear
 
 FEW_ROWS = 64  # of a batch of decodes, which is one tile
 
@@ -28,6 +30,11 @@ FEW_ROWS = 64  # of a batch of decodes, which is one tile
 def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, *, rank: int, sizes: Sequence[int]) -> Tensor:
     """y [T, O], x [T, I], a [S L r, I], b [O, L r], adapters i64[T] -> [T, O]"""
     return _expand(y, F.linear(x, a), b, adapters, rank, sizes, None)
+
+
+def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """y [P, O], x [P, I], a [E, L + 1, r, I], b [E, L + 1, O, r], ends i64[E (L + 1)] -> [P, O]"""
+    return y + grouped_linear(grouped_linear(x, a.flatten(0, 1), ends), b.flatten(0, 1), ends)
 
 
 def expand_lora(

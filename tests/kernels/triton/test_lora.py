@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from atom.graph import ops
-from atom.kernels.triton.lora import expand_lora, lora
+from atom.kernels.triton.lora import expand_lora, grouped_lora, lora
+from atom.kernels.triton.moe import group
 
 NUM, RANK = 3, 8
 
@@ -67,3 +68,28 @@ def test_rows_without_an_adapter_keep_every_bit(triton_device: str):
     b = torch.full((48, NUM * RANK), float("nan"), device=triton_device, dtype=torch.bfloat16)
     adapters = torch.full((6,), -1, device=triton_device)
     assert expand_lora(both, b, adapters, rank=RANK, sizes=[48]).equal(both[:, :48])
+
+
+@pytest.mark.parametrize("tokens, loras, rank", [(3, 2, 4), (40, 3, 16)])
+def test_each_row_of_an_expert_gets_the_product_of_its_own_adapter(
+    tokens: int, loras: int, rank: int, triton_device: str
+):
+    torch.manual_seed(0)
+    experts, inner, outputs = 5, 24, 40
+    x = torch.randn(tokens, inner, device=triton_device)
+    adapters = torch.randint(-1, loras, (tokens,), device=triton_device)
+    ids = torch.rand(tokens, experts, device=triton_device).argsort(-1)[:, :2].contiguous()
+    a = torch.randn(experts, loras + 1, rank, inner, device=triton_device)
+    b = torch.randn(experts, loras + 1, outputs, rank, device=triton_device)
+    a[:, 0] = b[:, 0] = 0
+    grouped, order, ends = group(x, ops.pair_adapters(ids, adapters, loras=loras), experts=experts * (loras + 1))
+    y = torch.randn(2 * tokens, outputs, device=triton_device)
+    wanted = y.double().clone()
+    for row, pair in enumerate(order.tolist()):
+        token, expert = pair // 2, int(ids.flatten()[pair])
+        slot = int(adapters[token]) + 1
+        wanted[row] += b[expert, slot].double() @ (a[expert, slot].double() @ x[token].double())
+    counts = torch.bincount(ids.flatten(), minlength=experts)
+    assert ops.ends_of_experts(ends, loras=loras).tolist() == counts.cumsum(0).tolist()
+    for run in (grouped_lora, ops.grouped_lora):
+        torch.testing.assert_close(run(y, grouped, a, b, ends).double(), wanted, rtol=1e-5, atol=1e-4)

@@ -6,7 +6,8 @@
 
 Leaving the block publishes the file in a thread, if every weight was written and nothing was raised.
 
-The key has the sizes and times of the checkpoint's files, the recipes, and the quantizer's version. The file is one of
+The key has the sizes and times of the checkpoint's files, the recipes, the quantizer's version, and what it weights
+errors by. The file is one of
 safetensors, beside a config.json that says nothing, so that it is opened as a checkpoint.
 """
 
@@ -30,13 +31,16 @@ from atom.checkpoint import Checkpoint, JoinedCheckpoint, open_checkpoint
 from atom.dtypes import DTYPES
 from atom.graph import PackedWeight, Quantize, Recipe, W
 from atom.graph.recipes import packed_while_loading
-from atom.weights.quantize import VERSION, part_types
+from atom.weights.quantize import VERSION, part_types, takes_importance
 
 FILE = "model.safetensors"
 
 
 class PackedStore:
-    def __init__(self, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache) -> None:
+    def __init__(
+        self, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache, calibration: str | None = None
+    ) -> None:
+        """calibration: the key of the moments by which numbers are rounded where that changes them; None: without"""
         packed = sorted({part for recipe in recipes for part in packed_while_loading(recipe)}, key=repr)
         self._parts = {recipe: _parts(recipe, f"{number}.") for number, recipe in enumerate(packed)}
         self._cache = cache
@@ -46,11 +50,12 @@ class PackedStore:
             "formats": ", ".join(formats),
             "recipes": digest(repr(packed)),
             "quantizer": str(VERSION),
+            "calibration": calibration if calibration and any(map(takes_importance, formats)) else "none",
         }
         self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
         self._key = key_of(ingredients)
         found = cache.find(WEIGHTS, self._key) if packed else None
-        self._is_kept = found is not None
+        self.is_kept = found is not None
         self.checkpoint = checkpoint if found is None else JoinedCheckpoint(checkpoint, open_checkpoint(str(found)))
         self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
         self._file, self._has_failed = -1, False
@@ -73,7 +78,7 @@ class PackedStore:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def find(self, recipe: Recipe) -> dict[str, W] | None:
-        return self._parts.get(recipe) if self._is_kept and isinstance(recipe, Quantize) else None
+        return self._parts.get(recipe) if self.is_kept and isinstance(recipe, Quantize) else None
 
     def write(self, recipe: Recipe, weight: PackedWeight) -> None:
         """Write a weight's parts to their places; several threads may."""

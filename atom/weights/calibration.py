@@ -12,14 +12,16 @@ has fp32[1, 576], so that recipes rearrange both alike. Weighting errors so is a
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.fx import Node
 
@@ -34,7 +36,7 @@ from atom.weights.packed_store import describe_file
 VERSION = 1
 MAX_TOKENS = 512  # of the prompt
 PRIOR_ROWS = 4.0  # of the mean over all experts, added to an expert's own
-FILE = "moments.safetensors"
+FILE = "moments.npz"
 
 Moments = Mapping[str, Tensor]
 
@@ -154,13 +156,25 @@ class Calibration:
                 return kept
             moments = measure_moments(self._graph, self._tokens, weights, device)
             with suppress(ArtifactError):  # without room for it, the next start measures again
-                self._cache.publish(WEIGHTS, self.key, {FILE: save(moments)}, self._about)
+                self._cache.publish(WEIGHTS, self.key, {FILE: _to_bytes(moments)}, self._about)
         print(f"atom-run: inputs of {len(moments)} weights measured over {len(self._tokens)} tokens", file=sys.stderr)
         return moments
 
     def _read(self) -> Moments:
+        """Those that are kept; empty without any, or where they cannot be read."""
         folder = self._cache.find(WEIGHTS, self.key)
         try:
-            return {} if folder is None else load((folder / FILE).read_bytes())
-        except (OSError, SafetensorError):
+            return {} if folder is None else read_moments(folder / FILE)
+        except (OSError, ValueError, EOFError, BadZipFile):
             return {}
+
+
+def _to_bytes(moments: Moments) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **{name: moment.numpy() for name, moment in moments.items()})  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def read_moments(path: Path) -> Moments:
+    with np.load(path, allow_pickle=False) as kept:
+        return {name: torch.from_numpy(kept[name]) for name in kept}

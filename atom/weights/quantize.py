@@ -4,9 +4,10 @@ parts = quantize("fp8[1, *]", weight)                   # {"values": fp8[O, I], 
 parts = quantize("int4[1, 128]", weight, importance)    # columns of larger importance are rounded with less error
 
 Numbers are rounded to the nearest that the format has. A block's scale takes its largest number to the format's
-largest; of 4 bits, which are few, other scales are tried too, those of integers by least squares among them, and that
-with the least squared error is kept. The importance of a column weights its squared errors: with the mean square of
-what the column is multiplied with (`calibration.py`), their sum is about that of the linear's outputs.
+largest; of 4 bits, which are few, other scales are tried too, and that with the least squared error is kept. The
+importance of a column weights its squared errors: with the mean square of what the column is multiplied with
+(`calibration.py`), their sum is about that of the linear's outputs. Integers' scales are then fitted by least squares
+too; without importance that gains nothing, since it clips the largest numbers.
 VERSION is an ingredient of the key under which results are kept.
 """
 
@@ -28,8 +29,9 @@ from atom.graph.unpack import FP4
 VERSION = 2
 AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
 FP8_MAX, FP4_MAX = 448.0, 6.0
-# of the range that a block's largest number asks for; below 0: its sign is that of the smaller half of integers
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, -1.0, -0.9, -0.8, -0.7)
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range that a block's largest number asks for
+# the same where columns have an importance; below 0: its sign is that of the smaller half of integers
+WEIGHTED_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, -1.0, -0.9, -0.8, -0.7)
 MIN_SHARE = 0.01  # of the mean importance, that a column has at least
 NUM_FITS = 3  # times that scales are fitted to rounded numbers
 
@@ -145,12 +147,12 @@ def pack_integers(weight: Tensor, columns: int, bits: int, importance: Tensor | 
         return Rounded(numbers, scales, _error(numbers * scales.unsqueeze(-1), blocks, weights))
 
     best = round_by(furthest / -half)
-    if bits == 4:
-        for share in SHARES[1:]:
-            best = best.closer(round_by(furthest * (-share / half)))
-        for _ in range(NUM_FITS):
-            weighted = best.numbers * weights
-            best = best.closer(round_by((weighted * blocks).sum(-1) / (weighted * best.numbers).sum(-1)))
+    shares = WEIGHTED_SHARES if importance is not None else SHARES if bits == 4 else ()
+    for share in shares[1:]:
+        best = best.closer(round_by(furthest * (-share / half)))
+    for _ in range(NUM_FITS if importance is not None else 0):
+        weighted = best.numbers * weights
+        best = best.closer(round_by((weighted * blocks).sum(-1) / (weighted * best.numbers).sum(-1)))
     values = (best.numbers + half).to(torch.uint8)
     return {"values": _pairs(values) if bits == 4 else values, "scales": best.scales}
 
@@ -166,7 +168,9 @@ def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
         numbers = _to_fp4(blocks / scales)  # which may clip what is above 6
         return Rounded(numbers, exponents, _error(_from_fp4(numbers) * scales, blocks, weights))
 
-    best = round_by(exponents).closer(round_by(exponents + 1)).closer(round_by(exponents - 1))
+    best = round_by(exponents).closer(round_by(exponents + 1))
+    if importance is not None:
+        best = best.closer(round_by(exponents - 1))
     return {"values": _pairs(best.numbers), "scales": (best.scales + 127).to(torch.uint8)}
 
 

@@ -26,7 +26,6 @@ from atom.graph import Cat, Full, PackedWeight, Recipe, Slice, Stack, Transpose,
 from atom.jobs import explain
 from atom.weights import calibration
 from atom.weights.calibration import PRIOR_ROWS, importance_of, measure_moments
-from atom.weights.calibration import load as load_moments
 from atom.weights.evaluate import tensors_in
 from atom.weights.quantize import MIN_SHARE, quantize
 
@@ -240,10 +239,12 @@ def test_the_next_start_measures_nothing_and_another_format_neither(
     kept = wait_for_entries(folder, 2)
     assert kept[0].startswith("inputs of linears of") and kept[1].startswith("int4[1, 16] of")
     monkeypatch.setattr(calibration, "measure_moments", lambda *_: pytest.fail("it is measured again"))
-    reading = calibration.load
-    monkeypatch.setattr(calibration, "load", lambda *_: pytest.fail("moments are read, though weights are kept"))
+    reading = calibration.read_moments
+    monkeypatch.setattr(
+        calibration, "read_moments", lambda *_: pytest.fail("moments are read, though weights are kept")
+    )
     assert are_same(first, loaded(folder))
-    monkeypatch.setattr(calibration, "load", reading)
+    monkeypatch.setattr(calibration, "read_moments", reading)
     assert not are_same(first, loaded(folder, "quant.fmt='int4[1, 8]'"))
 
 
@@ -268,7 +269,7 @@ def test_damaged_moments_are_measured_anew(folder: Path, capfd: pytest.CaptureFi
     first = loaded(folder, "level=0")
     cache = Path(f"{folder}.cache")
     (moments,) = cache.glob(f"weights/*/{calibration.FILE}")
-    assert load_moments(moments.read_bytes())
+    assert calibration.read_moments(moments)
     moments.chmod(0o600)
     moments.write_bytes(b"\0" * moments.stat().st_size)
     assert are_same(first, loaded(folder, "level=0"))

@@ -25,15 +25,19 @@ from atom import weights
 from atom.cache import Cache, digest
 from atom.checkpoint import DRAFT_PREFIX, SILENT, Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
 from atom.compiler import Compiled, compile_graph, compile_model, has_draft, mesh_of, semantic_graph
-from atom.config import Config, ModelConfig
+from atom.config import Config, ModelConfig, QuantConfig
 from atom.config.checkpoint import is_here, open_with_draft
 from atom.config.parallel import devices_of
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
+from atom.frontend import build
 from atom.gc_utils import no_collection
 from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
-from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
+from atom.graph.recipes import packed_to
+from atom.kernels import Communicator, Rendezvous, Target, connect_rank, find_tuner
 from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
+from atom.passes.context import PassContext
+from atom.passes.lower_moe import lower_moe
 from atom.pieces import sources_of
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
@@ -62,9 +66,11 @@ from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.tune import Exchange, alone, tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
+from atom.weights.calibration import MAX_TOKENS, Calibration
 from atom.weights.evaluate import Loaded, Place
 from atom.weights.lora import LoraWeights, Sizes
 from atom.weights.packed_store import describe_file
+from atom.weights.quantize import takes_importance
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
 TIMED_TOKENS = {"cpu": 64, "cuda": 2048}  # of the prompt whose time is compared with that of loading its KV
@@ -479,13 +485,72 @@ def load_weights(
         return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates, place)
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    sources = sources_of(*WEIGHT_SOURCES)
-    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache, coordinates, place, sources)
+    calibration = plan_calibration(graph, checkpoint, config, cache)
+    tensors = weights.load(
+        graph.recipes(),
+        checkpoint,
+        progress,
+        config.device,
+        cache,
+        coordinates,
+        place,
+        sources=sources_of(*WEIGHT_SOURCES),
+        calibration=calibration,
+    )
     for line in cache.warnings:
         print(f"atom-run: {line}", file=sys.stderr)
     check_kv_scales(tensors, config)
     check_draft_tokens(tensors, config)
     return tensors
+
+
+def plan_calibration(graph: Graph, checkpoint: Checkpoint, config: Config, cache: Cache) -> Calibration | None:
+    """Plan by what weights of 4 bits are rounded; None: to the nearest, or there are none."""
+    formats = [fmt for fmt in formats_made(graph) if takes_importance(fmt)]
+    if not formats or config.quant.calibration == "none":
+        return None
+    text, tokens = read_calibration_text(config), list[int]()
+    try:
+        tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+        why = "no tokenizer to measure with what they are multiplied"
+        if tokenizer is not None:
+            tokens = Vocabulary(config.model.vocab, frozenset(), tokenizer).tokenize(text)[:MAX_TOKENS]
+    except RequestError as error:
+        why = f"a tokenizer that cannot be used: {error}"
+    if not tokens:
+        if config.quant.calibration != "auto":
+            raise ConfigError(f"quant.calibration={config.quant.calibration}: the checkpoint has {why}; leave it out")
+        print(f"atom-run: {formats[0]}: the checkpoint has {why}; weights are rounded to the nearest", file=sys.stderr)
+        return None
+    return Calibration(plain_graph(config), tokens, checkpoint, cache)
+
+
+def formats_made(graph: Graph) -> dict[str, None]:
+    """The formats that weights are packed to while they load."""
+    return dict.fromkeys(fmt for recipe in graph.recipes() for fmt in packed_to(recipe))
+
+
+def plain_graph(config: Config) -> Graph:
+    """The model with plain weights, as the reference bodies run it; the head is left out where it is not packed."""
+    dtype = "fp32" if config.device == "cpu" else config.dtype  # which a CPU multiplies faster
+    graph = build(config.model, dtype, dtype, QuantConfig(fmt="none"))
+    if config.quant.head == "plain":
+        del graph.programs[HEAD]
+    return lower_moe(graph, PassContext.of(Target("cpu"), level=0))
+
+
+def read_calibration_text(config: Config) -> str:
+    """The text that quant.calibration names. ConfigError where it cannot be read."""
+    path = config.quant.calibration
+    if path == "auto":
+        return PROMPT
+    try:
+        text = Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"quant.calibration={path}: {error}; set it to a text file, auto or none") from None
+    if not text.strip():
+        raise ConfigError(f"quant.calibration={path}: the file is empty")
+    return text
 
 
 def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, config: Config) -> ScalePlan:

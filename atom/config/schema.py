@@ -218,6 +218,7 @@ class QuantConfig:
     experts: str | None = None  # of experts; null: as fmt
     head: str = "plain"  # of the head: plain, or a format
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
+    calibration: str = "auto"  # of rounding to 4 bits: a prompt of ours; none: to the nearest; else a file with a text
     act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
     kv: str = one_of("auto", "fp8")  # of the KV cache; auto: serve.kv_cache_dtype
     method: str | None = None  # quant_method that a packed checkpoint must have, and that a plain one is packed to

@@ -29,14 +29,20 @@ TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, DTYPES[dtype].name
 
 Weights = Callable[[Recipe], torch.Tensor]
 Caches = Callable[[KV], torch.Tensor | None]
+Watch = Callable[[Node, Sequence[Any]], Any]  # gets each call but collectives before it is run, with its arguments
 Mail = dict[tuple[int, int], deque[torch.Tensor]]  # what was sent and not received yet, by sender and receiver
 
 
 def interpret(
-    graph: Graph, program: str, inputs: Mapping[str, Any], weights: Weights, caches: Caches = lambda _: None
+    graph: Graph,
+    program: str,
+    inputs: Mapping[str, Any],
+    weights: Weights,
+    caches: Caches = lambda _: None,
+    watch: Watch = lambda *_: None,
 ) -> Any:
     """Run one program: its result, or a tuple where it has several."""
-    return interpret_ranks([graph], program, [inputs], [weights], caches=[caches])[0]
+    return interpret_ranks([graph], program, [inputs], [weights], caches=[caches], watch=watch)[0]
 
 
 def interpret_ranks(
@@ -46,16 +52,20 @@ def interpret_ranks(
     weights: Sequence[Weights],
     mesh: Mesh = ALONE,
     caches: Sequence[Caches] | None = None,
+    watch: Watch = lambda *_: None,
 ) -> list[Any]:
     """Run one program on the ranks of a mesh, call by call; the result of each.
 
-    graphs: of each stage. A stage that receives what was not sent yet waits while others run.
+    graphs: of each stage. A stage that receives what was not sent yet waits while others run. Values are dropped behind
+    their last reader.
     """
     mail: Mail = defaultdict(deque)
     blocks_of = caches or [lambda _: None for _ in inputs]
     results: dict[int, list[Any]] = {}
     waiting = {
-        stage: _run(graph.programs[program], stage * mesh.ranks_per_stage, inputs, weights, mesh, blocks_of, mail)
+        stage: _run(
+            graph.programs[program], stage * mesh.ranks_per_stage, inputs, weights, mesh, blocks_of, mail, watch
+        )
         for stage, graph in enumerate(graphs)
     }
     while waiting:
@@ -80,10 +90,12 @@ def _run(
     mesh: Mesh,
     blocks_of: Sequence[Caches],
     mail: Mail,
+    watch: Watch,
 ) -> Generator[None, None, list[Any]]:
     """Run the program of a stage on its ranks, of which this is the first; yields where there is nothing to receive."""
     ranks = range(first, first + mesh.ranks_per_stage)
     values: dict[int, dict[Node, Any]] = {rank: {} for rank in ranks}
+    last_reader = {read: node for node in program.fx.nodes for read in node.all_input_nodes}
 
     def value(arg: Any, rank: int) -> Any:
         if isinstance(arg, Node):
@@ -115,6 +127,11 @@ def _run(
                 met = zip(*(args[peer] for peer in peers), strict=True)
                 result = node.target(*met, **node.kwargs)[peers.index(rank)]
             else:
+                watch(node, own)
                 result = node.target(*own, **node.kwargs)
             values[rank][node] = result
+        for read in node.all_input_nodes:
+            if last_reader[read] is node:
+                for rank in ranks:
+                    del values[rank][read]
     raise AssertionError(f"{program.name} has no output")

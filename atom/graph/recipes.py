@@ -505,18 +505,17 @@ def leaves(recipe: Recipe) -> Iterator[W]:
 
 def slices(recipe: Recipe) -> Iterator[Slice]:
     """The ranges of tensors that a recipe takes."""
-    if isinstance(recipe, Slice):
-        yield recipe
-    for part in _parts(recipe):
-        yield from slices(part)
+    return (part for part in _within(recipe) if isinstance(part, Slice))
 
 
 def ranked_parts(recipe: Recipe) -> Iterator[Ranked]:
     """What of a recipe each rank has of its own."""
-    if isinstance(recipe, Ranked):
-        yield recipe
-    for part in _parts(recipe):
-        yield from ranked_parts(part)
+    return (part for part in _within(recipe) if isinstance(part, Ranked))
+
+
+def packed_to(recipe: Recipe) -> Iterator[str]:
+    """The formats that plain tensors are packed to while they load, be they unpacked again or not."""
+    return (part.fmt for part in _within(recipe) if isinstance(part, Quantize))
 
 
 def lora_stack_of(recipe: Recipe) -> LoraStack | None:
@@ -711,6 +710,13 @@ def _is_number(value: Any) -> bool:
 def _need_axis(name: str, axis: Any, ranks: Any) -> None:
     need(axis in AXES, f"{name}: there is no axis {axis!r}; axes: {', '.join(AXES)}")
     need(_is_whole(ranks) and ranks > 0, f"{name}: ranks={ranks!r} is no whole number from 1")
+
+
+def _within(recipe: Recipe) -> Iterator[Recipe]:
+    """A recipe and all that it is made of; of experts, one stands for all."""
+    yield recipe
+    for part in _parts(recipe):
+        yield from _within(part)
 
 
 def _parts(recipe: Recipe) -> tuple[Recipe, ...]:

@@ -26,7 +26,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.build import cache_kinds, digest_of, limits_of, mtp_patterns
+from atom.build import cache_kinds, digest_of, formats_made, limits_of, mtp_patterns
 from atom.cache import Cache, key_of
 from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
@@ -44,6 +44,7 @@ from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts, prefill_limit
 from atom.kernels import Target, find_target, tuned
 from atom.passes import PassReport
 from atom.pieces import identity
+from atom.weights.quantize import takes_importance
 
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
@@ -171,6 +172,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
             fmt: {"stored_bytes": stored[fmt], "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
             for fmt, _ in (stored | Counter({fmt: size for fmt, size in held.items() if fmt not in BITS})).most_common()
         },
+        **({"calibration": config.quant.calibration} if any(map(takes_importance, formats_made(graph))) else {}),
         "activations": Counter(
             node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
         ),
@@ -264,6 +266,13 @@ def limits(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str,
     }
 
 
+def _rounding(calibration: str) -> str:
+    if calibration == "none":
+        return "of 4 bits to the nearest: quant.calibration=none"
+    text = "a prompt of ours, where there is a tokenizer" if calibration == "auto" else calibration
+    return f"of 4 bits by what weights are multiplied with over {text}"
+
+
 def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """Format the sizes as lines: name, value."""
     one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
@@ -294,6 +303,8 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         if fmt not in BITS and held > stored:
             then = f", {_size(held)} in memory"
         yield f"  {fmt}", f"{_size(stored)}{then}" if stored else f"{_size(held)}, packed while they load"
+    if "calibration" in result:
+        yield "rounding", _rounding(result["calibration"])
     for act, num_linears in result["activations"].items():
         yield "activations", f"{act} in {num_linears} linears, where there are many rows"
     if "draft_bytes" in result:

@@ -18,14 +18,15 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from atom.cache import Cache
-from atom.checkpoint import Checkpoint, Progress, StoredTensor
+from atom.checkpoint import SILENT, Checkpoint, Progress, StoredTensor
 from atom.config import ModelConfig
 from atom.dtypes import FLOAT_DTYPES
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
@@ -49,12 +50,21 @@ from atom.graph import (
 )  # fmt: skip
 from atom.graph.formats import block_of, parse_format
 from atom.graph.parts import has_parts, parts_of, stored_tensors
-from atom.graph.recipes import Measured, held_bytes, leaves, lora_stack_of, packed_while_loading, shuffled_alone
+from atom.graph.recipes import (
+    Measured,
+    held_bytes,
+    leaves,
+    lora_stack_of,
+    packed_to,
+    packed_while_loading,
+    shuffled_alone,
+)
 from atom.kernels import shuffle
+from atom.weights.calibration import Calibration, Moments, importance_of
 from atom.weights.evaluate import Loaded, Place, split_recipe
 from atom.weights.localize import localize
 from atom.weights.packed_store import PackedStore
-from atom.weights.quantize import quantize
+from atom.weights.quantize import quantize, takes_importance
 from atom.weights.rope import rope_freqs
 from atom.weights.sources import MappedSource, RandomSource, WeightSource
 from atom.weights.stream import StreamedSource
@@ -171,6 +181,7 @@ def load(
     coordinates: Mapping[str, int] | None = None,
     place: Place | None = None,
     sources: str = "",
+    calibration: Calibration | None = None,
 ) -> dict[Recipe, Loaded]:
     """Load every recipe's tensor to the device. CapacityError where they do not fit.
 
@@ -178,29 +189,45 @@ def load(
     sources: a digest of the code that does so, with which it is kept
     coordinates: of the rank whose parts are loaded; None: there is one rank
     place: takes each weight to where it is to be; None: it stays where it was made
+    calibration: has what weights of 4 bits are multiplied with, by which they are rounded; None: to the nearest
     """
+
+    def load_plain(recipe: Recipe) -> Any:
+        return load([recipe], checkpoint, SILENT, device)[recipe]
+
     own = {recipe: recipe if coordinates is None else localize(recipe, coordinates) for recipe in recipes}
     ordered = sorted({*own.values()}, key=lambda recipe: -recipe.type.num_bytes)  # so the readers end together
+    key = None if calibration is None else calibration.key
     with (
-        progress.task("loading weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
-        warnings.catch_warnings(),
+        nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache, device, sources, key) as store,
+        returned_memory(),
     ):
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
-        with ExitStack() as opened:
-            opened.enter_context(returned_memory())
-            store = None
-            if cache is not None:
-                store = opened.enter_context(PackedStore(ordered, checkpoint, cache, device, sources))
-            if store is not None:
-                checkpoint = store.checkpoint
+        moments: Moments = {}
+        if calibration is not None and _has_to_round(ordered, store):
+            moments = calibration.moments(load_plain, device, progress)
+        with (
+            progress.task("loading weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
+            opened = checkpoint if store is None else store.checkpoint
             source = (
-                MappedSource(checkpoint, task.advance)
+                MappedSource(opened, task.advance)
                 if device == "cpu"
-                else StreamedSource(checkpoint, torch.device(device), task.advance)
+                else StreamedSource(opened, torch.device(device), task.advance)
             )
-            source.packed = store
+            source.packed, source.moments = store, moments
             made = make_all(ordered, source, device, place)
     return {recipe: made[local] for recipe, local in own.items()}
+
+
+def _has_to_round(recipes: Iterable[Recipe], store: PackedStore | None) -> bool:
+    """Whether weights are rounded by the importance of their columns, and not kept from an earlier start."""
+    return any(
+        any(map(takes_importance, packed_to(recipe)))
+        and not (store is not None and store.is_kept and any(packed_while_loading(recipe)))
+        for recipe in recipes
+    )
 
 
 @contextmanager
@@ -298,7 +325,8 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
         plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
         tensor = _fill(plain, _empty(plain.type, device), source)
         source.flush()
-        made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
+        importance = importance_of(plain, source.moments)
+        made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor, importance))
         if source.packed:
             source.packed.write(recipe, made.parts)
         return made

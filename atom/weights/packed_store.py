@@ -7,9 +7,10 @@
 
 Leaving the block publishes the file in a thread, if every weight was written and nothing was raised.
 
-The key has the sizes and times of the checkpoint's files, the recipes, and the sources of what makes tensors. The file
-is one of safetensors, beside a config.json that says nothing, so that it is opened as a checkpoint. What is mapped is
-used in place: processes share its memory, and a file that is removed stays until the last of them ends.
+The key has the sizes and times of the checkpoint's files, the recipes, the sources of what makes tensors, and what it
+weights errors by. The file is one of safetensors, beside a config.json that says nothing, so that it is opened as a
+checkpoint. What is mapped is used in place: processes share its memory, and a file that is removed stays until the last
+of them ends.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
 from atom.graph.recipes import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
 from atom.weights.evaluate import view
-from atom.weights.quantize import VERSION, part_types
+from atom.weights.quantize import VERSION, part_types, takes_importance
 
 FILE = "model.safetensors"
 ALIGNMENT = 64  # bytes, of the first tensor; panels come first, and most have a multiple of that
@@ -43,9 +44,18 @@ ALIGNMENT = 64  # bytes, of the first tensor; panels come first, and most have a
 
 class PackedStore:
     def __init__(
-        self, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache, device: str = "cpu", sources: str = ""
+        self,
+        recipes: Sequence[Recipe],
+        checkpoint: Checkpoint,
+        cache: Cache,
+        device: str = "cpu",
+        sources: str = "",
+        calibration: str | None = None,
     ) -> None:
-        """sources: a digest of what makes tensors of files"""
+        """sources: a digest of what makes tensors of files
+
+        calibration: the key of the moments by which numbers are rounded where that changes them; None: without
+        """
         laid_out = _laid_out(recipes) if device == "cpu" else {}
         others = (recipe for recipe in recipes if not laid_out.keys() & {*_alone(recipe)})
         quantized = sorted({part for recipe in others for part in packed_while_loading(recipe)}, key=repr)
@@ -64,11 +74,12 @@ class PackedStore:
             "recipes": digest(repr(packed)),
             "quantizer": str(VERSION),
             "sources": sources,
+            "calibration": calibration if calibration and any(map(takes_importance, formats)) else "none",
         }
         self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
         self._key = key_of(ingredients)
         found = cache.find(WEIGHTS, self._key) if packed else None
-        self._is_kept = found is not None
+        self.is_kept = found is not None
         self.checkpoint = checkpoint if found is None else JoinedCheckpoint(checkpoint, open_checkpoint(str(found)))
         self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
         self._file, self._has_failed = -1, False
@@ -91,11 +102,11 @@ class PackedStore:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def find(self, recipe: Recipe) -> dict[str, W] | None:
-        return self._parts.get(recipe) if self._is_kept and isinstance(recipe, Quantize) else None
+        return self._parts.get(recipe) if self.is_kept and isinstance(recipe, Quantize) else None
 
     def map(self, recipe: Shuffle) -> LaidOut | None:
         """A weight in a kernel's layout, in the mapped file; None where it has to be made."""
-        if not self._is_kept or recipe not in self._parts:
+        if not self.is_kept or recipe not in self._parts:
             return None
         return LaidOut(recipe.type, view(self._parts[recipe][""], self.checkpoint))
 

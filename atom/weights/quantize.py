@@ -1,48 +1,69 @@
 """Quantize plain weights: the inverse of `atom.graph.unpack`.
 
-parts = quantize("fp8[1, *]", weight)       # {"values": fp8[O, I], "scales": fp32[O, 1]}
+parts = quantize("fp8[1, *]", weight)                   # {"values": fp8[O, I], "scales": fp32[O, 1]}
+parts = quantize("int4[1, 128]", weight, importance)    # columns of larger importance are rounded with less error
 
 Numbers are rounded to the nearest that the format has. A block's scale takes its largest number to the format's
-largest; of 4 bits, which are few, some smaller scales are tried too, and that with the least squared error is kept.
+largest; of 4 bits, which are few, other scales are tried too, and that with the least squared error is kept. The
+importance of a column weights its squared errors: with the mean square of what the column is multiplied with
+(`calibration.py`), their sum is about that of the linear's outputs. Integers' scales are then fitted by least squares
+too; without importance that gains nothing, since it clips the largest numbers.
 VERSION is an ingredient of the key under which results are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.dtypes import Format
+from atom.dtypes import FOUR_BITS, Format
 from atom.graph import TORCH_DTYPES
 from atom.graph.formats import parse_format, part_shape
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
 
-VERSION = 1
+VERSION = 2
 AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
 FP8_MAX, FP4_MAX = 448.0, 6.0
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range that a block's largest number asks for
+# the same where columns have an importance; below 0: its sign is that of the smaller half of integers
+WEIGHTED_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, -1.0, -0.9, -0.8, -0.7)
+MIN_SHARE = 0.01  # of the mean importance, that a column has at least
+NUM_FITS = 3  # times that scales are fitted to rounded numbers
 
 Parts = dict[str, Tensor]
+Rule = Callable[[Tensor, Tensor | None, int, int, Tensor | None, torch.dtype], Parts]
 
 
-def quantize(fmt: str, weight: Tensor) -> Parts:
-    """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them"""
+def takes_importance(fmt: str) -> bool:
+    """Whether the importance of columns changes how numbers of a format are rounded."""
+    return parse_format(fmt).kind in FOUR_BITS
+
+
+def quantize(fmt: str, weight: Tensor, importance: Tensor | None = None) -> Parts:
+    """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them
+
+    importance: fp32[..., 1, I] from 0, of columns; None: all are equal
+    """
     known = parse_format(fmt)
     parts = {
         name: weight.new_empty([int(dim) for dim in part.shape], dtype=TORCH_DTYPES[part.dtype])
         for name, part in part_types(Type("fp32", tuple(weight.shape), fmt)).items()
     }
-    for matrix, of_matrix in _matrices(weight, parts):
+    if importance is not None:
+        importance = importance.expand(*weight.shape[:-2], 1, weight.shape[-1]).to(weight.device)
+    dtype = parts["values"].dtype
+    for matrix, of_columns, of_matrix in _matrices(weight, importance, parts):
         factor = _set_factors(matrix, of_matrix, known)
         rows, columns = (size or dim for size, dim in zip(known.block, matrix.shape, strict=True))
         step = max(AT_ONCE // matrix.shape[1] // rows * rows, rows)
         for start in range(0, len(matrix), step):
             some = matrix[start : start + step].float()
-            for name, made in PACK[known.kind](some, rows, columns, factor, parts["values"].dtype).items():
+            for name, made in PACK[known.kind](some, of_columns, rows, columns, factor, dtype).items():
                 first = start // rows if known.parts[name].holds == "blocks" else start
                 of_matrix[name][first : first + len(made)] = made
     if "mins" in parts:
@@ -59,13 +80,14 @@ def part_types(type: Type) -> dict[str, Type]:
     return types
 
 
-def _matrices(weight: Tensor, parts: Parts) -> Iterator[tuple[Tensor, Parts]]:
-    """A weight's matrices, each with its parts; the experts of a stack one by one."""
+def _matrices(weight: Tensor, importance: Tensor | None, parts: Parts) -> Iterator[tuple[Tensor, Tensor | None, Parts]]:
+    """A weight's matrices, each with its columns' importance and its parts; the experts of a stack one by one."""
     if weight.dim() == 2:
-        yield weight, parts
+        yield weight, importance, parts
         return
     for expert, matrix in enumerate(weight):
-        yield matrix, {name: part[expert] for name, part in parts.items()}
+        of_columns = None if importance is None else importance[expert]
+        yield matrix, of_columns, {name: part[expert] for name, part in parts.items()}
 
 
 def _set_factors(matrix: Tensor, parts: Parts, known: Format) -> Tensor | None:
@@ -82,7 +104,7 @@ def _set_factors(matrix: Tensor, parts: Parts, known: Format) -> Tensor | None:
     return factor
 
 
-def pack_scaled(weight: Tensor, rows: int, columns: int, _factor: Tensor | None, dtype: torch.dtype) -> Parts:
+def pack_scaled(weight: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Parts:
     """weight fp32[O, I] -> values fp8 or i8[O, I], scales fp32[⌈O / rows⌉, ⌈I / columns⌉]"""
     (num_rows, num_columns), is_fp8 = weight.shape, dtype.is_floating_point
     padded = F.pad(weight, (0, -num_columns % columns, 0, -num_rows % rows))
@@ -94,36 +116,62 @@ def pack_scaled(weight: Tensor, rows: int, columns: int, _factor: Tensor | None,
     return {"values": values.to(dtype), "scales": scales}
 
 
-def pack_integers(weight: Tensor, columns: int, bits: int) -> Parts:
+class Rounded(NamedTuple):
+    """A way to round blocks."""
+
+    numbers: Tensor  # [O, B, N]
+    scales: Tensor  # [O, B], or exponents
+    error: Tensor  # [O, B], the sum of the squared errors by their columns' importance
+
+    def closer(self, other: Rounded) -> Rounded:
+        """The better of both ways for each block."""
+        is_less = other.error < self.error
+        return Rounded(
+            torch.where(is_less.unsqueeze(-1), other.numbers, self.numbers),
+            torch.where(is_less, other.scales, self.scales),
+            torch.where(is_less, other.error, self.error),
+        )
+
+
+def pack_integers(weight: Tensor, columns: int, bits: int, importance: Tensor | None = None) -> Parts:
     """weight fp32[O, I] -> values u8[O, B, block bytes], scales fp32[O, B]; zero is the middle"""
     blocks, half = weight.view(len(weight), -1, columns), 1 << (bits - 1)
+    weights = _by_block(importance, blocks)
     # the number furthest from zero becomes -half, so that the whole range is used
     furthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
 
-    def candidates() -> Iterator[tuple[Tensor, Tensor]]:
-        for share in SHARES if bits == 4 else SHARES[:1]:
-            scales = (furthest * (-share / half)).to(torch.float16).float()
-            scales = torch.where(scales == 0, 1.0, scales)
-            yield (blocks / scales.unsqueeze(-1)).round_().clamp_(-half, half - 1), scales
+    def round_by(scales: Tensor) -> Rounded:
+        scales = scales.to(torch.float16).float()
+        scales = torch.where((scales == 0) | ~scales.isfinite(), 1.0, scales)
+        numbers = (blocks / scales.unsqueeze(-1)).round_().clamp_(-half, half - 1)
+        return Rounded(numbers, scales, _error(numbers * scales.unsqueeze(-1), blocks, weights))
 
-    numbers, scales = _closest(blocks, candidates(), lambda numbers, scales: numbers * scales.unsqueeze(-1))
-    values = (numbers + half).to(torch.uint8)
-    return {"values": _pairs(values) if bits == 4 else values, "scales": scales}
+    best = round_by(furthest / -half)
+    shares = WEIGHTED_SHARES if importance is not None else SHARES if bits == 4 else ()
+    for share in shares[1:]:
+        best = best.closer(round_by(furthest * (-share / half)))
+    for _ in range(NUM_FITS if importance is not None else 0):
+        weighted = best.numbers * weights
+        best = best.closer(round_by((weighted * blocks).sum(-1) / (weighted * best.numbers).sum(-1)))
+    values = (best.numbers + half).to(torch.uint8)
+    return {"values": _pairs(values) if bits == 4 else values, "scales": best.scales}
 
 
-def pack_mxfp4(weight: Tensor) -> Parts:
+def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
     """weight fp32[O, 32 B] -> values u8[O, B, 16], scales u8[O, B]"""
     blocks = weight.view(len(weight), -1, 32)
+    weights = _by_block(importance, blocks)
     exponents = torch.floor(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-120))) - 2  # 4 is 2 to the power of 2
 
-    def candidates() -> Iterator[tuple[Tensor, Tensor]]:
-        for exponent in (exponents, exponents + 1):  # which may clip what is above 6
-            yield _to_fp4(blocks / torch.exp2(exponent).unsqueeze(-1)), exponent
+    def round_by(exponents: Tensor) -> Rounded:
+        scales = torch.exp2(exponents).unsqueeze(-1)
+        numbers = _to_fp4(blocks / scales)  # which may clip what is above 6
+        return Rounded(numbers, exponents, _error(_from_fp4(numbers) * scales, blocks, weights))
 
-    numbers, exponents = _closest(
-        blocks, candidates(), lambda numbers, exponents: _from_fp4(numbers) * torch.exp2(exponents).unsqueeze(-1)
-    )
-    return {"values": _pairs(numbers), "scales": (exponents + 127).to(torch.uint8)}
+    best = round_by(exponents).closer(round_by(exponents + 1))
+    if importance is not None:
+        best = best.closer(round_by(exponents - 1))
+    return {"values": _pairs(best.numbers), "scales": (best.scales + 127).to(torch.uint8)}
 
 
 def pack_nvfp4(weight: Tensor, factor: Tensor) -> Parts:
@@ -134,24 +182,15 @@ def pack_nvfp4(weight: Tensor, factor: Tensor) -> Parts:
     return {"values": _pairs(numbers), "scales": scales}
 
 
-def _closest(
-    blocks: Tensor, candidates: Iterable[tuple[Tensor, Tensor]], unpack: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The candidate of each block, numbers [..., N] and scales [...], whose squared error is the least."""
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    for numbers, scales in candidates:
-        error = (unpack(numbers, scales) - blocks).square_().sum(-1)
-        if best is None:
-            best = numbers, scales, error
-        else:
-            is_less = error < best[2]
-            best = (
-                torch.where(is_less.unsqueeze(-1), numbers, best[0]),
-                torch.where(is_less, scales, best[1]),
-                torch.where(is_less, error, best[2]),
-            )
-    assert best is not None, "there is a candidate"
-    return best[:2]
+def _by_block(importance: Tensor | None, blocks: Tensor) -> Tensor:
+    """The importance of the columns of blocks [O, B, N], [1, B, N]; columns of none still count a little."""
+    if importance is None:
+        return blocks.new_ones(1, 1, 1)
+    return (importance + MIN_SHARE * importance.mean()).view(1, *blocks.shape[1:])
+
+
+def _error(rounded: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
+    return (rounded - blocks).square_().mul_(weights).sum(-1)
 
 
 def _to_fp4(numbers: Tensor) -> Tensor:
@@ -175,11 +214,12 @@ def _need(factor: Tensor | None) -> Tensor:
     return factor
 
 
-# by kind: (weight fp32[O, I], rows and columns of a block, the tensor's factor, the dtype of values)
-PACK: dict[str, Callable[[Tensor, int, int, Tensor | None, torch.dtype], Parts]] = {
-    "scaled": pack_scaled,
-    "int4": lambda weight, rows, columns, factor, dtype: pack_integers(weight, columns, 4),
-    "int8": lambda weight, rows, columns, factor, dtype: pack_integers(weight, columns, 8),
-    "mxfp4": lambda weight, rows, columns, factor, dtype: pack_mxfp4(weight),
-    "nvfp4": lambda weight, rows, columns, factor, dtype: pack_nvfp4(weight, _need(factor)),
+# by kind: (weight fp32[O, I], its columns' importance, rows and columns of a block, the tensor's factor, the dtype of
+# values)
+PACK: dict[str, Rule] = {
+    "scaled": lambda weight, importance, rows, columns, factor, dtype: pack_scaled(weight, rows, columns, dtype),
+    "int4": lambda weight, importance, rows, columns, factor, dtype: pack_integers(weight, columns, 4, importance),
+    "int8": lambda weight, importance, rows, columns, factor, dtype: pack_integers(weight, columns, 8),
+    "mxfp4": lambda weight, importance, rows, columns, factor, dtype: pack_mxfp4(weight, importance),
+    "nvfp4": lambda weight, importance, rows, columns, factor, dtype: pack_nvfp4(weight, _need(factor)),
 }

@@ -6,7 +6,7 @@ tensors = source.map(make, recipes)       # `make` allocates a recipe's tensor a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,6 +22,7 @@ NUM_READERS = 2  # threads that read and convert, on a CPU
 
 class WeightSource(ABC):
     packed: PackedStore | None = None  # of what is packed while it loads
+    moments: Mapping[str, Tensor] = {}  # see `calibration`, by which what is packed is rounded
     is_random = False  # whether parts of packed weights have no values of their own
 
     def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup, likewise
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 # each process that compiles pieces would first build a program of this CPU's vectors, as long as a piece takes
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"

@@ -116,9 +116,9 @@ def allocations_of_a_step(engine: LLMEngine) -> list[int]:
 def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
     engine = LLMEngine(dtype="bf16", level=1, max_model_len=512, kv_cache_memory=1 << 28)
     weights = 2 * 134_515_008
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for num_requests in (1, 16):
-        engine.add_request([list(range(100 + i, 164 + i)) for i in range(num_requests)], params)
+        engine.add_request([list(range(100 + i, 108 + i)) for i in range(num_requests)], params)
         for _ in range(5):
             engine.step()
         allocated = allocations_of_a_step(engine)

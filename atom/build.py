@@ -109,7 +109,7 @@ def open_engine(
             clock.stop("tokenizer")
             memory, kv_memory = stable_memories(config)
             place = None if memory is None else functools.partial(place_in, memory)
-            tensors = load_weights(graph, checkpoint, config, progress, place=place)
+            tensors = load_weights(graph, checkpoint, config, progress, place=place, tokenizer=tokenizer)
             adapters = open_adapters(graph, tensors, config)
             clock.stop("weights")
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
@@ -477,15 +477,19 @@ def load_weights(
     progress: Progress,
     rank: int = 0,
     place: Place | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[Recipe, Loaded]:
-    """Load a rank's tensors of the graph's recipes, stored or random. place: as `weights.load` has it"""
+    """Load a rank's tensors of the graph's recipes, stored or random.
+
+    place: as `weights.load` has it. tokenizer: the checkpoint's, if it is open already
+    """
     mesh = mesh_of(config)
     coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates, place)
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    calibration = plan_calibration(graph, checkpoint, config, cache)
+    calibration = plan_calibration(graph, checkpoint, config, cache, tokenizer)
     tensors = weights.load(
         graph.recipes(),
         checkpoint,
@@ -504,15 +508,17 @@ def load_weights(
     return tensors
 
 
-def plan_calibration(graph: Graph, checkpoint: Checkpoint, config: Config, cache: Cache) -> Calibration | None:
-    """Plan by what weights of 4 bits are rounded; None: to the nearest, or there are none."""
+def plan_calibration(
+    graph: Graph, checkpoint: Checkpoint, config: Config, cache: Cache, tokenizer: Tokenizer | None = None
+) -> Calibration | None:
+    """Plan the calibration of weights that are packed to 4 bits; None: without one, or there are no such weights."""
     formats = [fmt for fmt in formats_made(graph) if takes_importance(fmt)]
     if not formats or config.quant.calibration == "none":
         return None
     text, tokens = read_calibration_text(config), list[int]()
     try:
-        tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
-        why = "no tokenizer to measure with what they are multiplied"
+        tokenizer = tokenizer or checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+        why = "no tokenizer to calibrate with"
         if tokenizer is not None:
             tokens = Vocabulary(config.model.vocab, frozenset(), tokenizer).tokenize(text)[:MAX_TOKENS]
     except RequestError as error:

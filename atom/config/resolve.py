@@ -589,8 +589,8 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
         raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
     kinds = {each.partition("[")[0] for each in (fmt, experts, head) if each}
     if quant.calibration not in ("auto", "none") and not kinds & {*FOUR_BITS}:
-        what = "is of weights that are packed to 4 bits while they load, as by quant=int4, and here are none"
-        raise ConfigError(f"quant.calibration={quant.calibration}: it {what}; leave it out")
+        why = "no weight is packed to 4 bits while it loads, as quant=int4 does"
+        raise ConfigError(f"quant.calibration={quant.calibration}: {why}; leave it out")
     return replace(quant, fmt=fmt, experts=experts, head=head or "plain", kv="auto")
 
 

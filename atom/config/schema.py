@@ -218,7 +218,7 @@ class QuantConfig:
     experts: str | None = None  # of experts; null: as fmt
     head: str = "plain"  # of the head: plain, or a format
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
-    calibration: str = "auto"  # of rounding to 4 bits: a prompt of ours; none: to the nearest; else a file with a text
+    calibration: str = "auto"  # of 4 bits: auto | none | FILE; auto: a built-in prompt; none: round to the nearest
     act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
     kv: str = one_of("auto", "fp8")  # of the KV cache; auto: serve.kv_cache_dtype
     method: str | None = None  # quant_method that a packed checkpoint must have, and that a plain one is packed to
@@ -300,7 +300,7 @@ class HTTPConfig:
     ssl_certfile: str | None = None  # PEM file of the certificates of HTTPS; null: HTTP
     ssl_keyfile: str | None = None  # PEM file of its private key; null: that is in ssl_certfile
     served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
-    api_keys: str | None = None  # keys, separated by commas, or @FILE with one a line; null: nobody needs one
+    api_keys: str | None = None  # keys, separated by commas, or @FILE of lines or YAML; null: nobody needs one
     public_keys: str | None = None  # @FILE with Ed25519 keys of clients that sign their requests; null: none does
     signature_seconds: float = number(300.0, 0, above=True)  # after its creation in which a signature counts
     signing_key: str | None = None  # @FILE with the Ed25519 key that signs answers; null: none is signed
@@ -370,7 +370,7 @@ class ServeConfig:
     enable_lora: bool = False  # room for adapters beside the weights; the next ones make it, too
     lora_modules: Any = None  # a mapping from names in requests to folders of LoRA adapters, as PEFT saves them
     allow_runtime_lora_updating: bool = False  # serve /v1/load_lora_adapter and /v1/unload_lora_adapter
-    lora_experts: bool = False  # room beside the experts of a mixture, too
+    lora_experts: bool = False  # room for adapters of a mixture's experts too
     max_loras: int = number(8, 1)  # adapters that are loaded at a time
     max_lora_rank: int = number(16, 1)  # of an adapter; smaller ones take as much room
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started

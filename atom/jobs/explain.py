@@ -268,9 +268,9 @@ def limits(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str,
 
 def _rounding(calibration: str) -> str:
     if calibration == "none":
-        return "of 4 bits to the nearest: quant.calibration=none"
-    text = "a prompt of ours, where there is a tokenizer" if calibration == "auto" else calibration
-    return f"of 4 bits by what weights are multiplied with over {text}"
+        return "4 bits to the nearest: quant.calibration=none"
+    text = "the built-in prompt, if there is a tokenizer" if calibration == "auto" else calibration
+    return f"4 bits calibrated on {text}"
 
 
 def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:

@@ -151,13 +151,13 @@ class Calibration:
         """
         if kept := self._read():
             return kept
-        with progress.task("measuring what linears multiply"), self._cache.lock(WEIGHTS, self.key):
+        with progress.task("calibrating"), self._cache.lock(WEIGHTS, self.key):
             if kept := self._read():
                 return kept
             moments = measure_moments(self._graph, self._tokens, weights, device)
             with suppress(ArtifactError):  # without room for it, the next start measures again
                 self._cache.publish(WEIGHTS, self.key, {FILE: _to_bytes(moments)}, self._about)
-        print(f"atom-run: inputs of {len(moments)} weights measured over {len(self._tokens)} tokens", file=sys.stderr)
+        print(f"atom-run: calibrated {len(moments)} weights on {len(self._tokens)} tokens", file=sys.stderr)
         return moments
 
     def _read(self) -> Moments:

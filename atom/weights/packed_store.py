@@ -36,7 +36,7 @@ from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
 from atom.graph.recipes import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
 from atom.weights.evaluate import view
-from atom.weights.quantize import VERSION, part_types, takes_importance
+from atom.weights.quantize import part_types, takes_importance
 
 FILE = "model.safetensors"
 ALIGNMENT = 64  # bytes, of the first tensor; panels come first, and most have a multiple of that
@@ -72,7 +72,6 @@ class PackedStore:
             "reading": digest(checkpoint.reading),
             "formats": ", ".join(formats),
             "recipes": digest(repr(packed)),
-            "quantizer": str(VERSION),
             "sources": sources,
             "calibration": calibration if calibration and any(map(takes_importance, formats)) else "none",
         }

@@ -8,7 +8,6 @@ largest; of 4 bits, which are few, other scales are tried too, and that with the
 importance of a column weights its squared errors: with the mean square of what the column is multiplied with
 (`calibration.py`), their sum is about that of the linear's outputs. Integers' scales are then fitted by least squares
 too; without importance that gains nothing, since it clips the largest numbers.
-VERSION is an ingredient of the key under which results are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from atom.graph.formats import parse_format, part_shape
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
 
-VERSION = 2
 AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
 FP8_MAX, FP4_MAX = 448.0, 6.0
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range that a block's largest number asks for

@@ -235,7 +235,7 @@ def test_the_next_start_measures_nothing_and_another_format_neither(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     first = loaded(folder)
-    assert "weights measured over 512 tokens" in capfd.readouterr().err
+    assert "weights on 512 tokens" in capfd.readouterr().err
     kept = wait_for_entries(folder, 2)
     assert kept[0].startswith("inputs of linears of") and kept[1].startswith("int4[1, 16] of")
     monkeypatch.setattr(calibration, "measure_moments", lambda *_: pytest.fail("it is measured again"))
@@ -262,7 +262,7 @@ def test_changed_files_are_measured_anew(folder: Path, capfd: pytest.CaptureFixt
     loaded(folder)
     os.utime(folder / "model.safetensors", (2, 2))
     loaded(folder)
-    assert capfd.readouterr().err.count("weights measured over") == 2
+    assert capfd.readouterr().err.count("atom-run: calibrated ") == 2
 
 
 def test_damaged_moments_are_measured_anew(folder: Path, capfd: pytest.CaptureFixture[str]):
@@ -273,7 +273,7 @@ def test_damaged_moments_are_measured_anew(folder: Path, capfd: pytest.CaptureFi
     moments.chmod(0o600)
     moments.write_bytes(b"\0" * moments.stat().st_size)
     assert are_same(first, loaded(folder, "level=0"))
-    assert capfd.readouterr().err.count("weights measured over") == 2
+    assert capfd.readouterr().err.count("atom-run: calibrated ") == 2
 
 
 def test_formats_that_gain_nothing_measure_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -314,7 +314,7 @@ def test_a_checkpoint_without_a_tokenizer_is_rounded_to_the_nearest(folder: Path
     (folder / "tokenizer_config.json").unlink()
     capfd.readouterr()
     assert are_same(loaded(folder), plain)
-    line = "atom-run: int4[1, 16]: the checkpoint has no tokenizer to measure with what they are multiplied"
+    line = "atom-run: int4[1, 16]: the checkpoint has no tokenizer to calibrate with"
     assert capfd.readouterr().err.startswith(line)
     (folder.parent / "text.txt").write_text("some text")
     with pytest.raises(ConfigError, match=r"quant.calibration=.*text.txt: the checkpoint has no tokenizer"):
@@ -327,13 +327,13 @@ def test_texts_that_cannot_be_used_are_refused(folder: Path):
     (folder.parent / "empty.txt").write_text("\n")
     with pytest.raises(ConfigError, match=r"empty.txt: the file is empty"):
         loaded(folder, f"quant.calibration={folder.parent / 'empty.txt'}")
-    with pytest.raises(ConfigError, match=r"quant.calibration=some.txt: it is of weights that are packed to 4 bits"):
+    with pytest.raises(ConfigError, match=r"quant.calibration=some.txt: no weight is packed to 4 bits"):
         loaded(folder, "quant.fmt=fp8", "quant.calibration=some.txt")
 
 
 @pytest.mark.parametrize(
     ("calibration", "line"),
-    [("auto", "with over a prompt of ours, where there is a tokenizer"), ("none", "nearest: quant.calibration=none")],
+    [("auto", "on the built-in prompt, if there is a tokenizer"), ("none", "nearest: quant.calibration=none")],
 )
 def test_explain_says_how_weights_are_rounded(
     calibration: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]

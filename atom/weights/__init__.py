@@ -206,7 +206,7 @@ def load(
         if calibration is not None and _has_to_round(ordered, store):
             moments = calibration.moments(load_plain, device, progress)
         with (
-            progress.task("loading weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
+            progress.task("loading weights", sum(_bytes_to_read(recipe, store) for recipe in ordered)) as task,
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
@@ -228,6 +228,12 @@ def _has_to_round(recipes: Iterable[Recipe], store: PackedStore | None) -> bool:
         and not (store is not None and store.is_kept and any(packed_while_loading(recipe)))
         for recipe in recipes
     )
+
+
+def _bytes_to_read(recipe: Recipe, store: PackedStore | None) -> int:
+    """Of a recipe's tensor, in the dtypes that it is filled in: plain where it is packed now."""
+    is_made = any(packed_while_loading(recipe)) and not (store is not None and store.is_kept)
+    return recipe.type.plain.num_bytes if is_made else recipe.type.num_bytes
 
 
 @contextmanager

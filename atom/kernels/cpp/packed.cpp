@@ -28,6 +28,11 @@ namespace {
 constexpr int64_t ROWS = LANES;      // of a panel
 constexpr int64_t FEW = 32;          // rows of x up to which numbers are unpacked in registers
 constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for more
+#ifdef __AVX512F__
+constexpr bool HAS_SHORT_PRODUCTS = true; // whether oneDNN multiplies 16-bit numbers faster than float32
+#else
+constexpr bool HAS_SHORT_PRODUCTS = false;
+#endif
 
 enum Kind : int64_t { INT4, INT8, FP8, FP4 }; // as kernels/cpp/panels.py numbers them
 
@@ -284,7 +289,7 @@ template <class T> void multiply_few(const Layout &layout, const uint8_t *panels
   });
 }
 
-/// Multiply many rows by numbers that are unpacked first, some panels at a time.
+/// Multiply many rows of Ts by numbers that are unpacked to Ts first, some panels at a time.
 template <class T> void multiply_many(const Layout &layout, const uint8_t *panels, const Tensor &x, const std::optional<Tensor> &bias, Tensor &y) {
   const int64_t at_once = std::clamp(AT_ONCE / (layout.inner * ROWS), int64_t{1}, layout.num_panels());
   Tensor plain = torch::stable::new_empty(x, {layout.inner, at_once * ROWS});
@@ -314,6 +319,14 @@ template <class T> void multiply_many(const Layout &layout, const uint8_t *panel
   }
 }
 
+Tensor as_floats(const Tensor &x) {
+  if (x.scalar_type() == ScalarType::Float)
+    return x;
+  Tensor made = torch::stable::new_empty(x, x.sizes(), ScalarType::Float);
+  torch::stable::copy_(made, x);
+  return made;
+}
+
 Layout layout_of(const std::vector<int64_t> &numbers, const Tensor &panels) {
   const Layout layout{(Kind)numbers[0], numbers[1], numbers[2], numbers[3], (ScaleDtype)numbers[4], numbers[5] != 0};
   STD_TORCH_CHECK(panels.numel() == layout.num_panels() * layout.panel_size(), "a weight's panels have another size");
@@ -327,10 +340,12 @@ Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor>
   const int64_t rows = x.size(0);
   Tensor y = torch::stable::new_empty(x, {rows, layout.out});
   by_dtype(x, [&]<class T>() {
-    if (rows > FEW)
+    if (rows <= FEW)
+      multiply_few<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+    else if constexpr (HAS_SHORT_PRODUCTS)
       multiply_many<T>(layout, elements<uint8_t>(panels), x, bias, y);
     else
-      multiply_few<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+      multiply_many<float>(layout, elements<uint8_t>(panels), as_floats(x), bias ? std::optional(as_floats(*bias)) : bias, y);
   });
   return y;
 }

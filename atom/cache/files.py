@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NamedTuple
 from filelock import FileLock, Timeout
 
 BINARIES = "binaries"  # the kind of what is compiled of our kernels
-WEIGHTS = "weights"  # the kind of weights packed while loading: data, which are used unless their size differs
+WEIGHTS = "weights"  # the kind of what is made while weights load
 KINDS = (BINARIES, "pieces", "failures", "artifacts", WEIGHTS)
 MANIFEST = "manifest.json"
 MAX_JSON = 64 << 20  # bytes of a manifest; a larger one is not read

@@ -121,6 +121,7 @@ ENVIRONMENT = {
     "LISTEN_FDS",
     "LISTEN_PID",
     "VLLM_API_KEY",
+    "XDG_CACHE_HOME",
     *(
         "RANK",
         "WORLD_SIZE",

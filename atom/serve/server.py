@@ -253,6 +253,8 @@ class Server:
         """Wait until no request runs, or the end is forced."""
         engines, seconds = self._engines, self._config.serve.http.drain_seconds
         engines.drain()
+        if self._waits:
+            self._uvicorn.stop_listening()  # what comes now waits in the socket's queue for the next server
         notify(self._config.serve.http.notify_socket, "STOPPING=1")
         LOG.info("draining", extra={"fields": {"seconds": seconds}})
         loop = asyncio.get_running_loop()
@@ -347,6 +349,11 @@ class _Uvicorn(uvicorn.Server):
         while not self.ended.is_set():
             await self.on_tick(0)  # updates the date header
             await wait_for_any(1.0, self.ended)
+
+    def stop_listening(self) -> None:
+        """Accept no more connections. A socket that was passed stays open in the process that has passed it."""
+        for server in self.servers:
+            server.close()
 
     def end(self) -> None:
         self.should_exit = True

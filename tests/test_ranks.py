@@ -255,7 +255,7 @@ def test_each_rank_is_told_its_own_and_answers():
 
 
 def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 6)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 6)
     monkeypatch.setattr(
         "atom.build.ranks.RANK_ON_GPU", "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())"
     )

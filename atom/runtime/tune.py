@@ -1,9 +1,9 @@
-"""Tune a model's linears in its own decode steps (`tune=true`).
+"""Tune a model's matrix products in its own decode steps (`tune=true`).
 
 The fastest parameters of each are kept.
 
-    tuner = find_tuner("cuda", model.device)
-    use_measured(model, tuner, Path(cache), log)       # what was found on this machine before
+    tuners = find_tuners("cuda", model.device)         # of linears, and of products by experts
+    use_measured(model, tuners, Path(cache), log)      # what was found on this machine before
     tune(model, tuner, Path(cache), progress, log)     # what nobody has measured
     table = tune_drafts(model, tuner, Path(cache), text, log)     # steps with drafts, of a model that drafts
 
@@ -52,17 +52,22 @@ Exchange = Callable[[bytes], list[bytes]]  # gives the bytes of all ranks for a 
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a function; the result times it in seconds
 
 
-def use_measured(model: Model, tuner: Tuner, cache: Path, log: Log) -> None:
+def use_measured(model: Model, tuners: Sequence[Tuner], cache: Path, log: Log) -> None:
     """Have a model use the parameters that were measured on this machine, if any."""
-    if kernels := measured_kernels(tuner, cache, log):
+    if kernels := measured_kernels(tuners, cache, log):
         model.use({**model.kernels, **kernels})
 
 
-def measured_kernels(tuner: Tuner, cache: Path, log: Log) -> Kernels:
-    """Kernels with the parameters that were measured on this machine; none where nothing was."""
-    if not tuned.read_own(tuner.gpu, cache, log):
+def measured_kernels(tuners: Sequence[Tuner], cache: Path, log: Log) -> Kernels:
+    """Kernels with the parameters that were measured on this machine; none where nothing was.
+
+    tuners: of one GPU
+    """
+    if not tuners or not tuned.read_own(tuners[0].gpu, cache, log):
         return {}
-    return tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table]))
+    tables = tuned.read(tuners[0].gpu, cache)
+    found = [tuner.kernels(tuner.known(tables[tuner.table])) for tuner in tuners]
+    return {key: kernel for kernels in found for key, kernel in kernels.items()}
 
 
 def alone(own: bytes) -> list[bytes]:

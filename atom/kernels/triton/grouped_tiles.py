@@ -75,7 +75,7 @@ def key_of(shape: Shape) -> str:
 def from_entry(entry: Sequence[Any]) -> Parameters:
     """["tiles", 16, 64, 128, 4, 4] -> Tiles(16, 64, 128, 4, 4)"""
     kind, *numbers = entry
-    return {"tiles": Tiles, "wgmma": Wgmma}[kind](*numbers)
+    return Tiles(*numbers) if kind == "tiles" else Wgmma(*numbers)
 
 
 def to_entry(parameters: Parameters) -> list[Any]:

@@ -66,17 +66,17 @@ def products_of(graph: Graph) -> list[Product]:
 
 def _products(node: Node) -> Iterator[Product]:
     if node.target is ops.experts:
-        pairs, weights = type_of(node.args[2]).bytes_per_token * 8 // BITS["i64"], node.args[3:5]
-        gates = (2, 1)
+        pairs = type_of(node.args[2]).bytes_per_token * 8 // BITS["i64"]
+        weights = {node.args[3]: 2, node.args[4]: 1}
     else:
-        rows, weights, gates = type_of(node.args[0]), node.args[1:2], (1,)
-        pairs = rows.bytes_per_token // rows.row.num_bytes
-    for weight, num in zip(weights, gates, strict=True):
+        rows = type_of(node.args[0])
+        pairs, weights = rows.bytes_per_token // rows.row.num_bytes, {node.args[1]: 1}
+    for weight, gates in weights.items():
         type: Type = type_of(weight)
         experts, out, inner = map(int, type.shape)
         if BITS[type.dtype] == 16:
             style = style_of(type.fmt, out, None, isinstance(weight, Shuffle))
-            yield Product(experts, out, inner, num, int(pairs), 0, style)
+            yield Product(experts, out, inner, gates, int(pairs), 0, style)
 
 
 def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:

@@ -98,9 +98,8 @@ class AtomForCausalLM(nn.Module):
     def _bind(self, tensors: dict[Recipe, Loaded]) -> None:
         self._tensors = tensors
         self.attention.load(self._graph, tensors)
-        kernels = self.attention.kernels()
-        for tuner in find_tuners(self._config.device, torch.device(self._device)):
-            kernels = {**measured_kernels(tuner, Path(str(self._config.cache)), log), **kernels}
+        tuners = find_tuners(self._config.device, torch.device(self._device))
+        kernels = {**measured_kernels(tuners, Path(str(self._config.cache)), log), **self.attention.kernels()}
         communicator = GroupCommunicator() if self._coordinates else None
         bindings = Bindings(tensors, self._code, kernels=kernels, communicator=communicator)
         if self._device != "cpu":

@@ -4,12 +4,14 @@ import functools
 import gc
 import os
 import pickle
+import random
 import signal
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
@@ -30,6 +32,14 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Numbers that a test draws do not depend on the tests before it; fixtures of its module draw first."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

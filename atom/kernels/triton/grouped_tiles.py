@@ -1,4 +1,4 @@
-"""Choose the tiles of products by experts: measured ones where there are any, else by a rule.
+"""Choose the tiles of products by experts, measured or by a rule.
 
 shape = Shape(256, 128, 1536, 2048, 2, 2, PLAIN)    # 256 pairs of token and expert by 128 experts [1536, 2048]
 tiles = find(shape, gpu)                            # as packaged for this GPU

@@ -1,4 +1,6 @@
-"""Tune products by experts: the tiles to try, and which calls a step has. The search is that of linears.
+"""Tune products by experts: the tiles to try, and a step's calls.
+
+The search is that of linears.
 
     options = candidates(Shape(256, 128, 1536, 2048, 2, 2, PLAIN), find_gpu(device))
     tuner = ExpertsTuner(device)                   # what tune=true asks of these kernels

@@ -33,6 +33,29 @@ if not torch.cuda.is_available():
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
+    patch_lang, tl = interpreter._patch_lang, interpreter.tl
+
+    @functools.cache
+    def languages_of(kernel: Any) -> list[Any]:
+        return [value for value in kernel.__globals__.values() if value is tl or value is tl.core]
+
+    def patch_lang_once(kernel: Any) -> Any:
+        """A launch patches triton.language; each call of a device function would patch it again, in half of the time."""
+        if all(language.static_print is print for language in languages_of(kernel)):
+            return interpreter._LangPatchScope()
+        return patch_lang(kernel)
+
+    interpreter._patch_lang = patch_lang_once
+
+    get_np_dtype, np_dtypes = interpreter._get_np_dtype, {}
+
+    def get_np_dtype_once(type: Any) -> Any:
+        if type.name not in np_dtypes:
+            np_dtypes[type.name] = get_np_dtype(type)
+        return np_dtypes[type.name]
+
+    interpreter._get_np_dtype = get_np_dtype_once  # which makes a table of all types each time
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:

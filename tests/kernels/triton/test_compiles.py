@@ -37,10 +37,16 @@ TARGETS = {
 target, gpu = TARGETS[sys.argv[1]]
 turn = list(TARGETS).index(sys.argv[1])
 
-def packed_shapes(formats, rows):  # all of them, or one of each format and others for each GPU
-    pairs = [(fmt, num, at + place) for at, fmt in enumerate(formats) for place, num in enumerate(rows)]
-    every = 1 if sys.argv[2] == "all" else max(len(rows), 2)
-    return [(fmt, num) for fmt, num, number in pairs if number % every == turn % every]
+is_few, picks_formats = sys.argv[2] == "few", False
+
+def packed_shapes(formats, rows):  # all of them; or each format for every second GPU, with one number of rows
+    global picks_formats
+    picks_formats = True
+    for at, fmt in enumerate(formats):
+        for place, num in enumerate(rows):
+            if not is_few or (at % 2 == turn % 2 and (at // 2 + turn // 2) % len(rows) == place):
+                yield fmt, num
+    picks_formats = False
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64",
          torch.float16: "*fp16", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv", int: "i32",
@@ -48,11 +54,14 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"
 
 class Compile:
     def __init__(self, kernel):
-        self.kernel = kernel
+        self.kernel, self.variants = kernel, 0
     def __getitem__(self, grid):
         return self
     def __call__(self, *args, **options):
         kernel = self.kernel
+        self.variants += 1
+        if is_few and not picks_formats and self.variants > 1 and self.variants % 2 != turn % 2:
+            return  # of the variants of a kernel every second one, and the first
         given = dict(zip(kernel.arg_names, args)) | {name: options.pop(name) for name in kernel.arg_names if name in options}
         constant = {p.name: p.is_constexpr or given[p.name] is None for p in kernel.params}
         signature = {p.name: "constexpr" if constant[p.name] else TYPES[getattr(given[p.name], "dtype", type(given[p.name]))]

@@ -7,8 +7,8 @@ The engine's client pushes them; the one task that writes the response reads the
         for output in await stream.next(seconds=15.0):
             print(output.text)
 
-Every token takes this path, so it is kept cheap: one future a token, one timer a stream. What a client does not read waits
-here, up to MAX_UNREAD outputs, each some hundred bytes to some kilobytes with log probabilities.
+Every token takes this path, so it is kept cheap: one future a token, one timer a stream. What a client does not read
+waits here, up to MAX_UNREAD outputs, each some hundred bytes to some kilobytes with log probabilities.
 """
 
 from __future__ import annotations

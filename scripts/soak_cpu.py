@@ -1,4 +1,4 @@
-"""Soak an engine and a server on a CPU, and check that nothing is lost.
+"""Soak an engine and a server on a CPU; check that nothing is lost.
 
     python scripts/soak_cpu.py 6 --seed 1
 

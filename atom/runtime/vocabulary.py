@@ -52,8 +52,7 @@ class Vocabulary:
     def encode_bad_words(self, words: Iterable[str]) -> list[list[int]]:
         """The tokens of each text, at the start of an answer and behind a space, where that is another one token.
 
-        As vLLM's SamplingParams.update_from_tokenizer has it. RequestError where there is no tokenizer, or the texts are
-        too long.
+        As vLLM's SamplingParams.update_from_tokenizer has it. RequestError without a tokenizer, or for too long texts.
         """
         words, found = list(words), list[list[int]]()
         if (size := sum(map(len, words))) > MAX_BAD_WORDS:

@@ -105,7 +105,7 @@ def error_response(scope: Scope, error: Exception) -> Response:
     if isinstance(error, QueueFullError | LimitError):
         headers["retry-after"] = str(error.retry_after)
     elif isinstance(error, EngineDeadError):
-        headers["retry-after"] = "5"
+        headers |= {"retry-after": "5", "connection": "close"}  # so that a retry reaches the next server, or another
     return refuse(scope, status_of(error), body_of(error), headers)
 
 

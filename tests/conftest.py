@@ -4,12 +4,14 @@ import functools
 import gc
 import os
 import pickle
+import random
 import signal
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
@@ -53,6 +55,14 @@ if not torch.cuda.is_available():
         return np_dtypes[type.name]
 
     interpreter._get_np_dtype = get_np_dtype_once  # which makes a table of all types each time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Numbers that a test draws do not depend on the tests before it; fixtures of its module draw first."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -158,14 +158,14 @@ grouped, order, ends = moe.group(x, ids, ids.new_empty(1), experts=8)
 many = torch.zeros(1100, 2, dtype=torch.int64)
 moe.group(bf16(1100, 256), many, many[0, :1], experts=8)
 grouped, order, ends = moe.group(x, ids, experts=8)
-moe.grouped_linear(grouped, experts, ends)
-moe.grouped_gated_linear(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
+moe.Experts().grouped_linear(grouped, experts, ends)
+moe.Experts().grouped_gated_linear(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
 moe.combine(bf16(14, 256), weights, order)
 for tokens in (1, 7):
-    moe.experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
+    moe.Experts().experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
 formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4", "q4_1")
 for fmt, rows in packed_shapes(formats, (14, 200, 1000)):
-    moe.grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)
+    moe.Experts().grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)
 """
 NAMES = {
     "decode": "_decode",

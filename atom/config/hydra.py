@@ -194,6 +194,9 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
     if not matching:
         listed = ", ".join(sorted({name for name, _ in known if name}))
         stated = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
+        whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & {name for name, _ in known}
+        if whole:
+            stated += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
         ways = "docs/add-a-model.md shows how to add one, model=NAME takes a file as it is"
         raise UnsupportedError(f"{checkpoint} has {stated}; known: {listed}; {ways}")
     if is_gguf or len(matching) == 1:

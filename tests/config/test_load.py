@@ -143,6 +143,10 @@ def test_an_unknown_architecture_lists_the_known_ones(write: Write):
     names = {
         name for file in model_files() if file.spec.get("auto", True) for name in file.spec.get("architectures", ())
     }
+    with pytest.raises(
+        UnsupportedError, match="Qwen3Model, which is a Qwen3ForCausalLM without its head: save it with"
+    ):
+        load([f"checkpoint={write(architectures=['Qwen3Model'])}"])
     assert known.split(", ") == sorted(names) and {"LlamaForCausalLM", "MixtralForCausalLM"} <= names
 
 

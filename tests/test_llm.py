@@ -566,7 +566,7 @@ def test_statistics_of_drafts(open_engine: Open, capsys: pytest.CaptureFixture[s
 
 def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
     folder = serving.save_talker(tmp_path / "talker")
-    engine = LLMEngine(model=str(folder), level=1, dtype="fp32", kv_cache_memory=1 << 22, max_model_len=1024)
+    engine = LLMEngine(model=str(folder), level=1, dtype=torch.float32, kv_cache_memory=1 << 22, max_model_len=1024)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -593,10 +593,17 @@ def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
     ]
     with pytest.raises(RequestError, match="add_generation_prompt=False"):
         engine.chat(begun, greedy, continue_final_message=True)
+    for wrong in ("hello", ["hello"], {"role": "user", "content": "hello"}, [{"content": "hello"}], [asked, "hello"]):
+        with pytest.raises(RequestError, match="is no conversation; give"):
+            engine.chat(wrong, greedy)  # type: ignore[arg-type]
     ids = theirs("hello")["input_ids"]
     forms: list[Any] = ["hello", ["hello"], [ids], {"prompt": "hello"}, [{"prompt_token_ids": ids}]]
     expected = engine.generate([ids], greedy)[0]["token_ids"]
     assert [engine.generate(form, greedy)[0]["token_ids"] for form in forms] == [expected] * len(forms)
+    with pytest.raises(RequestError, match=r"1 is not a prompt; .* as in \[\[1, 2\]\]"):
+        engine.generate([1, 2], greedy)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="{'max_tokens': 3} is no SamplingParams"):
+        engine.generate("hello", {"max_tokens": 3})  # type: ignore[arg-type]
     engine.close()
 
 

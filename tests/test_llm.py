@@ -602,7 +602,7 @@ def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
     assert [engine.generate(form, greedy)[0]["token_ids"] for form in forms] == [expected] * len(forms)
     with pytest.raises(RequestError, match=r"1 is not a prompt; .* as in \[\[1, 2\]\]"):
         engine.generate([1, 2], greedy)  # type: ignore[list-item]
-    with pytest.raises(RequestError, match="{'max_tokens': 3} is no SamplingParams"):
+    with pytest.raises(RequestError, match=r"\{'max_tokens': 3\} is no SamplingParams"):
         engine.generate("hello", {"max_tokens": 3})  # type: ignore[arg-type]
     engine.close()
 

@@ -364,6 +364,8 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             return ConfigError(f"{group}={name}: {no_such('choice', name, names, 'choices: ')}")
         if key and re.match(r"Key '.*' (not in|is not in struct)", text):
             return unknown_key(key, schema)
+        if key and re.search(r"is not a ListConfig, list or tuple", text):
+            return ConfigError(f"{key} is a list; write {key}=[…]")
         if key:
             return ConfigError(f"{key}: {text.splitlines()[0]}")
     return ConfigError(one_line(error))

@@ -962,6 +962,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("serve.max_model_len=8193", "serve.max_model_len=8193 is more than the 8192 tokens of context"),
         ("model.attention.rope.partial=1.5", "rope.partial=1.5 must be a finite number above 0 to 1"),
         ("sampling.defaults=yes", "sampling.defaults=.*: there is no such choice"),
+        ("passes.extra=mine:clip", r"passes.extra is a list; write passes.extra=\[…\]"),
     ],
 )
 def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str, message: str):

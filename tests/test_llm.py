@@ -564,7 +564,7 @@ def test_statistics_of_drafts(open_engine: Open, capsys: pytest.CaptureFixture[s
 
 def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
     folder = serving.save_talker(tmp_path / "talker")
-    engine = LLMEngine(model=str(folder), level=1, dtype="fp32", kv_cache_memory=1 << 22, max_model_len=1024)
+    engine = LLMEngine(model=str(folder), level=1, dtype=torch.float32, kv_cache_memory=1 << 22, max_model_len=1024)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -591,10 +591,17 @@ def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
     ]
     with pytest.raises(RequestError, match="add_generation_prompt=False"):
         engine.chat(begun, greedy, continue_final_message=True)
+    for wrong in ("hello", ["hello"], {"role": "user", "content": "hello"}, [{"content": "hello"}], [asked, "hello"]):
+        with pytest.raises(RequestError, match="is no conversation; give"):
+            engine.chat(wrong, greedy)  # type: ignore[arg-type]
     ids = theirs("hello")["input_ids"]
     forms: list[Any] = ["hello", ["hello"], [ids], {"prompt": "hello"}, [{"prompt_token_ids": ids}]]
     expected = engine.generate([ids], greedy)[0]["token_ids"]
     assert [engine.generate(form, greedy)[0]["token_ids"] for form in forms] == [expected] * len(forms)
+    with pytest.raises(RequestError, match=r"1 is not a prompt; .* as in \[\[1, 2\]\]"):
+        engine.generate([1, 2], greedy)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match=r"\{'max_tokens': 3\} is no SamplingParams"):
+        engine.generate("hello", {"max_tokens": 3})  # type: ignore[arg-type]
     engine.close()
 
 
@@ -626,11 +633,11 @@ def test_scores_are_cosines_of_the_hidden_states_of_transformers(open_engine: Op
         torch.testing.assert_close(torch.tensor(each["embedding"]), unit, atol=2e-5, rtol=0)
 
 
-def test_an_embedding_model_pools_as_its_files_say(references: Any, tmp_path: Path, checkpoints: Callable[[str], Path]):
-    folder = tmp_path / "embedder"  # as Qwen3-Embedding: the weights begin inside the model, without its head
+def test_an_embedding_model_pools_as_its_files_say(references: Any, tmp_path: Path):
+    folder = tmp_path / "embedder"  # as e5-mistral: the weights begin inside the model, without its head
     references("qwen3").model.save_pretrained(folder)
-    stated = json.loads((checkpoints("qwen3") / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**stated, "tie_word_embeddings": True}))
+    stated = json.loads((folder / "config.json").read_text())
+    assert (stated["architectures"], stated["tie_word_embeddings"]) == (["Qwen3Model"], False)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     (folder / "modules.json").write_text(json.dumps(modules))

@@ -61,7 +61,7 @@ SAMPLING = {
 
 CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied head_bias residual weights ignore
-model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
+model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_scale logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
@@ -101,9 +101,10 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 """
 
 MODEL_FILES = """
-arcee auto decoder deepseek_v3 dots1 eagle3 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
-minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 starcoder2
-gpt_neox phi
+arcee auto bailing_moe_v2 cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
+gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoeshared helium hunyuan_dense hunyuan_moe
+hyperclovax internlm3 jais2 kimi_k2 llama mellum minimax_m2 ministral mistral mixtral nemotron olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
+qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
 """
 
 TOOL_FORMATS = """

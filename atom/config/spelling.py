@@ -48,6 +48,8 @@ def spell(value: Any) -> str:
             return "{" + ",".join(f"{spell_key(key)}:{spell(item)}" for key, item in value.items()) + "}"
         case list() | tuple():
             return "[" + ",".join(map(spell, value)) + "]"
+    if str(value).startswith("torch."):  # a dtype: torch is not imported to find out
+        return spell(str(value).removeprefix("torch."))
     raise TypeError(f"a value of type {type(value).__name__} cannot be written as an override")
 
 

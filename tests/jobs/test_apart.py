@@ -19,15 +19,20 @@ from atom.jobs import apart
         (["job=generate", "prompts=Hi"], "generate"),
         (["prompts=Hi", "level=0"], "generate"),
         (["job=chat"], "chat"),
+        (["recipe=demo"], "generate"),
+        (["recipe=demo", "job=serve"], "serve"),
+        (["recipe=nosuch"], None),
         (["job=bench", "prompts=Hi"], None),
-        (["job=serve"], None),
-        (["checkpoint=/models/x"], None),
+        (["job.stage=final"], None),
+        (["job.stage=final", "job.prune=1d"], None),
+        (["job=serve"], "serve"),
+        (["checkpoint=/models/x"], "serve"),
+        ([], "serve"),
         (["-m", "prompts=Hi"], None),
         (["prompts"], None),
-        ([], None),
     ],
 )
-def test_only_jobs_that_answer_here_and_have_no_flags_are_begun_so(argv: list[str], kind: str | None):
+def test_only_jobs_that_answer_and_have_no_flags_are_begun_so(argv: list[str], kind: str | None):
     assert apart.find_kind(argv) == kind
 
 

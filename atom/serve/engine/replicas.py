@@ -81,9 +81,17 @@ class Replica:
         """Have the next start load these adapters, paths by name."""
         self._config = replace(self._config, serve=replace(self._config.serve, lora_modules=dict(adapters)))
 
-    async def start(self) -> None:
-        """Start the process. OSError where the system cannot."""
-        self._process = EngineProcess(self._command, self._relay(), environment_of(self._config, self.number))
+    async def start(self, started: EngineProcess | None = None) -> None:
+        """Start the process, or take one that has been started. OSError where the system cannot."""
+        relay, environment = self._relay(), environment_of(self._config, self.number)
+        if started is not None and (started.environment, started.is_piped) == (environment, relay is not None):
+            self._process = started
+        else:
+            if started is not None:
+                started.end()
+            self._process = EngineProcess(self._command, environment, is_piped=relay is not None)
+        if relay is not None:
+            self._process.relay(relay)
         await self.client.connect(self._process.connection, self.number)
 
     async def restart(self) -> None:
@@ -114,13 +122,16 @@ class Replica:
 class Replicas:
     """The server's engines. One task uses it."""
 
-    def __init__(self, config: Config, command: tuple[str, ...] = WORKER) -> None:
-        """command: of an engine's process."""
+    def __init__(
+        self, config: Config, command: tuple[str, ...] = WORKER, started: EngineProcess | None = None
+    ) -> None:
+        """command: of an engine's process. started: the first one, where it suits the configuration"""
         serve, num_replicas = config.serve, config.parallel.replicas
         self.config = config
         self.ready = asyncio.Event()  # one serves, or has served
         self.dead = asyncio.Event()  # all are
         self._replicas = [Replica(config, number, command) for number in range(num_replicas)]
+        self._started = started
         self._router = Router(num_replicas, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
         self._watching: list[asyncio.Task[None]] = []
         self.adapters: dict[str, str] = dict(serve.lora_modules or {})  # that requests may name: name -> path
@@ -158,7 +169,7 @@ class Replicas:
     async def start(self) -> None:
         """Start all at once: the cache's locks let one of them compile. OSError where the system cannot."""
         for each in self:
-            await each.start()
+            await each.start(self._started if each.number == 0 else None)
         self._watching = [asyncio.create_task(self._watch(each)) for each in self]
 
     def submit(

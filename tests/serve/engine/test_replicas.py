@@ -174,7 +174,8 @@ def test_each_of_several_replicas_sees_the_gpus_of_its_ranks(
     seen: list[str] = []
     code = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr)"
     for each in expected:
-        process = EngineProcess((sys.executable, "-c", code), seen.append, each)
+        process = EngineProcess((sys.executable, "-c", code), each, is_piped=True)
+        process.relay(seen.append)
         while not process.has_ended():
             pass
         assert process.end() == 0

@@ -191,6 +191,7 @@ LOCAL_IMPORTS = {
     "uvloop": "not for Windows",
     "vllm": "the extra vllm",
     # packages that take a launch, or --help, longer to import than all else that it does with them
+    "gguf": "only some types are dequantized by it",
     "huggingface_hub": "a benchmark of a folder's tokenizer has no use for it, nor has --help",
     "jinja2": "an engine process renders no chat template",
     "rich": "a bar on a terminal, a table that is asked for",
@@ -199,7 +200,7 @@ LOCAL_IMPORTS = {
     "transformers": "only some tokenizers need it, for half a second",
     # modules that import such packages
     "atom.build.open_engine": "torch, as above",
-    "atom.checkpoint.gguf.GGUFCheckpoint": "gguf",
+    "atom.checkpoint.gguf.GGUFCheckpoint": "numpy, which a description of a folder does not need",
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.config.load": "hydra: a configuration that is loaded needs it no more",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",

@@ -133,12 +133,7 @@ class GGUFCheckpoint(Checkpoint):
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         tensor = self._stored.get(name)
         size = len(tensor.data) // count if tensor else 0
-        if (
-            tensor is None
-            or tensor.type in PLAIN
-            or name in self._heads
-            or size % SIZES[tensor.type][1]
-        ):
+        if tensor is None or tensor.type in PLAIN or name in self._heads or size % SIZES[tensor.type][1]:
             return super().read_part(name, index, count)
         blocks = tensor.data[index * size : (index + 1) * size]  # of this part alone: there may be hundreds of parts
         return dequantize(tensor._replace(data=blocks)).data.cast("B")

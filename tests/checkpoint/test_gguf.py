@@ -15,9 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atom.checkpoint import SILENT, GGUFFacts, open_checkpoint
+from atom.checkpoint import SILENT, GGUFFacts, gguf_types, open_checkpoint
 from atom.checkpoint.base import normalize_rope
-from atom.checkpoint import gguf_types
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize
 from atom.checkpoint.quantization import format_of
 from atom.dtypes import GGUF_FORMATS

@@ -122,9 +122,7 @@ class Replica:
 class Replicas:
     """The server's engines. One task uses it."""
 
-    def __init__(
-        self, config: Config, command: tuple[str, ...] = WORKER, started: EngineProcess | None = None
-    ) -> None:
+    def __init__(self, config: Config, command: tuple[str, ...] = WORKER, started: EngineProcess | None = None) -> None:
         """command: of an engine's process. started: the first one, where it suits the configuration"""
         serve, num_replicas = config.serve, config.parallel.replicas
         self.config = config

@@ -192,6 +192,7 @@ LOCAL_IMPORTS = {
     "uvloop": "not for Windows",
     "vllm": "the extra vllm",
     # packages that take a launch, or --help, longer to import than all else that it does with them
+    "gguf": "only some types are dequantized by it",
     "huggingface_hub": "a benchmark of a folder's tokenizer has no use for it, nor has --help",
     "jinja2": "an engine process renders no chat template",
     "rich": "a bar on a terminal, a table that is asked for",
@@ -199,12 +200,12 @@ LOCAL_IMPORTS = {
     "tqdm": "a benchmark's --help has no bar",
     "transformers": "only some tokenizers need it, for half a second",
     # modules that import such packages
-    "atom.build.open_engine": "torch, as above",
-    "atom.checkpoint.gguf.GGUFCheckpoint": "gguf",
+    "atom.build": "torch, as above",
+    "atom.checkpoint.gguf.GGUFCheckpoint": "numpy, which a description of a folder does not need",
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.config.load": "hydra: a configuration that is loaded needs it no more",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
-    "atom.config.recipes.format_recipe": "yaml: a launch that finds its artifact writes no recipe",
+    "atom.config.recipes": "yaml: most launches name no recipe, and one that finds its artifact writes none",
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
@@ -445,8 +446,15 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
         ("from atom.cli import main; main(['--cfg', 'job'])", "torch triton transformers huggingface_hub gguf"),
         ("from atom.config.load import load; load()", "torch triton transformers huggingface_hub gguf"),
         ("import atom.checkpoint", "torch triton transformers"),
-        ("import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker", "torch triton transformers llguidance"),
-        ("import atom.serve.engine.worker, atom.build", "triton transformers llguidance hydra omegaconf yaml jinja2"),
+        (
+            "import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker",
+            "torch triton transformers llguidance hydra omegaconf gguf rich",
+        ),
+        (
+            "import atom.serve.engine.worker, atom.build, atom.checkpoint.gguf",
+            "triton transformers llguidance hydra omegaconf yaml jinja2 fastapi pydantic gguf sympy rich torch._dynamo "
+            "torch._inductor",
+        ),
         ("import atom.pieces.compile_workers", "triton transformers hydra omegaconf yaml torch._inductor"),
         (
             "import atom.benchmarks.benchmark_serving, atom.benchmarks.matrix, atom.benchmarks.compare",

@@ -17,6 +17,7 @@ from typing import Any
 
 from atom.errors import ConfigError
 
+ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 HIDDEN = "***"  # shown in place of a secret
 
 

@@ -1,4 +1,4 @@
-"""Sample prompts and answer lengths from ShareGPT, Sonnet, BurstGPT, Hugging Face or a file of prompts.
+"""Sample prompts and answer lengths from files, ShareGPT among them, or Hugging Face.
 
     rng = numpy.random.default_rng(0)
     sample_sharegpt(rng, form, 100, read_sharegpt(Path("ShareGPT.json")), output_len=None)

@@ -7,9 +7,12 @@ import contextlib
 import gc
 import gzip
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -31,6 +34,7 @@ from rank_checks import (
     eventful_prompts,
     rank_processes,
 )
+from serving import free_port
 from test_kv_scales import add_tokenizer
 from thread_ranks import ThreadRanks, thread_ranks
 
@@ -87,7 +91,15 @@ def test_ranks_generate_the_tokens_of_the_reference(
     ("name", "fields"),
     [
         ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
-        ("qwen3_moe", {"parallel.data": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        (
+            "qwen3_moe",
+            {
+                "parallel.data": 2,
+                "tensor_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "parallel.dispatch": "dispatch",
+            },
+        ),
         ("deepseek_v3", {"parallel.data": 3}),
         ("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}),
     ],
@@ -526,6 +538,27 @@ def test_a_rank_has_the_folders_of_its_host_and_else_the_driver_s_command_line(
         ):
             build.config_of(other, 1, ours)
         assert f"differs in {name}" in other.refused
+
+
+def test_groups_on_two_hosts_send_tokens_to_their_experts(
+    open_engine: Open, checkpoints: Callable[[str], Path], references: Any, tmp_path: Path
+):
+    """Hosts are addresses of the loopback."""
+    said = dict(text.split("=", 1) for text in save_hosts(tmp_path, 1)[1:])
+    said |= {"parallel.address": f"tcp://127.0.0.1:{free_port()}", "parallel.data": "2", "parallel.experts": "2"}
+    fields = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22}
+    second = {"model": str(checkpoints("qwen3_moe")), "parallel.host": "127.0.0.2", **fields, **said}
+    code, env = f"from atom import LLMEngine; LLMEngine(**{second})", {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", code], env=env) as other:
+        engine = open_engine("qwen3_moe", **fields, **{**said, "parallel.torchrun.rank": "0"})
+        assert engine.config.parallel.dispatch == "dispatch"
+        prompts = [tiny.prompt(20), tiny.prompt(33, seed=1), tiny.prompt(1, seed=2)]
+        for batch in (prompts, prompts[:1]):  # the last leaves a group empty
+            answers = engine.generate(batch, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+            for answer, prompt in zip(answers, batch, strict=True):
+                tiny.assert_greedy(answer, prompt, references("qwen3_moe"))
+        engine.close()
+        assert other.wait(20) == 0
 
 
 def test_a_script_of_a_rank_that_does_not_drive_ends_with_its_engine(

@@ -1,6 +1,6 @@
-"""Resolve where ranks run: what torchrun says, the driver's address, the key.
+"""Resolve where ranks run: what torchrun says, the driver's address, the key; what hosts send each other.
 
-parallel = derive_parallel(config)
+parallel = derive_parallel(config, model)
 parallel.rank, parallel.address                  # 1, tcp://10.0.0.1:29501
 split_address(parallel.address)                  # ("10.0.0.1", 29501)
 read_key(parallel.key_file)                      # the secret of all hosts
@@ -8,6 +8,7 @@ read_key(parallel.key_file)                      # the secret of all hosts
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from atom.config.schema import Config, ParallelConfig
+from atom.config.schema import Config, MLPConfig, ModelConfig, ParallelConfig
 from atom.errors import ConfigError, UnsupportedError, one_line
 
 ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
@@ -24,8 +25,47 @@ UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whos
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"
 
 
-def derive_parallel(config: Config) -> ParallelConfig:
-    """Resolve the fields of ranks on several hosts, and check them."""
+def derive_parallel(config: Config, model: ModelConfig) -> ParallelConfig:
+    """Resolve the fields of ranks on several hosts, and check them. model: the one that they divide"""
+    parallel = _derive_hosts(config)
+    placed = replace(parallel, launcher=config.parallel.launcher)  # also of a job that starts no rank
+    return replace(parallel, dispatch=choose_dispatch(placed, model))
+
+
+def choose_dispatch(parallel: ParallelConfig, model: ModelConfig) -> str:
+    """Choose what data groups on several hosts send each other: what is fewer rows between hosts."""
+    mixture = find_mixture(model)
+    if parallel.dispatch != "auto":
+        return parallel.dispatch
+    if mixture is None or parallel.data == 1 or _is_one_host(parallel):
+        return "gather"
+    on_a_host = min(max(int(parallel.torchrun.local_world_size or 1) // parallel.tensor, 1), parallel.data)
+    dispatched = on_a_host * (parallel.data - on_a_host) * sent_share(mixture, parallel.experts)
+    return "dispatch" if dispatched < parallel.data - 1 else "gather"  # which passes all rows on from host to host
+
+
+def find_mixture(model: ModelConfig) -> MLPConfig | None:
+    return next((mlp for mlp in model.mlp if mlp.kind == "moe"), None)
+
+
+def sent_share(mixture: MLPConfig, parts: int) -> float:
+    """The share of tokens that choose an expert of one of so many parts, where all experts are chosen alike."""
+    assert mixture.experts and mixture.top_k, "config.load checks that it has them"
+    others, top_k = mixture.experts - -(-mixture.experts // parts), min(mixture.top_k, mixture.experts)
+    return 1 - math.comb(others, top_k) / math.comb(mixture.experts, top_k)
+
+
+def _is_one_host(parallel: ParallelConfig) -> bool:
+    """Whether all ranks are on this host. Ray may place them on others."""
+    said = parallel.torchrun
+    if parallel.launcher != "torchrun":
+        return parallel.launcher == "local"
+    if parallel.address is not None:
+        return parallel.address.startswith(UNIX)
+    return said.world_size is not None and said.local_world_size == said.world_size
+
+
+def _derive_hosts(config: Config) -> ParallelConfig:
     parallel, at = config.parallel, f"parallel.launcher={config.parallel.launcher}"
     if config.job.kind not in ENGINE_JOBS:
         return replace(parallel, launcher="local")

@@ -94,7 +94,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     return replace(
         config,
         model=derived,
-        parallel=derive_parallel(config),
+        parallel=derive_parallel(config, derived),
         quant=derive_quant(config, derived),
         serve=replace(
             serve,
@@ -277,6 +277,9 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         )
     if experts > 1 and not fewest:
         raise ConfigError(f"{stated}: the model has no experts; leave it out")
+    if config.parallel.dispatch == "dispatch" and (data == 1 or experts == 1):
+        needs = "groups whose ranks have experts of their own; set parallel=dp2_ep, or leave it out"
+        raise ConfigError(f"parallel.dispatch=dispatch is for {needs}")
     if experts > max(fewest, 1):
         raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
 

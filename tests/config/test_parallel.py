@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +100,45 @@ def test_what_torchrun_s_ranks_lack_is_said(fields: list[str], reason: str, said
 def test_fields_of_another_launcher_are_refused(fields: list[str], reason: str):
     with pytest.raises(ConfigError, match=reason):
         load(["parallel=tp3", *fields])
+
+
+GROUPS = {"parallel.data": 4, "parallel.experts": 4, "parallel.launcher": "torchrun", "parallel.key_file": "key"}
+MIXTURE = Path(__file__).parents[1] / "configs" / "qwen3_30b_a3b.json"  # of 128 experts, of which a token chooses 8
+
+
+@pytest.mark.parametrize(
+    ("hosts", "fields", "chosen"),
+    [
+        (4, {}, "dispatch"),
+        (1, {}, "gather"),
+        (
+            2,
+            {},
+            "gather",
+        ),  # all rows are 3 a token between hosts, and one to each of two ranks with experts is 2 * 2 * 0.9
+        (2, {"parallel.data": 2, "parallel.tensor": 2}, "dispatch"),  # each rank meets one on the other host
+        (4, {"parallel.dispatch": "gather"}, "gather"),
+        (1, {"parallel.dispatch": "dispatch"}, "dispatch"),
+        (1, {"parallel.launcher": "ray", "parallel.key_file": "null"}, "dispatch"),
+        (1, {"parallel.launcher": "local", "parallel.key_file": "null"}, "gather"),
+        (4, {"job": "explain"}, "dispatch"),
+    ],
+)
+def test_groups_send_tokens_to_their_experts_where_that_is_less_between_hosts(
+    hosts: int, fields: dict[str, object], chosen: str, said: pytest.MonkeyPatch, key: Path, tmp_path: Path
+):
+    shutil.copy(MIXTURE, tmp_path / "config.json")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4 // hosts}.items():
+        said.setenv(name, str(value))
+    fields = {**GROUPS, "parallel.key_file": key, **fields, "checkpoint": tmp_path, "load_dummy": True}
+    assert load([f"{name}={value}" for name, value in fields.items()]).parallel.dispatch == chosen
+
+
+def test_tokens_are_sent_to_experts_of_several_ranks_alone(checkpoints: Any):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.dispatch=dispatch is for groups whose ranks have experts of their own"
+    ):
+        load([f"checkpoint={checkpoints('qwen3_moe')}", "parallel.data=2", "parallel.dispatch=dispatch"])
 
 
 def test_replicas_are_of_one_host():

@@ -165,7 +165,7 @@ def test_tokens_are_those_of_none(
     tokens_of_none: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     case = case_of(name)
-    monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+    monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
     counts = count_beside_prompts(monkeypatch)
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **LIMITS[limits])
     for _ in range(2 if limits == "eventful" else 1):  # the second time with prefix hits
@@ -215,7 +215,7 @@ def test_padded_steps_give_the_tokens_of_none(
 ):  # fmt: skip
     """As a CUDA graph pads them."""
     case = case_of(name)
-    monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+    monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
     monkeypatch.setattr(Graphs, "draft_sizes", ((3, 2), (7, 2), (16, 2)))
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, max_num_seqs=16)
     assert tokens_of(engine, SINGLE, EVERY) == tokens_of_none(name)

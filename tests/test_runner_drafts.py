@@ -38,8 +38,8 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has runners draft, and run ahead, as on a GPU."""
 
     def use(run_ahead: int, how: Drafting = LOOKED_UP) -> None:
-        monkeypatch.setattr("atom.build.drafting_of", lambda config: how)
-        monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+        monkeypatch.setattr("atom.build.settings.drafting_of", lambda config: how)
+        monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
 
     return use
 

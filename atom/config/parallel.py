@@ -1,4 +1,4 @@
-"""Resolve where ranks run: what torchrun says, the driver's address, the key; what hosts send each other.
+"""Resolve where ranks run: torchrun, the driver's address, the key.
 
 parallel = derive_parallel(config, model)
 parallel.rank, parallel.address                  # 1, tcp://10.0.0.1:29501

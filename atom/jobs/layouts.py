@@ -19,7 +19,7 @@ from typing import Any
 from atom.build import cache_kinds, kinds_of_all, plan_stages
 from atom.compiler import compile_graph, level_of, mesh_of
 from atom.config import Config, GPUConfig
-from atom.config.resolve import divides_heads
+from atom.config.check_parallel import divides_heads
 from atom.config.schema import ParallelConfig
 from atom.errors import CapacityError, ConfigError, UnsupportedError
 from atom.graph import BODY, Graph, Mesh, ops

@@ -1,4 +1,4 @@
-"""Send the tokens of data groups to the ranks of their experts, and sums back, by counted rows.
+"""Dispatch tokens to the ranks of their experts by counted rows.
 
     plan = plan_rows(row_ids, first, experts, parts, place)     # on each rank, of the ids of all tokens
     rows = dispatch_rows(x, plan, exchange)                     # x [T, H] -> [ranks T, H], zeros where none came

@@ -19,8 +19,9 @@ from atom.config import Config
 from atom.config.folders import CONF
 from atom.config.hydra import compose, model_files
 from atom.config.load import engine_overrides, load, load_gpu, show
-from atom.config.resolve import FORMATS, is_format
+from atom.config.resolve_quant import is_format
 from atom.config.spelling import override
+from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.graph import Type
 from atom.graph import formats as graph_formats
@@ -1029,7 +1030,7 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
     for job in ("generate", "explain", "compile", "cache", "bench", "profile"):
         with pytest.raises(ConfigError, match=f"^parallel.replicas=2: job={job} opens one model; leave it out, or wri"):
             load(["parallel=dp2", f"job={job}", "device=cpu"])
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 2)
     assert load(["parallel=dp2", "device=cuda"]).parallel.replicas == 2
     needs_four = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"
     with pytest.raises(UnsupportedError, match=f"^parallel.replicas=4 {needs_four}"):
@@ -1039,14 +1040,14 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 3)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 3)
     for fields, num_ranks in (
         (["parallel=tp3"], 3),
         (["parallel=pp2", "parallel.collectives=nccl"], 2),
         (["parallel=tp3", "tune=true"], 3),
     ):
         assert load([*fields, "device=cuda", "job=bench"]).parallel.num_ranks == num_ranks
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 2)
     for job in ("compile", "explain", "cache"):  # which start no rank
         assert load(["parallel=tp9", "device=cuda", f"job={job}"]).parallel.num_ranks == 9
     there = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from atom.build import cache_kinds, digest_of, plan_kv
+from atom.build import cache_kinds, digest_of
+from atom.build.kv_blocks import plan_kv
 from atom.cache import Cache
 from atom.cli import main
 from atom.compiler import compile_graph

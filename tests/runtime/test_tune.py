@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from atom import LLMEngine, SamplingParams, build, weights
+from atom.build.runner import use_parameters
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
 from atom.config.load import engine_overrides, load
@@ -307,12 +308,12 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
 ):
     model, _ = opened
     asked: list[Path] = []
-    monkeypatch.setattr(build, "tune", lambda model, tuner, cache, *_, **__: asked.append(cache))
+    monkeypatch.setattr("atom.build.runner.tune", lambda model, tuner, cache, *_, **__: asked.append(cache))
 
     def start(**fields: Any) -> str:
         given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}
         config = load(engine_overrides(str(checkpoints("qwen3")), given))
-        build.use_parameters(model, config, SilentProgress(), tuning.alone)
+        use_parameters(model, config, SilentProgress(), tuning.alone)
         return capsys.readouterr().err
 
     assert start() == "" and model._bindings.kernels == {} and asked == []

@@ -16,7 +16,8 @@ from test_kv_scales import add_tokenizer
 from torch import Tensor, nn
 
 from atom import LLMEngine, SamplingParams
-from atom.build import load_weights, plain_graph
+from atom.build import load_weights
+from atom.build.calibration import plain_graph
 from atom.cache import Cache
 from atom.checkpoint import SILENT, open_checkpoint
 from atom.compiler import compile_graph

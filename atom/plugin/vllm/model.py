@@ -26,7 +26,7 @@ from atom.checkpoint import SILENT
 from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config
 from atom.config.load import load
-from atom.config.resolve import stacked_parts
+from atom.config.stored_names import stacked_parts
 from atom.errors import AtomError, UnsupportedError
 from atom.graph import BODY, HEAD, Graph, Recipe
 from atom.kernels import compile_launches, find_tuner

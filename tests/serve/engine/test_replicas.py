@@ -167,7 +167,7 @@ def test_an_engine_is_told_its_number(monkeypatch: pytest.MonkeyPatch):
 def test_each_of_several_replicas_sees_the_gpus_of_its_ranks(
     texts: list[str], expected: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 6)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 6)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load(texts)
     assert [environment_of(config, number) for number in range(config.parallel.replicas)] == expected

@@ -76,8 +76,6 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
         raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
     if config.serve.pooler_config.pooling_type is not None:
         raise UnsupportedError(f"{stated} with embeddings is not built yet; divide each layer with parallel.tensor")
-    if config.serve.swap_space:
-        raise UnsupportedError(f"{stated} with serve.swap_space is not built yet; set serve.swap_space=0")
     if job.kind == "profile":
         raise UnsupportedError(f"{stated} with job=profile is not built yet; profile it with parallel.pipeline=1")
     if job.graph is not None:

@@ -344,8 +344,6 @@ def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
         ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "set one of them"),
         ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),
         ("llama", {"pipeline_parallel_size": 2, "job.graph": "mine.py"}, ConfigError, "job.graph=mine.py is one text, and each stage has its own; set parallel.pipeline=1"),
-        ("llama", {"pipeline_parallel_size": 2, "swap_space": 1 << 30, "enable_prefix_caching": True}, UnsupportedError, "parallel.pipeline=2 with serve.swap_space is not built yet; set serve.swap_space=0"),
-        ("llama", {"pipeline_parallel_size": 2, "serve.pooler_config.pooling_type": "LAST"}, UnsupportedError, "parallel.pipeline=2 with embeddings is not built yet"),
         ("llama", {"pipeline_parallel_size": 2, "method": "mtp"}, UnsupportedError, "parallel.pipeline=2 with serve.method=mtp is not built yet; set serve.method=ngram, or divide each layer with parallel.tensor"),
         ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
         ("llama", {"parallel.data": 2}, ConfigError, "parallel.data=2: the model has no experts that groups could share"),

@@ -74,8 +74,6 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
     if method not in (None, "ngram"):
         instead = "set serve.method=ngram, or divide each layer with parallel.tensor"
         raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
-    if job.kind == "profile":
-        raise UnsupportedError(f"{stated} with job=profile is not built yet; profile it with parallel.pipeline=1")
     if job.graph is not None:
         raise ConfigError(f"job.graph={job.graph} is one text, and each stage has its own; set parallel.pipeline=1")
 

@@ -75,7 +75,9 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     if parallel.launcher == "local":
         return parallel
     if parallel.replicas > 1:
-        instead = "leave it out, or start a server for each"
+        instead = (
+            "start a server on each host, without it, behind a proxy (docs/parallel.md, Replicas on several machines)"
+        )
         raise UnsupportedError(f"parallel.replicas={parallel.replicas} with {at} is not built yet; {instead}")
     if parallel.num_ranks == 1:
         raise ConfigError(f"{at} starts several ranks, and this engine has one; set parallel=tp2 or more")

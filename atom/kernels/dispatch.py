@@ -59,7 +59,7 @@ def dispatch_rows(x: Tensor, plan: Plan, exchange: Exchange) -> Tensor:
 def collect_rows(x: Tensor, plan: Plan, exchange: Exchange) -> Tensor:
     """x [ranks T, H] -> the sums [T, H] of what the ranks have of this one's tokens, in their order"""
     total = x.new_zeros(len(x) // len(plan.sent), x.shape[1])
-    parts = exchange(x[plan.rows], plan.taken, plan.sent).split(plan.sent)
-    for tokens, part in zip(plan.tokens.split(plan.sent), parts, strict=True):
+    came = exchange(x[plan.rows], plan.taken, plan.sent)
+    for tokens, part in zip(*(torch.split(each, plan.sent) for each in (plan.tokens, came)), strict=True):
         total.index_add_(0, tokens, part)
     return total

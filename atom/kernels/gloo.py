@@ -151,7 +151,7 @@ class _Peers:
         own = slice(self.place * rows, (self.place + 1) * rows)
         if self._shared and self._shared.takes(x):
             return add([each[own] for each in self._shared.exchange(x)])
-        return add(self.exchange(x.contiguous(), [rows] * self.size, [rows] * self.size).split(rows))
+        return add(torch.split(self.exchange(x.contiguous(), [rows] * self.size, [rows] * self.size), rows))
 
     def exchange(self, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
         """Send so many rows to each rank, one part below the other; those that come likewise."""

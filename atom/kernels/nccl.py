@@ -239,7 +239,7 @@ class NcclCommunicator:
         """Send so many rows to each rank, one part below the other; those that come likewise."""
         got, stream = rows.new_empty(sum(taken), *rows.shape[1:]), _stream()
         self._nccl.group_start()
-        for rank, (given, part) in enumerate(zip(rows.split(sent), got.split(taken), strict=True)):
+        for rank, (given, part) in enumerate(zip(torch.split(rows, sent), torch.split(got, taken), strict=True)):
             if len(given):
                 self._nccl.send(given.data_ptr(), given.nbytes, BYTES, rank, group.handle, stream)
             if len(part):

@@ -11,7 +11,7 @@ from atom.config import Config, QuantConfig
 from atom.errors import ConfigError, RequestError
 from atom.frontend import build
 from atom.graph import HEAD, Graph
-from atom.graph.recipes import packed_to
+from atom.graph.recipe_contents import packed_to
 from atom.kernels import Target
 from atom.passes.context import PassContext
 from atom.passes.lower_moe import lower_moe

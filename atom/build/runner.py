@@ -16,7 +16,7 @@ from atom.checkpoint import Progress
 from atom.compiler import Compiled, mesh_of
 from atom.config import Config
 from atom.graph import HEAD, Recipe, ops
-from atom.kernels import Communicator, find_tuner
+from atom.kernels import Communicator, find_tuners
 from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
 from atom.runtime import memory
@@ -119,21 +119,19 @@ def measure_costs(runner: Runner, config: Config) -> None:
 
 
 def use_parameters(model: Model, config: Config, progress: Progress, exchange: Exchange) -> None:
-    """Use what was measured on this GPU, of linears and steps with drafts; tune=true first measures linears.
+    """Use what was measured on this GPU, of products and steps with drafts; tune=true first measures products.
 
     exchange: that of all ranks, which do so at the same time
     """
-    tuner = find_tuner(config.device, model.device)
-    if tuner is None:
-        return
-    use_measured(model, tuner, cache := settings.cache_of(config), log)
-    if config.tune:
+    tuners, cache = find_tuners(config.device, model.device), settings.cache_of(config)
+    use_measured(model, tuners, cache, log)
+    for tuner in [each for each in tuners if each.products(model.graph)] if config.tune else ():
         tune(model, tuner, cache, progress, log, exchange=exchange)
-    if settings.has_draft_table(config):
+    if tuners and settings.has_draft_table(config):
         # until steps are measured any number of drafts may pay, so that kernels are compiled for each
         trial = DraftTable({model.limits.max_decodes: [1.0] * (1 + model.num_drafts)})
         text = digest_of(model.graph)
-        table = trial if config.tune else use_measured_drafts(model, tuner, cache, text, log, exchange=exchange)
+        table = trial if config.tune else use_measured_drafts(model, tuners[0], cache, text, log, exchange=exchange)
         model.limits = replace(model.limits, draft_table=table)
 
 
@@ -142,8 +140,8 @@ def measure_drafts(model: Model, config: Config, exchange: Exchange) -> None:
 
     exchange: as in `use_parameters`
     """
-    tuner = find_tuner(config.device, model.device)
-    if tuner is not None and config.tune and settings.has_draft_table(config):
+    tuners = find_tuners(config.device, model.device)
+    if tuners and config.tune and settings.has_draft_table(config):
         text = digest_of(model.graph)
-        table = tune_drafts(model, tuner, settings.cache_of(config), text, log, exchange=exchange)
+        table = tune_drafts(model, tuners[0], settings.cache_of(config), text, log, exchange=exchange)
         model.limits = replace(model.limits, draft_table=table)

@@ -16,7 +16,7 @@ from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.writer import Writer
 from atom.graph import Dequantize, Recipe, Type, ops
-from atom.graph.recipes import padded
+from atom.graph.recipe_ranges import padded
 
 
 def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = None) -> None:

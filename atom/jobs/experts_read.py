@@ -1,6 +1,7 @@
-"""Count the experts that decode steps read, beside those that uniform routing would, which the limits assume.
+"""Count the experts that decode steps read, beside those of uniform routing.
 
-A router that sends all tokens to the same few experts makes a mixture look faster than it is.
+The limits assume uniform routing: a router that sends all tokens to the same few experts makes a mixture look faster
+than it is.
 
     counts = count_experts(engine, draw(engine), config)     # None without a mixture, and with several ranks
     counts.share                                             # 1.0: as many as uniform routing reads

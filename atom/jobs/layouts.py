@@ -25,7 +25,7 @@ from atom.errors import CapacityError, ConfigError, UnsupportedError
 from atom.graph import BODY, Graph, Mesh, ops
 from atom.graph.formats import act_of
 from atom.graph.graph import results_of
-from atom.graph.recipes import held_bytes
+from atom.graph.recipe_contents import held_bytes
 from atom.jobs.roofline import PRODUCTS, Limits, Product, program_costs, read_costs, step_work, total
 from atom.jobs.workload import Step
 from atom.kernels import Target

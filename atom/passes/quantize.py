@@ -25,7 +25,7 @@ from atom.graph import Dequantize, Graph, Recipe
 from atom.graph.formats import FormatError
 from atom.graph.graph import type_of
 from atom.graph.parts import aligned, has_parts, parts_of
-from atom.graph.recipes import packed_while_loading
+from atom.graph.recipe_contents import packed_while_loading
 from atom.passes.context import PassContext
 
 

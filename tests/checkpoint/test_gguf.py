@@ -23,7 +23,7 @@ from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 from atom.graph import Dequantize, Stack, W
 from atom.graph import Type as GraphType
-from atom.graph.recipes import narrow
+from atom.graph.recipe_ranges import narrow
 from atom.weights import load
 
 Type = gguf.GGMLQuantizationType

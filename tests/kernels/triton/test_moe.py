@@ -9,6 +9,8 @@ from kernels.checks import assert_as_near, assert_equal
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import few_experts, moe
 from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.grouped_tiles import Shape, choose_tiles
+from atom.kernels.triton.linear.packed import PLAIN
 from atom.kernels.triton.router import Router
 from atom.weights.quantize import quantize
 
@@ -39,7 +41,7 @@ def check_grouped_linear(
 ) -> None:
     x, weight, ends, bias = grouped_by(counts, out, inner, dtype, device)
     bias = bias if has_bias else None
-    y = moe.grouped_linear(x, weight, ends, bias)
+    y = moe.Experts().grouped_linear(x, weight, ends, bias)
     truth = ops.grouped_linear.body(x.float(), weight.float(), ends, None if bias is None else bias.float())
     assert_as_near(y, ops.grouped_linear.body(x, weight, ends, bias), truth)
 
@@ -99,7 +101,7 @@ def check_packed(counts: list[int], out: int, inner: int, fmt: str, dtype: str, 
     for each in (None, bias):
         truth = ops.grouped_linear.body(x.float(), exact, ends, None if each is None else each.float())
         expected = ops.grouped_linear.body(x, weight, ends, each)
-        y = moe.grouped_linear(
+        y = moe.Experts().grouped_linear(
             x.to(device), on(device, weight), ends.to(device), None if each is None else each.to(device)
         )
         assert_as_near(y.cpu(), expected, truth)
@@ -165,7 +167,7 @@ def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Te
         truth = ops.gated_activate.body(products, **gate)
         expected = ops.gated_activate.body(ops.grouped_linear.body(x, weight, ends, each), **gate)
         own = None if each is None else each.to(device)
-        y = moe.grouped_gated_linear(x.to(device), moved, ends.to(device), own, **gate)
+        y = moe.Experts().grouped_gated_linear(x.to(device), moved, ends.to(device), own, **gate)
         assert_as_near(y.cpu(), expected, truth)
 
 
@@ -197,12 +199,12 @@ def test_scales_of_any_power_of_two_are_exact(triton_device):
     values = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).expand(1, 16, 7, 16).contiguous()
     weight = PackedWeight(Type("fp32", (1, 16, 224), "mxfp4"), {"values": values, "scales": scales})
     x, ends = torch.eye(224).to(triton_device), torch.tensor([224]).to(triton_device)
-    assert torch.equal(moe.grouped_linear(x, on(triton_device, weight), ends).cpu(), weight.unpack()[0].T)
+    assert torch.equal(moe.Experts().grouped_linear(x, on(triton_device, weight), ends).cpu(), weight.unpack()[0].T)
 
 
 def test_no_rows_at_all_give_none(triton_device):
     x, weight, ends, _ = grouped_by([0, 0], 5, 8, torch.float32, triton_device)
-    assert moe.grouped_linear(x, weight, ends).shape == (0, 5)
+    assert moe.Experts().grouped_linear(x, weight, ends).shape == (0, 5)
 
 
 @NEEDS_GPU
@@ -213,14 +215,15 @@ def test_experts_that_lie_behind_two_billion_numbers_are_found():
     x = torch.randn(3, 1024, device="cuda").bfloat16()
     ends = torch.zeros(1100, dtype=torch.int64, device="cuda")
     ends[-1] = 3
-    assert torch.equal(moe.grouped_linear(x, weight, ends), torch.nn.functional.pad(x, (0, 1024)))
+    assert torch.equal(moe.Experts().grouped_linear(x, weight, ends), torch.nn.functional.pad(x, (0, 1024)))
 
 
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("shared_bytes", [64 << 10, 99 << 10, 227 << 10])
 def test_tiles_fit_in_shared_memory(element_size, shared_bytes):
     for rows in (1, 100, 100 * 8, 100 * 16, 100 * 48, 100 * 49, 1_000_000):
-        tiles = moe.choose_tiles(rows, 100, 1536, element_size, Gpu(132, shared_bytes, False))
+        shape = Shape(rows, 100, 1536, 2048, 1, element_size, PLAIN)
+        tiles = choose_tiles(shape, Gpu(132, shared_bytes, False))
         assert tiles.num_stages >= 2
         assert (tiles.rows + tiles.out) * tiles.inner * element_size * tiles.num_stages <= shared_bytes
 
@@ -265,7 +268,7 @@ def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, is_counted, 
     assert torch.equal(ends, expected_ends) and here == ((ids >= first) & (ids < first + 5)).sum()
     assert torch.equal(rows[:here], expected_rows[:here]) and torch.equal(order[:here], expected_order[:here])
     assert order[here:].tolist() == [tokens * top_k] * (tokens * top_k - here)
-    y = moe.grouped_linear(rows, weight, ends)
+    y = moe.Experts().grouped_linear(rows, weight, ends)
     y[here:] = NAN  # what nothing writes
     expected = ops.combine.body(ops.grouped_linear.body(expected_rows, weight, ends), weights, expected_order)
     assert_equal(moe.combine(y, weights, order), expected)
@@ -308,7 +311,7 @@ def check_experts(
     gate_up[~is_chosen] = down[~is_chosen] = NAN
     truth = ops.experts.body(x.float(), weights, ids, gate_up.float(), down.float(), kind=kind)
     expected = ops.experts.body(x, weights, ids, gate_up, down, kind=kind)
-    assert_as_near(moe.experts(x, weights, ids, gate_up, down, kind=kind), expected, truth)
+    assert_as_near(moe.Experts().experts(x, weights, ids, gate_up, down, kind=kind), expected, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
@@ -341,7 +344,7 @@ def test_experts_of_a_rank_have_biases_and_limits(tokens, is_counted, first, gat
     base = None if first is None else torch.tensor([first])
     args = (x, weights, ids, gate_up, down, torch.randn(4, 40), torch.randn(4, 24), base)
     moved = [None if each is None else each.to(triton_device) for each in args]
-    assert_equal(moe.experts(*moved, **gate).cpu(), ops.experts.body(*args, **gate))
+    assert_equal(moe.Experts().experts(*moved, **gate).cpu(), ops.experts.body(*args, **gate))
 
 
 @NEEDS_GPU

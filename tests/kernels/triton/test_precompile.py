@@ -198,7 +198,7 @@ print(json.dumps([num_walked, launched]))
 FAILURES = """
 def fail(*args, **options):
     compiled.append("")
-    time.sleep(0.05)
+    time.sleep(0.2)
     raise ValueError("it does not compile")
 def outcome(call):
     try:

@@ -55,6 +55,7 @@ from atom.errors import (
     UnsupportedError,
 )
 from atom.graph import W, show
+from atom.kernels.gloo import COUNTED_BYTES
 from atom.pieces import compile_pieces
 from atom.rank import find_running
 from atom.runtime.ranks import RankProcess, Ranks
@@ -547,20 +548,26 @@ def test_groups_on_two_hosts_send_tokens_to_their_experts(
 ):
     """Hosts are addresses of the loopback."""
     said = dict(text.split("=", 1) for text in save_hosts(tmp_path, 1)[1:] if not text.startswith("cache="))
-    said |= {"parallel.address": f"tcp://127.0.0.1:{free_port()}", "parallel.data": "2", "parallel.experts": "2"}
+    said |= {"parallel.address": f"tcp://127.0.0.1:{free_port()}", "parallel.dispatch": "dispatch"}
+    said |= {"parallel.data": "2", "parallel.experts": "2"}
     fields = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22}
     second = {"model": str(checkpoints("qwen3_moe")), "parallel.host": "127.0.0.2", **fields, **said}
     code, env = f"from atom import LLMEngine; LLMEngine(**{second})", {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", code], env=env) as other:
+    other = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
         engine = open_engine("qwen3_moe", **fields, **{**said, "parallel.torchrun.rank": "0"})
-        assert engine.config.parallel.dispatch == "dispatch"
-        prompts = [tiny.prompt(20), tiny.prompt(33, seed=1), tiny.prompt(1, seed=2)]
+        prompts = [tiny.prompt(200), tiny.prompt(33, seed=1), tiny.prompt(1, seed=2)]
+        rows = 2 * 200 * int(engine.config.hf["hidden_size"]) * torch.float32.itemsize
+        assert rows > COUNTED_BYTES, "those of the longest prompt are counted"
         for batch in (prompts, prompts[:1]):  # the last leaves a group empty
             answers = engine.generate(batch, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
             for answer, prompt in zip(answers, batch, strict=True):
                 tiny.assert_greedy(answer, prompt, references("qwen3_moe"))
         engine.close()
-        assert other.wait(20) == 0
+        assert other.wait(60) == 0
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_script_of_a_rank_that_does_not_drive_ends_with_its_engine(

@@ -21,6 +21,7 @@ from atom.errors import ConfigError, UnsupportedError, one_line
 
 ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
 MIN_KEY_BYTES = 16
+WORTH_COUNTING = 0.75  # of all rows between hosts, below which it is worth while to count those that are needed
 UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whose it is
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"
 
@@ -33,7 +34,7 @@ def derive_parallel(config: Config, model: ModelConfig) -> ParallelConfig:
 
 
 def choose_dispatch(parallel: ParallelConfig, model: ModelConfig) -> str:
-    """Choose what data groups on several hosts send each other: what is fewer rows between hosts."""
+    """Choose what data groups send each other: on several hosts, the rows that are needed if these are much fewer."""
     mixture = find_mixture(model)
     if parallel.dispatch != "auto":
         return parallel.dispatch
@@ -41,7 +42,8 @@ def choose_dispatch(parallel: ParallelConfig, model: ModelConfig) -> str:
         return "gather"
     on_a_host = min(max(int(parallel.torchrun.local_world_size or 1) // parallel.tensor, 1), parallel.data)
     dispatched = on_a_host * (parallel.data - on_a_host) * sent_share(mixture, parallel.experts)
-    return "dispatch" if dispatched < parallel.data - 1 else "gather"  # which passes all rows on from host to host
+    gathered = parallel.data - 1  # each row is passed on from host to host
+    return "dispatch" if dispatched < WORTH_COUNTING * gathered else "gather"
 
 
 def find_mixture(model: ModelConfig) -> MLPConfig | None:

@@ -102,33 +102,31 @@ def test_fields_of_another_launcher_are_refused(fields: list[str], reason: str):
         load(["parallel=tp3", *fields])
 
 
-GROUPS = {"parallel.data": 4, "parallel.experts": 4, "parallel.launcher": "torchrun", "parallel.key_file": "key"}
+GROUPS = {"parallel.data": 8, "parallel.experts": 8, "parallel.launcher": "torchrun", "parallel.key_file": "key"}
 MIXTURE = Path(__file__).parents[1] / "configs" / "qwen3_30b_a3b.json"  # of 128 experts, of which a token chooses 8
 
 
 @pytest.mark.parametrize(
     ("hosts", "fields", "chosen"),
     [
-        (4, {}, "dispatch"),
+        (8, {}, "dispatch"),
         (1, {}, "gather"),
-        (
-            2,
-            {},
-            "gather",
-        ),  # all rows are 3 a token between hosts, and one to each of two ranks with experts is 2 * 2 * 0.9
-        (2, {"parallel.data": 2, "parallel.tensor": 2}, "dispatch"),  # each rank meets one on the other host
-        (4, {"parallel.dispatch": "gather"}, "gather"),
+        (4, {}, "gather"),  # all rows are 7 a token between hosts; one to each of 6 ranks with experts is 2 * 6 * 0.67
+        (8, {"parallel.data": 2, "parallel.tensor": 4}, "dispatch"),  # of 8 parts of the experts, it meets one
+        (4, {"parallel.data": 4, "parallel.tensor": 2}, "dispatch"),  # likewise 3, on as many hosts
+        (8, {"parallel.experts": 2}, "gather"),  # nearly all tokens choose one of a half
+        (8, {"parallel.dispatch": "gather"}, "gather"),
         (1, {"parallel.dispatch": "dispatch"}, "dispatch"),
         (1, {"parallel.launcher": "ray", "parallel.key_file": "null"}, "dispatch"),
         (1, {"parallel.launcher": "local", "parallel.key_file": "null"}, "gather"),
-        (4, {"job": "explain"}, "dispatch"),
+        (8, {"job": "explain"}, "dispatch"),
     ],
 )
 def test_groups_send_tokens_to_their_experts_where_that_is_less_between_hosts(
     hosts: int, fields: dict[str, object], chosen: str, said: pytest.MonkeyPatch, key: Path, tmp_path: Path
 ):
     shutil.copy(MIXTURE, tmp_path / "config.json")
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4 // hosts}.items():
+    for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 8 // hosts}.items():
         said.setenv(name, str(value))
     fields = {**GROUPS, "parallel.key_file": key, **fields, "checkpoint": tmp_path, "load_dummy": True}
     assert load([f"{name}={value}" for name, value in fields.items()]).parallel.dispatch == chosen

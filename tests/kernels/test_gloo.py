@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError
 from atom.graph import TORCH_DTYPES, Mesh
-from atom.kernels import Rendezvous
+from atom.kernels import Rendezvous, gloo
 from atom.kernels.gloo import SHARED_BYTES, GlooCommunicator
 
 FITS = SHARED_BYTES // 4  # elements of float32
@@ -140,8 +140,9 @@ CHOSEN = {  # the experts of each rank's tokens, of which two are on each rank
 @pytest.mark.parametrize("is_one_host", [True, False])
 @pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN.keys())
 def test_rows_are_sent_to_the_ranks_alone_that_have_experts_for_them(
-    chosen: list[Any], is_one_host: bool, tmp_path: Path
+    chosen: list[Any], is_one_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(gloo, "COUNTED_BYTES", 0)
     every, num, num_sent = torch.tensor(chosen), len(chosen[0]), [0] * 3
     xs = torch.stack([of(rank, (num, 5), torch.bfloat16) for rank in range(3)])
 
@@ -172,6 +173,19 @@ def test_rows_are_sent_to_the_ranks_alone_that_have_experts_for_them(
         assert torch.equal(total, expected)
     others = [int(has[owner].sum() - has[owner, owner].sum()) for owner in range(3)]
     assert sum(num_sent) == 2 * sum(others), "there and back"
+
+
+def test_few_rows_are_gathered(tmp_path: Path):
+    x, ids = torch.ones(1, 4), torch.tensor([[1]])
+
+    def work(rank: int, communicator: GlooCommunicator) -> list[Any]:
+        first, meeting = torch.tensor([rank]), {"axis": "data", "ranks": 2, "experts": 1}
+        rows, _, chosen = communicator.dispatch(x, x, ids, first, **meeting)
+        return [rows.tolist(), communicator.collect(rows * rank, chosen, first, **meeting).tolist()]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2), connect_all(Mesh(data=2, experts=2), tmp_path, pool)))
+    assert found == 2 * [[2 * [[1.0] * 4], [[1.0] * 4]]], "the first rank, too, which has no expert for them"
 
 
 @pytest.mark.parametrize("is_one_host", [True, False])

@@ -90,7 +90,7 @@ class AttentionConfig:
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
     qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
-    qk_norm: str = one_of("none", "per_head", "whole")  # gqa; whole: over all heads at once
+    qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1)  # null: head_dim
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
@@ -189,6 +189,7 @@ class ModelConfig:
     embedding_scale_root: bool = False  # the scale is the square root of hidden
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1
+    logits_scale: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
     residual: str = one_of("sequential", "parallel", "parallel_norms")  # parallel: attention and mlp read one norm
     norm: NormConfig = field(default_factory=NormConfig)

@@ -61,7 +61,7 @@ def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node
     weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head)
     bias = [table_bias(writer, int(weight.type.shape[0]))] if model.head_bias else []
     logits = writer.multiply(hidden, weight, *bias, role=role, layer=None, name="logits")
-    logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else None)
+    logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else model.logits_scale)
     if model.logits_softcap is not None:
         logits = writer.call(ops.softcap, logits, cap=model.logits_softcap, name="logits")
     return logits

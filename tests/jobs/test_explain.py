@@ -521,17 +521,20 @@ def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path
     one = (40960 // 16 + 1) * 16 * KV_BYTES["qwen3_30b_a3b"]["full"] * 4 // 48
     needed = explain(*model)["weights_bytes"] + one
 
-    def on(memory: int) -> dict[str, Any]:
+    def gpu_of(memory: int) -> str:
         (tmp_path / "mine.yaml").write_text(f"memory: {memory}\nbandwidth: 1e12\n")
-        return explain(*model, f"job.gpu={tmp_path}/mine.yaml")["gpu"]
+        return f"job.gpu={tmp_path}/mine.yaml"
+
+    @functools.cache
+    def on(memory: int) -> dict[str, Any]:
+        return explain(*model, gpu_of(memory))["gpu"]
 
     assert (on(needed)["fits"], on(needed)["kv_tokens"]) == (True, {"full": 40960})
     less = on(needed - 1)
     assert (less["weights_fit"], less["fits"], less["kv_longest_sequence"]) == (True, False, 40960 - 16)
     assert (on(needed - one)["weights_fit"], on(needed - one - 1)["weights_fit"]) == (True, False)
     assert (on(needed - one)["gpus_for_weights"], on(needed - one - 1)["gpus_for_weights"]) == (1, 2)
-    on(needed - 1)
-    _, out, _ = run(*model, f"job.gpu={tmp_path}/mine.yaml")
+    _, out, _ = run(*model, gpu_of(needed - 1))
     assert (
         "one sequence of max_model_len=40,960 does not fit: behind the weights is room for 40,944 tokens (full)" in out
     )

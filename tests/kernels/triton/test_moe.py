@@ -112,15 +112,14 @@ FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]"
            "ct_packed_int8", "q4_0", "q4_1", "q8_0", "gguf_mxfp4"]  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("counts", "out", "inner"), [
-    ([0, 1, 0], 7, 96),
-    ([3, 0, 17, 1], 33, 96),
-    ([2, 0, 0], 130, 576),
-    ([0, 70], 5, 192),
-])  # fmt: skip
-def test_grouped_linears_of_packed_experts_equal_the_reference(fmt, counts, out, inner, triton_device):
-    check_packed(counts, out, inner, fmt, "fp32", triton_device)
+SHAPES = [([0, 1, 0], 7, 96), ([2, 0, 0], 130, 576), ([3, 0, 17, 1], 33, 96), ([0, 70], 5, 192)]  # few rows, and more
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape"), [(fmt, 2 * more + at % 2) for at, fmt in enumerate(FORMATS) for more in (0, 1)]
+)
+def test_grouped_linears_of_packed_experts_equal_the_reference(fmt, shape, triton_device):
+    check_packed(*SHAPES[shape], fmt, "fp32", triton_device)
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "q8_0"])
@@ -155,7 +154,8 @@ def test_grouped_linears_of_many_rows_of_packed_experts_equal_the_reference(coun
         check_packed(counts, out, inner, fmt, dtype, "cuda")
 
 
-GATES = pytest.mark.parametrize("gate", [{"kind": "silu"}, {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}])
+BOTH_GATES = [{"kind": "silu"}, {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}]
+GATES = pytest.mark.parametrize("gate", BOTH_GATES)
 
 
 def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Tensor, exact: Any, device: str,
@@ -183,12 +183,13 @@ def test_gates_of_grouped_linears_equal_the_reference(counts, width, inner, dtyp
     check_gated(x, weight, ends, bias, weight.float(), triton_device, gate)
 
 
-@GATES
 @pytest.mark.parametrize(
-    "fmt", ["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"]
+    ("at", "fmt"),
+    [*enumerate(["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"])],
 )
 @pytest.mark.parametrize(("counts", "width"), [([3, 0, 18], 20), ([0, 70], 65)])
-def test_gates_of_packed_experts_equal_the_reference(counts, width, fmt, gate, triton_device):
+def test_gates_of_packed_experts_equal_the_reference(counts, width, at, fmt, triton_device):
+    gate = BOTH_GATES[(at + len(counts)) % 2]
     x, weight, ends, bias = grouped_by(counts, 2 * width, 192, torch.float32, "cpu")
     weight = packed(weight.nan_to_num(), fmt)
     check_gated(x, weight, ends, bias, weight, triton_device, gate)
@@ -254,11 +255,10 @@ def test_tokens_are_grouped_as_by_the_reference(tokens, top_k, experts, width, i
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("is_counted", [False, True])
 @pytest.mark.parametrize("first", [0, 4, 20])  # of 5 experts here, of 12; the last has none of them
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (43, 6), (90, 3)])
-def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, is_counted, triton_device, monkeypatch):
-    use_counts(is_counted, monkeypatch)
+def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, triton_device, monkeypatch):
+    use_counts((top_k + (first == 4)) % 2 == 0, monkeypatch)
     x, weight = torch.randn(tokens, 24).to(triton_device), torch.randn(5, 20, 24).to(triton_device)
     ids, weights = choices(tokens, top_k, 12).to(triton_device), torch.rand(tokens, top_k).to(triton_device)
     base = torch.tensor([first]).to(triton_device)
@@ -314,10 +314,17 @@ def check_experts(
     assert_as_near(moe.Experts().experts(x, weights, ids, gate_up, down, kind=kind), expected, truth)
 
 
+COUNTS = [(1, 1, 1), (5, 7, 20), (9, 33, 130), (4, 16, 64)]
+TOKENS = [1, 3, 4, 5, 17]  # few, and more, which are grouped
+FEW_HALVES = {(1, COUNTS[1]), (3, COUNTS[3]), (4, COUNTS[2]), (5, COUNTS[1]), (17, COUNTS[2])}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-@pytest.mark.parametrize("counts", [(1, 1, 1), (5, 7, 20), (9, 33, 130), (4, 16, 64)])
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 17])  # few, and more, which are grouped
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("tokens", TOKENS)
 def test_experts_equal_the_reference(tokens, counts, dtype, triton_device):
+    if dtype == torch.float16 and triton_device == "cpu" and (tokens, counts) not in FEW_HALVES:
+        pytest.skip("interpreted in float32")
     for top_k in {1, min(3, counts[0])}:
         check_experts(tokens, top_k, counts, dtype, triton_device)
 

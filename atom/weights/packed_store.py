@@ -11,6 +11,10 @@ The key has the sizes and times of the checkpoint's files, the recipes, the sour
 weights errors by. The file is one of safetensors, beside a config.json that says nothing, so that it is opened as a
 checkpoint. What is mapped is used in place: processes share its memory, and a file that is removed stays until the last
 of them ends.
+
+Each part has a checksum, made of it in memory and compared at each start, since a bit that differs would be a wrong
+token that nothing else notices. It is XXH3, at the speed of memory where the manifest's SHA-256 would take minutes; the
+pages that it reads are those that the first step needs. Damage is one line, and the weights are made anew.
 """
 
 from __future__ import annotations
@@ -22,16 +26,19 @@ import struct
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
 from atom.checkpoint import Checkpoint, JoinedCheckpoint, open_checkpoint
 from atom.dtypes import DTYPES
+from atom.errors import CheckpointError
 from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
 from atom.graph.recipe_contents import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
@@ -39,6 +46,7 @@ from atom.weights.evaluate import view
 from atom.weights.quantize import part_types, takes_importance
 
 FILE = "model.safetensors"
+NUM_CHECKERS = 4  # threads that compare checksums
 ALIGNMENT = 64  # bytes, of the first tensor; panels come first, and most have a multiple of that
 
 
@@ -77,13 +85,14 @@ class PackedStore:
         }
         self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
         self._key = key_of(ingredients)
-        found = cache.find(WEIGHTS, self._key) if packed else None
-        self.is_kept = found is not None
-        self.checkpoint = checkpoint if found is None else JoinedCheckpoint(checkpoint, open_checkpoint(str(found)))
-        self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
+        self._header, self._places, self._num_bytes = self._lay_out()
+        self._checksums: dict[str, str] = {}  # by name, of the parts that are written
+        kept = self._open() if packed else None
+        self.is_kept = kept is not None
+        self.checkpoint = checkpoint if kept is None else JoinedCheckpoint(checkpoint, kept)
+        self._folder = cache.begin(WEIGHTS) if packed and kept is None else None  # None: nothing is written
         self._file, self._has_failed = -1, False
         self._missing: set[Recipe] = set(packed)  # what is not written yet
-        self._places: dict[str, int] = {}  # by name: the byte that a part begins at
         if self._folder is not None:
             self._begin(self._folder)
 
@@ -117,6 +126,7 @@ class PackedStore:
             for name, part in self._parts[recipe].items():
                 content = parts[name].contiguous().flatten().view(torch.uint8).cpu().numpy().data
                 assert len(content) == part.type.num_bytes, f"{part} is written as {len(content)} bytes"
+                self._checksums[part.name] = xxh3_128_hexdigest(content)
                 start = self._places[part.name]
                 while content:
                     count = os.pwrite(self._file, content, start)
@@ -125,32 +135,59 @@ class PackedStore:
             self._give_up(error)
         self._missing.discard(recipe)
 
-    def _begin(self, folder: Path) -> None:
-        """Start the file, with places for all parts."""
-        header: dict[str, Any] = {}
+    def _open(self) -> Checkpoint | None:
+        """What an earlier start has kept, compared with its checksums; None without it, or where it is damaged."""
+        found, entry = self._cache.find(WEIGHTS, self._key, unread={FILE}), self._cache.describe(WEIGHTS, self._key)
+        if found is None or entry is None:
+            return None
+        try:
+            with open(found / FILE, "rb") as file:
+                is_ours = file.read(len(self._header)) == self._header
+            kept = open_checkpoint(str(found)) if is_ours else None
+        except (CheckpointError, OSError):
+            kept = None
+        stated = entry.about.get("checksums")
+        if kept is None or not isinstance(stated, dict):
+            self._cache.distrust(WEIGHTS, self._key, f"the header of {FILE} is damaged")
+            return None
+        with ThreadPoolExecutor(NUM_CHECKERS, "checksums of weights") as threads:
+            checksums = threads.map(xxh3_128_hexdigest, map(kept.read, self._places))
+            damaged = [name for name, actual in zip(self._places, checksums, strict=True) if stated.get(name) != actual]
+        if damaged:
+            self._cache.distrust(WEIGHTS, self._key, f"the checksum of {damaged[0]} in {FILE} is wrong")
+            kept.close()
+            return None
+        return kept
+
+    def _lay_out(self) -> tuple[bytes, dict[str, int], int]:
+        """The file's header, the byte that each part begins at, and the bytes of all."""
+        entries: dict[str, Any] = {}
         end = 0
         for part in (part for parts in self._parts.values() for part in parts.values()):
             begin, end = end, end + part.type.num_bytes
             dtype, shape = DTYPES[part.type.dtype].safetensors, part.type.shape
-            header[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
+            entries[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(entries).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        first = 8 + len(text)
-        self._places = {name: first + entry["data_offsets"][0] for name, entry in header.items()}
+        header = struct.pack("<Q", len(text)) + text
+        return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}, end
+
+    def _begin(self, folder: Path) -> None:
+        """Start the file, with places for all parts."""
         try:
-            if shutil.disk_usage(folder).free < 2 * end:
-                raise OSError(f"their {end} bytes are more than half of what is free on its disk")
+            if shutil.disk_usage(folder).free < 2 * self._num_bytes:
+                raise OSError(f"their {self._num_bytes} bytes are more than half of what is free on its disk")
             (folder / "config.json").write_text("{}")
             self._file = os.open(folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.pwrite(self._file, struct.pack("<Q", len(text)) + text, 0)
-            os.ftruncate(self._file, first + end)
+            os.pwrite(self._file, self._header, 0)
+            os.ftruncate(self._file, len(self._header) + self._num_bytes)
         except OSError as error:
             self._give_up(error)
 
     def _publish(self, folder: Path) -> None:
         os.close(self._file)
         try:
-            self._cache.finish(WEIGHTS, self._key, folder, self._about)
+            self._cache.finish(WEIGHTS, self._key, folder, self._about | {"checksums": self._checksums})
         except OSError as error:
             self._give_up(error)
 

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import TextIO
 
 from atom.errors import AtomError, one_line
+from atom.openmp import bound_spinning
 
 
 def report(work: Callable[[], int]) -> int:
     """Run some work; its exit code. A foreseen error is one line on stderr."""
     open_closed_streams()
+    bound_spinning()
     try:
         code = work()
         sys.stdout.flush()

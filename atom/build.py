@@ -31,8 +31,8 @@ from atom.config.parallel import devices_of
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.frontend import build
 from atom.gc_utils import no_collection
-from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
-from atom.graph.recipes import packed_to
+from atom.graph import HEAD, Graph, Mesh, Quantize, Recipe, W, ops, show
+from atom.graph.recipes import leaves, packed_to
 from atom.kernels import Communicator, Rendezvous, Target, connect_rank, find_tuner
 from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
@@ -66,7 +66,7 @@ from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.tune import Exchange, alone, tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
-from atom.weights.calibration import MAX_TOKENS, Calibration
+from atom.weights.calibration import MAX_TOKENS, Calibration, read_built_in_text
 from atom.weights.evaluate import Loaded, Place
 from atom.weights.lora import LoraWeights, Sizes
 from atom.weights.packed_store import describe_file
@@ -489,7 +489,8 @@ def load_weights(
         return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates, place)
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    calibration = plan_calibration(graph, checkpoint, config, cache, tokenizer)
+    sources = sources_of(*WEIGHT_SOURCES)
+    calibration = plan_calibration(graph, checkpoint, config, cache, sources, tokenizer)
     tensors = weights.load(
         graph.recipes(),
         checkpoint,
@@ -498,7 +499,7 @@ def load_weights(
         cache,
         coordinates,
         place,
-        sources=sources_of(*WEIGHT_SOURCES),
+        sources=sources,
         calibration=calibration,
     )
     for line in cache.warnings:
@@ -509,7 +510,12 @@ def load_weights(
 
 
 def plan_calibration(
-    graph: Graph, checkpoint: Checkpoint, config: Config, cache: Cache, tokenizer: Tokenizer | None = None
+    graph: Graph,
+    checkpoint: Checkpoint,
+    config: Config,
+    cache: Cache,
+    sources: str,
+    tokenizer: Tokenizer | None = None,
 ) -> Calibration | None:
     """Plan the calibration of weights that are packed to 4 bits; None: without one, or there are no such weights."""
     formats = [fmt for fmt in formats_made(graph) if takes_importance(fmt)]
@@ -528,7 +534,13 @@ def plan_calibration(
             raise ConfigError(f"quant.calibration={config.quant.calibration}: the checkpoint has {why}; leave it out")
         print(f"atom-run: {formats[0]}: the checkpoint has {why}; weights are rounded to the nearest", file=sys.stderr)
         return None
-    return Calibration(plain_graph(config), tokens, checkpoint, cache)
+    rounded = {
+        leaf.name: recipe.fmt
+        for recipe in semantic_graph(config).recipes()
+        if isinstance(recipe, Quantize) and takes_importance(recipe.fmt)
+        for leaf in leaves(recipe.part)
+    }
+    return Calibration(plain_graph(config), rounded, tokens, checkpoint, cache, sources)
 
 
 def formats_made(graph: Graph) -> dict[str, None]:
@@ -549,7 +561,7 @@ def read_calibration_text(config: Config) -> str:
     """The text that quant.calibration names. ConfigError where it cannot be read."""
     path = config.quant.calibration
     if path == "auto":
-        return PROMPT
+        return PROMPT + "\n" + read_built_in_text()
     try:
         text = Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -8,38 +8,29 @@
 Leaving the block publishes the file in a thread, if every weight was written and nothing was raised.
 
 The key has the sizes and times of the checkpoint's files, the recipes, the sources of what makes tensors, and what it
-weights errors by. The file is one of safetensors, beside a config.json that says nothing, so that it is opened as a
-checkpoint. What is mapped is used in place: processes share its memory, and a file that is removed stays until the last
-of them ends.
+rounds them by. The file is opened as a checkpoint (`packed_file.py`). What is mapped is used in place: processes share
+its memory, and a file that is removed stays until the last of them ends.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
 from atom.checkpoint import Checkpoint, JoinedCheckpoint, open_checkpoint
-from atom.dtypes import DTYPES
 from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
 from atom.graph.recipes import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
 from atom.weights.evaluate import view
+from atom.weights.packed_file import PackedFile
 from atom.weights.quantize import part_types, takes_importance
-
-FILE = "model.safetensors"
-ALIGNMENT = 64  # bytes, of the first tensor; panels come first, and most have a multiple of that
 
 
 class PackedStore:
@@ -51,14 +42,17 @@ class PackedStore:
         device: str = "cpu",
         sources: str = "",
         calibration: str | None = None,
+        is_elsewhere: Callable[[Recipe], bool] = lambda _: False,
     ) -> None:
         """sources: a digest of what makes tensors of files
 
-        calibration: the key of the moments by which numbers are rounded where that changes them; None: without
+        calibration: the key of what numbers are rounded by where that changes them; None: without
+        is_elsewhere: whether another file has a weight that is packed while it loads
         """
         laid_out = _laid_out(recipes) if device == "cpu" else {}
         others = (recipe for recipe in recipes if not laid_out.keys() & {*_alone(recipe)})
-        quantized = sorted({part for recipe in others for part in packed_while_loading(recipe)}, key=repr)
+        made = {part for recipe in others for part in packed_while_loading(recipe)}
+        quantized = sorted((part for part in made if not is_elsewhere(part)), key=repr)
         packed: list[Shuffle | Quantize] = [*laid_out, *quantized]
         types = [*({"": type} for type in laid_out.values()), *(part_types(recipe.type) for recipe in quantized)]
         self._parts = {
@@ -81,9 +75,9 @@ class PackedStore:
         self.is_kept = found is not None
         self.checkpoint = checkpoint if found is None else JoinedCheckpoint(checkpoint, open_checkpoint(str(found)))
         self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
-        self._file, self._has_failed = -1, False
+        self._file: PackedFile | None = None
+        self._has_failed = False
         self._missing: set[Recipe] = set(packed)  # what is not written yet
-        self._places: dict[str, int] = {}  # by name: the byte that a part begins at
         if self._folder is not None:
             self._begin(self._folder)
 
@@ -93,15 +87,21 @@ class PackedStore:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._folder is None:
             return
-        if error is None and not self._has_failed and not self._missing:
-            threading.Thread(target=self._publish, args=(self._folder,), name="keep packed weights").start()
+        if error is None and self._file is not None and not self._has_failed and not self._missing:
+            publish = (self._folder, self._file)
+            threading.Thread(target=self._publish, args=publish, name="keep packed weights").start()
             return
-        if self._file >= 0:
-            os.close(self._file)
+        if self._file is not None:
+            self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def find(self, recipe: Recipe) -> dict[str, W] | None:
         return self._parts.get(recipe) if self.is_kept and isinstance(recipe, Quantize) else None
+
+    def has_laid_out(self, recipe: Recipe) -> bool:
+        """Whether the file has a weight in its kernel's layout."""
+        every = _alone(recipe)
+        return self.is_kept and bool(every) and self._parts.keys() >= {*every}
 
     def map(self, recipe: Shuffle) -> LaidOut | None:
         """A weight in a kernel's layout, in the mapped file; None where it has to be made."""
@@ -109,46 +109,25 @@ class PackedStore:
             return None
         return LaidOut(recipe.type, view(self._parts[recipe][""], self.checkpoint))
 
-    def write(self, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
+    def write(self, recipe: Shuffle | Quantize, parts: Mapping[str, Tensor]) -> None:
         """Write a weight's parts to their places; several threads may."""
-        if self._folder is None or self._has_failed or recipe not in self._parts:
+        if self._file is None or self._has_failed or recipe not in self._parts:
             return
         try:
-            for name, part in self._parts[recipe].items():
-                content = parts[name].contiguous().flatten().view(torch.uint8).cpu().numpy().data
-                assert len(content) == part.type.num_bytes, f"{part} is written as {len(content)} bytes"
-                start = self._places[part.name]
-                while content:
-                    count = os.pwrite(self._file, content, start)
-                    content, start = content[count:], start + count
+            self._file.write({part.name: parts[name] for name, part in self._parts[recipe].items()})
         except OSError as error:
             self._give_up(error)
         self._missing.discard(recipe)
 
     def _begin(self, folder: Path) -> None:
         """Start the file, with places for all parts."""
-        header: dict[str, Any] = {}
-        end = 0
-        for part in (part for parts in self._parts.values() for part in parts.values()):
-            begin, end = end, end + part.type.num_bytes
-            dtype, shape = DTYPES[part.type.dtype].safetensors, part.type.shape
-            header[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        first = 8 + len(text)
-        self._places = {name: first + entry["data_offsets"][0] for name, entry in header.items()}
         try:
-            if shutil.disk_usage(folder).free < 2 * end:
-                raise OSError(f"their {end} bytes are more than half of what is free on its disk")
-            (folder / "config.json").write_text("{}")
-            self._file = os.open(folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.pwrite(self._file, struct.pack("<Q", len(text)) + text, 0)
-            os.ftruncate(self._file, first + end)
+            self._file = PackedFile(folder, [part for parts in self._parts.values() for part in parts.values()])
         except OSError as error:
             self._give_up(error)
 
-    def _publish(self, folder: Path) -> None:
-        os.close(self._file)
+    def _publish(self, folder: Path, file: PackedFile) -> None:
+        file.close()
         try:
             self._cache.finish(WEIGHTS, self._key, folder, self._about)
         except OSError as error:

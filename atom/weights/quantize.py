@@ -2,12 +2,14 @@
 
 parts = quantize("fp8[1, *]", weight)                   # {"values": fp8[O, I], "scales": fp32[O, 1]}
 parts = quantize("int4[1, 128]", weight, importance)    # columns of larger importance are rounded with less error
+parts = quantize("int4[1, 128]", weight, turns)         # and errors are made up for in other columns
 
 Numbers are rounded to the nearest that the format has. A block's scale takes its largest number to the format's
 largest; of 4 bits, which are few, other scales are tried too, and that with the least squared error is kept. The
 importance of a column weights its squared errors: with the mean square of what the column is multiplied with
 (`calibration.py`), their sum is about that of the linear's outputs. Integers' scales are then fitted by least squares
-too; without importance that gains nothing, since it clips the largest numbers.
+too; without importance that gains nothing, since it clips the largest numbers. With turns, which know how columns
+depend on each other, numbers are rounded again by these scales as `gptq.py` does.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ from atom.graph import TORCH_DTYPES
 from atom.graph.formats import parse_format, part_shape
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
+from atom.weights.gptq import MIN_SHARE, Turns, round_in_turns
 
 AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
+AT_ONCE_IN_TURNS = 1 << 26  # which takes a step a column, however many rows there are
 FP8_MAX, FP4_MAX = 448.0, 6.0
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range that a block's largest number asks for
 # the same where columns have an importance; below 0: its sign is that of the smaller half of integers
 WEIGHTED_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, -1.0, -0.9, -0.8, -0.7)
-MIN_SHARE = 0.01  # of the mean importance, that a column has at least
 NUM_FITS = 3  # times that scales are fitted to rounded numbers
 
 Parts = dict[str, Tensor]
-Rule = Callable[[Tensor, Tensor | None, int, int, Tensor | None, torch.dtype], Parts]
+Columns = Tensor | Turns | None  # their importance, and in which turns they are rounded; None: all are equal
+Rule = Callable[[Tensor, Columns, int, int, Tensor | None, torch.dtype], Parts]
 
 
 def takes_importance(fmt: str) -> bool:
@@ -42,23 +46,24 @@ def takes_importance(fmt: str) -> bool:
     return parse_format(fmt).kind in FOUR_BITS
 
 
-def quantize(fmt: str, weight: Tensor, importance: Tensor | None = None) -> Parts:
+def quantize(fmt: str, weight: Tensor, importance: Columns = None) -> Parts:
     """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them
 
-    importance: fp32[..., 1, I] from 0, of columns; None: all are equal
+    importance: fp32[..., 1, I] from 0, of columns, or the turns of a matrix's; None: all are equal
     """
     known = parse_format(fmt)
     parts = {
         name: weight.new_empty([int(dim) for dim in part.shape], dtype=TORCH_DTYPES[part.dtype])
         for name, part in part_types(Type("fp32", tuple(weight.shape), fmt)).items()
     }
-    if importance is not None:
+    if isinstance(importance, Tensor):
         importance = importance.expand(*weight.shape[:-2], 1, weight.shape[-1]).to(weight.device)
     dtype = parts["values"].dtype
     for matrix, of_columns, of_matrix in _matrices(weight, importance, parts):
         factor = _set_factors(matrix, of_matrix, known)
         rows, columns = (size or dim for size, dim in zip(known.block, matrix.shape, strict=True))
-        step = max(AT_ONCE // matrix.shape[1] // rows * rows, rows)
+        num_elements = AT_ONCE if of_columns is None or isinstance(of_columns, Tensor) else AT_ONCE_IN_TURNS
+        step = max(num_elements // matrix.shape[1] // rows * rows, rows)
         for start in range(0, len(matrix), step):
             some = matrix[start : start + step].float()
             for name, made in PACK[known.kind](some, of_columns, rows, columns, factor, dtype).items():
@@ -78,11 +83,12 @@ def part_types(type: Type) -> dict[str, Type]:
     return types
 
 
-def _matrices(weight: Tensor, importance: Tensor | None, parts: Parts) -> Iterator[tuple[Tensor, Tensor | None, Parts]]:
+def _matrices(weight: Tensor, importance: Columns, parts: Parts) -> Iterator[tuple[Tensor, Columns, Parts]]:
     """A weight's matrices, each with its columns' importance and its parts; the experts of a stack one by one."""
     if weight.dim() == 2:
         yield weight, importance, parts
         return
+    assert not isinstance(importance, Turns), "turns are those of one matrix"
     for expert, matrix in enumerate(weight):
         of_columns = None if importance is None else importance[expert]
         yield matrix, of_columns, {name: part[expert] for name, part in parts.items()}
@@ -131,7 +137,7 @@ class Rounded(NamedTuple):
         )
 
 
-def pack_integers(weight: Tensor, columns: int, bits: int, importance: Tensor | None = None) -> Parts:
+def pack_integers(weight: Tensor, columns: int, bits: int, importance: Columns = None) -> Parts:
     """weight fp32[O, I] -> values u8[O, B, block bytes], scales fp32[O, B]; zero is the middle"""
     blocks, half = weight.view(len(weight), -1, columns), 1 << (bits - 1)
     weights = _by_block(importance, blocks)
@@ -151,11 +157,15 @@ def pack_integers(weight: Tensor, columns: int, bits: int, importance: Tensor | 
     for _ in range(NUM_FITS if importance is not None else 0):
         weighted = best.numbers * weights
         best = best.closer(round_by((weighted * blocks).sum(-1) / (weighted * best.numbers).sum(-1)))
-    values = (best.numbers + half).to(torch.uint8)
+    numbers = best.numbers
+    if isinstance(importance, Turns):
+        rounded = round_in_turns(weight, best.scales, importance, lambda x: x.round_().clamp_(-half, half - 1))
+        numbers = rounded.view_as(blocks)
+    values = (numbers + half).to(torch.uint8)
     return {"values": _pairs(values) if bits == 4 else values, "scales": best.scales}
 
 
-def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
+def pack_mxfp4(weight: Tensor, importance: Columns = None) -> Parts:
     """weight fp32[O, 32 B] -> values u8[O, B, 16], scales u8[O, B]"""
     blocks = weight.view(len(weight), -1, 32)
     weights = _by_block(importance, blocks)
@@ -169,7 +179,10 @@ def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
     best = round_by(exponents).closer(round_by(exponents + 1))
     if importance is not None:
         best = best.closer(round_by(exponents - 1))
-    return {"values": _pairs(best.numbers), "scales": (best.scales + 127).to(torch.uint8)}
+    numbers = best.numbers
+    if isinstance(importance, Turns):
+        numbers = _to_fp4(round_in_turns(weight, torch.exp2(best.scales), importance, _nearest_fp4).view_as(blocks))
+    return {"values": _pairs(numbers), "scales": (best.scales + 127).to(torch.uint8)}
 
 
 def pack_nvfp4(weight: Tensor, factor: Tensor) -> Parts:
@@ -180,10 +193,12 @@ def pack_nvfp4(weight: Tensor, factor: Tensor) -> Parts:
     return {"values": _pairs(numbers), "scales": scales}
 
 
-def _by_block(importance: Tensor | None, blocks: Tensor) -> Tensor:
+def _by_block(importance: Columns, blocks: Tensor) -> Tensor:
     """The importance of the columns of blocks [O, B, N], [1, B, N]; columns of none still count a little."""
     if importance is None:
         return blocks.new_ones(1, 1, 1)
+    if isinstance(importance, Turns):
+        return importance.importance.view(1, *blocks.shape[1:])
     return (importance + MIN_SHARE * importance.mean()).view(1, *blocks.shape[1:])
 
 
@@ -200,6 +215,13 @@ def _to_fp4(numbers: Tensor) -> Tensor:
 
 def _from_fp4(numbers: Tensor) -> Tensor:
     return torch.tensor(FP4, device=numbers.device)[numbers.int()]
+
+
+def _nearest_fp4(numbers: Tensor) -> Tensor:
+    """The nearest number of e2m1, whose numbers are 0.5 apart up to 2, 1 up to 4 and 2 up to 6."""
+    magnitudes = numbers.abs()
+    steps = (1 + (magnitudes >= 2).float() + 2 * (magnitudes >= 4).float()) / 2
+    return (numbers / steps).round_().mul_(steps).clamp_(-FP4_MAX, FP4_MAX)
 
 
 def _pairs(numbers: Tensor) -> Tensor:

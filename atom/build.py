@@ -70,7 +70,7 @@ from atom.weights.calibration import MAX_TOKENS, Calibration, read_built_in_text
 from atom.weights.evaluate import Loaded, Place
 from atom.weights.lora import LoraWeights, Sizes
 from atom.weights.packed_store import describe_file
-from atom.weights.quantize import takes_importance
+from atom.weights.quantize import is_calibrated
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
 TIMED_TOKENS = {"cpu": 64, "cuda": 2048}  # of the prompt whose time is compared with that of loading its KV
@@ -517,9 +517,9 @@ def plan_calibration(
     sources: str,
     tokenizer: Tokenizer | None = None,
 ) -> Calibration | None:
-    """Plan the calibration of weights that are packed to 4 bits; None: without one, or there are no such weights."""
-    formats = [fmt for fmt in formats_made(graph) if takes_importance(fmt)]
-    if not formats or config.quant.calibration == "none":
+    """Plan the calibration of weights that are packed while they load; None: there are none that it rounds."""
+    formats = [fmt for fmt in formats_made(graph) if is_calibrated(fmt, config.quant.calibration)]
+    if not formats:
         return None
     text, tokens = read_calibration_text(config), list[int]()
     try:
@@ -537,7 +537,7 @@ def plan_calibration(
     rounded = {
         leaf.name: recipe.fmt
         for recipe in semantic_graph(config).recipes()
-        if isinstance(recipe, Quantize) and takes_importance(recipe.fmt)
+        if isinstance(recipe, Quantize) and recipe.fmt in formats
         for leaf in leaves(recipe.part)
     }
     return Calibration(plain_graph(config), rounded, tokens, checkpoint, cache, sources)
@@ -560,12 +560,12 @@ def plain_graph(config: Config) -> Graph:
 def read_calibration_text(config: Config) -> str:
     """The text that quant.calibration names. ConfigError where it cannot be read."""
     path = config.quant.calibration
-    if path == "auto":
+    if path in ("auto", "prompt"):
         return PROMPT + "\n" + read_built_in_text()
     try:
         text = Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"quant.calibration={path}: {error}; set it to a text file, auto or none") from None
+        raise ConfigError(f"quant.calibration={path}: {error}; set it to a text file, auto, prompt or none") from None
     if not text.strip():
         raise ConfigError(f"quant.calibration={path}: the file is empty")
     return text

@@ -34,7 +34,7 @@ from atom.config.schema import (
 )
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import count_devices, find_device, is_built_for_amd
-from atom.dtypes import BY_NAME, FORMATS, FOUR_BITS, GGUF_FORMATS, ONLINE
+from atom.dtypes import BY_NAME, FORMATS, GGUF_FORMATS, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.sampling_params import out_of_range
 
@@ -588,8 +588,8 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
         raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
     kinds = {each.partition("[")[0] for each in (fmt, experts, head) if each}
-    if quant.calibration not in ("auto", "none") and not kinds & {*FOUR_BITS}:
-        why = "no weight is packed to 4 bits while it loads, as quant=int4 does"
+    if quant.calibration not in ("auto", "none") and not kinds & {*ONLINE}:
+        why = "no weight is packed while it loads, as quant=int4 does"
         raise ConfigError(f"quant.calibration={quant.calibration}: {why}; leave it out")
     return replace(quant, fmt=fmt, experts=experts, head=head or "plain", kv="auto")
 

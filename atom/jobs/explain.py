@@ -44,7 +44,7 @@ from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts, prefill_limit
 from atom.kernels import Target, find_target, tuned
 from atom.passes import PassReport
 from atom.pieces import identity
-from atom.weights.quantize import takes_importance
+from atom.weights.quantize import is_calibrated
 
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
@@ -172,7 +172,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
             fmt: {"stored_bytes": stored[fmt], "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
             for fmt, _ in (stored | Counter({fmt: size for fmt, size in held.items() if fmt not in BITS})).most_common()
         },
-        **({"calibration": config.quant.calibration} if any(map(takes_importance, formats_made(graph))) else {}),
+        **({"calibration": config.quant.calibration} if _may_calibrate(graph, config) else {}),
         "activations": Counter(
             node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
         ),
@@ -266,11 +266,18 @@ def limits(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str,
     }
 
 
+def _may_calibrate(graph: Graph, config: Config) -> bool:
+    """Whether weights are calibrated, or would be without quant.calibration=none."""
+    calibration = "auto" if config.quant.calibration == "none" else config.quant.calibration
+    return any(is_calibrated(fmt, calibration) for fmt in formats_made(graph))
+
+
 def _rounding(calibration: str) -> str:
     if calibration == "none":
         return "4 bits to the nearest: quant.calibration=none"
-    text = "the built-in prompt, if there is a tokenizer" if calibration == "auto" else calibration
-    return f"4 bits calibrated on {text}"
+    is_built_in = calibration in ("auto", "prompt")
+    text = "the built-in text, if there is a tokenizer" if is_built_in else calibration
+    return f"{'4 bits' if calibration == 'auto' else 'packed weights'} calibrated on {text}"
 
 
 def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:

@@ -64,7 +64,7 @@ from atom.weights.calibration import PREFIX, Calibration
 from atom.weights.evaluate import Loaded, Place, split_recipe
 from atom.weights.localize import localize
 from atom.weights.packed_store import PackedStore
-from atom.weights.quantize import quantize, takes_importance
+from atom.weights.quantize import quantize
 from atom.weights.rope import rope_freqs
 from atom.weights.sources import MappedSource, RandomSource, WeightSource
 from atom.weights.stream import StreamedSource
@@ -189,7 +189,7 @@ def load(
     sources: a digest of the code that does so, with which it is kept
     coordinates: of the rank whose parts are loaded; None: there is one rank
     place: takes each weight to where it is to be; None: it stays where it was made
-    calibration: rounds weights of 4 bits by what they are multiplied with; None: to the nearest
+    calibration: rounds weights by what they are multiplied with; None: to the nearest
     """
 
     def load_plain(recipe: Recipe) -> Any:
@@ -206,7 +206,7 @@ def load(
         nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache, device, sources, key, is_rounded)
     ) as store:
         opened = checkpoint if store is None else store.checkpoint
-        rounded = None if _is_all_kept(ordered, store) else calibration
+        rounded = None if calibration is None or _is_all_kept(ordered, store, calibration) else calibration
         if rounded is not None:
             opened = JoinedCheckpoint(opened, rounded.open(load_plain, device, progress), PREFIX)
 
@@ -232,9 +232,9 @@ def load(
     return {recipe: made[local] for recipe, local in own.items()}
 
 
-def _is_all_kept(recipes: Iterable[Recipe], store: PackedStore | None) -> bool:
+def _is_all_kept(recipes: Iterable[Recipe], store: PackedStore | None, calibration: Calibration) -> bool:
     """Whether all that a calibration rounds is kept in layouts from an earlier start."""
-    rounded = (recipe for recipe in recipes if any(map(takes_importance, packed_to(recipe))))
+    rounded = (recipe for recipe in recipes if not calibration.formats.isdisjoint(packed_to(recipe)))
     return all(store is not None and store.has_laid_out(recipe) for recipe in rounded)
 
 

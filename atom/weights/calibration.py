@@ -1,4 +1,4 @@
-"""Round weights to 4 bits by what linears multiply them with over a prompt.
+"""Round weights by what linears multiply them with over a prompt.
 
     calibration = Calibration(graph, formats, tokens, checkpoint, cache, sources)
     checkpoint = calibration.open(weights, device, progress)      # of the rounded weights, made by the first start
@@ -166,6 +166,7 @@ class Calibration:
     ) -> None:
         """formats: of stored tensors, by name. sources: a digest of what makes tensors"""
         self._graph, self._tokens, self._cache = graph, tokens, cache
+        self.formats = {*formats.values()}
         self._types = {  # of what is rounded, by name
             name: replace(unit.type, fmt=formats[name])
             for weight, moment in _weights_of(graph)

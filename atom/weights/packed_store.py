@@ -30,7 +30,7 @@ from atom.graph.recipes import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
 from atom.weights.evaluate import view
 from atom.weights.packed_file import PackedFile
-from atom.weights.quantize import part_types, takes_importance
+from atom.weights.quantize import part_types
 
 
 class PackedStore:
@@ -46,7 +46,7 @@ class PackedStore:
     ) -> None:
         """sources: a digest of what makes tensors of files
 
-        calibration: the key of what numbers are rounded by where that changes them; None: without
+        calibration: the key of what numbers are rounded by; None: to the nearest
         is_elsewhere: whether another file has a weight that is packed while it loads
         """
         laid_out = _laid_out(recipes) if device == "cpu" else {}
@@ -67,7 +67,7 @@ class PackedStore:
             "formats": ", ".join(formats),
             "recipes": digest(repr(packed)),
             "sources": sources,
-            "calibration": calibration if calibration and any(map(takes_importance, formats)) else "none",
+            "calibration": calibration or "none",
         }
         self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
         self._key = key_of(ingredients)

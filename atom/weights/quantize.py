@@ -41,9 +41,10 @@ Columns = Tensor | Turns | None  # their importance, and in which turns they are
 Rule = Callable[[Tensor, Columns, int, int, Tensor | None, torch.dtype], Parts]
 
 
-def takes_importance(fmt: str) -> bool:
-    """Whether the importance of columns changes how numbers of a format are rounded."""
-    return parse_format(fmt).kind in FOUR_BITS
+def is_calibrated(fmt: str, calibration: str) -> bool:
+    """Whether numbers of a format are rounded by what they are multiplied with: `quant.calibration` says so of all
+    formats by naming a text, and else of those of 4 bits alone."""
+    return calibration != "none" and (calibration != "auto" or parse_format(fmt).kind in FOUR_BITS)
 
 
 def quantize(fmt: str, weight: Tensor, importance: Columns = None) -> Parts:
@@ -108,15 +109,23 @@ def _set_factors(matrix: Tensor, parts: Parts, known: Format) -> Tensor | None:
     return factor
 
 
-def pack_scaled(weight: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Parts:
+def pack_scaled(weight: Tensor, rows: int, columns: int, dtype: torch.dtype, turns: Turns | None = None) -> Parts:
     """weight fp32[O, I] -> values fp8 or i8[O, I], scales fp32[⌈O / rows⌉, ⌈I / columns⌉]"""
     (num_rows, num_columns), is_fp8 = weight.shape, dtype.is_floating_point
     padded = F.pad(weight, (0, -num_columns % columns, 0, -num_rows % rows))
     blocks = padded.view(-(-num_rows // rows), rows, -(-num_columns // columns), columns)
     largest = blocks.abs().amax((1, 3))
     scales = torch.where(largest > 0, largest, 1) / (FP8_MAX if is_fp8 else 127)
-    values = (blocks / scales[:, None, :, None]).view_as(padded)[:num_rows, :num_columns]
-    values = values.clamp_(-FP8_MAX, FP8_MAX) if is_fp8 else values.round_().clamp_(-127, 127)
+
+    def nearest(numbers: Tensor) -> Tensor:
+        if is_fp8:
+            return numbers.clamp_(-FP8_MAX, FP8_MAX).to(dtype).float()
+        return numbers.round_().clamp_(-127, 127)
+
+    if turns is not None:
+        values = round_in_turns(weight, scales.repeat_interleave(rows, 0)[:num_rows], turns, nearest)
+    else:
+        values = nearest((blocks / scales[:, None, :, None]).view_as(padded)[:num_rows, :num_columns])
     return {"values": values.to(dtype), "scales": scales}
 
 
@@ -237,7 +246,9 @@ def _need(factor: Tensor | None) -> Tensor:
 # by kind: (weight fp32[O, I], its columns' importance, rows and columns of a block, the tensor's factor, the dtype of
 # values)
 PACK: dict[str, Rule] = {
-    "scaled": lambda weight, importance, rows, columns, factor, dtype: pack_scaled(weight, rows, columns, dtype),
+    "scaled": lambda weight, importance, rows, columns, factor, dtype: pack_scaled(
+        weight, rows, columns, dtype, importance if isinstance(importance, Turns) else None
+    ),
     "int4": lambda weight, importance, rows, columns, factor, dtype: pack_integers(weight, columns, 4, importance),
     "int8": lambda weight, importance, rows, columns, factor, dtype: pack_integers(weight, columns, 8),
     "mxfp4": lambda weight, importance, rows, columns, factor, dtype: pack_mxfp4(weight, importance),

@@ -139,16 +139,19 @@ def test_errors_are_made_up_for_as_gptq_does(num_tokens: int, kept: float):
     assert error < 0.5 * ((x @ (plain - weight).T) ** 2).sum()
 
 
-def test_mxfp4_takes_turns_too_and_a_moment_without_numbers_gives_none():
+@pytest.mark.parametrize(
+    ("fmt", "most"), [("mxfp4", 0.3), ("fp8[1, *]", 0.3), ("fp8[8, 32]", 0.3), ("int8[1, *]", 0.3)]
+)
+def test_other_formats_take_turns_too_and_a_moment_without_numbers_gives_none(fmt: str, most: float):
     random = torch.Generator().manual_seed(8)
     weight, x = torch.randn(16, 64, generator=random), torch.randn(100, 8, generator=random)
     x = x @ torch.randn(8, 64, generator=random)
-    moment, type = x.T @ x / len(x), Type("fp32", (16, 64), "mxfp4")
+    moment, type = x.T @ x / len(x), Type("fp32", (16, 64), fmt)
     errors = [
-        float((x @ (PackedWeight(type, quantize("mxfp4", weight, by)).unpack() - weight).T).square().sum())
+        float((x @ (PackedWeight(type, quantize(fmt, weight, by)).unpack() - weight).T).square().sum())
         for by in (moment.diagonal()[None], plan_turns(moment, 4096))
     ]
-    assert errors[1] < 0.3 * errors[0]
+    assert errors[1] < most * errors[0]
     assert plan_turns(moment * float("nan"), 4096) is None
     assert plan_turns(torch.zeros(64, 64), 4096) is not None
 
@@ -361,6 +364,12 @@ def test_formats_that_gain_nothing_measure_nothing(folder: Path, monkeypatch: py
         assert loaded(folder, f"quant.fmt={fmt}")
 
 
+def test_8_bits_are_calibrated_where_a_text_is_named(folder: Path):
+    plain = loaded(folder, "quant.fmt=fp8")
+    assert not are_same(loaded(folder, "quant.fmt=fp8", "quant.calibration=prompt"), plain)
+    assert are_same(loaded(folder, "quant.fmt=fp8"), plain)
+
+
 def test_weights_that_no_kernel_takes_are_rounded_the_same(folder: Path):
     """At level 0 they are unpacked while they load."""
     config = [f"checkpoint={folder}", "device=cpu", "dtype=fp32", f"cache={folder}.cache", "quant.fmt='int4[1, 16]'"]
@@ -406,13 +415,13 @@ def test_texts_that_cannot_be_used_are_refused(folder: Path):
     (folder.parent / "empty.txt").write_text("\n")
     with pytest.raises(ConfigError, match=r"empty.txt: the file is empty"):
         loaded(folder, f"quant.calibration={folder.parent / 'empty.txt'}")
-    with pytest.raises(ConfigError, match=r"quant.calibration=some.txt: no weight is packed to 4 bits"):
-        loaded(folder, "quant.fmt=fp8", "quant.calibration=some.txt")
+    with pytest.raises(ConfigError, match=r"quant.calibration=some.txt: no weight is packed while it loads"):
+        loaded(folder, "quant.fmt=none", "quant.calibration=some.txt")
 
 
 @pytest.mark.parametrize(
     ("calibration", "line"),
-    [("auto", "on the built-in prompt, if there is a tokenizer"), ("none", "nearest: quant.calibration=none")],
+    [("auto", "on the built-in text, if there is a tokenizer"), ("none", "nearest: quant.calibration=none")],
 )
 def test_explain_says_how_weights_are_rounded(
     calibration: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]

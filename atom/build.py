@@ -38,6 +38,7 @@ from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
 from atom.passes.context import PassContext
 from atom.passes.lower_moe import lower_moe
+from atom.passes.quantize import leaves_act
 from atom.pieces import sources_of
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
@@ -441,7 +442,10 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
     try:
         if checkpoint is None and is_here(config):
             checkpoint = open_checked(config, progress, opened)
-        return compile_model(config, progress, cache, check=check, stage=stage)
+        compiled = compile_model(config, progress, cache, check=check, stage=stage)
+        for line in left_plain(compiled.graph, config):
+            print(f"atom-run: quant.act={config.quant.act}: {line}", file=sys.stderr)
+        return compiled
     finally:
         opened.close()
         for line in cache.warnings:
@@ -455,6 +459,12 @@ def refuse_act(graph: Graph, config: Config) -> None:
         if "act" in node.kwargs and node.meta.get("kernel") == "reference" and config.level != 0:
             reasons = "; ".join(node.meta["notes"])
             raise UnsupportedError(f"quant.act={config.quant.act}: {reasons}; leave quant.act out")
+
+
+def left_plain(graph: Graph, config: Config) -> list[str]:
+    """What quant.act asks for and experts do not get, in words: their kernels multiply fp8 in blocks of 128 x 128."""
+    nodes = (node for program in graph.programs.values() for node in program.nodes)
+    return [*dict.fromkeys(filter(None, map(leaves_act, nodes)))] if config.quant.asks_act else []
 
 
 def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:

@@ -26,7 +26,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.build import cache_kinds, digest_of, formats_made, limits_of, mtp_patterns
+from atom.build import cache_kinds, digest_of, formats_made, left_plain, limits_of, mtp_patterns
 from atom.cache import Cache, key_of
 from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
@@ -176,6 +176,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
         "activations": Counter(
             node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
         ),
+        "left_plain": left_plain(graph, config),
         "left_out": mtp_patterns(config),
         **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
         **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
@@ -314,6 +315,8 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         yield "rounding", _rounding(result["calibration"])
     for act, num_linears in result["activations"].items():
         yield "activations", f"{act} in {num_linears} linears, where there are many rows"
+    for line in result["left_plain"]:
+        yield "activations", f"quant.act={config.quant.act}: {line}"
     if "draft_bytes" in result:
         yield "drafts", f"{_size(result['draft_bytes'])} of weights are read for a token of a sequence"
     if "draft_counts" in result:

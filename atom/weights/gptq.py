@@ -26,14 +26,15 @@ AT_ONCE = 128  # columns, behind which the others are changed
 class Turns(NamedTuple):
     """The columns of a weight in the order in which they are rounded."""
 
-    importance: Tensor  # fp32[1, I], as the columns are stored
+    importance: Tensor  # fp32[1, I]: mean squares, as the columns are stored
     order: Tensor  # i64[I]
     shares: Tensor  # fp32[I, I], in the order: of a column's error, what each that follows takes
 
 
 def plan_turns(moment: Tensor, num_tokens: int) -> Turns | None:
     """moment fp32[I, I]: the mean of x xᵀ over so many tokens; None where it is not finite."""
-    importance = moment.diagonal() + MIN_SHARE * moment.diagonal().mean()
+    diagonal = moment.diagonal()
+    importance = diagonal + MIN_SHARE * diagonal.mean()
     importance = torch.where(importance > 0, importance, 1)
     order = importance.argsort(descending=True, stable=True)
     root = importance[order].sqrt()
@@ -44,7 +45,7 @@ def plan_turns(moment: Tensor, num_tokens: int) -> Turns | None:
     if failed or not lower.isfinite().all():
         return None
     upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    return Turns(importance[None], order, upper / upper.diagonal()[:, None] * (root[:, None] / root))
+    return Turns(diagonal[None], order, upper / upper.diagonal()[:, None] * (root[:, None] / root))
 
 
 def shrinkage(num_columns: int, num_tokens: int) -> float:

@@ -29,7 +29,7 @@ from atom.graph.unpack import FP4
 from atom.weights.gptq import MIN_SHARE, Turns, round_in_turns
 
 AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
-AT_ONCE_IN_TURNS = 1 << 26  # which takes a step a column, however many rows there are
+AT_ONCE_ON_CPU = 1 << 18  # which stay in a core's cache
 FP8_MAX, FP4_MAX = 448.0, 6.0
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range that a block's largest number asks for
 # the same where columns have an importance; below 0: its sign is that of the smaller half of integers
@@ -37,8 +37,7 @@ WEIGHTED_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, -1.0, -0.9, -0.8, -0.7)
 NUM_FITS = 3  # times that scales are fitted to rounded numbers
 
 Parts = dict[str, Tensor]
-Columns = Tensor | Turns | None  # their importance, and in which turns they are rounded; None: all are equal
-Rule = Callable[[Tensor, Columns, int, int, Tensor | None, torch.dtype], Parts]
+Rule = Callable[[Tensor, Tensor | None, int, int, Tensor | None, torch.dtype], Parts]
 
 
 def is_calibrated(fmt: str, calibration: str) -> bool:
@@ -47,7 +46,7 @@ def is_calibrated(fmt: str, calibration: str) -> bool:
     return calibration != "none" and (calibration != "auto" or parse_format(fmt).kind in FOUR_BITS)
 
 
-def quantize(fmt: str, weight: Tensor, importance: Columns = None) -> Parts:
+def quantize(fmt: str, weight: Tensor, importance: Tensor | Turns | None = None) -> Parts:
     """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them
 
     importance: fp32[..., 1, I] from 0, of columns, or the turns of a matrix's; None: all are equal
@@ -57,19 +56,23 @@ def quantize(fmt: str, weight: Tensor, importance: Columns = None) -> Parts:
         name: weight.new_empty([int(dim) for dim in part.shape], dtype=TORCH_DTYPES[part.dtype])
         for name, part in part_types(Type("fp32", tuple(weight.shape), fmt)).items()
     }
-    if isinstance(importance, Tensor):
+    turns = importance if isinstance(importance, Turns) else None
+    if turns is not None:
+        importance = turns.importance
+    if importance is not None:
         importance = importance.expand(*weight.shape[:-2], 1, weight.shape[-1]).to(weight.device)
     dtype = parts["values"].dtype
     for matrix, of_columns, of_matrix in _matrices(weight, importance, parts):
         factor = _set_factors(matrix, of_matrix, known)
         rows, columns = (size or dim for size, dim in zip(known.block, matrix.shape, strict=True))
-        num_elements = AT_ONCE if of_columns is None or isinstance(of_columns, Tensor) else AT_ONCE_IN_TURNS
-        step = max(num_elements // matrix.shape[1] // rows * rows, rows)
+        step = max((AT_ONCE_ON_CPU if weight.is_cpu else AT_ONCE) // matrix.shape[1] // rows * rows, rows)
         for start in range(0, len(matrix), step):
             some = matrix[start : start + step].float()
             for name, made in PACK[known.kind](some, of_columns, rows, columns, factor, dtype).items():
                 first = start // rows if known.parts[name].holds == "blocks" else start
                 of_matrix[name][first : first + len(made)] = made
+        if turns is not None:
+            _round_in_turns(matrix.float(), of_matrix, turns, known.kind, rows)
     if "mins" in parts:
         parts["mins"].copy_(parts["scales"] * -(1 << (known.bits - 1)))
     return parts
@@ -84,12 +87,11 @@ def part_types(type: Type) -> dict[str, Type]:
     return types
 
 
-def _matrices(weight: Tensor, importance: Columns, parts: Parts) -> Iterator[tuple[Tensor, Columns, Parts]]:
+def _matrices(weight: Tensor, importance: Tensor | None, parts: Parts) -> Iterator[tuple[Tensor, Tensor | None, Parts]]:
     """A weight's matrices, each with its columns' importance and its parts; the experts of a stack one by one."""
     if weight.dim() == 2:
         yield weight, importance, parts
         return
-    assert not isinstance(importance, Turns), "turns are those of one matrix"
     for expert, matrix in enumerate(weight):
         of_columns = None if importance is None else importance[expert]
         yield matrix, of_columns, {name: part[expert] for name, part in parts.items()}
@@ -109,24 +111,15 @@ def _set_factors(matrix: Tensor, parts: Parts, known: Format) -> Tensor | None:
     return factor
 
 
-def pack_scaled(weight: Tensor, rows: int, columns: int, dtype: torch.dtype, turns: Turns | None = None) -> Parts:
+def pack_scaled(weight: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Parts:
     """weight fp32[O, I] -> values fp8 or i8[O, I], scales fp32[⌈O / rows⌉, ⌈I / columns⌉]"""
     (num_rows, num_columns), is_fp8 = weight.shape, dtype.is_floating_point
     padded = F.pad(weight, (0, -num_columns % columns, 0, -num_rows % rows))
     blocks = padded.view(-(-num_rows // rows), rows, -(-num_columns // columns), columns)
     largest = blocks.abs().amax((1, 3))
     scales = torch.where(largest > 0, largest, 1) / (FP8_MAX if is_fp8 else 127)
-
-    def nearest(numbers: Tensor) -> Tensor:
-        if is_fp8:
-            return numbers.clamp_(-FP8_MAX, FP8_MAX).to(dtype).float()
-        return numbers.round_().clamp_(-127, 127)
-
-    if turns is not None:
-        values = round_in_turns(weight, scales.repeat_interleave(rows, 0)[:num_rows], turns, nearest)
-    else:
-        values = nearest((blocks / scales[:, None, :, None]).view_as(padded)[:num_rows, :num_columns])
-    return {"values": values.to(dtype), "scales": scales}
+    values = (blocks / scales[:, None, :, None]).view_as(padded)[:num_rows, :num_columns]
+    return {"values": _nearest_of(dtype)(values).to(dtype), "scales": scales}
 
 
 class Rounded(NamedTuple):
@@ -146,7 +139,7 @@ class Rounded(NamedTuple):
         )
 
 
-def pack_integers(weight: Tensor, columns: int, bits: int, importance: Columns = None) -> Parts:
+def pack_integers(weight: Tensor, columns: int, bits: int, importance: Tensor | None = None) -> Parts:
     """weight fp32[O, I] -> values u8[O, B, block bytes], scales fp32[O, B]; zero is the middle"""
     blocks, half = weight.view(len(weight), -1, columns), 1 << (bits - 1)
     weights = _by_block(importance, blocks)
@@ -166,15 +159,11 @@ def pack_integers(weight: Tensor, columns: int, bits: int, importance: Columns =
     for _ in range(NUM_FITS if importance is not None else 0):
         weighted = best.numbers * weights
         best = best.closer(round_by((weighted * blocks).sum(-1) / (weighted * best.numbers).sum(-1)))
-    numbers = best.numbers
-    if isinstance(importance, Turns):
-        rounded = round_in_turns(weight, best.scales, importance, lambda x: x.round_().clamp_(-half, half - 1))
-        numbers = rounded.view_as(blocks)
-    values = (numbers + half).to(torch.uint8)
+    values = (best.numbers + half).to(torch.uint8)
     return {"values": _pairs(values) if bits == 4 else values, "scales": best.scales}
 
 
-def pack_mxfp4(weight: Tensor, importance: Columns = None) -> Parts:
+def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
     """weight fp32[O, 32 B] -> values u8[O, B, 16], scales u8[O, B]"""
     blocks = weight.view(len(weight), -1, 32)
     weights = _by_block(importance, blocks)
@@ -188,10 +177,28 @@ def pack_mxfp4(weight: Tensor, importance: Columns = None) -> Parts:
     best = round_by(exponents).closer(round_by(exponents + 1))
     if importance is not None:
         best = best.closer(round_by(exponents - 1))
-    numbers = best.numbers
-    if isinstance(importance, Turns):
-        numbers = _to_fp4(round_in_turns(weight, torch.exp2(best.scales), importance, _nearest_fp4).view_as(blocks))
-    return {"values": _pairs(numbers), "scales": (best.scales + 127).to(torch.uint8)}
+    return {"values": _pairs(best.numbers), "scales": (best.scales + 127).to(torch.uint8)}
+
+
+def _round_in_turns(weight: Tensor, parts: Parts, turns: Turns, kind: str, rows: int) -> None:
+    """Round a matrix again by the scales of its parts, column by column. rows: of a block"""
+    values, scales = parts["values"], parts["scales"]
+    if kind == "scaled":
+        by_row = scales.repeat_interleave(rows, 0)[: len(weight)]
+        values.copy_(round_in_turns(weight, by_row, turns, _nearest_of(values.dtype)))
+    elif kind == "int4":
+        numbers = round_in_turns(weight, scales.float(), turns, lambda x: x.round_().clamp_(-8, 7))
+        values.copy_(_pairs((numbers + 8).to(torch.uint8)).view_as(values))
+    elif kind == "mxfp4":
+        numbers = round_in_turns(weight, torch.exp2(scales.float() - 127), turns, _nearest_fp4)
+        values.copy_(_pairs(_to_fp4(numbers)).view_as(values))
+
+
+def _nearest_of(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The rounding to fp8 or i8, which may change what it is given; numbers in float32."""
+    if dtype.is_floating_point:
+        return lambda numbers: numbers.clamp_(-FP8_MAX, FP8_MAX).to(dtype).float()
+    return lambda numbers: numbers.round_().clamp_(-127, 127)
 
 
 def pack_nvfp4(weight: Tensor, factor: Tensor) -> Parts:
@@ -202,12 +209,10 @@ def pack_nvfp4(weight: Tensor, factor: Tensor) -> Parts:
     return {"values": _pairs(numbers), "scales": scales}
 
 
-def _by_block(importance: Columns, blocks: Tensor) -> Tensor:
+def _by_block(importance: Tensor | None, blocks: Tensor) -> Tensor:
     """The importance of the columns of blocks [O, B, N], [1, B, N]; columns of none still count a little."""
     if importance is None:
         return blocks.new_ones(1, 1, 1)
-    if isinstance(importance, Turns):
-        return importance.importance.view(1, *blocks.shape[1:])
     return (importance + MIN_SHARE * importance.mean()).view(1, *blocks.shape[1:])
 
 
@@ -246,9 +251,7 @@ def _need(factor: Tensor | None) -> Tensor:
 # by kind: (weight fp32[O, I], its columns' importance, rows and columns of a block, the tensor's factor, the dtype of
 # values)
 PACK: dict[str, Rule] = {
-    "scaled": lambda weight, importance, rows, columns, factor, dtype: pack_scaled(
-        weight, rows, columns, dtype, importance if isinstance(importance, Turns) else None
-    ),
+    "scaled": lambda weight, importance, rows, columns, factor, dtype: pack_scaled(weight, rows, columns, dtype),
     "int4": lambda weight, importance, rows, columns, factor, dtype: pack_integers(weight, columns, 4, importance),
     "int8": lambda weight, importance, rows, columns, factor, dtype: pack_integers(weight, columns, 8),
     "mxfp4": lambda weight, importance, rows, columns, factor, dtype: pack_mxfp4(weight, importance),

@@ -334,7 +334,7 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
         tensor = _fill(plain, _empty(plain.type, device), source)
         source.flush()
         made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
-        if source.packed:
+        if source.packed and isinstance(recipe, Quantize):
             source.packed.write(recipe, made.parts)
         return made
     parts = parts or parts_of(recipe)

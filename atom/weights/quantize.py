@@ -56,9 +56,9 @@ def quantize(fmt: str, weight: Tensor, importance: Tensor | Turns | None = None)
         name: weight.new_empty([int(dim) for dim in part.shape], dtype=TORCH_DTYPES[part.dtype])
         for name, part in part_types(Type("fp32", tuple(weight.shape), fmt)).items()
     }
-    turns = importance if isinstance(importance, Turns) else None
-    if turns is not None:
-        importance = turns.importance
+    turns = None
+    if isinstance(importance, Turns):
+        turns, importance = importance, importance.importance
     if importance is not None:
         importance = importance.expand(*weight.shape[:-2], 1, weight.shape[-1]).to(weight.device)
     dtype = parts["values"].dtype

@@ -124,7 +124,12 @@ class LLMEngine:
             tokenizer = tokenizer.with_template(chat_template)
         if not messages:
             raise RequestError("messages is empty; give at least one message")
-        conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations: list[Any] = (
+            [messages] if isinstance(messages, str | Mapping) or is_message(messages[0]) else messages
+        )
+        for each in conversations:
+            if isinstance(each, str | Mapping) or not all(map(is_message, each)):
+                raise RequestError(f'{each!r:.200} is no conversation; give [{{"role": "user", "content": …}}]')
         values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
         encoded = [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
         return self.generate(encoded, sampling_params, adapters, use_tqdm)
@@ -224,7 +229,7 @@ class LLMEngine:
         params = sampling_params_list
         if params is None:
             params = SamplingParams(**self.config.sampling.values())
-        every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        every: list[Any] = [params] * len(prompts) if isinstance(params, SamplingParams | Mapping) else list(params)
         if len(every) != len(prompts):
             raise RequestError(f"{len(every)} sampling params for {len(prompts)} prompts; give one, or one for each")
         if wrong := [one for one in every if not isinstance(one, SamplingParams)]:
@@ -307,6 +312,10 @@ class LLMEngine:
 class _Closed:
     def __getattr__(self, name: str) -> Any:
         raise EngineDeadError("the engine is closed")
+
+
+def is_message(given: Any) -> bool:
+    return isinstance(given, Mapping) and "role" in given
 
 
 def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> list[str | None]:

@@ -1,7 +1,7 @@
 """The process of a rank beside the one that drives.
 
-`build.start_ranks` starts it, or on another host a supervisor does (`runtime.remote_ranks`). It opens the model that
-the driver has compiled, with its own parts of the weights, and takes the driver's steps.
+`build.ranks.start_ranks` starts it, or on another host a supervisor does (`runtime.remote_ranks`). It opens the model
+that the driver has compiled, with its own parts of the weights, and takes the driver's steps.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ import functools
 import gc
 import os
 import pickle
+import random
 import signal
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
@@ -30,6 +32,37 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+    patch_lang, tl = interpreter._patch_lang, interpreter.tl
+
+    @functools.cache
+    def languages_of(kernel: Any) -> list[Any]:
+        return [value for value in kernel.__globals__.values() if value is tl or value is tl.core]
+
+    def patch_lang_once(kernel: Any) -> Any:
+        """A launch patches triton.language; each call of a device function would patch it again, in half of the time."""
+        if all(language.static_print is print for language in languages_of(kernel)):
+            return interpreter._LangPatchScope()
+        return patch_lang(kernel)
+
+    interpreter._patch_lang = patch_lang_once
+
+    get_np_dtype, np_dtypes = interpreter._get_np_dtype, {}
+
+    def get_np_dtype_once(type: Any) -> Any:
+        if type.name not in np_dtypes:
+            np_dtypes[type.name] = get_np_dtype(type)
+        return np_dtypes[type.name]
+
+    interpreter._get_np_dtype = get_np_dtype_once  # which makes a table of all types each time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Numbers that a test draws do not depend on the tests before it; fixtures of its module draw first."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -38,7 +38,7 @@ def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -
     save_file(stored, target / "model.safetensors", {"format": "pt"})
     stated = json.loads((target / "config.json").read_text())
     stated |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
-    stated["model_type"] = tiny.MODEL_TYPES.get(name, stated["model_type"])
+    stated |= tiny.PUBLISHED.get(name, {})
     (target / "config.json").write_text(json.dumps(stated))
     return target
 

@@ -191,7 +191,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 def test_ctrl_c_ends_with_130(tmp_path: Path):
     program = "import sys, time, types\nfrom atom.cli import main\nmodule = types.ModuleType('x')\n"
-    program += "module.run = lambda config: (print('ready', flush=True), time.sleep(30))\n"
+    program += "module.run = lambda *_: (print('ready', flush=True), time.sleep(30))\n"
     program += "sys.modules['atom.jobs.serve'] = module\nsys.exit(main([]))"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT

@@ -119,8 +119,7 @@ def opened(folder: Path, **fields: Any) -> LLMEngine:
     return LLMEngine(str(folder), **fields)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "num_drafts"), [(name, 3 - at % 2 * 2) for at, name in enumerate(CASES)])
 def test_drafts_are_those_of_the_double(
     name: str, num_drafts: int, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ):
@@ -148,7 +147,7 @@ def test_drafts_are_those_of_the_double(
 
 
 LIMITS = {"roomy": {}, "eventful": EVENTFUL, "busy": BUSY}
-METHODS = ["mtp_deepseek_v3", "eagle3_qwen3", "draft_llama"]  # run ahead by each number, the other cases by one
+METHODS = ["mtp_deepseek_v3", "eagle3_qwen3", "draft_llama"]  # with all limits, and each number of steps ahead in one
 
 
 @pytest.mark.parametrize(
@@ -156,8 +155,12 @@ METHODS = ["mtp_deepseek_v3", "eagle3_qwen3", "draft_llama"]  # run ahead by eac
     [
         (name, limits, run_ahead)
         for at, name in enumerate(CASES)
-        for limits in (LIMITS if name in METHODS else ["roomy", "eventful"])
-        for run_ahead in (range(3) if name in METHODS else [at % 2 * 2 if limits == "roomy" else 2 - at % 3])
+        for place, limits in enumerate(LIMITS if name in METHODS else ["roomy", "eventful"])
+        for run_ahead in (
+            [(METHODS.index(name) + place) % 3]
+            if name in METHODS
+            else [at % 2 * 2 if limits == "roomy" else 2 - at % 3]
+        )
     ],
 )
 def test_tokens_are_those_of_none(
@@ -165,7 +168,7 @@ def test_tokens_are_those_of_none(
     tokens_of_none: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     case = case_of(name)
-    monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+    monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
     counts = count_beside_prompts(monkeypatch)
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **LIMITS[limits])
     for _ in range(2 if limits == "eventful" else 1):  # the second time with prefix hits
@@ -215,7 +218,7 @@ def test_padded_steps_give_the_tokens_of_none(
 ):  # fmt: skip
     """As a CUDA graph pads them."""
     case = case_of(name)
-    monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+    monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
     monkeypatch.setattr(Graphs, "draft_sizes", ((3, 2), (7, 2), (16, 2)))
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, max_num_seqs=16)
     assert tokens_of(engine, SINGLE, EVERY) == tokens_of_none(name)

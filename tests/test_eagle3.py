@@ -17,7 +17,8 @@ from law import assert_same_logits
 from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine, SamplingParams, weights
-from atom.build import check_weights, load_weights, open_engine
+from atom.build import load_weights, open_engine
+from atom.build.checks import check_weights
 from atom.cache import Cache, key_of
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph, semantic_graph

@@ -25,8 +25,10 @@ from atom.runtime.types import RequestOutput
 
 pytestmark = pytest.mark.early
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=64)
 EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
+EVENTFUL_AT = [("llama", 0), ("qwen3_window", 0), *((name, 1) for name in EVENTFUL)]
 
 SCHEDULED = {  # by level, the others are slow: at 0 each kind of cache and of layer, at 1 every model file
     0: ["deepseek_v3", "gemma3", "gpt_oss", "phi3", "qwen3_moe"],
@@ -45,12 +47,12 @@ def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model
 @pytest.mark.parametrize(
     ("name", "level"),
     [
-        pytest.param(name, level, marks=() if level == 1 or name in tiny.MODEL_FILES else pytest.mark.slow)
+        pytest.param(name, level, marks=() if level == 1 or name in SCHEDULED[0] else pytest.mark.slow)
         for name in tiny.VARIANTS
         for level in (0, 1)
     ],
 )
-def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
+def test_logits_at_every_position_and_24_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
     engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
     tokens = tiny.prompt(100)
     assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
@@ -92,8 +94,7 @@ def test_bad_words_and_allowed_tokens_are_those_of_transformers(tmp_path: Path):
     engine.close()
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (1, 15, 16, 17, 2, 48, 33)]
     engine = open_engine(name, level=level)
@@ -101,8 +102,7 @@ def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int,
     assert engine.metrics.scheduler.num_steps < 2 * GREEDY.max_tokens, "they ran together"
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (3, 61, 20, 50)]
     engine = open_engine(name, level=level, max_num_batched_tokens=7, block_size=3)
@@ -110,8 +110,7 @@ def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_en
     assert engine.metrics.scheduler.num_chunks > 10
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_prefix_hits_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     engine = open_engine(name, level=level, enable_prefix_caching=True, block_size=4)
     shared = tiny.prompt(37)
@@ -124,18 +123,17 @@ def test_prefix_hits_change_nothing(name: str, level: int, open_engine: Open, re
 def test_an_answer_is_a_prefix_for_the_next_turn(open_engine: Open, references: Any):
     engine = open_engine("llama", enable_prefix_caching=True, block_size=4)
     first = tiny.prompt(10)
-    (answer,) = engine.generate([first], GREEDY)
+    (answer,) = engine.generate([first], LONG)
     second = first + answer["token_ids"] + tiny.prompt(5, seed=3)
     assert_greedy(engine.generate([second], GREEDY), [second], references("llama"))
     assert engine.metrics.scheduler.num_prefix_hit_tokens >= 72, "blocks that decoding filled were found"
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", EVENTFUL)
+@pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (30, 25, 41)]
     engine = open_engine(name, level=level, num_kvcache_blocks=27, block_size=4, max_model_len=106)
-    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert_greedy(engine.generate(prompts, LONG), prompts, references(name))
     if "window" not in name:
         assert engine.metrics.scheduler.num_preemptions > 0
 
@@ -566,7 +564,7 @@ def test_statistics_of_drafts(open_engine: Open, capsys: pytest.CaptureFixture[s
 
 def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
     folder = serving.save_talker(tmp_path / "talker")
-    engine = LLMEngine(model=str(folder), level=1, dtype="fp32", kv_cache_memory=1 << 22, max_model_len=1024)
+    engine = LLMEngine(model=str(folder), level=1, dtype=torch.float32, kv_cache_memory=1 << 22, max_model_len=1024)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -593,10 +591,17 @@ def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
     ]
     with pytest.raises(RequestError, match="add_generation_prompt=False"):
         engine.chat(begun, greedy, continue_final_message=True)
+    for wrong in ("hello", ["hello"], {"role": "user", "content": "hello"}, [{"content": "hello"}], [asked, "hello"]):
+        with pytest.raises(RequestError, match="is no conversation; give"):
+            engine.chat(wrong, greedy)  # type: ignore[arg-type]
     ids = theirs("hello")["input_ids"]
     forms: list[Any] = ["hello", ["hello"], [ids], {"prompt": "hello"}, [{"prompt_token_ids": ids}]]
     expected = engine.generate([ids], greedy)[0]["token_ids"]
     assert [engine.generate(form, greedy)[0]["token_ids"] for form in forms] == [expected] * len(forms)
+    with pytest.raises(RequestError, match=r"1 is not a prompt; .* as in \[\[1, 2\]\]"):
+        engine.generate([1, 2], greedy)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match=r"\{'max_tokens': 3\} is no SamplingParams"):
+        engine.generate("hello", {"max_tokens": 3})  # type: ignore[arg-type]
     engine.close()
 
 
@@ -628,11 +633,11 @@ def test_scores_are_cosines_of_the_hidden_states_of_transformers(open_engine: Op
         torch.testing.assert_close(torch.tensor(each["embedding"]), unit, atol=2e-5, rtol=0)
 
 
-def test_an_embedding_model_pools_as_its_files_say(references: Any, tmp_path: Path, checkpoints: Callable[[str], Path]):
-    folder = tmp_path / "embedder"  # as Qwen3-Embedding: the weights begin inside the model, without its head
+def test_an_embedding_model_pools_as_its_files_say(references: Any, tmp_path: Path):
+    folder = tmp_path / "embedder"  # as e5-mistral: the weights begin inside the model, without its head
     references("qwen3").model.save_pretrained(folder)
-    stated = json.loads((checkpoints("qwen3") / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**stated, "tie_word_embeddings": True}))
+    stated = json.loads((folder / "config.json").read_text())
+    assert (stated["architectures"], stated["tie_word_embeddings"]) == (["Qwen3Model"], False)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     (folder / "modules.json").write_text(json.dumps(modules))

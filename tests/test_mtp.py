@@ -18,7 +18,8 @@ from test_quantized import LAYOUTS, pack
 from torch import Tensor
 
 from atom import weights
-from atom.build import cache_kinds, check_weights, mtp_patterns
+from atom.build import cache_kinds, mtp_patterns
+from atom.build.checks import check_weights
 from atom.cache import Cache, key_of
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph, pieces_of, semantic_graph

@@ -35,6 +35,8 @@ from test_kv_scales import add_tokenizer
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, build
+from atom.build.kv_blocks import take_least
+from atom.build.ranks import check_same_weights, config_of, sample_weights, start_processes
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
 from atom.config.load import load
@@ -221,7 +223,7 @@ def test_a_rank_that_dies_or_stops_ends_the_engine(
 ):
     engine = open_engine("llama", **divided)
     engine.generate([[1, 2, 3]], GREEDY)
-    assert_ends_by_a_signal(engine, number, reason, within=6)
+    assert_ends_by_a_signal(engine, number, reason, within=20)
 
 
 def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str], Path]):
@@ -253,21 +255,23 @@ def test_each_rank_is_told_its_own_and_answers():
 
 
 def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 6)
-    monkeypatch.setattr(build, "RANK_ON_GPU", "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())")
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 6)
+    monkeypatch.setattr(
+        "atom.build.ranks.RANK_ON_GPU", "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())"
+    )
     fields = ["parallel=dp2_tp3", "device=cuda"]
     for visible, replica, expected in ((None, 0, [b"1", b"2"]), ("7,GPU-8f3, 5,4,3,1", 1, [b"3", b"1"])):
         stated = [] if visible is None else [f"parallel.visible_devices='{visible}'"]
         with contextlib.ExitStack() as started:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            ranks = Ranks(build.start_processes(load([*fields, *stated]), replica, started), [b"", b""])
+            ranks = Ranks(start_processes(load([*fields, *stated]), replica, started), [b"", b""])
             assert [ranks.receive(rank) for rank in (1, 2)] == expected
             ranks.close()
 
 
 def test_all_ranks_have_the_blocks_of_the_one_with_the_least_room():
     plans = [{"full": 9, "window": 4}, {"full": 7, "window": 6}, {"latent": 3}]
-    assert build.take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
+    assert take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
 
 
 def test_a_rank_holds_steps_until_its_device_is_through_with_them():
@@ -511,10 +515,10 @@ def test_a_rank_has_the_folders_of_its_host_and_else_the_driver_s_command_line(
     same: Any = Joined(
         msgspec.msgpack.encode(without_secrets(load([*save_hosts(tmp_path, 1), f"checkpoint={copied}", *fields])))
     )
-    own = build.config_of(same, 1, ours)
+    own = config_of(same, 1, ours)
     assert (own.checkpoint, own.cache, own.dtype) == (str(copied), str(tmp_path / "1"), "fp32")
     keyed = load([*save_hosts(tmp_path, 0), f"checkpoint={model}", *fields, "serve.http.api_keys=sesame"])
-    sent = build.config_of(Joined(b""), 1, keyed)  # type: ignore[arg-type]
+    sent = config_of(Joined(b""), 1, keyed)  # type: ignore[arg-type]
     assert sent == without_secrets(ours) and b"sesame" not in msgspec.msgpack.encode(sent)
     for change, name in (("seed=1", "seed"), ("serve.block_size=8", "serve")):
         said = msgspec.msgpack.encode(
@@ -524,7 +528,7 @@ def test_a_rank_has_the_folders_of_its_host_and_else_the_driver_s_command_line(
         with pytest.raises(
             ConfigError, match=f"rank 1: its command line differs in {name}; give all ranks the same one"
         ):
-            build.config_of(other, 1, ours)
+            config_of(other, 1, ours)
         assert f"differs in {name}" in other.refused
 
 
@@ -545,10 +549,10 @@ def test_ranks_compare_a_sample_of_the_weights_that_all_have_whole(checkpoints: 
     with contextlib.ExitStack() as opened:
         checkpoint = build.open_checked(config, SilentProgress(), opened)
         loaded = [build.load_weights(graph, checkpoint, config, SilentProgress(), rank) for rank in range(2)]
-    samples = [build.sample_weights(tensors) for tensors in loaded]
-    build.check_same_weights(samples)
+    samples = [sample_weights(tensors) for tensors in loaded]
+    check_same_weights(samples)
     changed = next(tensor for recipe, tensor in loaded[1].items() if isinstance(recipe, W) and "norm" in recipe.name)
     assert isinstance(changed, torch.Tensor)
     other = {recipe: tensor + 1e-3 if tensor is changed else tensor for recipe, tensor in loaded[1].items()}
     with pytest.raises(CheckpointError, match="rank 1 has other weights than rank 0: each host needs the same files"):
-        build.check_same_weights([samples[0], build.sample_weights(other)])
+        check_same_weights([samples[0], sample_weights(other)])

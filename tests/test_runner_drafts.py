@@ -38,8 +38,8 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has runners draft, and run ahead, as on a GPU."""
 
     def use(run_ahead: int, how: Drafting = LOOKED_UP) -> None:
-        monkeypatch.setattr("atom.build.drafting_of", lambda config: how)
-        monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+        monkeypatch.setattr("atom.build.settings.drafting_of", lambda config: how)
+        monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
 
     return use
 
@@ -101,13 +101,21 @@ def test_padded_steps_give_the_tokens_of_none(
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("run_ahead", RUN_AHEADS)
-@pytest.mark.parametrize("turns", [[[True] * 3], [[False] * 3], [[True, False, True], [True] * 3, [False], [True] * 2]],
-                         ids=["right", "wrong", "mixed"])  # fmt: skip
-@pytest.mark.parametrize("name", ["qwen3_window", "deepseek_v3", "gpt_oss"])
+TURNS = {"right": [[True] * 3], "wrong": [[False] * 3], "mixed": [[True, False, True], [True] * 3, [False], [True] * 2]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "run_ahead"),  # each two of them meet
+    [
+        (name, kind, RUN_AHEADS[(at + place) % 3])
+        for at, name in enumerate(["qwen3_window", "deepseek_v3", "gpt_oss"])
+        for place, kind in enumerate(TURNS)
+    ],
+)
 def test_whatever_is_drafted_the_tokens_are_those_of_none(
-    name: str, turns: list[list[bool]], run_ahead: int, open_engine: Open, drafting: Any, tell: Any
+    name: str, kind: str, run_ahead: int, open_engine: Open, drafting: Any, tell: Any
 ):
+    turns = TURNS[kind]
     params = [each for each in PARAMS if each.n == 1]
     every = prompts(len(params))
     expected = tokens_of(open_engine(name), params, every)

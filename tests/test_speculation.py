@@ -66,7 +66,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Has schedulers take a drafter."""
 
     def use(drafter: Any) -> None:
-        monkeypatch.setattr("atom.build.open_drafter", lambda config: drafter)
+        monkeypatch.setattr("atom.build.scheduling.open_drafter", lambda config: drafter)
 
     return use
 

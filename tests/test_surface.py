@@ -61,7 +61,7 @@ SAMPLING = {
 
 CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied head_bias residual weights ignore
-model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
+model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_scale logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
@@ -101,9 +101,10 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 """
 
 MODEL_FILES = """
-arcee auto decoder deepseek_v3 dots1 eagle3 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
-minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 starcoder2
-gpt_neox phi
+arcee auto bailing_moe_v2 cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
+gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoeshared helium hunyuan_dense hunyuan_moe
+hyperclovax internlm3 jais2 kimi_k2 llama mellum minimax_m2 ministral mistral mixtral nemotron olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
+qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
 """
 
 TOOL_FORMATS = """
@@ -191,6 +192,7 @@ LOCAL_IMPORTS = {
     "uvloop": "not for Windows",
     "vllm": "the extra vllm",
     # packages that take a launch, or --help, longer to import than all else that it does with them
+    "gguf": "only some types are dequantized by it",
     "huggingface_hub": "a benchmark of a folder's tokenizer has no use for it, nor has --help",
     "jinja2": "an engine process renders no chat template",
     "rich": "a bar on a terminal, a table that is asked for",
@@ -198,12 +200,12 @@ LOCAL_IMPORTS = {
     "tqdm": "a benchmark's --help has no bar",
     "transformers": "only some tokenizers need it, for half a second",
     # modules that import such packages
-    "atom.build.open_engine": "torch, as above",
-    "atom.checkpoint.gguf.GGUFCheckpoint": "gguf",
+    "atom.build": "torch, as above",
+    "atom.checkpoint.gguf.GGUFCheckpoint": "numpy, which a description of a folder does not need",
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.config.load": "hydra: a configuration that is loaded needs it no more",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
-    "atom.config.recipes.format_recipe": "yaml: a launch that finds its artifact writes no recipe",
+    "atom.config.recipes": "yaml: most launches name no recipe, and one that finds its artifact writes none",
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
@@ -444,8 +446,15 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
         ("from atom.cli import main; main(['--cfg', 'job'])", "torch triton transformers huggingface_hub gguf"),
         ("from atom.config.load import load; load()", "torch triton transformers huggingface_hub gguf"),
         ("import atom.checkpoint", "torch triton transformers"),
-        ("import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker", "torch triton transformers llguidance"),
-        ("import atom.serve.engine.worker, atom.build", "triton transformers llguidance hydra omegaconf yaml jinja2"),
+        (
+            "import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker",
+            "torch triton transformers llguidance hydra omegaconf gguf rich",
+        ),
+        (
+            "import atom.serve.engine.worker, atom.build, atom.checkpoint.gguf",
+            "triton transformers llguidance hydra omegaconf yaml jinja2 fastapi pydantic gguf sympy rich torch._dynamo "
+            "torch._inductor",
+        ),
         ("import atom.pieces.compile_workers", "triton transformers hydra omegaconf yaml torch._inductor"),
         (
             "import atom.benchmarks.benchmark_serving, atom.benchmarks.matrix, atom.benchmarks.compare",

@@ -19,6 +19,7 @@ import pytest
 from torch import Tensor
 
 from atom import build
+from atom.build import engine
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.config import Config
@@ -162,7 +163,7 @@ def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ThreadRanks]:
         made.append(ThreadRanks(config))
         return made[-1]
 
-    monkeypatch.setattr(build, "start_processes", lambda *_: [])
-    monkeypatch.setattr(build, "start_ranks", start)
-    monkeypatch.setattr(build, "connect", lambda ranks, *_: ThreadCommunicator(ranks.meeting, 0))
+    monkeypatch.setattr(engine, "start_processes", lambda *_: [])
+    monkeypatch.setattr(engine, "start_ranks", start)
+    monkeypatch.setattr(engine, "connect", lambda ranks, *_: ThreadCommunicator(ranks.meeting, 0))
     return made

@@ -157,12 +157,46 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}),
     "smollm3_window": ("SmolLM3Config", {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 12, "tie_word_embeddings": False,
                                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "hunyuan_dense": ("HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0,
+                                                                                   "factor": 1.0}}),
+}  # fmt: skip
+
+# Model files that put blocks together which those above have; one test holds each against transformers.
+COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bailing_moe_v2": ("SarvamMoEConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 16, "n_group": 2, "topk_group": 1}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "cwm": ("CwmConfig", {"rope_parameters": LLAMA3, "bos_token_id": 0, "eos_token_id": 0, "sliding_window": 13, "head_dim": 16}),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "head_dim": 16}),
+    "exaone": ("ExaoneConfig", {}),
+    "exaone_moe": ("ExaoneMoeConfig", {**EXPERTS, "num_experts": 8, "sliding_window": 11, "head_dim": 16, "n_group": 2, "topk_group": 1,
+                                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**MLA, **EXPERTS, "n_routed_experts": 8, "q_lora_rank": 20, "n_group": 1, "topk_group": 1}),
+    "granitemoeshared": ("GraniteMoeSharedConfig", {"num_local_experts": 6, "intermediate_size": 24, "shared_intermediate_size": 40, "residual_multiplier": 0.4,
+                                                    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 5.0}),
+    "helium": ("HeliumConfig", {"head_dim": 12}),
+    "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": [3, 3, 3]}),
+    "hyperclovax": ("HyperCLOVAXConfig", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5}),
+    "internlm3": ("InternLM3Config", {"head_dim": 16, "attention_bias": True, "mlp_bias": True,
+                                      "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e4, "factor": 6.0}}),
+    "jais2": ("Jais2Config", {}),
+    "mellum": ("MellumConfig", {**EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": 9,
+                                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "ministral": ("MinistralConfig", {"sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "solar_open": ("SolarOpenConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 16, "routed_scaling_factor": 2.5}),
+    "vaultgemma": ("VaultGemmaConfig", {"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 24}),
+    "youtu": ("YoutuConfig", {**MLA, "q_lora_rank": 20}),
 }  # fmt: skip
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
 MODEL_FILES = [name for name in VARIANTS if (CONF / f"{name}.yaml").exists()]  # a variant of each family
 
-MODEL_TYPES = {"kimi_k2": "kimi_k2"}  # what config.json says where transformers has no class of its own
+PUBLISHED: dict[str, dict[str, Any]] = {  # what config.json says where transformers writes something else
+    "kimi_k2": {"model_type": "kimi_k2"},
+    "internlm3": {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True},
+}
 
 
 def config(name: str) -> transformers.PreTrainedConfig:
@@ -189,9 +223,9 @@ def save(name: str, folder: Path) -> Path:
         torch.manual_seed(sum(map(ord, name)))
         model = randomized(config(name))
         model.save_pretrained(target, save_original_format="stacked" not in name)
-        if name in MODEL_TYPES:
+        if name in PUBLISHED:
             stated = json.loads((target / "config.json").read_text())
-            (target / "config.json").write_text(json.dumps({**stated, "model_type": MODEL_TYPES[name]}))
+            (target / "config.json").write_text(json.dumps({**stated, **PUBLISHED[name]}))
     return target
 
 

@@ -30,7 +30,11 @@ ROPE_KEYS = (  # keys of config.json that move into rope_parameters
     "original_max_position_embeddings",
 )
 
-ROPE_TYPES = {"su": "longrope", "mrope": "default"}  # an old name; of text alone, three equal positions are one
+ROPE_TYPES = {
+    "su": "longrope",  # an old name
+    "mrope": "default",  # of text alone, three equal positions are one
+    "dynamic": "default",  # up to max_position_embeddings, beyond which no sequence goes
+}
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,16 @@ def is_layer_type(config: Mapping[str, Any], key: str, value: Any) -> bool:
     return isinstance(value, dict) or (value is None and is_known)
 
 
+def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """The base of the frequencies where a fixed `alpha` stretches it, as in Hunyuan."""
+    try:
+        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return float(rope.get("rope_theta", 10000.0) * rope["alpha"] ** (dim / (dim - 2)))
+    except (TypeError, KeyError, ArithmeticError, ValueError) as error:
+        stated = f"alpha={rope['alpha']!r} in rope_parameters of config.json stretches no base"
+        raise CheckpointError(f"{stated} ({type(error).__name__}: {error}); download it again") from None
+
+
 def normalize_one_rope(
     parameters: Mapping[str, Any], config: Mapping[str, Any], *, original: int | None = None
 ) -> dict[str, Any]:
@@ -163,6 +177,8 @@ def normalize_one_rope(
     for key in ("rope_theta", "partial_rotary_factor"):
         if config.get(key) is not None:
             rope.setdefault(key, config[key])
+    if kind == "dynamic" and rope.get("alpha"):
+        rope["rope_theta"] = stretched(rope, config)
     if rope["rope_type"] in ("llama3", "yarn", "longrope"):
         if original is not None:
             rope["original_max_position_embeddings"] = original

@@ -64,6 +64,8 @@ class FolderCheckpoint(Checkpoint):
             stored = {f"model.{name}": entry for name, entry in stored.items()}
         self.tensors = {name: entry[0] for name, entry in stored.items()}
         self._stored = stored
+        if "sentence_transformers" in self.config:
+            self.config = as_decoder(self.config, self._stated_names())
 
     def names(self) -> Collection[str]:
         names = self._stated_names()
@@ -104,10 +106,22 @@ class FolderCheckpoint(Checkpoint):
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
-        inside = next(iter(sorted(folder.glob("*.gguf"))), None)
-        hint = f"name the file {inside} itself" if inside else "a checkpoint needs one"
-        raise CheckpointError(f"{folder} has no config.json: {hint}")
+        raise CheckpointError(f"{folder} has no config.json: {hint_of(folder)}")
     return read_json(path)
+
+
+def hint_of(folder: Path) -> str:
+    """What to name in place of a folder that is no checkpoint."""
+    if inside := next(iter(sorted(folder.glob("*.gguf"))), None):
+        return f"name the file {inside} itself"
+    if (folder / "adapter_config.json").exists():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return f"it is an adapter; checkpoint={base or '…'} serve.lora_modules={{NAME: {folder}}} serves it"
+    if folder.name.startswith("models--") and (folder / "snapshots").is_dir():
+        return f"it is the hub's cache of checkpoint={folder.name.removeprefix('models--').replace('--', '/')}"
+    if inner := sorted(path.parent for path in folder.glob("*/config.json")):
+        return f"a checkpoint needs one, as {inner[0]} has"
+    return "a checkpoint needs one"
 
 
 def with_inner_configs(config: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +160,18 @@ def read_pooling(folder: Path) -> dict[str, Any]:
     pooling = POOLING.get(modes.pop()) if len(modes) == 1 else None
     normalize = any(str(each.get("type")).endswith(".Normalize") for each in modules)
     return {"sentence_transformers": {"pooling": pooling, "normalize": normalize}}
+
+
+def as_decoder(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The config of an embedding model as that of a decoder: where no head is stored, the embedding serves as one."""
+    architectures = config.get("architectures")
+    if isinstance(architectures, list):
+        config = {
+            **config,
+            "architectures": [re.sub(r"(Text)?Model$", "ForCausalLM", str(name)) for name in architectures],
+        }
+    has_head = not names or "lm_head.weight" in names
+    return config if has_head else {**config, "tie_word_embeddings": True}
 
 
 def read_modules(folder: Path) -> list[dict[str, Any]]:

@@ -16,14 +16,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
 from atom.checkpoint import quantization
 from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.gguf_config import FACTORS, make_config, whole_number
-from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, Type, dequantize, read_gguf
+from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, dequantize_blocks, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
+from atom.checkpoint.gguf_types import SIZES, Type
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
@@ -133,12 +133,7 @@ class GGUFCheckpoint(Checkpoint):
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         tensor = self._stored.get(name)
         size = len(tensor.data) // count if tensor else 0
-        if (
-            tensor is None
-            or tensor.type in PLAIN
-            or name in self._heads
-            or size % gguf.GGML_QUANT_SIZES[tensor.type][1]
-        ):
+        if tensor is None or tensor.type in PLAIN or name in self._heads or size % SIZES[tensor.type][1]:
             return super().read_part(name, index, count)
         blocks = tensor.data[index * size : (index + 1) * size]  # of this part alone: there may be hundreds of parts
         return dequantize(tensor._replace(data=blocks)).data.cast("B")
@@ -161,7 +156,7 @@ class GGUFCheckpoint(Checkpoint):
 def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
     """Dequantize one block of every type, so that an unsupported type fails before any weight is loaded."""
     for kind, name in {tensor.type: name for name, tensor in tensors.items()}.items():
-        size = gguf.GGML_QUANT_SIZES[kind][1]
+        size = SIZES[kind][1]
         try:
             dequantize(GGUFTensor(kind, (), memoryview(bytes(size))))
         except NotImplementedError:
@@ -176,7 +171,7 @@ def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
     None for others."""
     if tensor.type.name not in GGUF_FORMATS or len(tensor.shape) not in (2, 3):
         return None
-    size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
+    size, num_bytes = SIZES[tensor.type]
     return (*tensor.shape[:-1], tensor.shape[-1] // size, num_bytes)
 
 
@@ -235,9 +230,9 @@ def part_paths(path: Path) -> list[Path]:
 
 def floats(tensor: GGUFTensor) -> Array:
     """A tensor's numbers as fp32, in its shape."""
-    size = gguf.GGML_QUANT_SIZES[tensor.type][1]
+    size = SIZES[tensor.type][1]
     blocks = np.frombuffer(tensor.data, np.uint8).reshape(-1, size)
-    numbers = gguf.quants.dequantize(blocks, tensor.type) if tensor.type in PLAIN else dequantize(tensor)
+    numbers = dequantize_blocks(blocks, tensor.type) if tensor.type in PLAIN else dequantize(tensor)
     return numbers.reshape(tensor.shape)
 
 

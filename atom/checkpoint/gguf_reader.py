@@ -5,7 +5,7 @@
     dequantize(tensors["token_embd.weight"])         # fp32, flat
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read by hand, since gguf.GGUFReader
-takes 2 s for a vocabulary of 50k; the sizes of the types and most dequantization are those of the `gguf` package.
+takes 2 s for a vocabulary of 50k; most types are dequantized by the `gguf` package.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import numpy as np
 
 from atom.checkpoint.files import map_file
+from atom.checkpoint.gguf_types import SIZES, Type
 from atom.dtypes import BY_SAFETENSORS
 from atom.errors import CheckpointError, UnsupportedError
 
-Type = gguf.GGMLQuantizationType
 Array = np.ndarray[Any, Any]
 
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # type of a value: its format character in `struct`
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
-TYPES = {int(kind): kind for kind in gguf.GGML_QUANT_SIZES}
+TYPES = {int(kind): kind for kind in Type}
 PLAIN = {kind: BY_SAFETENSORS[kind.name] for kind in Type if kind.name in BY_SAFETENSORS}  # not quantized
 Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("pairs", "u1", 16)])  # numbers i and i + 16 share a byte
 Q8_0 = np.dtype([("scale", "<f2"), ("numbers", "i1", 32)])
 
 
 class GGUFTensor(NamedTuple):
-    type: gguf.GGMLQuantizationType
+    type: Type
     shape: tuple[int, ...]
     data: memoryview  # a view of its blocks in the mapped file
 
@@ -69,7 +68,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     for name, dims, number, offset in infos:
         if number not in TYPES:
             raise UnsupportedError(f"{path}: tensor {name} has the unknown type {number}")
-        block, size = gguf.GGML_QUANT_SIZES[TYPES[number]]
+        block, size = SIZES[TYPES[number]]
         if name in tensors or not dims or min(dims) < 1 or dims[0] % block:
             raise CheckpointError(f"{path}: tensor {name} is there twice or has impossible dimensions {dims}")
         begin = start + offset
@@ -146,10 +145,10 @@ class Header:
 def dequantize(tensor: GGUFTensor) -> Array:
     """A tensor's numbers as a flat array: fp32 for quantized types, else items of their size, bits as stored.
 
-    Q4_1 and Q8_0 equal gguf.quants.dequantize bit by bit in less than half its time. NotImplementedError from `gguf`
-    for a type that it cannot dequantize.
+    Q4_1 and Q8_0 equal gguf.quants.dequantize bit by bit in less than half its time. NotImplementedError for a type
+    that it cannot dequantize.
     """
-    size = gguf.GGML_QUANT_SIZES[tensor.type][1]
+    size = SIZES[tensor.type][1]
     array: Array
     if tensor.type in PLAIN:
         array = np.frombuffer(tensor.data, f"u{size}")
@@ -164,5 +163,15 @@ def dequantize(tensor: GGUFTensor) -> Array:
         blocks = np.frombuffer(tensor.data, Q8_0)
         array = blocks["numbers"] * blocks["scale"].astype(np.float32)[:, None]
     else:
-        array = gguf.quants.dequantize(np.frombuffer(tensor.data, np.uint8).reshape(-1, size), tensor.type)
+        array = dequantize_blocks(np.frombuffer(tensor.data, np.uint8).reshape(-1, size), tensor.type)
     return array.reshape(-1)
+
+
+def dequantize_blocks(blocks: Array, kind: Type) -> Array:
+    """The numbers of blocks, by the `gguf` package. NotImplementedError for a type that it cannot dequantize."""
+    import gguf
+
+    if kind not in gguf.GGML_QUANT_SIZES:  # of an older version
+        raise NotImplementedError
+    numbers: Array = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind))
+    return numbers

@@ -18,7 +18,7 @@ from torch.fx import Node
 from atom.errors import ConfigError, PassError
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Mesh, Once, Shuffle, ops, parse, verify
 from atom.graph.graph import ADAPTERS, NOISE, type_of
-from atom.graph.recipes import ranked_parts
+from atom.graph.recipe_contents import ranked_parts
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
 from atom.runtime.types import INPUTS

@@ -18,7 +18,7 @@ from atom.checkpoint import (
     open_checkpoint,
 )
 from atom.config import Config, ModelConfig
-from atom.config.resolve import stacked_parts
+from atom.config.stored_names import stacked_parts
 
 
 def is_here(config: Config) -> bool:

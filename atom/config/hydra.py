@@ -194,11 +194,15 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
     if not matching:
         listed = ", ".join(sorted({name for name, _ in known if name}))
         stated = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
+        whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & {name for name, _ in known}
+        if whole:
+            stated += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
         ways = "docs/add-a-model.md shows how to add one, model=NAME takes a file as it is"
         raise UnsupportedError(f"{checkpoint} has {stated}; known: {listed}; {ways}")
     if is_gguf or len(matching) == 1:
         return next(iter(matching))
     exact = [name for name, file in matching.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
+    exact = exact or [name for name, file in matching.items() if not file.spec.get("model_types")]
     if len(exact) != 1:
         both = f"{' and '.join(exact or matching)} list the architecture {', '.join(names)}"
         raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
@@ -275,6 +279,7 @@ def register(schema: Any) -> None:
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("hf", look_up, replace=True)
     OmegaConf.register_new_resolver("stated", look_up_null, replace=True)
+    OmegaConf.register_new_resolver("same", look_up_same, replace=True)
     OmegaConf.register_new_resolver("generation", look_up_sampling, replace=True)
     OmegaConf.register_new_resolver("if", choose, replace=True)
     OmegaConf.register_new_resolver("equal", operator.eq, replace=True)
@@ -313,6 +318,17 @@ def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
     return (OmegaConf.get_cache(_root_).get("hf") or {}).get(key, default)
 
 
+def look_up_same(key: str, *, _root_: DictConfig, _node_: Any) -> Any:
+    """`${same:key}`: the value of config.json, or that of all layers where it lists one for each."""
+    value = look_up(key, _root_=_root_, _node_=_node_)
+    if not isinstance(value, list) or not value:
+        return value
+    if any(each != value[0] for each in value):
+        where = _root_.checkpoint or "the embedded checkpoint"
+        raise UnsupportedError(f"{where}: {key} in its config.json differs between layers, which is not built")
+    return value[0]
+
+
 def look_up_sampling(name: str, *, _root_: DictConfig, _parent_: DictConfig) -> Any:
     """`${generation:name}`: the checkpoint's value of this field of sampling; without one, the schema's default."""
     stated = OmegaConf.get_cache(_root_).get("sampling") or {}
@@ -348,6 +364,8 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             return ConfigError(f"{group}={name}: {no_such('choice', name, names, 'choices: ')}")
         if key and re.match(r"Key '.*' (not in|is not in struct)", text):
             return unknown_key(key, schema)
+        if key and re.search(r"is not a ListConfig, list or tuple", text):
+            return ConfigError(f"{key} is a list; write {key}=[…]")
         if key:
             return ConfigError(f"{key}: {text.splitlines()[0]}")
     return ConfigError(one_line(error))

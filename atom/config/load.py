@@ -21,13 +21,15 @@ from yaml import YAMLError
 
 from atom.checkpoint import open_checkpoint
 from atom.checkpoint.base import normalize_rope
+from atom.config.aliases import respell
+from atom.config.checks import check
 from atom.config.draft import check_fits, check_kind
 from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
-from atom.config.overrides import ALIASES, SECRET, is_for_sweep, rewrite
-from atom.config.resolve import check, derive, respell
+from atom.config.overrides import SECRET, is_for_sweep, rewrite
+from atom.config.resolve import derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys, types_of
-from atom.config.spelling import HIDDEN, is_secret, override, spelled
+from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spelled
 from atom.config.tool_formats import read_format
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line
 from atom.sampling_params import GENERATION, SamplingParams, sampling_number

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 
 from atom.config.folders import CONF
 from atom.config.recipes import format_recipe, read_recipe
-from atom.config.spelling import HIDDEN, is_secret, override, spell
+from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
 from atom.errors import ConfigError, UnsupportedError, one_line
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words")
@@ -36,7 +36,6 @@ HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
          "serve.kv_cache_dir",
          "parallel.address", "parallel.key_file", "parallel.host", SECRET, *HTTP_TEXTS, *JOB_TEXTS)  # fmt: skip
-ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for
     "port": "an engine on another machine (serve.http.port is the server's)",
 }

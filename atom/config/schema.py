@@ -90,7 +90,7 @@ class AttentionConfig:
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
     qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
-    qk_norm: str = one_of("none", "per_head", "whole")  # gqa; whole: over all heads at once
+    qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1)  # null: head_dim
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
@@ -189,6 +189,7 @@ class ModelConfig:
     embedding_scale_root: bool = False  # the scale is the square root of hidden
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1
+    logits_scale: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
     residual: str = one_of("sequential", "parallel", "parallel_norms")  # parallel: attention and mlp read one norm
     norm: NormConfig = field(default_factory=NormConfig)
@@ -448,7 +449,7 @@ class Config:
     device: str = one_of("auto", "cpu", "cuda", "rocm")  # cuda: a GPU, AMD's too; rocm: AMD's; auto: a GPU where one is
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)  # of what is drawn: tokens, random weights and prompts
     level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
-    tune: bool = False  # measure this model's linears on this GPU, once, and keep the fastest ways in the cache
+    tune: bool = False  # measure this model's matrix products on this GPU, once, and keep the fastest ways in the cache
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = of("generate", None)  # a prompt, a list of prompts, @FILE, or null for stdin
     recipe: str | None = None  # name, file or org/repo:file.yaml of overrides that go before the others

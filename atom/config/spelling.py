@@ -17,6 +17,7 @@ from typing import Any
 
 from atom.errors import ConfigError
 
+ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 HIDDEN = "***"  # shown in place of a secret
 
 
@@ -48,6 +49,8 @@ def spell(value: Any) -> str:
             return "{" + ",".join(f"{spell_key(key)}:{spell(item)}" for key, item in value.items()) + "}"
         case list() | tuple():
             return "[" + ",".join(map(spell, value)) + "]"
+    if str(value).startswith("torch."):  # a dtype: torch is not imported to find out
+        return spell(str(value).removeprefix("torch."))
     raise TypeError(f"a value of type {type(value).__name__} cannot be written as an override")
 
 

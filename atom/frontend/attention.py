@@ -39,6 +39,8 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     if attention.qk_norm == "per_head":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     q, k = rotate(writer, q, rotary, "q"), rotate(writer, k, rotary, "k")
+    if attention.qk_norm == "behind_rope":
+        q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     window = window_of(attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
     more: list[Recipe | None] = []

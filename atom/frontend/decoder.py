@@ -16,7 +16,7 @@ from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.writer import Writer
 from atom.graph import Dequantize, Recipe, Type, ops
-from atom.graph.recipes import padded
+from atom.graph.recipe_ranges import padded
 
 
 def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = None) -> None:
@@ -61,7 +61,7 @@ def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node
     weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head)
     bias = [table_bias(writer, int(weight.type.shape[0]))] if model.head_bias else []
     logits = writer.multiply(hidden, weight, *bias, role=role, layer=None, name="logits")
-    logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else None)
+    logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else model.logits_scale)
     if model.logits_softcap is not None:
         logits = writer.call(ops.softcap, logits, cap=model.logits_softcap, name="logits")
     return logits

@@ -10,7 +10,7 @@ from atom.config import MLPConfig, ModelConfig
 from atom.errors import ConfigError
 from atom.frontend.writer import Writer, required
 from atom.graph import Recipe, Stack, Transpose, Type, W, ops
-from atom.graph.recipes import cat
+from atom.graph.recipe_ranges import cat
 
 
 def gated(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:

@@ -23,7 +23,8 @@ from atom.errors import ConfigError
 from atom.graph import KV, Dequantize, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
 from atom.graph.formats import FormatError, act_of, fitted
 from atom.graph.ops import Op
-from atom.graph.recipes import cat, renamed
+from atom.graph.recipe_ranges import cat
+from atom.graph.recipes import renamed
 
 NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
 

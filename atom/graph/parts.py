@@ -20,22 +20,8 @@ from atom.dtypes import Part
 from atom.errors import UnsupportedError
 from atom.graph import formats
 from atom.graph.formats import FormatError, block_of, parse_format
-from atom.graph.recipes import (
-    Cat,
-    Quantize,
-    Recipe,
-    Regroup,
-    Repack,
-    Repeat,
-    Share,
-    Slice,
-    Stack,
-    Transpose,
-    W,
-    is_of_blocks,
-    leaves,
-    narrow,
-)
+from atom.graph.recipe_ranges import is_of_blocks, narrow
+from atom.graph.recipes import Cat, Quantize, Recipe, Regroup, Repack, Repeat, Share, Slice, Stack, Transpose, W, leaves
 from atom.graph.types import Type
 
 

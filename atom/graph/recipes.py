@@ -24,7 +24,6 @@ A recipe that describes no tensor raises a ValueError with the reason when it is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -499,146 +498,15 @@ def leaves(recipe: Recipe) -> Iterator[W]:
         for expert in range(recipe.start, recipe.stop):
             yield from leaves(recipe.of(expert))
     else:
-        for part in _parts(recipe):
+        for part in operands(recipe):
             yield from leaves(part)
 
 
-def slices(recipe: Recipe) -> Iterator[Slice]:
-    """The ranges of tensors that a recipe takes."""
-    return (part for part in _within(recipe) if isinstance(part, Slice))
-
-
-def ranked_parts(recipe: Recipe) -> Iterator[Ranked]:
-    """What of a recipe each rank has of its own."""
-    return (part for part in _within(recipe) if isinstance(part, Ranked))
-
-
-def packed_to(recipe: Recipe) -> Iterator[str]:
-    """The formats that plain tensors are packed to while they load, be they unpacked again or not."""
-    return (part.fmt for part in _within(recipe) if isinstance(part, Quantize))
-
-
-def lora_stack_of(recipe: Recipe) -> LoraStack | None:
-    """The adapters that a recipe takes a part of; None where it is made of anything else."""
-    while isinstance(recipe, Slice | Share):
-        recipe = recipe.part
-    return recipe if isinstance(recipe, LoraStack) else None
-
-
-def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
-    """The tensors of a packed recipe that are made of plain ones."""
-    if isinstance(recipe, Quantize):
-        yield recipe
-    elif isinstance(recipe, Cat | Regroup | Shuffle | Slice | Share):
-        for part in shuffled_alone(recipe) if isinstance(recipe, Shuffle) else _parts(recipe):
-            yield from packed_while_loading(part)
-
-
-def shuffled_alone(recipe: Shuffle) -> list[Recipe]:
-    """What goes into a kernel's layout as one: a matrix, each expert's, or all experts' where rows stay rows."""
-    part = recipe.part
-    if len(part.type.shape) == 2 or recipe.layout in KEEPS_ROWS:
-        return [part]
-    return [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
-
-
-def held_bytes(recipe: Recipe) -> int:
-    """Bytes of the tensor in memory: in its stored format, unless the recipe dequantizes it."""
-    return sum(held_by_format(recipe).values())
-
-
-def held_by_format(recipe: Recipe) -> Counter[str]:
-    """The bytes of `held_bytes` by stored format, or by dtype where a tensor is plain."""
-    if isinstance(recipe, Stack):
-        num_experts = recipe.stop - recipe.start
-        return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})
-    if isinstance(recipe, Cat):
-        return sum(map(held_by_format, recipe.parts), Counter())
-    if isinstance(recipe, Shuffle):
-        return held_by_format(recipe.part)
-    leaf, packed = next(leaves(recipe), recipe), next(packed_while_loading(recipe), None)
-    fmt = leaf.type.fmt if packed is None else packed.fmt
-    return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})
-
-
-def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
-    """Join parts; adjacent slices of one tensor that make up all of it become that tensor.
-
-    Tensors that are packed while they load are joined before, where that changes no block.
-    """
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    packed = [part for part in parts if isinstance(part, Quantize) and part.fmt == first.type.fmt]
-    if len(packed) == len(parts):
-        sizes = [formats.block_size(part.type, dim) for part in packed[:-1]]
-        if all(size and int(part.type.shape[dim]) % size == 0 for part, size in zip(packed, sizes, strict=False)):
-            return Quantize(cat(tuple(part.part for part in packed), dim), packed[0].fmt)
-    if isinstance(first, Slice) and all(
-        isinstance(part, Slice) and (part.part, part.dim, part.step) == (first.part, dim, 1) for part in parts
-    ):
-        bounds = [(part.start, part.stop) for part in parts if isinstance(part, Slice)]
-        ends = [stop for _, stop in bounds]
-        if [start for start, _ in bounds] == [0, *ends[:-1]] and ends[-1] == first.part.type.shape[dim]:
-            return first.part
-    return Cat(parts, dim)
-
-
-def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
-    """The recipe of a range of a tensor (experts, rows or columns), which reads no more than that range."""
-    if (start, stop) == (0, recipe.type.shape[dim]):
-        return recipe
-    if isinstance(recipe, Full):
-        shape = (*recipe.type.shape[:dim], stop - start, *recipe.type.shape[dim + 1 :])
-        return replace(recipe, type=replace(recipe.type, shape=shape))
-    if isinstance(recipe, Stack):
-        if dim == 0:
-            return Stack(recipe.part, recipe.start + start, recipe.start + stop)
-        return Stack(narrow(recipe.part, start, stop, dim - 1), recipe.start, recipe.stop)
-    if isinstance(recipe, Cat):
-        if dim != recipe.dim:
-            return Cat(tuple(narrow(part, start, stop, dim) for part in recipe.parts), recipe.dim)
-        ends, parts = 0, []
-        for part in recipe.parts:
-            size, begin = int(part.type.shape[dim]), ends
-            ends += size
-            if begin < stop and start < ends:
-                parts.append(narrow(part, max(start - begin, 0), min(stop - begin, size), dim))
-        return parts[0] if len(parts) == 1 else Cat(tuple(parts), dim)
-    if isinstance(recipe, Slice) and dim == recipe.dim:
-        first = recipe.start + start * recipe.step
-        return replace(recipe, start=first, stop=min(first + (stop - start) * recipe.step, recipe.stop))
-    if isinstance(recipe, Transpose):
-        first = len(recipe.type.shape) + recipe.dim
-        return replace(recipe, part=narrow(recipe.part, start, stop, dim + {first: 1, first + 1: -1}.get(dim, 0)))
-    if isinstance(recipe, Dequantize):
-        packed = recipe.part
-        if is_of_blocks(packed, start, stop, dim):
-            return Dequantize(narrow(packed, start, stop, dim))
-        if isinstance(packed, Cat):
-            return narrow(Cat(tuple(map(Dequantize, packed.parts)), packed.dim), start, stop, dim)
-        if isinstance(packed, Stack):
-            return narrow(replace(packed, part=Dequantize(packed.part)), start, stop, dim)
-    if isinstance(recipe, Repack) and (words := _words_of(recipe, start, stop, dim)) is not None:
-        shape = (*recipe.type.shape[:dim], stop - start, *recipe.type.shape[dim + 1 :])
-        return replace(recipe, part=words, type=replace(recipe.type, shape=shape))
-    if isinstance(recipe, Quantize | Regroup) and is_of_blocks(
-        recipe if isinstance(recipe, Quantize) else recipe.part, start, stop, dim
-    ):
-        return replace(recipe, part=narrow(recipe.part, start, stop, dim))
-    if isinstance(recipe, Slice | Shift | Shuffle):
-        return replace(recipe, part=narrow(recipe.part, start, stop, dim))
-    return Slice(recipe, start, stop, dim)
-
-
-def padded(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
-    """The recipe of a range of a plain tensor, with zeros where it goes beyond the end."""
-    size = int(recipe.type.shape[dim])
-    if stop <= size:
-        return narrow(recipe, start, stop, dim)
-    shape = (*recipe.type.shape[:dim], stop - max(start, size), *recipe.type.shape[dim + 1 :])
-    zeros = Full(0, replace(recipe.type, shape=shape))
-    return zeros if start >= size else Cat((narrow(recipe, start, size, dim), zeros), dim)
+def operands(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipes that a recipe is directly made of; of experts, one stands for all."""
+    if isinstance(recipe, W | Constant | Offset):
+        return ()
+    return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
 
 
 def renamed(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
@@ -650,40 +518,6 @@ def renamed(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
     if isinstance(recipe, Cat):
         return Cat(tuple(renamed(part, rename) for part in recipe.parts), recipe.dim)
     return replace(recipe, part=renamed(recipe.part, rename))
-
-
-def _words_of(recipe: Repack, start: int, stop: int, dim: int) -> Recipe | None:
-    """The words of a range of rows, or the blocks of any range of them; None where the range cuts words."""
-    if recipe.words in formats.BLOCK_WORDS:
-        return narrow(recipe.part, start, stop, dim)
-    if dim:
-        return None
-    holds_values, per_word = len(recipe.type.shape) > len(recipe.part.type.shape), 32 // recipe.bits
-    words_dim = 0 if recipe.words in ("columns", "rows") else 1
-    if recipe.words == "columns" or (recipe.words.startswith("gptq") and holds_values):
-        return narrow(recipe.part, start, stop, words_dim)
-    if start % per_word or (stop % per_word and stop != recipe.type.shape[0]):
-        return None
-    return narrow(recipe.part, start // per_word, -(-stop // per_word), words_dim)
-
-
-def is_of_blocks(recipe: Recipe, start: int, stop: int, dim: int) -> bool:
-    """Whether a range of a packed tensor begins and ends where blocks do."""
-    if isinstance(recipe, Cat) and dim != recipe.dim:
-        return all(is_of_blocks(part, start, stop, dim) for part in recipe.parts)
-    if isinstance(recipe, Cat):
-        begins = 0
-        for part in recipe.parts:
-            size = int(part.type.shape[dim])
-            first, last = max(start - begins, 0), min(stop - begins, size)
-            if first < last and not is_of_blocks(part, first, last, dim):
-                return False
-            begins += size
-        return True
-    if isinstance(recipe, Stack):
-        return dim == 0 or is_of_blocks(recipe.part, start, stop, dim - 1)
-    size = formats.block_of(recipe.type)[dim]
-    return start % size == 0 and (stop % size == 0 or stop == recipe.type.shape[dim])
 
 
 def _need_part(name: str, part: Any) -> None:
@@ -710,16 +544,3 @@ def _is_number(value: Any) -> bool:
 def _need_axis(name: str, axis: Any, ranks: Any) -> None:
     need(axis in AXES, f"{name}: there is no axis {axis!r}; axes: {', '.join(AXES)}")
     need(_is_whole(ranks) and ranks > 0, f"{name}: ranks={ranks!r} is no whole number from 1")
-
-
-def _within(recipe: Recipe) -> Iterator[Recipe]:
-    """A recipe and all that it is made of; of experts, one stands for all."""
-    yield recipe
-    for part in _parts(recipe):
-        yield from _within(part)
-
-
-def _parts(recipe: Recipe) -> tuple[Recipe, ...]:
-    if isinstance(recipe, W | Constant | Offset):
-        return ()
-    return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)

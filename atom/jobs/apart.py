@@ -1,10 +1,11 @@
-"""Load a configuration in a process of its own, while this one imports torch.
+"""Load a configuration in a process of its own, while torch is imported.
 
     code = run_apart(["job=generate", "prompts=Hello"])      # None: no such job, or its configuration cannot be loaded
 
 To compose a configuration takes Hydra half a second, and torch's import takes longer; one interpreter does one thing
-at a time. The other process is a fork of this one, made before there are threads. Whatever goes wrong there is left to
-the ordinary way, which says so.
+at a time. The other process is a fork of this one, made before there are threads. Meanwhile this one imports torch, or
+for job=serve the HTTP server, while the engine's process imports torch. Whatever goes wrong there is left to the
+ordinary way, which says so.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import msgspec
 from atom.config import Config
 from atom.devices import open_early
 from atom.jobs import module_of
+from atom.jobs.kind import find_job
+from atom.serve.engine.process import EngineProcess
 
-KINDS = ("generate", "chat")
+HERE = ("generate", "chat")  # jobs whose engine is in this process
+KINDS = (*HERE, "serve")
 
 
 class Loaded(msgspec.Struct):
@@ -35,27 +39,36 @@ def run_apart(argv: Sequence[str]) -> int | None:
     kind = find_kind(argv)
     if kind is None or not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return None
-    await_config = load_apart(argv)
-    job = module_of(kind)
-    loaded = await_config()
-    if loaded is None or loaded.config.job.kind != kind:
-        return None
-    print(loaded.said, end="", file=sys.stderr)
-    code: int = job.run(loaded.config)
-    return code
+    await_config = load_apart(argv, has_engine=kind in HERE)
+    engine = None if kind in HERE else EngineProcess(is_piped=not sys.stderr.isatty())
+    try:
+        if engine is not None:
+            await_config()  # three processes at once would take turns on two cores, and the engine's takes longest
+        job = module_of(kind)
+        loaded = await_config()
+        if loaded is None or loaded.config.job.kind != kind:
+            return None
+        print(loaded.said, end="", file=sys.stderr)
+        code: int = job.run(loaded.config) if engine is None else job.run(loaded.config, engine)
+        return code
+    finally:
+        if engine is not None:
+            engine.end()
 
 
 def find_kind(argv: Sequence[str]) -> str | None:
     """The job of a command line, where it is one of KINDS without flags."""
     if any(text.startswith("-") or "=" not in text for text in argv):
         return None
-    named = [text.removeprefix("job=") for text in argv if text.startswith("job=")]
-    implied = ["generate"] if not named and any(text.startswith("prompts=") for text in argv) else []
-    return next((kind for kind in (*named, *implied) if kind in KINDS), None)
+    kind = find_job(argv)
+    return kind if kind in KINDS else None
 
 
-def load_apart(argv: Sequence[str]) -> Callable[[], Loaded | None]:
-    """Start loading the configuration of a command line; what waits for it. None: it cannot be loaded, or not so."""
+def load_apart(argv: Sequence[str], *, has_engine: bool = False) -> Callable[[], Loaded | None]:
+    """Start loading the configuration of a command line; what waits for it. None: it cannot be loaded, or not so.
+
+    has_engine: this process opens a GPU, as soon as the configuration says so
+    """
     theirs, ours = os.pipe()
     pid = os.fork()
     if not pid:
@@ -70,7 +83,7 @@ def load_apart(argv: Sequence[str]) -> Callable[[], Loaded | None]:
         os.waitpid(pid, 0)
         with contextlib.suppress(msgspec.DecodeError):  # of a process that was ended, there is nothing or a part
             found.append(msgspec.msgpack.decode(data, type=Loaded))
-            if found[0].config.device == "cuda":
+            if has_engine and found[0].config.device == "cuda":
                 open_early()
 
     thread = threading.Thread(target=receive, name="configuration")

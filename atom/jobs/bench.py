@@ -31,6 +31,7 @@ from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.bench_page import make_page
+from atom.jobs.experts_read import count_experts, describe_experts
 from atom.jobs.roofline import PRODUCTS, Costs, Limits, acts_of, measure_limits, read_costs, step_work, total
 from atom.jobs.tables import make_table
 from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
@@ -87,6 +88,8 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         "num_prefix_hit_tokens": counts.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
         **compare(runs, costs, limits),
     }
+    if experts := count_experts(engine, draw(engine), config):
+        result["experts_read"] = experts.describe()
     by_phase = result["phases"].items()
     phases = {f"phases.{phase}.{name}": value for phase, each in by_phase for name, value in each.items()}
     report({**result, **phases})
@@ -234,6 +237,8 @@ def show(result: dict[str, Any]) -> None:
         shown += [f"{phase[key]:,.1f}" for key in ("tokens_per_second", "limit_tokens_per_second")]
         phases.add_row(name, *shown, f"{phase['share_of_limit']:.1%}")
     console.print(phases, "")
+    if experts := result.get("experts_read"):
+        console.print(f"{describe_experts(experts)}\n")
     limits = result["limits"]
     console.print(
         f"limits measured in this run: {limits['bandwidth'] / 1e9:,.1f} GB/s read, "

@@ -36,7 +36,8 @@ from atom.config.load import load_gpu
 from atom.devices import find_device
 from atom.errors import ConfigError
 from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, ops, show
-from atom.graph.recipes import held_by_format, held_bytes, leaves
+from atom.graph.recipe_contents import held_by_format, held_bytes
+from atom.graph.recipes import leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
 from atom.jobs.explain_page import make_page

@@ -19,13 +19,13 @@ from typing import Any
 from atom.build import cache_kinds, kinds_of_all, plan_stages
 from atom.compiler import compile_graph, level_of, mesh_of
 from atom.config import Config, GPUConfig
-from atom.config.resolve import divides_heads
+from atom.config.check_parallel import divides_heads
 from atom.config.schema import ParallelConfig
 from atom.errors import CapacityError, ConfigError, UnsupportedError
 from atom.graph import BODY, Graph, Mesh, ops
 from atom.graph.formats import act_of
 from atom.graph.graph import results_of
-from atom.graph.recipes import held_bytes
+from atom.graph.recipe_contents import held_bytes
 from atom.jobs.roofline import PRODUCTS, Limits, Product, program_costs, read_costs, step_work, total
 from atom.jobs.workload import Step
 from atom.kernels import Target

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
 from atom.graph.graph import call_of, node_leaves, type_of
-from atom.graph.recipes import held_bytes
+from atom.graph.recipe_contents import held_bytes
 from atom.graph.shares import group_of, num_parts, token_share
 from atom.graph.types import Type
 from atom.jobs.workload import Step

@@ -9,13 +9,14 @@ curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \\
 from __future__ import annotations
 
 from atom.config import Config
+from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.server import Server, run_loop
 
 
-def run(config: Config) -> int:
-    """Serve until a signal; the exit code."""
+def run(config: Config, started: EngineProcess | None = None) -> int:
+    """Serve until a signal; the exit code. started: a process for the first engine, which the caller ends"""
 
     async def serve() -> int:
-        return await Server(config).run()
+        return await Server(config, WORKER, started).run()
 
     return run_loop(serve, config.serve.http.log)

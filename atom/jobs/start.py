@@ -3,23 +3,23 @@
     choose_job(["job.stage=fuse_qkv"])       # ["job=explain", "job.stage=fuse_qkv"]
     load_job(["job=cache", "prompts=hi"])    # ConfigError: prompts is a field of job=generate, and this is job=cache …
 
-The schema says which jobs a field is for. A recipe may have fields of other jobs than the one that runs, as a file of
+A recipe may have fields of other jobs than the one that runs, as a file of
 conf/job may: its fields imply a job only where no typed field does, and are never refused.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from atom.config import Config
 from atom.config.load import load
-from atom.config.overrides import ALIASES, rewrite
-from atom.config.schema import Jobs, jobs_of
+from atom.config.overrides import rewrite
+from atom.config.schema import jobs_of
 from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
 from atom.jobs import module_of
+from atom.jobs.kind import implied_job, keys_of, own_fields
 
 WITH_PAGE = ("explain", "bench", "profile")  # for job.output=html
 JOBS = (
@@ -93,23 +93,3 @@ def check_objective(name: str, job: str) -> None:
     if has_objectives(job) and name not in (names := module_of(job).OBJECTIVES):
         which = f"job={job} reports no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")
-
-
-def implied_job(keys: Iterable[str]) -> str | None:
-    """The job that fields imply; ConfigError where they imply two."""
-    own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.implied is not None]
-    only = {jobs.implied: key for key, jobs in own if len(jobs.names) == 1}
-    if len(only) > 1:
-        (one, key), (other, further) = list(only.items())[:2]
-        raise ConfigError(f"{key} is a field of job={one}, {further} of job={other}: a run does one job, leave one out")
-    return next(iter(only), own[0][1].implied if own else None)
-
-
-def own_fields(keys: Iterable[str]) -> list[tuple[str, Jobs]]:
-    """The keys that are for some jobs only, with these jobs."""
-    return [(key, jobs) for key in keys if (jobs := jobs_of(ALIASES.get(key, key)))]
-
-
-def keys_of(overrides: Iterable[str]) -> list[str]:
-    """The keys of overrides."""
-    return [match[1] for text in overrides if (match := re.match(r"\+*([^~+=@][^=@]*)=", text))]

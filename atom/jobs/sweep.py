@@ -37,7 +37,8 @@ from atom.config.overrides import parse, plain, rewrite
 from atom.config.schema import plain_fields
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError, one_line
-from atom.jobs.start import check_objective, choose_job, has_objectives, keys_of, load_job
+from atom.jobs.kind import keys_of
+from atom.jobs.start import check_objective, choose_job, has_objectives, load_job
 from atom.jobs.sweep_job import Result, Sweep, own_overrides, read_results, run_job
 from atom.jobs.sweep_report import report_results
 

@@ -204,6 +204,7 @@ class Tuner(Protocol):
 
     gpu: str  # the GPU's name in files of parameters
     table: str  # the table of these kernels in such a file: one of `tuned.FITS`
+    what: str  # the products, as a line for the user names them
 
     def products(self, graph: Graph) -> Sequence[Any]:
         """The products of a text, those that read most first; each has out, inner and num_calls."""
@@ -224,7 +225,7 @@ class Tuner(Protocol):
         """The parameters of this lookup, and candidates that may be faster."""
 
     def recording(self) -> Any:
-        """Kernels that record their calls; `calls_of(product)` repeats them with other parameters."""
+        """Kernels that record their calls; `calls_of(product)`, if any, repeat them with other parameters."""
 
     def agrees(self, call: Any, parameters: Any) -> bool:
         """Whether a call with these parameters gives the right result."""
@@ -258,5 +259,5 @@ class Backend:
     compile_launches: Callable[[Executor], AbstractContextManager[object]] = lambda _: nullcontext()  # and launch none
     connect: Callable[[Rendezvous], Communicator] | None = None
     step_kernels: Callable[[], StepKernels] | None = None  # that prepare a step's inputs and sample its tokens
-    find_tuner: Callable[[torch.device], Tuner] | None = None  # what it can tune on a device; None: nothing
+    find_tuners: Callable[[torch.device], Sequence[Tuner]] = lambda _: ()  # what it can tune on a device
     vendor: str | None = None  # the feature of the GPUs that it is for; None: of all

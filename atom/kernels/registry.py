@@ -131,9 +131,9 @@ def find_piece_compiler(device: str) -> PieceCompiler:
     return next(backend.piece_compiler for backend in backends_of(device) if backend.piece_compiler is not None)
 
 
-def find_tuner(device: str, place: torch.device) -> Tuner | None:
-    """The tuner of a device's kernels, None without one. place: the device itself."""
-    return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
+def find_tuners(device: str, place: torch.device) -> list[Tuner]:
+    """The tuners of a device's kernels. place: the device itself."""
+    return [tuner for each in backends_of(device) for tuner in each.find_tuners(place)]
 
 
 def connect_rank(device: str, rendezvous: Rendezvous) -> Communicator:

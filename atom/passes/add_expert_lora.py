@@ -26,7 +26,9 @@ from torch.fx import Node
 
 from atom.graph import Dequantize, Graph, Mesh, Quantize, Recipe, Regroup, Share, Slice, Type, ops
 from atom.graph.graph import call_of, type_of
-from atom.graph.recipes import LoraStack, cat, narrow, slices
+from atom.graph.recipe_contents import slices
+from atom.graph.recipe_ranges import cat, narrow
+from atom.graph.recipes import LoraStack
 from atom.passes.context import PassContext
 
 

@@ -39,7 +39,8 @@ from atom.graph import (
     ops,
 )
 from atom.graph.graph import ADAPTERS
-from atom.graph.recipes import LoraStack, cat, leaves, narrow
+from atom.graph.recipe_ranges import cat, narrow
+from atom.graph.recipes import LoraStack, leaves
 from atom.passes.add_expert_lora import add_expert_lora
 from atom.passes.context import PassContext
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from atom.graph import Full, Graph, Recipe, ops
 from atom.graph.graph import type_of
-from atom.graph.recipes import cat
+from atom.graph.recipe_ranges import cat
 from atom.passes.context import PassContext
 
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 from atom.graph import Graph, Recipe, Stack, ops
 from atom.graph.graph import call_of, type_of
 from atom.graph.mesh import ALONE
-from atom.graph.recipes import cat, narrow
+from atom.graph.recipe_ranges import cat, narrow
 from atom.passes.context import PassContext
 
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from atom.graph import ops
 from atom.graph.graph import type_of
-from atom.graph.recipes import cat
+from atom.graph.recipe_ranges import cat
 
 
 def have_same_form(linears: Sequence[Node]) -> bool:

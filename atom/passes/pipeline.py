@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from inspect import signature
+from traceback import extract_tb
 from typing import Any
 
 from atom.config import PassesConfig
@@ -101,12 +102,19 @@ def _checked(rewrite: Callable[..., Any]) -> Callable[..., Graph]:
         try:
             made = rewrite(graph, **context)
         except Exception as error:
-            raise PassError(f"{rewrite.__name__}: {type(error).__name__}: {error}") from error
+            raise PassError(f"{rewrite.__name__}: {type(error).__name__}: {error}{place_of(error)}") from error
         if not isinstance(made, Graph):
             raise PassError(f"{rewrite.__name__} returned {type(made).__name__}, not the graph")
         return made
 
     return run
+
+
+def place_of(error: Exception) -> str:
+    """Where a user's function failed: the innermost line of the file that it is in."""
+    frames = extract_tb(error.__traceback__)[1:]  # the first called it
+    inside = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({inside[-1].filename}, line {inside[-1].lineno})" if inside else ""
 
 
 @dataclass(frozen=True)

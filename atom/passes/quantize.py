@@ -26,7 +26,8 @@ from atom.graph import Dequantize, Graph, Recipe, ops
 from atom.graph.formats import FormatError
 from atom.graph.graph import type_of
 from atom.graph.parts import aligned, has_parts, parts_of
-from atom.graph.recipes import leaves, packed_to, packed_while_loading
+from atom.graph.recipe_contents import packed_to, packed_while_loading
+from atom.graph.recipes import leaves
 from atom.passes.context import PassContext
 
 

@@ -49,7 +49,9 @@ from atom.graph.formats import block_size, parse_format, with_block
 from atom.graph.graph import call_of, results_of
 from atom.graph.ops import Op
 from atom.graph.parts import aligned, cuts_blocks, is_scaled_as_one
-from atom.graph.recipes import cat, leaves, narrow, slices
+from atom.graph.recipe_contents import slices
+from atom.graph.recipe_ranges import cat, narrow
+from atom.graph.recipes import leaves
 from atom.passes.context import PassContext
 
 

@@ -1,9 +1,9 @@
-"""Tune a model's linears in its own decode steps (`tune=true`).
+"""Tune a model's matrix products in its own decode steps (`tune=true`).
 
 The fastest parameters of each are kept.
 
-    tuner = find_tuner("cuda", model.device)
-    use_measured(model, tuner, Path(cache), log)       # what was found on this machine before
+    tuners = find_tuners("cuda", model.device)         # of linears, and of products by experts
+    use_measured(model, tuners, Path(cache), log)      # what was found on this machine before
     tune(model, tuner, Path(cache), progress, log)     # what nobody has measured
     table = tune_drafts(model, tuner, Path(cache), text, log)     # steps with drafts, of a model that drafts
 
@@ -52,17 +52,22 @@ Exchange = Callable[[bytes], list[bytes]]  # gives the bytes of all ranks for a 
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a function; the result times it in seconds
 
 
-def use_measured(model: Model, tuner: Tuner, cache: Path, log: Log) -> None:
+def use_measured(model: Model, tuners: Sequence[Tuner], cache: Path, log: Log) -> None:
     """Have a model use the parameters that were measured on this machine, if any."""
-    if kernels := measured_kernels(tuner, cache, log):
-        model.use(kernels)
+    if kernels := measured_kernels(tuners, cache, log):
+        model.use({**model.kernels, **kernels})
 
 
-def measured_kernels(tuner: Tuner, cache: Path, log: Log) -> Kernels:
-    """Kernels with the parameters that were measured on this machine; none where nothing was."""
-    if not tuned.read_own(tuner.gpu, cache, log):
+def measured_kernels(tuners: Sequence[Tuner], cache: Path, log: Log) -> Kernels:
+    """Kernels with the parameters that were measured on this machine; none where nothing was.
+
+    tuners: of one GPU
+    """
+    if not tuners or not tuned.read_own(tuners[0].gpu, cache, log):
         return {}
-    return tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table]))
+    tables = tuned.read(tuners[0].gpu, cache)
+    found = [tuner.kernels(tuner.known(tables[tuner.table])) for tuner in tuners]
+    return {key: kernel for kernels in found for key, kernel in kernels.items()}
 
 
 def alone(own: bytes) -> list[bytes]:
@@ -90,16 +95,16 @@ def tune(
     unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
-        has = f"knows all {len(products)} linears" if products else "finds no linear of 16-bit weights"
+        has = f"knows all {len(products)} {tuner.what}" if products else f"finds no {tuner.what} of 16-bit weights"
         log(f"tune=true {has} of this model on {tuner.gpu}: nothing is measured")
         return
-    trial = tuner.trial(tuner.known(known))
-    tuning = _Tuning(model, tuner, trial, cache, progress, log, capture or _capture_on_gpu(exchange), exchange)
+    trial, others = tuner.trial(tuner.known(known)), model.kernels
+    tuning = _Tuning(model, tuner, trial, cache, progress, log, capture or _capture_on_gpu(exchange), exchange, others)
     with _pool_of(model, min(max(unknown), max_rows)):
         for size, missing in unknown.items():
             tuning.measure(size, min(size, max_rows), missing)
         found = known | {key: tuner.to_entry(chosen) for key, chosen in trial.chosen.items()}
-        model.use(tuner.kernels(tuner.known(found)))
+        model.use({**others, **tuner.kernels(tuner.known(found))})
 
 
 def use_measured_drafts(
@@ -222,15 +227,16 @@ class _Tuning:
     log: Log
     capture: Capture
     exchange: Exchange
+    others: Kernels  # of ops that this tuner does not tune
     is_kept: bool = True  # results can be written to the cache folder
 
     def measure(self, size: int, num_rows: int, products: Sequence[Any]) -> None:
         """Find the parameters of products for up to `size` rows in a step of num_rows, and keep them if it has all."""
         rows = _admit(self.model, num_rows)
         recording = self.tuner.recording()
-        self.model.use(recording.kernels)
+        self.model.use({**self.others, **recording.kernels})
         self.model.decode(rows)
-        self.model.use(self.tuner.kernels(self.trial))
+        self.model.use({**self.others, **self.tuner.kernels(self.trial)})
         step = partial(self.model.decode, rows)
         start = self.capture(step)
         for at, product in enumerate(products):
@@ -246,6 +252,9 @@ class _Tuning:
         """Find a product's parameters for these rows; they are used from now on."""
         tuner, trial, key = self.tuner, self.trial, self.tuner.key(len(rows), product)
         current, options = tuner.options(len(rows), product, trial)
+        if not calls:  # other kernels take so few rows
+            trial.chosen[key] = current
+            return current
 
         def prepare(parameters: Any) -> Callable[[], float]:
             trial.chosen[key] = parameters

@@ -31,7 +31,9 @@ class Vocabulary:
                 raise RequestError("the checkpoint has no tokenizer; give the prompt as a list of token ids")
             prompt = self.tokenizer.encode(prompt)
         if not isinstance(prompt, list | tuple):
-            raise RequestError(f"{prompt!r} is not a prompt; a prompt is a string or a list of token ids")
+            raise RequestError(
+                f"{prompt!r} is not a prompt; a prompt is a string or a list of token ids, as in [[1, 2]]"
+            )
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:

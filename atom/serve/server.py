@@ -48,7 +48,7 @@ from atom.serve.app import create_app
 from atom.serve.context import Context, read_template
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.events import wait_for_any
-from atom.serve.engine.process import WORKER
+from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.engine.replicas import Replicas
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
@@ -92,15 +92,15 @@ def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class Server:
-    def __init__(self, config: Config, worker: tuple[str, ...] = WORKER) -> None:
-        """worker: the command of an engine's process.
+    def __init__(self, config: Config, worker: tuple[str, ...] = WORKER, started: EngineProcess | None = None) -> None:
+        """worker: the command of an engine's process. started: the first one
 
         ConfigError, with nothing started, where the keys or the template cannot be read, or the address is in use.
         """
         http = config.serve.http
         self._config = config
         self._template = read_template(config)
-        self._engines = Replicas(config, worker)
+        self._engines = Replicas(config, worker, started)
         self._metrics = metrics = Metrics(self._engines)
         self._context = Context(config, self._engines, metrics)
         tenants = read_tenants(http)

@@ -50,15 +50,8 @@ from atom.graph import (
 )  # fmt: skip
 from atom.graph.formats import block_of, parse_format
 from atom.graph.parts import has_parts, parts_of, stored_tensors
-from atom.graph.recipes import (
-    Measured,
-    held_bytes,
-    leaves,
-    lora_stack_of,
-    packed_to,
-    packed_while_loading,
-    shuffled_alone,
-)
+from atom.graph.recipe_contents import held_bytes, lora_stack_of, packed_to, packed_while_loading, shuffled_alone
+from atom.graph.recipes import Measured, leaves
 from atom.kernels import shuffle
 from atom.weights.calibration import PREFIX, Calibration
 from atom.weights.evaluate import Loaded, Place, split_recipe

@@ -33,7 +33,8 @@ from atom.graph import (
 from atom.graph.formats import block_of
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.parts import cuts_blocks, parts_of
-from atom.graph.recipes import narrow, packed_while_loading
+from atom.graph.recipe_contents import packed_while_loading
+from atom.graph.recipe_ranges import narrow
 from atom.graph.unpack import unpack
 from atom.weights.repack import repack
 

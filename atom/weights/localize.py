@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from atom.graph import Cat, Full, Offset, Once, Recipe, Share, Slice, W
-from atom.graph.recipes import Constant, cat, narrow, padded
+from atom.graph.recipe_ranges import cat, narrow, padded
+from atom.graph.recipes import Constant
 
 
 def localize(recipe: Recipe, coordinates: Mapping[str, int]) -> Recipe:

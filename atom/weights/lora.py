@@ -22,7 +22,7 @@ from atom.checkpoint.folder import text_name
 from atom.checkpoint.lora import AdapterFiles, ExpertFactors, Factor, Factors, read_adapter
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import TORCH_DTYPES, Graph, Recipe, Slice
-from atom.graph.recipes import lora_stack_of
+from atom.graph.recipe_contents import lora_stack_of
 from atom.weights.evaluate import Loaded, split_recipe
 from atom.weights.localize import localize
 

@@ -26,7 +26,7 @@ from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
 from atom.checkpoint import Checkpoint, JoinedCheckpoint, open_checkpoint
 from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
-from atom.graph.recipes import packed_while_loading, shuffled_alone
+from atom.graph.recipe_contents import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
 from atom.weights.evaluate import view
 from atom.weights.packed_file import PackedFile

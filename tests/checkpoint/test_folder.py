@@ -126,6 +126,25 @@ def test_a_bad_config_is_one_line(tmp_path: Path, content: bytes | None, message
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"adapter_config.json": '{"base_model_name_or_path": "org/base"}'}, "an adapter; checkpoint=org/base serve.lora"),
+        ({"snapshots/abc/config.json": "{}"}, "the hub's cache of checkpoint=org/my-model"),
+        ({"sft/config.json": "{}"}, "a checkpoint needs one, as .*/sft has"),
+        ({}, "a checkpoint needs one$"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_no_checkpoint_says_what_to_name(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    folder = tmp_path / "models--org--my-model"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=f"has no config.json: .*{message}"):
+        open_checkpoint(str(folder))
+
+
 def test_half_a_checkpoint_names_the_first_missing_file_and_counts(tmp_path: Path) -> None:
     save_shards(make_folder(tmp_path))
     for path in tmp_path.glob("*.safetensors"):

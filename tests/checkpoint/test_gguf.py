@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atom.checkpoint import SILENT, GGUFFacts, open_checkpoint
+from atom.checkpoint import SILENT, GGUFFacts, gguf_types, open_checkpoint
 from atom.checkpoint.base import normalize_rope
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize
 from atom.checkpoint.quantization import format_of
@@ -23,7 +23,7 @@ from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 from atom.graph import Dequantize, Stack, W
 from atom.graph import Type as GraphType
-from atom.graph.recipes import narrow
+from atom.graph.recipe_ranges import narrow
 from atom.weights import load
 
 Type = gguf.GGMLQuantizationType
@@ -220,6 +220,13 @@ def has_reference(kind: Any) -> bool:
     return False
 
 
+def test_the_types_and_their_sizes_are_those_of_the_gguf_package():
+    assert gguf_types.SIZES == gguf.GGML_QUANT_SIZES
+    assert {each.name: each.value for each in gguf_types.Type} == {
+        each.name: each.value for each in gguf.GGMLQuantizationType
+    }
+
+
 KNOWN = [kind for kind in gguf.GGML_QUANT_SIZES if kind not in PLAIN and has_reference(kind)]
 
 
@@ -229,7 +236,7 @@ def test_every_block_format_equals_the_gguf_package_bit_by_bit(kind: Any) -> Non
     blocks = np.random.default_rng(0).integers(0, 256, (33, size), np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(blocks, kind).reshape(-1)
-        ours = dequantize(GGUFTensor(kind, (), memoryview(blocks.tobytes())))
+        ours = dequantize(GGUFTensor(gguf_types.Type(kind), (), memoryview(blocks.tobytes())))
     assert np.array_equal(ours, expected, equal_nan=True)
 
 

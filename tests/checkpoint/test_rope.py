@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
@@ -12,6 +13,7 @@ from transformers import (
     PreTrainedConfig,
     StableLmConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from atom.checkpoint.base import normalize_rope
 from atom.errors import CheckpointError, UnsupportedError
@@ -188,6 +190,29 @@ def test_longrope_keeps_its_factors_and_has_an_old_name(config: dict[str, Any]) 
     assert {"partial_rotary_factor": 1.0, **ours["rope_parameters"]} == theirs
     assert ours["rope_parameters"]["rope_type"] == "longrope"
     assert ours["rope_parameters"]["long_factor"] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_dynamic_rope_is_the_default_up_to_the_context_of_the_model() -> None:
+    config = {
+        "rope_theta": 5e4,
+        "rope_scaling": {"type": "dynamic", "factor": 6.0},
+        "max_position_embeddings": 64,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+    }
+    ours = normalize_rope(config)["rope_parameters"]
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(config))
+    theirs(torch.zeros(1), torch.arange(64)[None])
+    assert ours["rope_type"] == "default"
+    freqs = 1 / ours["rope_theta"] ** (torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(theirs.inv_freq, freqs)
+
+
+@pytest.mark.parametrize("alpha", ["many", -5.5])
+def test_an_alpha_that_stretches_nothing_is_an_error(alpha: Any) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4}
+    with pytest.raises(CheckpointError, match="alpha"):
+        normalize_rope({**sizes, "rope_scaling": {"type": "dynamic", "alpha": alpha}})
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ NO_INGREDIENTS = (
     "runtime",
     "serve",
     "llm.py",
-    "build.py",
+    "build",
 )  # a model's text is one itself, whoever wrote it
 OVERRIDES = {  # of a checkpoint in fp32 -> what the reason calls them
     "dtype=bf16": "dtype",

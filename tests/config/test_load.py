@@ -19,8 +19,9 @@ from atom.config import Config
 from atom.config.folders import CONF
 from atom.config.hydra import compose, model_files
 from atom.config.load import engine_overrides, load, load_gpu, show
-from atom.config.resolve import FORMATS, is_format
+from atom.config.resolve_quant import is_format
 from atom.config.spelling import override
+from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.graph import Type
 from atom.graph import formats as graph_formats
@@ -143,6 +144,10 @@ def test_an_unknown_architecture_lists_the_known_ones(write: Write):
     names = {
         name for file in model_files() if file.spec.get("auto", True) for name in file.spec.get("architectures", ())
     }
+    with pytest.raises(
+        UnsupportedError, match="Qwen3Model, which is a Qwen3ForCausalLM without its head: save it with"
+    ):
+        load([f"checkpoint={write(architectures=['Qwen3Model'])}"])
     assert known.split(", ") == sorted(names) and {"LlamaForCausalLM", "MixtralForCausalLM"} <= names
 
 
@@ -158,6 +163,15 @@ def test_of_two_files_the_model_type_decides(write: Write, conf: Callable[[str, 
     conf("other", f"{text}auto: false\n")
     assert load([f"checkpoint={write()}"], config_dirs=[folder]).model.name == "llama"
     assert load([f"checkpoint={write()}", "model=other"], config_dirs=[folder]).model.name == "other"
+    conf("other", f"{text}model_types: [exotic]\n")
+    for kind, name in (("exotic", "other"), ("unknown", "llama")):
+        assert load([f"checkpoint={write(model_type=kind)}"], config_dirs=[folder]).model.name == name
+
+
+def test_a_value_that_differs_between_layers_is_refused(write: Write):
+    folder = write(num_experts=[8, 8, 8], moe_topk=[1, 2, 2])
+    with pytest.raises(UnsupportedError, match=r"moe_topk in its config\.json differs between layers"):
+        load([f"checkpoint={folder}", "model=hunyuan_moe"])
 
 
 def test_a_gguf_is_matched_by_its_own_name_for_the_architecture(monkeypatch: pytest.MonkeyPatch):
@@ -592,7 +606,7 @@ def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope.kind=dynamic is not built yet"),
+        ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "rope.kind=xpos is not built yet"),
         ({"rope_scaling": {"rope_type": "linear"}}, "kind linear needs a factor"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}},
@@ -744,6 +758,11 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "layer_types": ["full_attention"] * 3,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_topk": [2, 2, 2],
 }
 
 
@@ -792,15 +811,23 @@ def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():
 
 
 WRITTEN = {  # model file -> how its models call tools, and where their reasoning stands
+    "bailing_moe_v2": (None, "think"),
+    "cwm": (None, "think"),
     "deepseek_v3": ("deepseek_v3", "think"),
     "exaone4": ("tagged_json", "think"),
+    "exaone_moe": ("tagged_json", "think"),
     "glm4_moe": ("glm45", "think"),
+    "glm4_moe_lite": ("glm45", "think"),
     "gpt_oss": ("harmony", None),
     "granite": ("granite", None),
     "granitemoe": ("granite", None),
+    "granitemoeshared": ("granite", None),
+    "hunyuan_dense": (None, "think"),
+    "hunyuan_moe": (None, "think"),
     "kimi_k2": ("kimi_k2", "think"),
     "llama": ("python_tag", None),
     "minimax_m2": ("minimax_m2", "think"),
+    "ministral": ("mistral", None),
     "mistral": ("mistral", None),
     "mixtral": ("mistral", None),
     "olmo3": ("olmo3", "think"),
@@ -811,6 +838,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "qwen3_vl_moe": ("tagged_json", "think"),
     "seed_oss": ("seed_oss", "seed:think"),
     "smollm3": ("tagged_json", "think"),
+    "youtu": (None, "think"),
 }
 
 
@@ -935,6 +963,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("serve.max_model_len=8193", "serve.max_model_len=8193 is more than the 8192 tokens of context"),
         ("model.attention.rope.partial=1.5", "rope.partial=1.5 must be a finite number above 0 to 1"),
         ("sampling.defaults=yes", "sampling.defaults=.*: there is no such choice"),
+        ("passes.extra=mine:clip", r"passes.extra is a list; write passes.extra=\[…\]"),
     ],
 )
 def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str, message: str):
@@ -1029,7 +1058,7 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
     for job in ("generate", "explain", "compile", "cache", "bench", "profile"):
         with pytest.raises(ConfigError, match=f"^parallel.replicas=2: job={job} opens one model; leave it out, or wri"):
             load(["parallel=dp2", f"job={job}", "device=cpu"])
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 2)
     assert load(["parallel=dp2", "device=cuda"]).parallel.replicas == 2
     needs_four = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"
     with pytest.raises(UnsupportedError, match=f"^parallel.replicas=4 {needs_four}"):
@@ -1039,14 +1068,14 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 3)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 3)
     for fields, num_ranks in (
         (["parallel=tp3"], 3),
         (["parallel=pp2", "parallel.collectives=nccl"], 2),
         (["parallel=tp3", "tune=true"], 3),
     ):
         assert load([*fields, "device=cuda", "job=bench"]).parallel.num_ranks == num_ranks
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 2)
     for job in ("compile", "explain", "cache"):  # which start no rank
         assert load(["parallel=tp9", "device=cuda", f"job={job}"]).parallel.num_ranks == 9
     there = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"

@@ -15,7 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from atom.errors import UnsupportedError
 from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, Type, W
 from atom.graph.parts import has_parts, parts_of, stored_tensors
-from atom.graph.recipes import leaves, narrow
+from atom.graph.recipe_ranges import narrow
+from atom.graph.recipes import leaves
 
 
 def packed(name: str, *shape: int) -> W:

@@ -31,7 +31,9 @@ from atom.graph import (
     parse,
     show,
 )
-from atom.graph.recipes import cat, held_by_format, held_bytes, leaves, narrow
+from atom.graph.recipe_contents import held_by_format, held_bytes
+from atom.graph.recipe_ranges import cat, narrow
+from atom.graph.recipes import leaves
 from atom.weights import load
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,15 +21,20 @@ from atom.jobs import apart
         (["job=generate", "prompts=Hi"], "generate"),
         (["prompts=Hi", "level=0"], "generate"),
         (["job=chat"], "chat"),
+        (["recipe=demo"], "generate"),
+        (["recipe=demo", "job=serve"], "serve"),
+        (["recipe=nosuch"], None),
         (["job=bench", "prompts=Hi"], None),
-        (["job=serve"], None),
-        (["checkpoint=/models/x"], None),
+        (["job.stage=final"], None),
+        (["job.stage=final", "job.prune=1d"], None),
+        (["job=serve"], "serve"),
+        (["checkpoint=/models/x"], "serve"),
+        ([], "serve"),
         (["-m", "prompts=Hi"], None),
         (["prompts"], None),
-        ([], None),
     ],
 )
-def test_only_jobs_that_answer_here_and_have_no_flags_are_begun_so(argv: list[str], kind: str | None):
+def test_only_jobs_that_answer_and_have_no_flags_are_begun_so(argv: list[str], kind: str | None):
     assert apart.find_kind(argv) == kind
 
 
@@ -75,3 +82,30 @@ def test_a_command_answers_and_says_what_was_wrong_once(checkpoints: Any, tmp_pa
     bad = run(main, *where, "prompts=[[1, 2, 3]]", "nosuch=1")
     assert bad.returncode == 2
     assert [line for line in bad.stderr.splitlines() if "nosuch" in line] == bad.stderr.splitlines()
+
+
+def test_a_server_imports_neither_torch_nor_hydra(checkpoints: Any, tmp_path: Path):
+    heavy = "torch hydra omegaconf triton sympy transformers gguf rich llguidance"
+    main = "import sys; from atom.cli import main; code = main(sys.argv[1:]); "
+    main += f"print([name for name in {heavy.split()} if name in sys.modules]); sys.exit(code)"
+    where = [f"checkpoint={checkpoints('llama')}", "level=0", "device=cpu", f"cache={tmp_path}"]
+    own = ["serve.http.host=127.0.0.1", "serve.http.port=0", "serve.kv_cache_memory=1048576"]
+    command = [sys.executable, "-c", main, *where, *own]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    lines = [*itertools.takewhile(lambda line: "Ctrl-C" not in line, server.stderr)]
+    engines = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    server.send_signal(signal.SIGTERM)
+    said, _ = server.communicate(timeout=60)
+    assert (server.returncode, said) == (0, "[]\n"), lines
+    assert len(engines) == 1 and any("opened in" in line for line in lines)
+
+
+def test_a_server_that_cannot_be_configured_leaves_no_engine_behind(checkpoints: Any):
+    code = "import sys; from atom.jobs import apart; started = []\n"
+    code += "make = apart.EngineProcess\n"
+    code += "apart.EngineProcess = lambda **rest: started.append(make(**rest)) or started[0]\n"
+    code += "from atom.cli import main; done = main(sys.argv[1:]); print(done, [each.has_ended() for each in started])"
+    done = run(code, f"checkpoint={checkpoints('llama')}", "nosuch=1")
+    assert done.stdout == "2 [True]\n"
+    assert len(done.stderr.splitlines()) == 1 and "nosuch" in done.stderr

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from atom.build import cache_kinds, digest_of, plan_kv
+from atom.build import cache_kinds, digest_of
+from atom.build.kv_blocks import plan_kv
 from atom.cache import Cache
 from atom.cli import main
 from atom.compiler import compile_graph
@@ -339,9 +340,10 @@ GPU              h200: 139.8 GiB of memory, 4.47 TB/s
 
 def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(published: Any):
     command = [sys.executable, "-m", "atom.cli", "job=explain", published("deepseek_v3"), "job.gpu=h200"]
-    started = time.perf_counter()
+    before = os.times()
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert time.perf_counter() - started < 20
+    after = os.times()  # of its processors: others may have them meanwhile
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 20
     assert (ended.returncode, ended.stderr) == (0, "")
     piece_lines = re.findall(r"^  [0-9a-f]{8} +(\d+) times .* calls, not in the cache$", ended.stdout, re.MULTILINE)
     assert (len(piece_lines), sum(map(int, piece_lines))) == (6, 178)
@@ -518,17 +520,20 @@ def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path
     one = (40960 // 16 + 1) * 16 * KV_BYTES["qwen3_30b_a3b"]["full"] * 4 // 48
     needed = explain(*model)["weights_bytes"] + one
 
-    def on(memory: int) -> dict[str, Any]:
+    def gpu_of(memory: int) -> str:
         (tmp_path / "mine.yaml").write_text(f"memory: {memory}\nbandwidth: 1e12\n")
-        return explain(*model, f"job.gpu={tmp_path}/mine.yaml")["gpu"]
+        return f"job.gpu={tmp_path}/mine.yaml"
+
+    @functools.cache
+    def on(memory: int) -> dict[str, Any]:
+        return explain(*model, gpu_of(memory))["gpu"]
 
     assert (on(needed)["fits"], on(needed)["kv_tokens"]) == (True, {"full": 40960})
     less = on(needed - 1)
     assert (less["weights_fit"], less["fits"], less["kv_longest_sequence"]) == (True, False, 40960 - 16)
     assert (on(needed - one)["weights_fit"], on(needed - one - 1)["weights_fit"]) == (True, False)
     assert (on(needed - one)["gpus_for_weights"], on(needed - one - 1)["gpus_for_weights"]) == (1, 2)
-    on(needed - 1)
-    _, out, _ = run(*model, f"job.gpu={tmp_path}/mine.yaml")
+    _, out, _ = run(*model, gpu_of(needed - 1))
     assert (
         "one sequence of max_model_len=40,960 does not fit: behind the weights is room for 40,944 tokens (full)" in out
     )

@@ -270,5 +270,5 @@ def test_ctrl_c_ends_with_130_and_no_traceback(embedded_gguf: Path, tmp_path: Pa
         err = process.stderr.read()
     assert process.returncode == 130
     assert "Traceback" not in err and err.endswith("atom-run: interrupted\n")
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 60
     assert list(tmp_path.iterdir()) == [], "nothing is left in the folder"

@@ -78,7 +78,7 @@ def test_a_user_s_own_file_goes_before_what_comes_with_atom(tmp_path: Path):
     assert find(5, 4096, 4096, 2, 1, H200) == linear.Matrix(16, 16, 1, 2)
     assert find(5, 3, 3, 2, 1, H200) is None
     assert find(5, 4096, 4096, 4, 1, H200) == linear.choose(5, 4096, 4096, 4, 1, H200)
-    assert tuned.read("Other GPU", tmp_path, pytest.fail) == {"linear": {}, "drafts": {}}
+    assert tuned.read("Other GPU", tmp_path, pytest.fail) == {"linear": {}, "experts": {}, "drafts": {}}
 
 
 def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path):

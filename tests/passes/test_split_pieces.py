@@ -93,6 +93,31 @@ def test_a_piece_has_a_text_of_its_own():
     assert [[node.name for node in piece.results] for piece in pieces] == [["x_2", "y"], ["s"]]
 
 
+def test_runs_share_a_text_only_if_they_are_equal_but_for_names():
+    norm = 'inductor.rms_norm(x, W("{}", fp32[8]), eps={})'
+    runs = [
+        ("inductor.add(x, x_1)", 0),
+        ("inductor.add(x_1, x)", 0),
+        ("inductor.add(x, x)", 1),
+        ("inductor.add(z, z)", 2),  # 16 columns
+        (norm.format("a", "1e-06"), 3),
+        (norm.format("b", "1e-06"), 3),
+        (norm.format("a", "1e-05"), 4),
+        ("inductor.mul(x, x_1)", 5),
+    ]
+    lines = [
+        f"    y{i} = {call}\n    g{i}, o{i}, e{i} = reference.group(x, ids, experts=4)"
+        for i, (call, _) in enumerate(runs)
+    ]
+    head = "def f(x: fp32[T, 8], x_1: fp32[T, 8], z: fp32[T, 16], ids: i64[T, 2]):"
+    given = ", ".join(f"y{i}" for i in range(len(runs)))
+    program = split(parse("\n".join([head, *lines, f"    return {given}", ""]))).programs["f"]
+    texts = [piece.text for piece in find_pieces(program)]
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    assert [numbers[text] for text in texts] == [number for _, number in runs]
+    assert "eps=1e-05" in texts[6] and "mul" in texts[7] and "16" in texts[3]
+
+
 @pytest.mark.parametrize("text", ALONE)
 def test_a_run_without_work_for_inductor_is_left_alone(text: str):
     graph = split(parse(text))

@@ -187,7 +187,7 @@ def test_nothing_is_loaded_of_weights_that_do_not_fit(
 ) -> None:
     features = frozenset({"nvidia", "sm_90", "A GPU"})
     monkeypatch.setattr("atom.compiler.compile.find_target", lambda device: Target(device, features))
-    monkeypatch.setattr("atom.build.load_weights", lambda *_: pytest.fail("weights are loaded"))
+    monkeypatch.setattr("atom.build.engine.load_weights", lambda *_: pytest.fail("weights are loaded"))
     gpu(2**-20, 1)  # 1 KiB
     with pytest.raises(CapacityError, match=r"the weights take .* GiB \(.*\), the GPU has 0\.0 GiB"):
         LLMEngine.from_config(config_of(checkpoints("qwen3")))

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 from atom import LLMEngine, SamplingParams, build
+from atom.build.kv_blocks import plan_kv
 from atom.checkpoint import SilentProgress, stop_ids
 from atom.compiler import compile_graph
 from atom.config.checkpoint import open_for
@@ -62,7 +63,7 @@ def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | Non
     config = load(engine_overrides(str(folder), {**FIELDS, "device": place.device, **fields}))
     graph, serve, limits = compile_graph(config, target=target), config.serve, build.limits_of(config)
     kinds = build.cache_kinds(graph)
-    num_blocks = build.plan_kv(kinds, config)
+    num_blocks = plan_kv(kinds, config)
     checkpoint = open_for(config, SilentProgress())
     tokenizer = checkpoint.tokenizer(trust_remote_code=False)
     bindings = Bindings(build.load_weights(graph, checkpoint, config, SilentProgress()))

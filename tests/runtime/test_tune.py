@@ -14,16 +14,20 @@ import pytest
 import torch
 
 from atom import LLMEngine, SamplingParams, build, weights
+from atom.build.runner import use_parameters
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
 from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError
 from atom.graph import Graph, ops
 from atom.kernels import Target, tuned
+from atom.kernels.triton import grouped_tiles, grouped_tune
 from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.grouped_tiles import Tiles
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear import tune as kernels
 from atom.kernels.triton.linear.linear import Matrix, Parameters
+from atom.kernels.triton.linear.packed import PLAIN
 from atom.runtime import tune as tuning
 from atom.runtime.cuda_graphs import Graphs
 from atom.runtime.model import Model
@@ -51,6 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
     monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(kernels, "find_gpu", lambda device: GPU)
+    monkeypatch.setattr(grouped_tune, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
 
@@ -72,7 +77,7 @@ def tune(model: Model, graph: Graph, cache: Path, max_rows: int, *args: Any) -> 
 
 
 def use_measured(model: Model, *args: Any) -> None:
-    tuning.use_measured(model, kernels.LinearTuner(model.device), *args)
+    tuning.use_measured(model, [kernels.LinearTuner(model.device)], *args)
 
 
 class Steps:
@@ -299,7 +304,43 @@ def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
     model, _ = opened
     lines: list[str] = []
     tune(model, Graph(), tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
-    assert lines == ["tune=true finds no linear of 16-bit weights of this model on Test GPU: nothing is measured"]
+    assert lines == ["tune=true finds no linears of 16-bit weights of this model on Test GPU: nothing is measured"]
+
+
+def test_products_by_experts_are_measured_beside_linears(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    given = {**FIELDS, "model.layers": 1, "dtype": "fp16"}
+    graph = compile_graph(
+        load(engine_overrides(str(checkpoints("mixtral")), given)),
+        target=Target("cuda", frozenset({"nvidia", "sm_90"})),
+    )
+    bindings = Bindings(weights.load_dummy(graph.recipes(), seed=0))
+    model = Model(graph, bindings, 4, StepLimits(8, 64, 32), device="cpu", backend="triton")
+    model.bind({kind.name: 2 for kind in build.cache_kinds(graph)})
+    slow, fast = Tiles(16, 32, 32, 4, 1), Tiles(32, 32, 32, 4, 1)
+    monkeypatch.setattr(grouped_tune, "candidates", lambda shape, gpu: [slow, fast])
+    tuners = [kernels.LinearTuner(model.device), grouped_tune.ExpertsTuner(model.device)]
+    model.limits = StepLimits(8, 8, 32)
+
+    def capture(run: Callable[[], object]) -> Callable[[], float]:
+        trial = model.kernels[ops.experts, "triton"].__self__._parameters  # type: ignore[attr-defined]
+        chosen = [*trial.chosen.values()]
+        return lambda: 1e-3 * 0.9 ** chosen.count(fast) * 1.1 ** chosen.count(slow)
+
+    lines: list[str] = []
+    tuning.use_measured(model, tuners, tmp_path, lines.append)
+    linears = tuners[0].kernels(linear.find)
+    model.use(linears)
+    tuning.tune(model, tuners[1], tmp_path, SilentProgress(), lines.append, capture)
+    written = json.loads((tmp_path / "tuned" / f"{GPU.name.lower().replace(' ', '_')}.json").read_text())["experts"]
+    assert set(written) == {f"{rows} 8x{shape}" for rows in (2, 16) for shape in ("160 48 2", "48 80 1")}
+    assert written["16 8x160 48 2"] == written["16 8x48 80 1"] == ["tiles", *fast]
+    assert all(model.kernels[key] is kernel for key, kernel in linears.items()), "linears keep their parameters"
+    find = model.kernels[ops.experts, "triton"].__self__._parameters  # type: ignore[attr-defined]
+    assert find(grouped_tiles.Shape(11, 8, 160, 48, 2, 2, PLAIN), GPU) == fast
+    tuning.tune(model, tuners[1], tmp_path, SilentProgress(), lines.append, capture)
+    assert lines[-1] == "tune=true knows all 2 products by experts of this model on Test GPU: nothing is measured"
 
 
 def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
@@ -307,12 +348,12 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
 ):
     model, _ = opened
     asked: list[Path] = []
-    monkeypatch.setattr(build, "tune", lambda model, tuner, cache, *_, **__: asked.append(cache))
+    monkeypatch.setattr("atom.build.runner.tune", lambda model, tuner, cache, *_, **__: asked.append(cache))
 
     def start(**fields: Any) -> str:
         given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}
         config = load(engine_overrides(str(checkpoints("qwen3")), given))
-        build.use_parameters(model, config, SilentProgress(), tuning.alone)
+        use_parameters(model, config, SilentProgress(), tuning.alone)
         return capsys.readouterr().err
 
     assert start() == "" and model._bindings.kernels == {} and asked == []

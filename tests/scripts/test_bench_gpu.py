@@ -41,6 +41,14 @@ def test_a_rate_is_reached_from_the_target_upwards_and_a_time_downwards():
     assert (figure("s", 8, [9, 30, 7]).best, figure("output tok/s", 8, [9, 30, 7]).best) == (7, 30)
 
 
+def test_a_mixture_that_reads_too_few_experts_reaches_nothing():
+    shares = {0.949: False, 0.95: True, 1.1: True}
+    for share, is_met in shares.items():
+        rate = figure("output tok/s", 265, [300])
+        rate.details["experts_read"] = {"share": share}
+        assert rate.is_met == is_met
+
+
 def test_a_row_is_held_against_the_figure_or_the_share_of_another():
     other, own = figure("output tok/s", 1, [300], 1000), figure("output tok/s", 1, [90], 200)
     assert bench_gpu.compared_with(own, other, by_share=False) == 300

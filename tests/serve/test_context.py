@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +22,22 @@ def small(start_server: Start) -> Server:
     return start_server(*(f"serve.http.{each}" for each in limits), stub={})
 
 
+def computed(server: Server) -> float:
+    """The seconds that the thread of its event loop has computed, however busy the machine is."""
+    pid = server.process.pid
+    user, system = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def ask_and_watch(server: Server, path: str, body: dict[str, Any]) -> tuple[wire.Answer, float]:
-    """The answer, and the longest time that /health took meanwhile."""
+    """The answer, and the longest time that the event loop computed before it answered /health meanwhile."""
     data, answers, seconds = wire.request("POST", path, body), [], [0.0]
     asking = threading.Thread(target=lambda: answers.append(wire.exchange(server.url, data)))
     asking.start()
     while asking.is_alive():
-        start = time.monotonic()
+        start = computed(server)
         assert wire.ask(server.url, "GET", "/health").status == 200
-        seconds.append(time.monotonic() - start)
+        seconds.append(computed(server) - start)
         time.sleep(0.01)
     return answers[0], max(seconds)
 

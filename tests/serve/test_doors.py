@@ -209,7 +209,7 @@ def test_limits_of_a_key_are_429_with_the_limit_and_when_to_come_back(doors: Ser
         "type": "rate_limit_error", "param": None, "code": "max_concurrent",
     }  # fmt: skip
     first.close()
-    wire.wait_until(lambda: wire.metrics(doors.url, carol)['atom:key_requests_open{key="bob"}'] == 0, 5)
+    wire.wait_until(lambda: wire.metrics(doors.url, carol)['atom:key_requests_open{key="bob"}'] == 0)
     refused = wire.ask(doors.url, "POST", "/v1/messages", {"model": "talker", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}, bob)  # fmt: skip
     assert refused.status == 429 and 3 <= int(refused.headers["retry-after"]) <= 5
     assert refused.json["error"]["type"] == "rate_limit_error"
@@ -344,12 +344,12 @@ def test_one_key_cannot_fill_the_queue(start_server: Start):
     streams[0].read_events(1)
     for num in range(1, 5):
         streams.append(wire.Stream(server.url, endless, **a))
-        wire.wait_until(lambda num=num: wire.metrics(server.url, a)["atom:num_requests_waiting"] == num, 5)
+        wire.wait_until(lambda num=num: wire.metrics(server.url, a)["atom:num_requests_waiting"] == num)
     refused = wire.ask(server.url, "POST", "/v1/completions", endless, a)
     assert refused.status == 429 and refused.json["error"]["code"] == "queue_full"
     for num in range(5, 7):
         streams.append(wire.Stream(server.url, endless, **b))
-        wire.wait_until(lambda num=num: wire.metrics(server.url, a)["atom:num_requests_waiting"] == num, 5)
+        wire.wait_until(lambda num=num: wire.metrics(server.url, a)["atom:num_requests_waiting"] == num)
     assert wire.ask(server.url, "POST", "/v1/completions", endless, b).status == 429, "2 of its own, and 2 are left"
     for each in streams:
         each.close()
@@ -415,7 +415,7 @@ def test_a_key_of_a_better_priority_goes_first(start_server: Start, tmp_path: Pa
     for each in waits:
         each.start()
         time.sleep(0.05)
-    wire.wait_until(lambda: wire.metrics(server.url, {"x-api-key": "u"})["atom:num_requests_waiting"] >= 1, 5)
+    wire.wait_until(lambda: wire.metrics(server.url, {"x-api-key": "u"})["atom:num_requests_waiting"] >= 1)
     waits.append(threading.Thread(target=ask, args=("u", long | {"max_tokens": 1})))
     waits[-1].start()
     for each in waits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import wire
 from serving import Server, Start
 
 MAX_BODY = 8 << 20
-MAX_HOLD = 0.1  # seconds
+MAX_HOLD = 0.1  # seconds, and on a slow machine half of what it takes to read the largest body as JSON
 TRIES = 12
 MAX_VALUES, MAX_ITEMS = 1_000_000, 100_000
 CONTEXT = 1 << 17  # tokens
@@ -186,6 +187,13 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
 }
 
 
+def max_hold() -> float:
+    """Seconds that the loop may be held on this machine, as busy as it is now."""
+    body, start = "[" + "1," * (MAX_BODY // 2 - 1) + "1]", time.process_time()
+    json.loads(body)
+    return max(MAX_HOLD, (time.process_time() - start) / 2)
+
+
 def longest_hold(watched: Watched, data: bytes) -> tuple[wire.Answer, float]:
     """The answer, and how long the loop was held at most meanwhile."""
     before = watched.holds.stat().st_size if watched.holds.exists() else 0
@@ -206,7 +214,7 @@ def test_no_body_holds_the_event_loop(watched: Watched, name: str):
         answer, held = longest_hold(watched, data)
         assert answer.status == status, answer.body[:500]
         holds.append(held)
-        if held < MAX_HOLD:
+        if held < MAX_HOLD or held < max_hold():
             return
     raise AssertionError(f"{holds} s")
 
@@ -218,4 +226,4 @@ def test_no_body_holds_the_event_loop(watched: Watched, name: str):
 def test_no_other_route_holds_the_event_loop(watched: Watched, method: str, path: str):
     body = None if method == "GET" else b"[" * MAX_BODY
     _, held = longest_hold(watched, wire.request(method, path, body))
-    assert held < MAX_HOLD
+    assert held < max_hold()

@@ -107,13 +107,13 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
         if gone in ("host", "rank"):
             os.kill(rank, signal.SIGSTOP)
         *_, last = stream.read_events()
-        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < 6
+        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < 20
     if gone != "host":
-        assert supervisor.wait(5) == 0 and not is_alive(rank)
+        assert supervisor.wait(20) == 0 and not is_alive(rank)
     if gone != "driver":
         wire.wait_until(lambda: "rank 1 has been silent" in server.log.read_text())
     server.process.terminate()  # it tells of the death for some seconds more
-    assert server.process.wait(15) == 1 and not is_alive(engine)
+    assert server.process.wait(20) == 1 and not is_alive(engine)
 
 
 def answer_alone(talker: Path, prompt: str | list[int], **params: Any) -> str:

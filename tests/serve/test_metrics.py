@@ -66,7 +66,7 @@ def test_counts_after_known_requests_are_exact(counted: Server):
         # the engine's own come with its next heartbeat
         return {name: grown.get(name) for name in expected} == expected and grown["atom:engine_steps_total"] > 0
 
-    wire.wait_until(check, 5)
+    wire.wait_until(check)
     after = wire.metrics(counted.url)
     # 5 ms between tokens, on a machine that may be slow but is never fast
     seconds = after["atom:inter_token_latency_seconds_sum"] - before.get("atom:inter_token_latency_seconds_sum", 0)
@@ -85,7 +85,7 @@ def test_gauges_follow_what_runs(start_server: Start):
     assert told["process_resident_memory_bytes"] > 1 << 20 and told["process_open_fds"] > 5
     for stream in streams:
         stream.close()
-    wire.wait_until(lambda: not wire.metrics(server.url)["atom:kv_cache_blocks_used"], 5)
+    wire.wait_until(lambda: not wire.metrics(server.url)["atom:kv_cache_blocks_used"])
 
 
 def test_names_and_types_are_in_vllms_style(counted: Server):
@@ -226,7 +226,7 @@ def test_a_request_is_a_line_of_json_with_its_id_and_usage(counted: Server, stre
         found = (json.loads(line) for line in counted.log.read_text().splitlines() if line.startswith("{"))
         return [line for line in found if line.get("request_id") == name]
 
-    wire.wait_until(lines, 5)
+    wire.wait_until(lines)
     (line,) = lines()
     assert (line["message"], line["level"], line["method"]) == ("request", "info", "POST")
     assert (line["path"], line["status"], line["user"]) == ("/v1/completions", 200, "someone")

@@ -20,7 +20,7 @@ def assert_all_is_free(server: Server) -> None:
         told = wire.metrics(server.url)
         return running_and_waiting(server) == (0, 0) and told["atom:kv_cache_blocks_used"] == 0
 
-    wire.wait_until(is_free, 5)  # a step, and the heartbeat that tells of it
+    wire.wait_until(is_free)  # a step, and the heartbeat that tells of it
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_full_queue_is_429_with_the_time_to_come_back(narrow: Server):
     first = wire.Stream(narrow.url, body)
     first.read_events(1)
     waiting = [wire.Stream(narrow.url, body | {"stream": False}) for _ in range(3)]
-    wire.wait_until(lambda: running_and_waiting(narrow)[1] == 3, 5)
+    wire.wait_until(lambda: running_and_waiting(narrow)[1] == 3)
     refused = wire.ask(narrow.url, "POST", "/v1/completions", body)
     assert refused.status == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.json["error"]["type"] == "rate_limit_error" and refused.json["error"]["code"] == "queue_full"
@@ -60,12 +60,12 @@ def test_a_full_queue_is_429_with_the_time_to_come_back(narrow: Server):
 
 
 def test_what_a_long_step_is_about_does_not_wait(start_server: Start):
-    server = start_server("serve.http.max_queue=1", stub={"step_seconds": 2.0})
+    server = start_server("serve.http.max_queue=1", stub={"step_seconds": 3.0})
     body = {"prompt": [0], "max_tokens": 1, "stream": False}
     first = wire.Stream(server.url, body)
-    wire.wait_until(lambda: running_and_waiting(server)[1] == 0 and running_and_waiting(server)[0] == 1, 1.5)
+    wire.wait_until(lambda: running_and_waiting(server)[1] == 0 and running_and_waiting(server)[0] == 1, 2.5)
     second = wire.Stream(server.url, body)  # there is room for it while the first step runs
-    wire.wait_until(lambda: running_and_waiting(server)[1] == 1, 1)
+    wire.wait_until(lambda: running_and_waiting(server)[1] == 1, 2)
     assert wire.ask(server.url, "POST", "/v1/completions", body).status == 429
     assert [wire.read_answer(each.file).status for each in (first, second)] == [200] * 2
 
@@ -76,7 +76,7 @@ def test_a_queue_that_everybody_leaves_at_once_has_room_again(narrow: Server):
         streams = [wire.Stream(narrow.url, body)]
         streams[0].read_events(1)
         streams += [wire.Stream(narrow.url, body) for _ in range(3)]
-        wire.wait_until(lambda: running_and_waiting(narrow) == (1, 3), 5)
+        wire.wait_until(lambda: running_and_waiting(narrow) == (1, 3))
         for stream in reversed(streams):
             stream.close()
         assert_all_is_free(narrow)
@@ -115,17 +115,17 @@ def test_a_client_that_leaves_frees_its_blocks(roomy: Server, body: dict[str, An
     blocking = [wire.Stream(url, ENDLESS) for _ in range(3)] if moment == "queued" else []
     num = body.get("n", 1)
     if blocking:
-        wire.wait_until(lambda: running_and_waiting(roomy) == (3, 0), 5)
+        wire.wait_until(lambda: running_and_waiting(roomy) == (3, 0))
     leaving = wire.Stream(url, ENDLESS | body)
     if moment == "queued":
-        wire.wait_until(lambda: running_and_waiting(roomy) == (3, num), 5)
+        wire.wait_until(lambda: running_and_waiting(roomy) == (3, num))
     else:
-        wire.wait_until(lambda: running_and_waiting(roomy) == (num, 0), 5)
+        wire.wait_until(lambda: running_and_waiting(roomy) == (num, 0))
     if moment == "decode":
         tokens = wire.metrics(url)["atom:generation_tokens_total"]
-        wire.wait_until(lambda: wire.metrics(url)["atom:generation_tokens_total"] > tokens, 5)
+        wire.wait_until(lambda: wire.metrics(url)["atom:generation_tokens_total"] > tokens)
     leaving.close()
-    wire.wait_until(lambda: running_and_waiting(roomy) == (len(blocking), 0), 5)
+    wire.wait_until(lambda: running_and_waiting(roomy) == (len(blocking), 0))
     for stream in blocking:
         stream.close()
     assert_all_is_free(roomy)
@@ -141,7 +141,7 @@ def test_the_real_engine_frees_blocks_when_clients_leave(server: Server):
     body = {"prompt": [0] * 512, "max_tokens": 7000, "ignore_eos": True}
     streams = [wire.Stream(server.url, body | {"n": n}) for n in (1, 3)]
     streams[0].read_events(2)
-    wire.wait_until(lambda: wire.metrics(server.url)["atom:kv_cache_blocks_used"] > 0, 10)
+    wire.wait_until(lambda: wire.metrics(server.url)["atom:kv_cache_blocks_used"] > 0)
     for stream in streams:
         stream.close()
     assert_all_is_free(server)

@@ -36,7 +36,7 @@ def test_systemd_is_told_when_the_server_is_ready_and_when_it_drains(
             assert wire.ask(url, "GET", "/health").status == 200
             server.process.terminate()
             assert systemd.recv(100) == b"STOPPING=1"
-            assert server.process.wait(15) == 0
+            assert server.process.wait(20) == 0
         finally:
             server.process.kill()
             server.process.wait()
@@ -64,7 +64,7 @@ def test_a_full_queue_of_systemds_does_not_hold_the_server(tmp_path: Path, caplo
                     other.sendto(b"x", path)
         start = time.monotonic()
         notify(path, "READY=1")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
     assert caplog.messages == [f"cannot send READY=1 to systemd at {path}: timed out"]
 
 
@@ -126,7 +126,7 @@ def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
                 wire.ask(server.url, "GET", "/health")  # a probe keeps no server awake
             except OSError:
                 break
-        assert server.process.wait(10) == 0
+        assert server.process.wait(20) == 0
         entries = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
         (asked,) = (entry for entry in entries if entry.get("path") == "/v1/completions")
         (idle,) = (entry for entry in entries if entry["message"] == "idle")

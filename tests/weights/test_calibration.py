@@ -17,15 +17,18 @@ import torch.nn.functional as F
 from test_kv_scales import add_tokenizer
 from torch import Tensor, nn
 
-from atom import LLMEngine, SamplingParams, build, weights
-from atom.build import load_weights, plain_graph
+from atom import LLMEngine, SamplingParams, weights
+from atom.build import calibration as planning
+from atom.build import load_weights
+from atom.build.calibration import plain_graph
 from atom.cache import Cache
 from atom.checkpoint import SILENT, open_checkpoint
 from atom.compiler import compile_graph, semantic_graph
 from atom.config.load import load
 from atom.errors import ArtifactError, ConfigError
 from atom.graph import PackedWeight, Quantize, Recipe, Type
-from atom.graph.recipes import leaves, narrow
+from atom.graph.recipe_ranges import narrow
+from atom.graph.recipes import leaves
 from atom.jobs import explain
 from atom.weights import calibration
 from atom.weights.calibration import PRIOR_ROWS, Calibration, measure_moments, units_of
@@ -270,7 +273,7 @@ def test_every_range_of_a_stored_tensor_is_rounded_by_what_it_is_multiplied_with
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random model, with a tokenizer of bytes."""
     monkeypatch.setitem(tiny.VARIANTS, "bytes", ("LlamaConfig", {"vocab_size": 300}))
-    monkeypatch.setattr(build, "MAX_TOKENS", 128)
+    monkeypatch.setattr(planning, "MAX_TOKENS", 128)
     made = tiny.save("bytes", tmp_path / "checkpoint")
     add_tokenizer(made)
     return made

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import atom.build
 import atom.compiler.compile
 from atom import LLMEngine
+from atom.build import compiling
 from atom.config import Config
 from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError
@@ -49,7 +49,7 @@ def test_more_than_is_stored_is_refused_before_a_text_is_written(
     def write(*_: Any) -> None:
         pytest.fail("a text is written")
 
-    monkeypatch.setattr(atom.build, "compile_model", write)
+    monkeypatch.setattr(compiling, "compile_model", write)
     with pytest.raises(CheckpointError, match=message):
         LLMEngine(vary(name, **changes), device="cpu")
 

@@ -81,9 +81,8 @@ def compile_launches(pool: Executor) -> AbstractContextManager[None]:
     return launches
 
 
-def find_tuner(device: torch.device) -> Tuner:
-    tuner: Tuner = _module("linear.tune").LinearTuner(device)
-    return tuner
+def find_tuners(device: torch.device) -> list[Tuner]:
+    return [_module("linear.tune").LinearTuner(device), _module("grouped_tune").ExpertsTuner(device)]
 
 
 def _module(name: str) -> Any:
@@ -232,13 +231,13 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.router, "router", "Router.router"),
     _kernel(ops.add_norm_router, "router", "Router.add_norm_router"),
     _kernel(ops.group, "moe"),
-    _kernel(ops.grouped_linear, "moe", accepts=accepts_grouped, packed=("scaled", "int4", "int8", *FP4)),
+    _kernel(ops.grouped_linear, "moe", "Experts.grouped_linear", accepts_grouped, ("scaled", "int4", "int8", *FP4)),
     _kernel(ops.combine, "moe"),
     _kernel(ops.gumbel_argmax, "speculation"),
     _kernel(ops.lora, "lora", accepts=accepts_lora),
     _kernel(ops.expand_lora, "lora", accepts=accepts_lora),
     _kernel(ops.grouped_lora, "lora"),
-    _kernel(ops.experts, "moe", accepts=accepts_experts, packed=PACKED),
+    _kernel(ops.experts, "moe", "Experts.experts", accepts_experts, PACKED),
 )
 
 BACKEND = Backend(
@@ -249,5 +248,5 @@ BACKEND = Backend(
     keep_binaries=keep_binaries,
     compile_launches=compile_launches,
     step_kernels=partial(import_step_kernels, __name__),
-    find_tuner=find_tuner,
+    find_tuners=find_tuners,
 )

@@ -28,7 +28,15 @@ from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed import PLAIN, Style, style_of
-from atom.kernels.triton.linear.packed_hopper import BYTES, UP_EXPONENT, _load_operands, _load_scales, _unpack, barrier
+from atom.kernels.triton.linear.packed_hopper import (
+    BYTES,
+    UP_EXPONENT,
+    _load_operands,
+    _load_scales,
+    _unpack,
+    barrier,
+    gated_shape,
+)
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its rows, and bytes or plain numbers of each
@@ -308,12 +316,10 @@ def multiply_gates(
     experts, out, inner = weight.shape
     if x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
-    columns, width, tiles = columns_of(style), values.shape[-1], -(-out // ROWS.value)
+    columns, tiles = columns_of(style), -(-out // ROWS.value)
     # as of a power of two tokens, for which kernels are compiled ahead
     ring = ring or choose_ring(tiles * next_power_of_2(len(ids)) * ids.shape[1], inner, style, find_gpu(x.device))
-    # gates by 8 rows and the ups behind them, of all experts: that there are ups beyond the last gates does not matter
-    sizes, strides = (experts * out // 8 - out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
-    weights = _gate_descriptors(values.element_size() * 8).find(values, sizes, strides)
+    weights = _gate_descriptors(values.element_size() * 8).find(values, *gated_shape(values, experts, out))
     y = x.new_empty(ids.numel(), out // 2)
     _gates_kernel[(tiles, len(y))](
         _x_descriptors(columns).find(x, tuple(x.shape), x.stride()), ids, weights, scales, zeros, bias, y,

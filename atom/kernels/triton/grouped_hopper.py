@@ -40,10 +40,9 @@ from atom.kernels.triton.jit import jit as triton_jit
 from atom.kernels.triton.linear.gate_hopper import SILU
 from atom.kernels.triton.linear.row_kernels import FP8
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.warp_groups import GROUPS, STAGES, make_barriers, multiply_steps
 
 ROWS = gl.constexpr(64)  # of x, which a product has
-GROUPS = gl.constexpr(2)  # of warps
-STAGES = gl.constexpr(4)
 BAND = 2048  # rows of an expert that all outputs are made of before the next ones: they and the weight stay in L2
 ENTRY = gl.constexpr(8)  # numbers of an entry of the plan, of which five are used
 SPAN = gl.constexpr(128)  # columns and outputs that share a scale in fp8
@@ -181,21 +180,7 @@ def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.c
         expert, row, end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
         row += WHO * ROWS
         if row < end:
-            slot = first % STAGES
-            mbarrier.wait(ready.index(slot), first // STAGES & 1)
-            acc = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
-            left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
-            acc = warpgroup_mma(left, right, acc, use_acc=False, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            for turn in range(first + 1, first + steps):
-                before, slot = slot, turn % STAGES
-                mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-                left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
-                acc = warpgroup_mma(left, right, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                mbarrier.arrive(free.index(before))
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(free.index(slot))
+            acc = multiply_steps(x_boxes, weights, ready, free, first, steps, WHO, ACC)
             _finish(acc, y, y_rows, bias, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
         else:
             _pass_over(first, steps, memory)
@@ -313,7 +298,6 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, plan, out, steps, 
     out: columns of y. Products in fp8 have scales, x_scales x_stride apart for each step.
     """
     wait_for_inputs(True)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BITS: gl.constexpr = 1024 // COLUMNS
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     y_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -321,12 +305,7 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, plan, out, steps, 
     x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS * PRODUCTS, ROWS, COLUMNS], OPERAND)
     w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, HALF, COLUMNS], OPERAND)
     y_boxes = gl.allocate_shared_memory(y.dtype, [GROUPS, ROWS, stored], y_layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
-    fence_async_shared()
+    ready, free = make_barriers()
 
     sizes = (out, steps, out_tiles, num)
     memory = (x_boxes, w_boxes, y_boxes, ready, free)

@@ -22,7 +22,7 @@ from atom.kernels.triton.activations import gated
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.moe import grouped_linear
+from atom.kernels.triton.moe import Experts
 
 FEW_ROWS = 64  # of a batch of decodes, which is one tile
 
@@ -34,7 +34,8 @@ def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, *, rank: 
 
 def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """y [P, O], x [P, I], a [E, L + 1, r, I], b [E, L + 1, O, r], ends i64[E (L + 1)] -> [P, O]"""
-    return y + grouped_linear(grouped_linear(x, a.flatten(0, 1), ends), b.flatten(0, 1), ends)
+    multiply = Experts().multiply
+    return y + multiply(multiply(x, a.flatten(0, 1), ends), b.flatten(0, 1), ends)
 
 
 def expand_lora(

@@ -4,19 +4,17 @@ The host never learns how many rows an expert has, so that a graph can hold a st
 
     weights, ids = router(h, gate, top_k=8)                     # router.py
     grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
-    y = grouped_linear(grouped, weight, ends)                   # weight [E, O, I]; 1 launch for all experts
+    products = Experts()                                        # of one model
+    y = products.grouped_linear(grouped, weight, ends)          # weight [E, O, I]; 1 launch for all experts
     out = combine(y, weights, order)                            # 1 launch for a batch of decodes
-    out = experts(h, weights, ids, gate_up, down, kind="silu")  # all behind the router, 2 launches for few tokens
+    out = products.experts(h, weights, ids, gate_up, down, kind="silu")     # all three, 2 launches for few tokens
 
 The signatures and results are those of the ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from math import ceil
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +27,13 @@ from atom.kernels.triton import SPAN
 from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.few_experts import multiply_few, suits_few
-from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.grouped_tiles import Find, Shape, Tiles, find
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.linear import make_counters
-from atom.kernels.triton.linear.packed import are_minima, style_of, unpack
+from atom.kernels.triton.linear.packed import PLAIN, are_minima, style_of, unpack
 from atom.kernels.triton.linear.row_kernels import FP8, activate_gates, quantize_rows
-from atom.kernels.triton.linear.shuffled import choose_grouped
+from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.unpack import (
     as_bytes,
     offsets_of,
@@ -48,56 +47,10 @@ from atom.kernels.triton.unpack import (
 # rows of an expert on average from which Hopper's products of many rows are faster: of plain weights, of those that are
 # unpacked for it, of those that are laid out for it, and of activations in fp8, too
 MANY_ROWS, MANY_UNPACKED_ROWS, MANY_PACKED_ROWS, MANY_FP8_ROWS = 128, 384, 128, 256
-FOLDED = 32  # columns that share a scale, up to which it multiplies the numbers, not their sums
 SEARCHED = 2048  # pairs of token and expert in which each row searches its position; those of more are counted
 COUNTED, PLACED = 1024, 16  # pairs that a program counts, and whose rows it copies
 
-
-class Tiles(NamedTuple):
-    """The tile of a program of grouped_linear: rows of x, rows of a weight, columns of both."""
-
-    rows: int
-    out: int
-    inner: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiles(rows: int, experts: int, out: int, element_size: int, gpu: Gpu) -> Tiles:
-    """Choose tiles that an average expert fills, with as many stages up to 4 as fit in shared memory, and with few
-    outputs where otherwise some of the GPU's units would have no tile; element_size in bytes"""
-    rows_an_expert = rows / experts
-    if element_size == 4:  # multiplied without tensor cores
-        tile, num_warps = ((16, 32, 32), 4) if rows_an_expert <= 16 else ((64, 64, 32), 8)
-    elif rows_an_expert <= 8:
-        has_plenty = min(rows, experts) * out >= 4 * gpu.units * 64
-        tile, num_warps = (16, 64, 128) if has_plenty else (16, 32, 256), 4
-    elif rows_an_expert <= 16:
-        tile, num_warps = (32, 64, 128), 4
-    elif rows_an_expert <= 48:
-        tile, num_warps = (64, 128, 64), 4
-    else:
-        tile, num_warps = (128, 128, 64), 8
-    stage = (tile[0] + tile[1]) * tile[2] * element_size
-    return Tiles(*tile, num_warps, max(1, min(4, gpu.shared_memory // stage)))
-
-
-def choose_packed_tiles(rows: int, experts: int, inner: int, group: int, element_size: int, gpu: Gpu) -> Tiles:
-    """Choose tiles of a packed weight, see `choose_tiles`. group: columns that share a scale; a step takes a whole part
-    of them, or a whole number"""
-    rows_an_expert = ceil(rows / experts)
-    has_few = rows_an_expert <= 16
-    if element_size == 4:
-        tiles = Tiles(16, 32, 64, 4, 2) if has_few else Tiles(64, 32, 64, 8, 2)
-    elif rows_an_expert <= 64:
-        tiles = Tiles(16 if has_few else next_power_of_2(rows_an_expert), 64, 128, 4, 4)
-    else:
-        tiles = Tiles(128, 128, 64, 8, 3)
-    if gpu.capability == (0, 0):  # Triton 3.6 does not compile more stages for AMD
-        tiles = tiles._replace(num_stages=2)
-    share = group & -group  # the largest power of 2 in it
-    is_free = group >= inner or share == group <= FOLDED
-    return tiles if is_free else tiles._replace(inner=min(tiles.inner, share))
+Weight = Tensor | PackedWeight
 
 
 def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,80 +88,90 @@ def _group(x: Tensor, ids: Tensor, first: Tensor | None, experts: int) -> tuple[
     return rows, order, ends, places
 
 
-def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
-    read"""
-    return _multiply(x, weight, ends, bias)
+class Experts:
+    """The products by experts of one model, with the tiles that `parameters` finds."""
+
+    def __init__(self, parameters: Find = find) -> None:
+        self._parameters = parameters
+
+    def grouped_linear(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is
+        not read"""
+        return self.multiply(x, weight, ends, bias)
+
+    def grouped_gated_linear(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, *, kind: str,
+                             limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
+        """gated_activate of grouped_linear: weight [E, 2 W, I] and bias [E, 2 W] with gates before ups -> [P, W]"""
+        return self.multiply(x, weight, ends, bias, kind, limit, alpha)
+
+    def experts(
+        self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weight, down: Weight,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
+        limit: float | None = None, alpha: float | None = None, act: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
+        [E, H] -> [T, H]"""
+        assert act is None, "its entry declines"
+        biases = gate_up_bias, down_bias
+        if first is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            if find_gpu(x.device).runs_gluon:
+                from atom.kernels.triton import few_hopper  # imports what only NVIDIA's GPUs need
+
+                if few_hopper.suits_few(x, ids, gate_up):
+                    m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
+                    return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
+            if suits_few(len(x), ids.shape[1], *down.shape[1:]) and biases == (None, None) and kind != "swigluoai":
+                return multiply_few(x, weights, ids, gate_up, down, kind)
+        return self._multiply_by_groups(x, weights, ids, (gate_up, down), biases, first, kind, limit, alpha)
+
+    def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
+                 limit: float | None = None, alpha: float | None = None, *,
+                 parameters: Find | None = None) -> Tensor:  # fmt: skip
+        """grouped_linear; with a kind, grouped_gated_linear"""
+        if not len(x):
+            return x.new_empty(0, weight.shape[1] if kind is None else weight.shape[1] // 2)
+        if suits_hopper(x, weight, kind):
+            return multiply_many(x, weight, ends, bias, kind, limit, alpha)
+        tiles = (parameters or self._parameters)(describe(x, weight, kind), find_gpu(x.device))
+        assert isinstance(tiles, Tiles), f"{tiles} are for shuffled weights"
+        if isinstance(weight, PackedWeight):
+            return multiply_packed(x, weight, ends, bias, kind, limit, alpha, tiles)
+        return multiply_plain(x, weight, ends, bias, kind, limit, alpha, tiles)
+
+    def _multiply_by_groups(
+        self, x: Tensor, weights: Tensor, ids: Tensor, matrices: tuple[Weight, Weight],
+        biases: tuple[Tensor | None, Tensor | None], first: Tensor | None, kind: str, limit: float | None,
+        alpha: float | None,
+    ) -> Tensor:  # fmt: skip
+        """experts with tokens grouped by expert."""
+        (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
+        rows, order, ends, places = _group(x, ids, first, gate_up.shape[0])
+        m = self.multiply(rows, gate_up, ends, gate_up_bias, kind, limit, alpha)
+        return _combine(self.multiply(m, down, ends, down_bias), weights, order, places)
 
 
-def grouped_gated_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None, *,
-                         kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
-    """gated_activate of grouped_linear: weight [E, 2 W, I] and bias [E, 2 W] with gates before ups -> [P, W]"""
-    return _multiply(x, weight, ends, bias, kind, limit, alpha)
+def describe(x: Tensor, weight: Weight, kind: str | None = None) -> Shape:
+    """What the tiles of a product of x [P, I] by experts [E, O, I] depend on."""
+    (experts, out, inner), style = weight.shape, PLAIN
+    if isinstance(weight, PackedWeight):
+        style = style_of(str(weight.type.fmt), out, None, weight.layout is not None)
+    return Shape(len(x), experts, out, inner, 1 if kind is None else 2, x.element_size(), style)
 
 
-def _multiply(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None, kind: str | None = None,
-              limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
-    if suits_hopper(x, weight, kind):
-        return multiply_many(x, weight, ends, bias, kind, limit, alpha)
-    multiply = multiply_packed if isinstance(weight, PackedWeight) else multiply_plain
-    return multiply(x, weight, ends, bias, kind, limit, alpha)  # type: ignore[arg-type]
-
-
-def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
-                   limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
-    """grouped_linear of a plain weight; with a kind, and gates before ups, gated_activate of it"""
+def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, kind: str | None,
+                   limit: float | None, alpha: float | None, tiles: Tiles) -> Tensor:  # fmt: skip
+    """`Experts.multiply` of a plain weight"""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
     y = x.new_empty(rows, out if kind is None else out // 2)
-    if not rows:
-        return y
-    gpu = find_gpu(x.device)
-    tiles = choose_tiles(rows, experts, out, x.element_size(), gpu)
     used = min(experts, rows)
     most = used + (rows - used) // tiles.rows  # each used expert has one tile that need not be full
     _grouped_linear_kernel[(most * -(-out // tiles.out),)](
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner, KIND=kind,
         LIMIT=limit, ALPHA=alpha, BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out,
-        BLOCK_I=tiles.inner, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+        BLOCK_I=tiles.inner, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **find_gpu(x.device).options,
     )  # fmt: skip
     return y
-
-
-def experts(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
-    limit: float | None = None, alpha: float | None = None, act: str | None = None,
-) -> Tensor:  # fmt: skip
-    """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
-    [E, H] -> [T, H]"""
-    assert act is None, "its entry declines"
-    biases = gate_up_bias, down_bias
-    if first is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        if find_gpu(x.device).runs_gluon:
-            from atom.kernels.triton import few_hopper  # imports what only NVIDIA's GPUs need
-
-            if few_hopper.suits_few(x, ids, gate_up):
-                m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
-                return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
-        if suits_few(len(x), ids.shape[1], *down.shape[1:]) and biases == (None, None) and kind != "swigluoai":
-            return multiply_few(x, weights, ids, gate_up, down, kind)
-    return multiply_by_groups(
-        (grouped_gated_linear, grouped_linear), x, weights, ids, (gate_up, down), biases, first,
-        kind=kind, limit=limit, alpha=alpha,
-    )  # fmt: skip
-
-
-def multiply_by_groups(
-    products: tuple[Callable[..., Tensor], Callable[..., Tensor]], x: Tensor, weights: Tensor, ids: Tensor,
-    matrices: tuple[Tensor | PackedWeight, Tensor | PackedWeight], biases: tuple[Tensor | None, Tensor | None],
-    first: Tensor | None, **gate: Any,
-) -> Tensor:  # fmt: skip
-    """experts with tokens grouped by expert, by a grouped_gated_linear and a grouped_linear."""
-    (multiply_gated, multiply), (gate_up, down), (gate_up_bias, down_bias) = products, matrices, biases
-    rows, order, ends, places = _group(x, ids, first, gate_up.shape[0])
-    m = multiply_gated(rows, gate_up, ends, gate_up_bias, **gate)
-    return _combine(multiply(m, down, ends, down_bias), weights, order, places)
 
 
 def suits_hopper(x: Tensor, weight: Tensor | PackedWeight, kind: str | None = None) -> bool:
@@ -258,19 +221,14 @@ def multiply_many(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: 
     return y if kind is None or gate is not None else activate_gates(y, kind, limit, alpha)
 
 
-def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
-                    limit: float | None = None, alpha: float | None = None,
-                    tiles: Tiles | None = None) -> Tensor:  # fmt: skip
-    """multiply_plain of a packed weight, whose tiles are unpacked in registers"""
+def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, kind: str | None,
+                    limit: float | None, alpha: float | None, tiles: Tiles) -> Tensor:  # fmt: skip
+    """`Experts.multiply` of a packed weight, whose tiles are unpacked in registers"""
     parts = weight.parts
     assert x.stride(1) == 1 and all(part.is_contiguous() for part in parts.values()), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
-    y = x.new_empty(rows, out if kind is None else out // 2)
-    if not rows:
-        return y
-    gpu = find_gpu(x.device)
+    y, gpu = x.new_empty(rows, out if kind is None else out // 2), find_gpu(x.device)
     block_rows, group = block_of(weight.type)[-2:]
-    tiles = tiles or choose_packed_tiles(rows, experts, inner, group, x.element_size(), gpu)
     used = min(experts, rows)
     most = used + (rows - used) // tiles.rows
     factor = parts.get("factor", parts.get("divisor"))
@@ -287,58 +245,50 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
     return y
 
 
-class ShuffledExperts:
+class ShuffledExperts(Experts):
     """The products by shuffled experts of one model.
 
     They must run one after another, since they share the counters of splits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Find = find) -> None:
+        super().__init__(parameters)
         self._arrived: Tensor | None = None  # for good: graphs hold it
 
-    def grouped_linear(self, x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]"""
-        return self._multiply(x, weight, ends, bias)
+    def experts(
+        self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weight, down: Weight,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
+        limit: float | None = None, alpha: float | None = None, act: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As in `Experts`; act: as in the op, of many rows"""
+        from atom.kernels.triton import few_hopper
 
-    def grouped_gated_linear(self, x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None, *,
-                             kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
-        """gated_activate of grouped_linear: weight [E, 2 W, I] and bias [E, 2 W] with gates before ups -> [P, W]"""
-        return self._multiply(x, weight, ends, bias, kind, limit, alpha)
+        assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight), "plain weights are not shuffled"
+        if first is None and few_hopper.suits_few(x, ids, gate_up):
+            m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
+            return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
+        if act is not None and ids.numel() >= MANY_FP8_ROWS * gate_up.shape[0]:
+            return multiply_in_fp8(x, weights, ids, gate_up, down, first, kind, limit, alpha)
+        biases = gate_up_bias, down_bias
+        return self._multiply_by_groups(x, weights, ids, (gate_up, down), biases, first, kind, limit, alpha)
 
-    def _multiply(self, x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, kind: str | None = None,
-                  limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
+    def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
+                 limit: float | None = None, alpha: float | None = None, *,
+                 parameters: Find | None = None) -> Tensor:  # fmt: skip
         from atom.kernels.triton import grouped_packed_hopper  # imports what only NVIDIA's GPUs need
         from atom.kernels.triton.linear import packed_hopper
 
-        (rows, inner), (experts, out, _) = x.shape, weight.shape
+        assert isinstance(weight, PackedWeight), "plain weights are not shuffled"
+        rows, (experts, out, _) = len(x), weight.shape
         if not rows:
             return x.new_empty(0, out if kind is None else out // 2)
         if rows >= MANY_PACKED_ROWS * experts and x.stride(0) % 8 == x.data_ptr() % 16 == 0:
             return grouped_packed_hopper.multiply(x, weight, ends, bias, kind, limit, alpha)
         if self._arrived is None:
             self._arrived = make_counters(x.device)
-        style = style_of(str(weight.type.fmt), out, None, True)
-        tiles = choose_grouped(rows, experts, out, inner, style, find_gpu(x.device))
+        tiles = (parameters or self._parameters)(describe(x, weight, kind), find_gpu(x.device))
+        assert isinstance(tiles, Wgmma), f"{tiles} are for weights that are not shuffled"
         return packed_hopper.multiply_grouped(x, weight, ends, bias, self._arrived, tiles, kind, limit, alpha)
-
-    def experts(
-        self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight,
-        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str,
-        limit: float | None = None, alpha: float | None = None, act: str | None = None,
-    ) -> Tensor:  # fmt: skip
-        """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
-        [E, H] -> [T, H]; act: as in the op, of many rows"""
-        from atom.kernels.triton import few_hopper
-
-        if first is None and few_hopper.suits_few(x, ids, gate_up):
-            m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
-            return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
-        if act is not None and ids.numel() >= MANY_FP8_ROWS * gate_up.shape[0]:
-            return multiply_in_fp8(x, weights, ids, gate_up, down, first, kind, limit, alpha)
-        return multiply_by_groups(
-            (self.grouped_gated_linear, self.grouped_linear), x, weights, ids, (gate_up, down),
-            (gate_up_bias, down_bias), first, kind=kind, limit=limit, alpha=alpha,
-        )  # fmt: skip
 
 
 def multiply_in_fp8(

@@ -7,10 +7,10 @@ take_in(Path(other), read_all(Path(cache)))              # add to one cache fold
 
 A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, 2 where half
 of the outputs are gates, and of a packed weight how it holds numbers, as in "1 6144 4096 1 e4m3[1,*]". ["library"] is
-where the vendor's library is the fastest. What is not listed follows from the kernel's own rule. In the table "drafts"
-an entry is of steps of a model that drafts, by their sequences and the text's digest: microseconds with 0, 1, … drafts
-of each. A file in
-<cache>/tuned holds for the versions of atom and Triton that it names.
+where the vendor's library is the fastest. What is not listed follows from the kernel's own rule. In the table "experts"
+rows are pairs of token and expert, up to a power of 2, and the experts are named: "256 128x1536 2048 2". In the table
+"drafts" an entry is of steps of a model that drafts, by their sequences and the text's digest: microseconds with 0, 1,
+… drafts of each. A file in <cache>/tuned holds for the versions of atom and Triton that it names.
 """
 
 from __future__ import annotations
@@ -42,15 +42,20 @@ FOLDER = "tuned"  # of the cache folder
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
 GPU = re.compile(r"[a-z0-9_]{1,100}")  # the stem of a file's name
 # see `kernels.triton.linear.packed.Style`
-PACKED = r"(?:e4m3|i8|u8z?|u4z?|e2m1)\[[1-9][0-9]*,(?:[1-9][0-9]*|\*)\]"
-KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [1-9][0-9]* [1-9][0-9]* ([12])(?: {PACKED})?")
+PACKED = r"(?:e4m3|i8|u8|u4|e2m1)[zm]?\[[1-9][0-9]*,(?:[1-9][0-9]*|\*)\](?: fp8| int8)?(?: wgmma)?"
+NUMBER = "[1-9][0-9]*"
+KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) {NUMBER} {NUMBER} ([12])(?: {PACKED})?")
+EXPERTS_KEY = re.compile(rf"({NUMBER}) {NUMBER}x{NUMBER} {NUMBER} [12](?: {PACKED})?")
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
+SHUFFLED = [SIZES[3:8], SIZES[:3], range(2, 9), range(1, 9)]
 FORMS = {  # by style: the least number of values in an entry, and the range of each; see `kernels.triton.linear`
     "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
+    "wgmma": (4, SHUFFLED),
     "library": (0, []),
 }
+EXPERTS_FORMS = {"tiles": (5, [TILES, TILES, TILES, WARPS, STAGES]), "wgmma": (4, SHUFFLED)}  # as above
 DRAFTS = "drafts"  # the table of steps
 DRAFTS_KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [0-9a-f]{{16}}")
 Table = dict[str, list[Any]]  # of a kernel, by key
@@ -181,18 +186,38 @@ def _is_times(key: str, entry: Any) -> bool:
 def _is_product(key: str, entry: Any) -> bool:
     """Whether these are a linear's key and parameters that its kernels take."""
     product = KEY.fullmatch(key)
-    if product is None or not isinstance(entry, list) or not entry or entry[0] not in list(FORMS):
-        return False
-    style, *numbers = entry
-    least, allowed = FORMS[style]
-    if not least <= len(numbers) <= len(allowed):
+    if product is None or not _has_form(entry, FORMS):
         return False
     rows, gates = map(int, product.groups())
-    is_right = all(type(number) is int and number in each for number, each in zip(numbers, allowed, strict=False))
-    return is_right and (style != "vector" or (rows == 1 and numbers[0] >= gates))
+    is_shuffled = key.endswith(" wgmma")
+    if entry[0] != "library" and (entry[0] == "wgmma") != is_shuffled:
+        return False
+    return entry[0] != "vector" or (rows == 1 and entry[1] >= gates)
 
 
-FITS: dict[str, Callable[[str, Any], bool]] = {"linear": _is_product, DRAFTS: _is_times}  # by table
+def _is_experts(key: str, entry: Any) -> bool:
+    """Whether these are the key and the tiles of a product by experts."""
+    product = EXPERTS_KEY.fullmatch(key)
+    if product is None or not _has_form(entry, EXPERTS_FORMS):
+        return False
+    rows = int(product[1])
+    return rows & rows - 1 == 0 and (entry[0] == "wgmma") == key.endswith(" wgmma")
+
+
+def _has_form(entry: Any, forms: Mapping[str, tuple[int, list[Any]]]) -> bool:
+    """Whether an entry is the name of a form and numbers that it takes."""
+    if not isinstance(entry, list) or not entry or entry[0] not in list(forms):
+        return False
+    form, *numbers = entry
+    least, allowed = forms[form]
+    if not least <= len(numbers) <= len(allowed):
+        return False
+    return all(type(number) is int and number in each for number, each in zip(numbers, allowed, strict=False))
+
+
+FITS: dict[str, Callable[[str, Any], bool]] = {  # by table
+    "linear": _is_product, "experts": _is_experts, DRAFTS: _is_times,
+}  # fmt: skip
 
 
 def _show(measured: Mapping[str, Mapping[str, Any]]) -> bytes:

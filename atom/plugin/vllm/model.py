@@ -26,10 +26,10 @@ from atom.checkpoint import SILENT
 from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config
 from atom.config.load import load
-from atom.config.resolve import stacked_parts
+from atom.config.stored_names import stacked_parts
 from atom.errors import AtomError, UnsupportedError
 from atom.graph import BODY, HEAD, Graph, Recipe
-from atom.kernels import compile_launches, find_tuner
+from atom.kernels import compile_launches, find_tuners
 from atom.plugin.vllm import DISABLE
 from atom.plugin.vllm.communicator import GroupCommunicator, NoCommunicator
 from atom.plugin.vllm.config import overrides_of
@@ -98,9 +98,8 @@ class AtomForCausalLM(nn.Module):
     def _bind(self, tensors: dict[Recipe, Loaded]) -> None:
         self._tensors = tensors
         self.attention.load(self._graph, tensors)
-        tuner, kernels = find_tuner(self._config.device, torch.device(self._device)), self.attention.kernels()
-        if tuner is not None:
-            kernels = {**measured_kernels(tuner, Path(str(self._config.cache)), log), **kernels}
+        tuners = find_tuners(self._config.device, torch.device(self._device))
+        kernels = {**measured_kernels(tuners, Path(str(self._config.cache)), log), **self.attention.kernels()}
         communicator = GroupCommunicator() if self._coordinates else None
         bindings = Bindings(tensors, self._code, kernels=kernels, communicator=communicator)
         if self._device != "cpu":

@@ -1,7 +1,7 @@
 """Start and end the engine's process.
 
-engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`
-await client.connect(engine.connection)
+engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`, which imports torch at once
+await client.connect(engine.connection)   # and sends what it opens
 engine.has_ended()
 code = engine.end()                       # kills what is left of it, compilers included
 describe_exit(code, has_left=client.has_left)
@@ -30,27 +30,33 @@ class EngineProcess:
     def __init__(
         self,
         command: tuple[str, ...] = WORKER,
-        relay: Callable[[str], object] | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_piped: bool = False,
     ) -> None:
-        """command: its last argument becomes the socket's file descriptor. relay: called in a thread with each line of
-        its stderr; None: it shares ours. environment: variables beside our own."""
+        """command: its last argument becomes the socket's file descriptor. environment: variables beside our own.
+
+        is_piped: its stderr is a pipe, which `relay` reads; else it shares ours
+        """
+        self.environment, self.is_piped = environment, is_piped
         self.connection, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
                 [*with_environment(environment), *command, str(number)],
                 stdin=subprocess.DEVNULL,
-                stderr=None if relay is None else subprocess.PIPE,
+                stderr=subprocess.PIPE if is_piped else None,
                 errors="replace",
                 pass_fds=[number],
                 process_group=0,
             )
         self._ending = threading.Lock()
         self._reading: threading.Thread | None = None
-        if relay is not None:
-            self._reading = threading.Thread(target=self._read, args=(relay,), name="engine's stderr", daemon=True)
-            self._reading.start()
+
+    def relay(self, take: Callable[[str], object]) -> None:
+        """Call `take` in a thread with each line of its stderr, also with those of before."""
+        self._reading = threading.Thread(target=self._read, args=(take,), name="engine's stderr", daemon=True)
+        self._reading.start()
 
     @property
     def pid(self) -> int:

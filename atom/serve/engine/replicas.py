@@ -47,7 +47,10 @@ STATES = (EngineState.READY, EngineState.DRAINING, EngineState.LOADING, EngineSt
 class Replica:
     """One engine of the server, through all its starts."""
 
-    def __init__(self, config: Config, number: int, command: tuple[str, ...]) -> None:
+    def __init__(
+        self, config: Config, number: int, command: tuple[str, ...], started: EngineProcess | None = None
+    ) -> None:
+        """started: a process for the first start"""
         self.number = number
         self.name = "the engine" if config.parallel.replicas == 1 else f"engine {number}"
         self.client = EngineClient(config)  # of the present start
@@ -56,6 +59,7 @@ class Replica:
         self._num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
         self._config, self._command = config, command  # of the next start
         self._process: EngineProcess | None = None
+        self._started = started
 
     @property
     def load(self) -> Load:
@@ -82,8 +86,15 @@ class Replica:
         self._config = replace(self._config, serve=replace(self._config.serve, lora_modules=dict(adapters)))
 
     async def start(self) -> None:
-        """Start the process. OSError where the system cannot."""
-        self._process = EngineProcess(self._command, self._relay(), environment_of(self._config, self.number))
+        """Start the process, or take the one that has been started if it suits. OSError where the system cannot."""
+        relay, environment = self._relay(), environment_of(self._config, self.number)
+        started, self._started = self._started, None
+        if started is not None and (started.environment, started.is_piped) != (environment, relay is not None):
+            started.end()
+            started = None
+        self._process = started or EngineProcess(self._command, environment, is_piped=relay is not None)
+        if relay is not None:
+            self._process.relay(relay)
         await self.client.connect(self._process.connection, self.number)
 
     async def restart(self) -> None:
@@ -114,13 +125,15 @@ class Replica:
 class Replicas:
     """The server's engines. One task uses it."""
 
-    def __init__(self, config: Config, command: tuple[str, ...] = WORKER) -> None:
-        """command: of an engine's process."""
+    def __init__(self, config: Config, command: tuple[str, ...] = WORKER, started: EngineProcess | None = None) -> None:
+        """command: of an engine's process. started: the first one, where it suits the configuration"""
         serve, num_replicas = config.serve, config.parallel.replicas
         self.config = config
         self.ready = asyncio.Event()  # one serves, or has served
         self.dead = asyncio.Event()  # all are
-        self._replicas = [Replica(config, number, command) for number in range(num_replicas)]
+        self._replicas = [
+            Replica(config, number, command, None if number else started) for number in range(num_replicas)
+        ]
         self._router = Router(num_replicas, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
         self._watching: list[asyncio.Task[None]] = []
         self.adapters: dict[str, str] = dict(serve.lora_modules or {})  # that requests may name: name -> path

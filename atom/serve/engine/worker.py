@@ -9,7 +9,7 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
 
 It has three threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; the
 main thread loads the model and runs the steps; one sends heartbeats, so that an engine in a long step or compilation is
-not taken for dead.
+not taken for dead. The main thread imports torch at once, as the configuration may come later.
 
 It ignores the signals of a terminal or a supervisor and ends when the socket closes, with the compilers that it has
 started: the HTTP process decides when the last request is done.
@@ -299,11 +299,15 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+def import_engine() -> None:
+    """Import what opens an engine."""
+    with no_collection():
+        import atom.build  # noqa: F401
+
+
 def open_real(start: Start, progress: Progress) -> Engine:
     """Open the engine, which shares the cores with those of the other replicas, and draws tokens of its own."""
     config = start.config
-    if config.device == "cuda":
-        open_early()
     with no_collection():
         import torch
 
@@ -323,26 +327,31 @@ def describe_gpus() -> str:
     return " + ".join(f"{count} x {name}" for name, count in names.items())
 
 
-def main(make: Open = open_real) -> int:
-    """Serve an engine on the socket that the last argument names; the exit code."""
+def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None) -> int:
+    """Serve an engine on the socket that the last argument names; the exit code. prepare: before the configuration"""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[-1]))
     connection.set_inheritable(False)
     link = Link(connection)
+    worker, stopped = Worker(link), threading.Event()
+    started: queue.SimpleQueue[Start] = queue.SimpleQueue()
+
+    def receive() -> None:
+        try:
+            started.put(start := await_start(link))
+        except Exception as error:
+            LOG.exception("the configuration cannot be read")
+            fail(link, error, 1)
+            end_group()
+        beats = (link, start.config.serve.http.heartbeat_seconds / BEATS, worker.make_heartbeat, stopped)
+        threading.Thread(target=send_heartbeats, args=beats, name="beat", daemon=True).start()
+        worker.receive()
+
+    threading.Thread(target=receive, name="receive", daemon=True).start()
     try:
-        (start,) = link.receive()  # the HTTP process sends nothing else before the engine is ready
-    except EOFError:
-        return 0  # the HTTP process has left already
-    assert isinstance(start, Start), "the configuration comes first"
-    log.configure(start.config.serve.http.log)
-    worker = Worker(link)
-    interval = start.config.serve.http.heartbeat_seconds / BEATS
-    stopped = threading.Event()
-    beats = (link, interval, worker.make_heartbeat, stopped)
-    threading.Thread(target=send_heartbeats, args=beats, name="beat", daemon=True).start()
-    threading.Thread(target=worker.receive, name="receive", daemon=True).start()
-    try:
+        prepare()
+        start = started.get()
         worker.load(lambda: make(start, worker.progress), start.config.device)
         worker.run()
         worker.close(start.config.serve.http.drain_seconds)
@@ -357,6 +366,19 @@ def main(make: Open = open_real) -> int:
         stopped.set()
         end_children()
     return 0
+
+
+def await_start(link: Link) -> Start:
+    """Wait for the configuration; where the HTTP process has left already, end this one."""
+    try:
+        (start,) = link.receive()  # the HTTP process sends nothing else before the engine is ready
+    except (EOFError, OSError):
+        os._exit(0)
+    assert isinstance(start, Start), "the configuration comes first"
+    log.configure(start.config.serve.http.log)
+    if start.config.device == "cuda":
+        open_early()
+    return start
 
 
 def end_group() -> None:
@@ -374,4 +396,4 @@ def end_children() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prepare=import_engine))

@@ -8,7 +8,7 @@ from graph.ops.checked import checked
 from torch.nn import functional as F
 
 from atom.config import MLPConfig
-from atom.config.resolve import ACTIVATIONS as ALIASES
+from atom.config.aliases import ACTIVATIONS as ALIASES
 from atom.graph import Type, ops
 from atom.graph.ops.dense import GATED_ACTIVATIONS
 

@@ -37,10 +37,16 @@ TARGETS = {
 target, gpu = TARGETS[sys.argv[1]]
 turn = list(TARGETS).index(sys.argv[1])
 
-def packed_shapes(formats, rows):  # all of them, or one of each format and others for each GPU
-    pairs = [(fmt, num, at + place) for at, fmt in enumerate(formats) for place, num in enumerate(rows)]
-    every = 1 if sys.argv[2] == "all" else max(len(rows), 2)
-    return [(fmt, num) for fmt, num, number in pairs if number % every == turn % every]
+is_few, picks_formats = sys.argv[2] == "few", False
+
+def packed_shapes(formats, rows):  # all of them; or each format for every second GPU, with one number of rows
+    global picks_formats
+    picks_formats = True
+    for at, fmt in enumerate(formats):
+        for place, num in enumerate(rows):
+            if not is_few or (at % 2 == turn % 2 and (at // 2 + turn // 2) % len(rows) == place):
+                yield fmt, num
+    picks_formats = False
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64",
          torch.float16: "*fp16", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv", int: "i32",
@@ -48,11 +54,14 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"
 
 class Compile:
     def __init__(self, kernel):
-        self.kernel = kernel
+        self.kernel, self.variants = kernel, 0
     def __getitem__(self, grid):
         return self
     def __call__(self, *args, **options):
         kernel = self.kernel
+        self.variants += 1
+        if is_few and not picks_formats and self.variants > 1 and self.variants % 2 != turn % 2:
+            return  # of the variants of a kernel every second one, and the first
         given = dict(zip(kernel.arg_names, args)) | {name: options.pop(name) for name in kernel.arg_names if name in options}
         constant = {p.name: p.is_constexpr or given[p.name] is None for p in kernel.params}
         signature = {p.name: "constexpr" if constant[p.name] else TYPES[getattr(given[p.name], "dtype", type(given[p.name]))]
@@ -149,14 +158,14 @@ grouped, order, ends = moe.group(x, ids, ids.new_empty(1), experts=8)
 many = torch.zeros(1100, 2, dtype=torch.int64)
 moe.group(bf16(1100, 256), many, many[0, :1], experts=8)
 grouped, order, ends = moe.group(x, ids, experts=8)
-moe.grouped_linear(grouped, experts, ends)
-moe.grouped_gated_linear(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
+moe.Experts().grouped_linear(grouped, experts, ends)
+moe.Experts().grouped_gated_linear(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
 moe.combine(bf16(14, 256), weights, order)
 for tokens in (1, 7):
-    moe.experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
+    moe.Experts().experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
 formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4", "q4_1")
 for fmt, rows in packed_shapes(formats, (14, 200, 1000)):
-    moe.grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)
+    moe.Experts().grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)
 """
 NAMES = {
     "decode": "_decode",

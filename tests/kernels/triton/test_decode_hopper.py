@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernels.checks import relative_error
+from kernels.compiling import compile_for_hopper
 from kernels.paged import KIND, Case, change, make_case, move, reference, widen
 from kernels.triton.test_norm_rope_attention import make_case as make_newest
 
@@ -97,13 +94,7 @@ for dtype, queries, window, sinks in (
 
 
 def test_it_compiles_for_such_a_gpu():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[3]
-    environment["PYTHONPATH"] = os.pathsep.join((str(root), str(root / "tests"), environment.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    done = compile_for_hopper(COMPILE)
     assert done.stdout.split() == ["compiled"] * 4
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
 

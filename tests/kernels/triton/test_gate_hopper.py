@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from kernels.checks import relative_error
+from kernels.compiling import compile_for_hopper
 
 from atom.kernels.triton import gpu as module
 from atom.kernels.triton.gpu import Gpu
@@ -56,15 +53,10 @@ def test_what_has_measured_parameters_is_left_alone():
 
 COMPILE = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
+from kernels.compiling import use_hopper
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton import gpu as module
 from atom.kernels.triton.gpu import Gpu
-
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
 class Compile:
     def __init__(self, kernel):
@@ -77,7 +69,7 @@ class Compile:
             print(made.metadata.shared)
         return compile
 
-triton.runtime.driver.set_active(Driver())
+use_hopper()
 gpu = Gpu(132, 227 << 10, (9, 0))
 from atom.kernels.triton.linear import gate_hopper
 linear.find_gpu = gate_hopper.find_gpu = lambda device: gpu
@@ -88,12 +80,7 @@ linear.Products().gated_linear(x, weight, kind="silu")
 
 
 def test_it_compiles_for_such_a_gpu():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    done = compile_for_hopper(COMPILE)
     assert int(done.stdout) <= H200.shared_memory
     assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
 

@@ -9,6 +9,8 @@ from kernels.checks import assert_as_near, assert_equal
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import few_experts, moe
 from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.grouped_tiles import Shape, choose_tiles
+from atom.kernels.triton.linear.packed import PLAIN
 from atom.kernels.triton.router import Router
 from atom.weights.quantize import quantize
 
@@ -39,7 +41,7 @@ def check_grouped_linear(
 ) -> None:
     x, weight, ends, bias = grouped_by(counts, out, inner, dtype, device)
     bias = bias if has_bias else None
-    y = moe.grouped_linear(x, weight, ends, bias)
+    y = moe.Experts().grouped_linear(x, weight, ends, bias)
     truth = ops.grouped_linear.body(x.float(), weight.float(), ends, None if bias is None else bias.float())
     assert_as_near(y, ops.grouped_linear.body(x, weight, ends, bias), truth)
 
@@ -99,7 +101,7 @@ def check_packed(counts: list[int], out: int, inner: int, fmt: str, dtype: str, 
     for each in (None, bias):
         truth = ops.grouped_linear.body(x.float(), exact, ends, None if each is None else each.float())
         expected = ops.grouped_linear.body(x, weight, ends, each)
-        y = moe.grouped_linear(
+        y = moe.Experts().grouped_linear(
             x.to(device), on(device, weight), ends.to(device), None if each is None else each.to(device)
         )
         assert_as_near(y.cpu(), expected, truth)
@@ -110,15 +112,14 @@ FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]"
            "ct_packed_int8", "q4_0", "q4_1", "q8_0", "gguf_mxfp4"]  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("counts", "out", "inner"), [
-    ([0, 1, 0], 7, 96),
-    ([3, 0, 17, 1], 33, 96),
-    ([2, 0, 0], 130, 576),
-    ([0, 70], 5, 192),
-])  # fmt: skip
-def test_grouped_linears_of_packed_experts_equal_the_reference(fmt, counts, out, inner, triton_device):
-    check_packed(counts, out, inner, fmt, "fp32", triton_device)
+SHAPES = [([0, 1, 0], 7, 96), ([2, 0, 0], 130, 576), ([3, 0, 17, 1], 33, 96), ([0, 70], 5, 192)]  # few rows, and more
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape"), [(fmt, 2 * more + at % 2) for at, fmt in enumerate(FORMATS) for more in (0, 1)]
+)
+def test_grouped_linears_of_packed_experts_equal_the_reference(fmt, shape, triton_device):
+    check_packed(*SHAPES[shape], fmt, "fp32", triton_device)
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "q8_0"])
@@ -153,7 +154,8 @@ def test_grouped_linears_of_many_rows_of_packed_experts_equal_the_reference(coun
         check_packed(counts, out, inner, fmt, dtype, "cuda")
 
 
-GATES = pytest.mark.parametrize("gate", [{"kind": "silu"}, {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}])
+BOTH_GATES = [{"kind": "silu"}, {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}]
+GATES = pytest.mark.parametrize("gate", BOTH_GATES)
 
 
 def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Tensor, exact: Any, device: str,
@@ -165,7 +167,7 @@ def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Te
         truth = ops.gated_activate.body(products, **gate)
         expected = ops.gated_activate.body(ops.grouped_linear.body(x, weight, ends, each), **gate)
         own = None if each is None else each.to(device)
-        y = moe.grouped_gated_linear(x.to(device), moved, ends.to(device), own, **gate)
+        y = moe.Experts().grouped_gated_linear(x.to(device), moved, ends.to(device), own, **gate)
         assert_as_near(y.cpu(), expected, truth)
 
 
@@ -181,12 +183,13 @@ def test_gates_of_grouped_linears_equal_the_reference(counts, width, inner, dtyp
     check_gated(x, weight, ends, bias, weight.float(), triton_device, gate)
 
 
-@GATES
 @pytest.mark.parametrize(
-    "fmt", ["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"]
+    ("at", "fmt"),
+    [*enumerate(["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"])],
 )
 @pytest.mark.parametrize(("counts", "width"), [([3, 0, 18], 20), ([0, 70], 65)])
-def test_gates_of_packed_experts_equal_the_reference(counts, width, fmt, gate, triton_device):
+def test_gates_of_packed_experts_equal_the_reference(counts, width, at, fmt, triton_device):
+    gate = BOTH_GATES[(at + len(counts)) % 2]
     x, weight, ends, bias = grouped_by(counts, 2 * width, 192, torch.float32, "cpu")
     weight = packed(weight.nan_to_num(), fmt)
     check_gated(x, weight, ends, bias, weight, triton_device, gate)
@@ -197,12 +200,12 @@ def test_scales_of_any_power_of_two_are_exact(triton_device):
     values = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).expand(1, 16, 7, 16).contiguous()
     weight = PackedWeight(Type("fp32", (1, 16, 224), "mxfp4"), {"values": values, "scales": scales})
     x, ends = torch.eye(224).to(triton_device), torch.tensor([224]).to(triton_device)
-    assert torch.equal(moe.grouped_linear(x, on(triton_device, weight), ends).cpu(), weight.unpack()[0].T)
+    assert torch.equal(moe.Experts().grouped_linear(x, on(triton_device, weight), ends).cpu(), weight.unpack()[0].T)
 
 
 def test_no_rows_at_all_give_none(triton_device):
     x, weight, ends, _ = grouped_by([0, 0], 5, 8, torch.float32, triton_device)
-    assert moe.grouped_linear(x, weight, ends).shape == (0, 5)
+    assert moe.Experts().grouped_linear(x, weight, ends).shape == (0, 5)
 
 
 @NEEDS_GPU
@@ -213,14 +216,15 @@ def test_experts_that_lie_behind_two_billion_numbers_are_found():
     x = torch.randn(3, 1024, device="cuda").bfloat16()
     ends = torch.zeros(1100, dtype=torch.int64, device="cuda")
     ends[-1] = 3
-    assert torch.equal(moe.grouped_linear(x, weight, ends), torch.nn.functional.pad(x, (0, 1024)))
+    assert torch.equal(moe.Experts().grouped_linear(x, weight, ends), torch.nn.functional.pad(x, (0, 1024)))
 
 
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("shared_bytes", [64 << 10, 99 << 10, 227 << 10])
 def test_tiles_fit_in_shared_memory(element_size, shared_bytes):
     for rows in (1, 100, 100 * 8, 100 * 16, 100 * 48, 100 * 49, 1_000_000):
-        tiles = moe.choose_tiles(rows, 100, 1536, element_size, Gpu(132, shared_bytes, False))
+        shape = Shape(rows, 100, 1536, 2048, 1, element_size, PLAIN)
+        tiles = choose_tiles(shape, Gpu(132, shared_bytes, False))
         assert tiles.num_stages >= 2
         assert (tiles.rows + tiles.out) * tiles.inner * element_size * tiles.num_stages <= shared_bytes
 
@@ -251,11 +255,10 @@ def test_tokens_are_grouped_as_by_the_reference(tokens, top_k, experts, width, i
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("is_counted", [False, True])
 @pytest.mark.parametrize("first", [0, 4, 20])  # of 5 experts here, of 12; the last has none of them
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (43, 6), (90, 3)])
-def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, is_counted, triton_device, monkeypatch):
-    use_counts(is_counted, monkeypatch)
+def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, triton_device, monkeypatch):
+    use_counts((top_k + (first == 4)) % 2 == 0, monkeypatch)
     x, weight = torch.randn(tokens, 24).to(triton_device), torch.randn(5, 20, 24).to(triton_device)
     ids, weights = choices(tokens, top_k, 12).to(triton_device), torch.rand(tokens, top_k).to(triton_device)
     base = torch.tensor([first]).to(triton_device)
@@ -265,7 +268,7 @@ def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, is_counted, 
     assert torch.equal(ends, expected_ends) and here == ((ids >= first) & (ids < first + 5)).sum()
     assert torch.equal(rows[:here], expected_rows[:here]) and torch.equal(order[:here], expected_order[:here])
     assert order[here:].tolist() == [tokens * top_k] * (tokens * top_k - here)
-    y = moe.grouped_linear(rows, weight, ends)
+    y = moe.Experts().grouped_linear(rows, weight, ends)
     y[here:] = NAN  # what nothing writes
     expected = ops.combine.body(ops.grouped_linear.body(expected_rows, weight, ends), weights, expected_order)
     assert_equal(moe.combine(y, weights, order), expected)
@@ -308,13 +311,20 @@ def check_experts(
     gate_up[~is_chosen] = down[~is_chosen] = NAN
     truth = ops.experts.body(x.float(), weights, ids, gate_up.float(), down.float(), kind=kind)
     expected = ops.experts.body(x, weights, ids, gate_up, down, kind=kind)
-    assert_as_near(moe.experts(x, weights, ids, gate_up, down, kind=kind), expected, truth)
+    assert_as_near(moe.Experts().experts(x, weights, ids, gate_up, down, kind=kind), expected, truth)
+
+
+COUNTS = [(1, 1, 1), (5, 7, 20), (9, 33, 130), (4, 16, 64)]
+TOKENS = [1, 3, 4, 5, 17]  # few, and more, which are grouped
+FEW_HALVES = {(1, COUNTS[1]), (3, COUNTS[3]), (4, COUNTS[2]), (5, COUNTS[1]), (17, COUNTS[2])}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-@pytest.mark.parametrize("counts", [(1, 1, 1), (5, 7, 20), (9, 33, 130), (4, 16, 64)])
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 17])  # few, and more, which are grouped
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("tokens", TOKENS)
 def test_experts_equal_the_reference(tokens, counts, dtype, triton_device):
+    if dtype == torch.float16 and triton_device == "cpu" and (tokens, counts) not in FEW_HALVES:
+        pytest.skip("interpreted in float32")
     for top_k in {1, min(3, counts[0])}:
         check_experts(tokens, top_k, counts, dtype, triton_device)
 
@@ -341,7 +351,7 @@ def test_experts_of_a_rank_have_biases_and_limits(tokens, is_counted, first, gat
     base = None if first is None else torch.tensor([first])
     args = (x, weights, ids, gate_up, down, torch.randn(4, 40), torch.randn(4, 24), base)
     moved = [None if each is None else each.to(triton_device) for each in args]
-    assert_equal(moe.experts(*moved, **gate).cpu(), ops.experts.body(*args, **gate))
+    assert_equal(moe.Experts().experts(*moved, **gate).cpu(), ops.experts.body(*args, **gate))
 
 
 @NEEDS_GPU

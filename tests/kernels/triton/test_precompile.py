@@ -50,6 +50,7 @@ triton.compiler.compile = compile
 """
 STEPS = """
 from atom import SamplingParams, build
+from atom.build.settings import drafting_of
 from atom.compiler import compile_graph
 from atom.config.load import engine_overrides, load
 from atom.graph import TORCH_DTYPES, PackedWeight
@@ -92,7 +93,7 @@ def zeros(recipe):
 
 weights = {each: zeros(each) for each in graph.recipes()}
 kinds = [kind.name for kind in build.cache_kinds(graph)]
-limits, drafting = StepLimits(40, 3000, 2048, 128), build.drafting_of(config)
+limits, drafting = StepLimits(40, 3000, 2048, 128), drafting_of(config)
 runner = Runner(
     Model(graph, Bindings(weights, code), 16, limits, device="cpu", backend="triton", drafting=drafting), run_ahead=2
 )
@@ -197,7 +198,7 @@ print(json.dumps([num_walked, launched]))
 FAILURES = """
 def fail(*args, **options):
     compiled.append("")
-    time.sleep(0.05)
+    time.sleep(0.2)
     raise ValueError("it does not compile")
 def outcome(call):
     try:

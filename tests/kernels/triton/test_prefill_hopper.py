@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernels.checks import relative_error
+from kernels.compiling import compile_for_hopper
 from kernels.paged import KIND, Case, change, make_case, move, reference
 from kernels.triton.test_binary_cache import PTXAS
 from triton import knobs
@@ -66,18 +64,13 @@ COMPILE = """
 import sys
 from pathlib import Path
 import torch, triton
-from triton.backends.compiler import GPUTarget
+from kernels.compiling import use_hopper
 from atom.cache import Cache
 from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.binary_cache import keep_in
 from atom.kernels.triton.gpu import Gpu
-
-class Driver:
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
 class Compile:
     def __init__(self, kernel):
@@ -86,7 +79,7 @@ class Compile:
         return lambda *args, **options: print(self.kernel.warmup(*args, grid=grid, **options).metadata.shared)
 
 binaries = keep_in(Cache(Path(sys.argv[1])))
-triton.runtime.driver.set_active(Driver())
+use_hopper()
 prefill.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
 assert "atom.kernels.triton.attention.prefill_hopper" not in sys.modules and "triton.experimental.gluon" not in sys.modules
 from atom.kernels.triton.attention import prefill_hopper
@@ -112,11 +105,7 @@ def test_it_compiles_once_and_a_folder_that_has_it_needs_no_compiler(tmp_path: P
 
     def compiled(**variables: str) -> list[int]:
         """The bytes of shared memory that each binary takes, and how many were made."""
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-        command = [sys.executable, "-c", COMPILE, str(tmp_path / "cache")]
-        root = Path(__file__).parents[3]
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
+        done = compile_for_hopper(COMPILE, str(tmp_path / "cache"), **variables)
         return [int(line) for line in done.stdout.split()]
 
     *shared, num_compiled = compiled()

@@ -167,18 +167,42 @@ def test_an_engine_is_told_its_number(monkeypatch: pytest.MonkeyPatch):
 def test_each_of_several_replicas_sees_the_gpus_of_its_ranks(
     texts: list[str], expected: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 6)
+    monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 6)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load(texts)
     assert [environment_of(config, number) for number in range(config.parallel.replicas)] == expected
     seen: list[str] = []
     code = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr)"
     for each in expected:
-        process = EngineProcess((sys.executable, "-c", code), seen.append, each)
+        process = EngineProcess((sys.executable, "-c", code), each, is_piped=True)
+        process.relay(seen.append)
         while not process.has_ended():
             pass
         assert process.end() == 0
     assert [line.strip() for line in seen] == [each.get("CUDA_VISIBLE_DEVICES", "None") for each in expected]
+
+
+@pytest.mark.parametrize(
+    ("is_piped", "environment", "is_used"),
+    [(True, {}, True), (False, {}, False), (True, {"CUDA_VISIBLE_DEVICES": "0"}, False)],
+)
+def test_a_process_that_was_started_before_is_the_first_engine_s_if_it_suits(
+    is_piped: bool, environment: dict[str, str], is_used: bool
+):
+    code = "import socket, sys, time; socket.socket(fileno=int(sys.argv[-1])).recv(1); time.sleep(60)"
+    command = (sys.executable, "-c", code)
+    started = EngineProcess(command, environment, is_piped=is_piped)
+
+    async def main() -> None:
+        engines = Replicas(load(["serve.http.log=json", "device=cpu"]), command, started)
+        await engines.start()
+        assert started.has_ended() != is_used
+        assert not engines.has_ended()
+        engines.close("the test is over")
+        await engines.end()
+        assert started.has_ended()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.parametrize(("num_replicas", "expected"), [(1, 6), (2, 3), (4, 1), (9, 1)])

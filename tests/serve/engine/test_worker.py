@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import serving
@@ -40,13 +41,14 @@ def test_an_engine_is_ready_beats_and_ends_with_its_socket():
     engine, frames, told = EngineProcess(STUB), from_engine(), []
     engine.connection.sendall(encode(Start(load(["serve.http.heartbeat_seconds=0.8"]))))
     engine.connection.settimeout(20)
+    while Ready(100_000) not in told:
+        told += frames.feed(engine.connection.recv(1 << 16))
     start = time.monotonic()
     while sum(isinstance(message, Beat) for message in told) < 5:
         told += frames.feed(engine.connection.recv(1 << 16))
     assert time.monotonic() - start < 15
-    assert Ready(100_000) in told
     engine.connection.close()
-    assert ended(engine, 5) == 0
+    assert ended(engine, 20) == 0
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,32 @@ def test_who_is_ready_names_the_gpus_where_it_runs_on_one(
     with ours, theirs:
         Worker(Link(ours)).load(lambda: StubEngine(Options()), device)  # type: ignore[arg-type, return-value]
         assert from_engine().feed(theirs.recv(1 << 16)) == [Ready(100_000, told if device == "cuda" else "")]
+
+
+def test_an_engine_imports_torch_before_its_configuration_comes_and_nothing_that_it_can_do_without(checkpoints: Any):
+    heavy = "fastapi gguf hydra jinja2 llguidance omegaconf pydantic rich sympy transformers triton yaml"
+    code = f"""
+import sys
+from atom.serve.engine import worker
+def prepare():
+    worker.import_engine()
+    print("imported", "torch" in sys.modules, file=sys.stderr, flush=True)
+code = worker.main(prepare=prepare)
+heavy = [*"{heavy}".split(), "torch._dynamo", "torch._inductor"]
+print("loaded", [each for each in heavy if each in sys.modules], file=sys.stderr)
+"""
+    engine, frames, told, printed = EngineProcess((sys.executable, "-c", code), is_piped=True), from_engine(), [], []
+    engine.relay(lambda line: printed.append(line.strip()))
+    wire.wait_until(lambda: printed, 60)
+    assert printed == ["imported True"]
+    config = load([f"checkpoint={checkpoints('llama')}", "level=0", "device=cpu", "serve.kv_cache_memory=1048576"])
+    engine.connection.sendall(encode(Start(config)))
+    engine.connection.settimeout(60)
+    while not any(isinstance(message, Ready) for message in told):
+        told += frames.feed(engine.connection.recv(1 << 16))
+    engine.connection.close()
+    assert ended(engine) == 0
+    assert printed[-1] == "loaded []"
 
 
 @pytest.mark.parametrize("garbage", [b"\x03\x00\x00\x00abc", b"\xff\xff\xff\xff"])
@@ -136,9 +164,13 @@ def test_compilers_end_with_the_server(talker: Path, tmp_path: Path, number: int
                     found.append(int(process.name))
         return found
 
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    wire.wait_until(lambda: children.read_text())
-    engine = int(children.read_text())
+    def engines() -> list[int]:
+        pids = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in pids}
+        return [int(pid) for pid, line in lines.items() if line.exists() and "engine.worker" in line.read_text()]
+
+    wire.wait_until(engines)
+    (engine,) = engines()
     wire.wait_until(compilers)
     started += compilers()
     server.process.send_signal(number)

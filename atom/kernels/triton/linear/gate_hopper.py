@@ -17,20 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.warp_groups import GROUPS, STAGES, make_barriers, multiply_steps
 
 ROWS = gl.constexpr(128)  # of x, which a group of warps has
-GROUPS = gl.constexpr(2)
 OUTS = gl.constexpr(64)  # gates, and as many ups, in a tile
 INNER = gl.constexpr(64)  # columns of x and of the weight in a stage
-STAGES = gl.constexpr(4)
 BAND = 2048 // 256  # rows of tiles that all outputs are made of before the next ones: they and the weight stay in L2
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SILU = gl.constexpr(  # of two at a time: the compiler's division, and rounding one by one, take twice as long
@@ -97,21 +94,7 @@ def consume(y, sizes, memory, WHO: gl.constexpr):
     weights = w_boxes._reinterpret(y_boxes.dtype, [STAGES, 2 * OUTS, INNER], SHARED)
     first = 0
     for tile in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
-        slot = first % STAGES
-        mbarrier.wait(ready.index(slot), first // STAGES & 1)
-        acc = gl.zeros([ROWS, 2 * OUTS], gl.float32, ACC)
-        left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
-        acc = warpgroup_mma(left, right, acc, use_acc=False, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        for turn in range(first + 1, first + steps):
-            before, slot = slot, turn % STAGES
-            mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-            left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
-            acc = warpgroup_mma(left, right, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(free.index(before))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(free.index(slot))
+        acc = multiply_steps(x_boxes, weights, ready, free, first, steps, WHO, ACC)
         first += steps
 
         tma.store_wait(0)  # of the tile before
@@ -129,16 +112,10 @@ def consume(y, sizes, memory, WHO: gl.constexpr):
 def _gated_linear(x, weight, y, out, steps, row_tiles, out_tiles, band):
     """Some of row_tiles by out_tiles tiles, over steps of INNER columns, of which there are two at least."""
     wait_for_inputs(True)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS, ROWS, INNER], SHARED)
     w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, OUTS, INNER], SHARED)
     y_boxes = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS, OUTS], SHARED)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
-    fence_async_shared()
+    ready, free = make_barriers()
 
     sizes = (out, steps, row_tiles, out_tiles, band)
     memory = (x_boxes, w_boxes, y_boxes, ready, free)

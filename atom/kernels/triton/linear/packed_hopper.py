@@ -412,9 +412,16 @@ def multiply_grouped(
 
 def gated_weights(values: Tensor, experts: int, out: int) -> Any:
     """The descriptor of shuffled values [experts, out, bytes] whose boxes have 8 gates, then their ups, in turns."""
+    return _gated_descriptors.find(values, *gated_shape(values, experts, out))
+
+
+def gated_shape(values: Tensor, experts: int, out: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a weight's values as gates by 8 rows and the ups behind them, of all experts.
+
+    That there are ups beyond the last gates does not matter.
+    """
     width = values.shape[-1]
-    sizes, strides = (experts * out // 8 - out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
-    return _gated_descriptors.find(values, sizes, strides)
+    return (experts * out // 8 - out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
 
 
 def _launch(

@@ -249,23 +249,23 @@ class Recording:
             if isinstance(weight, PackedWeight):
                 style = style_of(weight.type.fmt, out, kwargs.get("act"), weight.layout is not None)
             calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2, style), {})
-            calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
+            calls.setdefault((op, *kwargs.items(), *map(specialized, args)), partial(run, *args, **kwargs))
             return run(*args, **kwargs)
 
         return call
 
 
-def _specialized(arg: Tensor | PackedWeight | None) -> Any:
+def specialized(arg: Tensor | PackedWeight | None) -> Any:
     """The properties of an argument that Triton specializes a kernel on."""
     if isinstance(arg, PackedWeight):
-        return tuple(map(_specialized, operand_of(arg)[:4]))
+        return tuple(map(specialized, operand_of(arg)[:4]))
     return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
 
 
 class LinearTuner:
     """The backend's `Tuner`, for products of weights of 16 bits, and packed ones."""
 
-    table = "linear"
+    table, what = "linear", "linears"
     products, trial, recording = staticmethod(products_of), Trial, Recording
     known, to_entry = staticmethod(linear.finder), staticmethod(linear.to_entry)
     agrees, is_unfit = staticmethod(agrees), staticmethod(is_unfit)

@@ -1,0 +1,99 @@
+"""Check a checkpoint against the graph and the configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from atom import weights
+from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Tokenizer
+from atom.compiler import mesh_of, semantic_graph
+from atom.config import Config, ModelConfig
+from atom.errors import CheckpointError, ConfigError
+from atom.graph import Graph, Recipe, W
+from atom.weights.evaluate import Loaded
+
+
+def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
+    """Check the checkpoint's tensors against the graph, unless weights are random."""
+    if not config.load_dummy:
+        graph = whole_graph(graph, config)
+        weights.check(graph, checkpoint.tensors, left_out(config))
+        weights.check_order(graph, checkpoint)
+
+
+def whole_graph(graph: Graph, config: Config) -> Graph:
+    """A graph with all weights and caches of the model: that of a stage is of some layers."""
+    return graph if mesh_of(config).pipeline == 1 else semantic_graph(config)
+
+
+def models_of(config: Config) -> dict[str, ModelConfig]:
+    """The model, and the one that drafts for it, by what is put before the names of their tensors."""
+    return {"": config.model, **({} if config.draft is None else {DRAFT_PREFIX: config.draft})}
+
+
+def left_out(config: Config) -> list[str]:
+    """The patterns of stored tensors that nothing reads."""
+    ignored = [prefix + pattern for prefix, model in models_of(config).items() for pattern in model.ignore]
+    return [*ignored, *mtp_patterns(config)]
+
+
+def mtp_patterns(config: Config) -> Sequence[str]:
+    """The patterns of tensors of multi-token prediction layers, stored after the last layer, that are left out.
+
+    Of the first layer, where it drafts tokens, these are its embedding and head, which equal the model's own.
+    """
+    found: list[str] = []
+    for prefix, model in models_of(config).items():
+        layers = range(model.layers, model.layers + model.mtp_layers)
+        num_used = int(model is config.model and config.serve.method == "mtp")
+        roles = [(role, layer) for layer in layers[:num_used] for role in ("mtp_embedding", "mtp_head")]
+        roles += [("layer", layer) for layer in layers[num_used:]]
+        found += [f"{prefix}{model.weights[role].replace('{layer}', str(layer))}.*" for role, layer in roles]
+    return found
+
+
+def check_kv_scales(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
+    """Check that scales of keys and values are numbers above 0."""
+    scales = {
+        prefix + model.weights[role].replace("{layer}", str(layer))
+        for prefix, model in models_of(config).items()
+        for role in ("k_scale", "v_scale")
+        if role in model.weights
+        for layer in range(model.layers + model.mtp_layers)
+    }
+    for recipe, tensor in tensors.items():
+        if isinstance(recipe, W) and recipe.name in scales:
+            assert isinstance(tensor, Tensor), "only experts are lists"
+            if not 0 < (value := tensor.item()) < math.inf:
+                raise CheckpointError(f"tensor {recipe.name} is {value:g}; a scale is a number above 0")
+
+
+def check_draft_tokens(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
+    """Check that a draft of EAGLE-3 maps its tokens to the model's."""
+    stored = {recipe.name: tensor for recipe, tensor in tensors.items() if isinstance(recipe, W)}
+    name = "" if config.draft is None else DRAFT_PREFIX + config.draft.weights.get("d2t", "")
+    if (offsets := stored.get(name)) is None:
+        return
+    assert isinstance(offsets, Tensor), "only experts are lists"
+    tokens = offsets + torch.arange(len(offsets), device=offsets.device)
+    if not ((tokens >= 0) & (tokens < config.model.vocab)).all():
+        raise CheckpointError(
+            f"tensor {name} maps to tokens that the model does not have, of {config.model.vocab}; "
+            "set serve.draft_model to a draft for this model"
+        )
+
+
+def check_same_tokens(tokenizer: Tokenizer | None, checkpoint: Checkpoint, config: Config) -> None:
+    """Check that a whole model that drafts has the same tokens, where both checkpoints have a tokenizer."""
+    if tokenizer is None or not isinstance(checkpoint, JoinedCheckpoint) or config.serve.method != "draft":
+        return
+    other = checkpoint.other.tokenizer(trust_remote_code=config.trust_remote_code)
+    if other is not None and (differing := tokenizer.find_difference(other)) is not None:
+        raise ConfigError(
+            f"serve.draft_model={config.serve.draft_model} has another vocabulary: token {differing} is not "
+            "the model's; take a smaller model of the same family"
+        )

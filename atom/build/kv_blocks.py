@@ -1,0 +1,66 @@
+"""Plan the KV blocks of each cache kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from atom.build import settings
+from atom.compiler import mesh_of
+from atom.config import Config
+from atom.graph import Graph
+from atom.runtime.kv_plan import plan_memory
+from atom.runtime.types import CacheKind
+
+
+def cache_kinds(graph: Graph) -> list[CacheKind]:
+    """The cache kinds of the graph's layers."""
+    found: dict[str, CacheKind] = {}
+    for cache in graph.caches():
+        known = found.get(cache.kind)
+        size = cache.type.num_bytes + (known.bytes_per_token if known else 0)
+        found[cache.kind] = CacheKind(cache.kind, size, cache.window)
+    return list(found.values())
+
+
+def kinds_of_all(kinds_of: Sequence[Sequence[CacheKind]]) -> list[CacheKind]:
+    """The cache kinds of all stages, each once."""
+    return list({kind.name: kind for kinds in kinds_of for kind in kinds}.values())
+
+
+def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
+    """Plan the KV blocks by cache kind. CapacityError or ConfigError where they hold no sequence of max_model_len.
+
+    left: bytes that a GPU has for them; None: serve.kv_cache_memory
+    """
+    serve = config.serve
+    num_ranks = mesh_of(config).num_ranks
+    room = "serve.kv_cache_memory has {has}: raise serve.kv_cache_memory to {needs}"
+    if num_ranks > 1:
+        room += f" for each of {num_ranks} ranks"
+    if left is not None:
+        room = f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {{has}}: raise that"
+    return plan_memory(
+        kinds,
+        serve.block_size,
+        settings.limits_of(config),
+        memory_bytes=serve.kv_cache_memory // num_ranks if left is None else left,
+        num_blocks=serve.num_kvcache_blocks,
+        room=room,
+    )
+
+
+def plan_stages(kinds_of: Sequence[Sequence[CacheKind]], config: Config) -> dict[str, int]:
+    """Plan the KV blocks of all stages: of each cache kind as many as the stage with the fewest has."""
+    plans = [plan_kv(kinds, config) for kinds in kinds_of]
+    return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
+
+
+def take_least(plans: Sequence[bytes]) -> dict[str, int]:
+    """The KV blocks that each rank has room for, by cache kind, of what all have exchanged."""
+    least: dict[str, int] = {}
+    for plan in plans:
+        for kind, num_blocks in msgspec.msgpack.decode(plan, type=dict[str, int]).items():
+            least[kind] = min(num_blocks, least.get(kind, num_blocks))
+    return least

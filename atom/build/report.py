@@ -1,0 +1,56 @@
+"""Print on stderr how an engine was opened."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from atom.build import settings
+from atom.config import Config
+from atom.runtime.host_blocks import HostBlocks
+from atom.runtime.kv_plan import num_blocks_needed
+from atom.runtime.types import CacheKind
+
+
+def log(line: str) -> None:
+    print(f"atom-run: {line}", file=sys.stderr)
+
+
+def report_engine(
+    kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], host: HostBlocks | None, config: Config
+) -> None:
+    """Print what an engine has room for, and what of its checkpoint is not plain from the configuration."""
+    log(_describe_pool(kinds, num_blocks, config))
+    if host is not None:
+        log(_describe_host(host, config.serve.block_size))
+    if "vision_config" in config.hf:
+        log(f"{config.checkpoint} also reads images; here its text model runs alone")
+    if text := _describe_sampling(config):
+        log(text)
+
+
+def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], config: Config) -> str:
+    serve, limits = config.serve, settings.limits_of(config)
+    length, step = limits.max_model_len, limits.max_num_batched_tokens
+    num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
+    num_requests = min(
+        (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
+        for kind in kinds
+    )
+    return f"KV: {num_tokens} tokens, {num_requests} requests at max_model_len"
+
+
+def _describe_host(host: HostBlocks, block_size: int) -> str:
+    assert host.costs is not None, "they were measured"
+    num_tokens, costs = (max(host.num_blocks.values()) - 1) * block_size, host.costs
+    times = (
+        f"{costs.load_token_seconds * 1e6:.3g} us a token to load, {costs.compute_token_seconds * 1e6:.3g} to compute"
+    )
+    return f"KV on the host: {num_tokens} tokens, {times}"
+
+
+def _describe_sampling(config: Config) -> str:
+    """Describe the checkpoint's sampling defaults that are in effect; empty without any."""
+    stated = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
+    text = ", ".join(f"{name} {value:g}" for name, value in stated.items())
+    return f"sampling as the checkpoint says: {text}; sampling.defaults=none leaves it out" if text else ""

@@ -1,0 +1,105 @@
+"""Check that ranks can divide the model, and have devices."""
+
+from __future__ import annotations
+
+from atom.config.parallel import ENGINE_JOBS
+from atom.config.schema import MAX_RANKS, AttentionConfig, Config, ModelConfig
+from atom.devices import count_devices
+from atom.errors import ConfigError, UnsupportedError
+
+
+def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
+    """Check that ranks can divide the model."""
+    ranks, data, experts = config.parallel.tensor, config.parallel.data, config.parallel.experts
+    check_devices(config, device)
+    check_pipeline(config, model)
+    check_files(config)
+    if not divides_heads(ranks, model.attention):
+        most = min(model.attention.heads, MAX_RANKS)  # config.json may state any number of heads
+        fitting = [each for each in range(1, most + 1) if divides_heads(each, model.attention)]
+        heads = f"{model.attention.heads} heads"
+        if model.attention.kind == "gqa":
+            heads += f" with {model.attention.kv_heads} of keys and values"
+        listed = ", ".join(map(str, fitting))
+        raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads}; there is: {listed}")
+    if ranks * data % experts:
+        of = "parallel.tensor" if data == 1 else "parallel.tensor * parallel.data"
+        raise ConfigError(f"parallel.experts={experts} must divide the {ranks * data} ranks of {of}")
+    stated = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
+    fewest = min((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
+    if data > 1 and not fewest:
+        raise ConfigError(
+            f"parallel.data={data}: the model has no experts that groups could share; set parallel.data=1"
+        )
+    if experts > 1 and not fewest:
+        raise ConfigError(f"{stated}: the model has no experts; leave it out")
+    if experts > max(fewest, 1):
+        raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
+
+
+def check_devices(config: Config, device: str) -> None:
+    """Check that each rank has a GPU of its own, and what ranks meet by."""
+    parallel, unfit = config.parallel, {"cpu": ("nccl", "peers"), "cuda": ("gloo",)}[device]
+    if parallel.collectives in unfit:
+        there = "auto, gloo" if device == "cpu" else "auto, peers, nccl"
+        raise UnsupportedError(
+            f"parallel.collectives={parallel.collectives} is not for device={device}; there is: {there}"
+        )
+    if parallel.num_ranks * parallel.replicas == 1 or device == "cpu" or config.job.kind not in ENGINE_JOBS:
+        return
+    names = ("data", "tensor", "pipeline", "replicas")
+    stated = " ".join(f"parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1)
+    if parallel.launcher == "local" and (num_gpus := count_devices()) < (
+        needed := parallel.num_ranks * parallel.replicas
+    ):
+        there = f"needs {needed} GPUs, one a rank, and this machine has {num_gpus}"
+        raise UnsupportedError(f"{stated} {there}; set as many at most, or device=cpu")
+    if config.tune and parallel.pipeline > 1:
+        raise UnsupportedError(f"tune=true with parallel.pipeline={parallel.pipeline} is not built yet; leave tune out")
+
+
+def check_pipeline(config: Config, model: ModelConfig) -> None:
+    """Check that layers can be divided into stages."""
+    num_stages, method = config.parallel.pipeline, config.serve.method
+    stated, job = f"parallel.pipeline={num_stages}", config.job
+    if job.pipeline_rank >= num_stages:
+        raise ConfigError(f"job.pipeline_rank={job.pipeline_rank}: {stated} has no such stage; set less")
+    if num_stages == 1:
+        return
+    if num_stages > model.layers:
+        raise ConfigError(f"{stated}: the model has {model.layers} layers; set parallel.pipeline to as many at most")
+    if method not in (None, "ngram"):
+        instead = "set serve.method=ngram, or divide each layer with parallel.tensor"
+        raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
+    if config.serve.pooler_config.pooling_type is not None:
+        raise UnsupportedError(f"{stated} with embeddings is not built yet; divide each layer with parallel.tensor")
+    if config.serve.swap_space:
+        raise UnsupportedError(f"{stated} with serve.swap_space is not built yet; set serve.swap_space=0")
+    if job.kind == "profile":
+        raise UnsupportedError(f"{stated} with job=profile is not built yet; profile it with parallel.pipeline=1")
+    if job.graph is not None:
+        raise ConfigError(f"job.graph={job.graph} is one text, and each stage has its own; set parallel.pipeline=1")
+
+
+def check_files(config: Config) -> None:
+    """Check that one rank has all KV of an engine, where it is kept in files."""
+    parallel = config.parallel
+    for name in ("tensor", "pipeline", "data"):
+        if config.serve.kv_cache_dir is not None and (size := getattr(parallel, name)) > 1:
+            instead = "leave serve.kv_cache_dir out, or use parallel.replicas"
+            raise UnsupportedError(f"parallel.{name}={size} with serve.kv_cache_dir is not built yet; {instead}")
+
+
+def check_replicas(config: Config) -> None:
+    """Check that the job has several engines."""
+    stated, kind = f"parallel.replicas={config.parallel.replicas}", config.job.kind
+    if config.parallel.replicas == 1:
+        return
+    if kind != "serve":
+        raise ConfigError(f"{stated}: job={kind} opens one model; leave it out, or write job=serve")
+
+
+def divides_heads(ranks: int, attention: AttentionConfig) -> bool:
+    """Whether ranks have equal parts of the heads; a head of keys and values may be on several."""
+    kv_heads = attention.kv_heads if attention.kind == "gqa" and attention.kv_heads else ranks
+    return attention.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)

@@ -1,0 +1,136 @@
+"""Check fields against their ranges and against each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from atom.config.schema import Config, HTTPConfig, ServeConfig
+from atom.config.spelling import did_you_mean, spelled
+from atom.devices import is_built_for_amd
+from atom.errors import ConfigError, UnsupportedError
+from atom.sampling_params import out_of_range
+
+NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
+DRAFT_MODEL_METHODS = ("eagle3", "draft")  # of serve.draft_model
+
+
+def check(value: Any, at: str = "") -> None:
+    """Check every field against its range and its choices."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        check(item, f"{at}.{index}")
+    for each in fields(value) if is_dataclass(value) else ():
+        item, key, limits = getattr(value, each.name), f"{at}.{each.name}".lstrip("."), each.metadata
+        check(item, key)
+        if "built" in limits and item not in limits["built"]:
+            built = [spelled(choice) for choice in limits["built"]]
+            if item in limits["later"] or key.startswith("model."):
+                raise UnsupportedError(f"{key}={spelled(item)} is not built yet; there is: {', '.join(built)}")
+            hint = did_you_mean(str(item), built)
+            raise ConfigError(f"{key}={item}: there is no such choice{hint}; choices: {', '.join(built)}")
+        if "low" in limits and item is not None and (fault := out_of_range(item, limits)):
+            raise ConfigError(f"{key}={item} must be {fault}")
+
+
+def check_device(config: Config, device: str) -> None:
+    """Check that torch has the device, and that it has what the level needs."""
+    if config.device == "rocm" and config.job.kind != "explain" and not is_built_for_amd():
+        raise UnsupportedError("device=rocm: the torch that is installed here is not built for AMD's GPUs")
+    enforces_eager = config.serve.enforce_eager
+    if config.level == 3 and (device == "cpu" or enforces_eager):
+        why = "serve.enforce_eager=true" if enforces_eager else f"device={device}"
+        raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
+
+
+def check_http(http: HTTPConfig) -> None:
+    """Check what a server is reached by."""
+    if http.root_path and not re.fullmatch(r"(/[\w.~-]+)+", http.root_path):
+        raise ConfigError(f"serve.http.root_path={http.root_path} is not a path; write it as /llm")
+    if http.ssl_keyfile is not None and http.ssl_certfile is None:
+        raise ConfigError("serve.http.ssl_keyfile needs serve.http.ssl_certfile; set both")
+
+
+def check_kept(serve: ServeConfig) -> None:
+    """Check that KV which is kept in host memory, or in files, is looked for."""
+    if serve.swap_space and not serve.enable_prefix_caching:
+        raise ConfigError(
+            f"serve.swap_space={serve.swap_space} keeps KV that is found again by its prefix; "
+            "set serve.enable_prefix_caching=true"
+        )
+    if serve.kv_cache_dir is not None and not serve.swap_space:
+        raise ConfigError(
+            f"serve.kv_cache_dir={serve.kv_cache_dir} keeps what leaves host memory; set serve.swap_space too"
+        )
+
+
+def check_tune(config: Config, device: str) -> None:
+    """Check that there are linears to measure."""
+    if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
+        why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
+        why = f"device={device} has none" if device == "cpu" else why
+        raise ConfigError(f"tune=true measures linears on a GPU, {why}; leave tune out")
+
+
+def check_capture_sizes(serve: ServeConfig) -> None:
+    """Check that each size of a CUDA graph is one of a step."""
+    for size in serve.cudagraph_capture_sizes or ():
+        if not 1 <= size <= serve.max_num_seqs:
+            limit = f"from 1 to serve.max_num_seqs={serve.max_num_seqs}"
+            raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
+
+
+def has_lora(serve: ServeConfig) -> bool:
+    """Whether there is to be room for adapters."""
+    return serve.enable_lora or bool(serve.lora_modules) or serve.allow_runtime_lora_updating or serve.lora_experts
+
+
+def check_lora(config: Config) -> None:
+    """Check that adapters have names of their own, and room."""
+    serve, modules = config.serve, config.serve.lora_modules or {}
+    if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules.values()):
+        raise ConfigError(
+            f"serve.lora_modules={modules} is not a mapping from names to folders; write {{sql: /adapters/sql}}"
+        )
+    if not has_lora(serve):
+        return
+    if serve.lora_experts and not any(mlp.kind == "moe" for mlp in config.model.mlp):
+        raise ConfigError("serve.lora_experts=true: the model has no experts; leave it out")
+    if len(modules) > serve.max_loras:
+        held = f"serve.max_loras={serve.max_loras} holds fewer than the {len(modules)} of serve.lora_modules"
+        raise ConfigError(f"{held}; set serve.max_loras={len(modules)}")
+    for name in map(str, modules):
+        if name in config.served_names:
+            raise ConfigError(f"serve.lora_modules: {name} is the model's own name; choose another")
+
+
+def check_sleep(config: Config) -> None:
+    """Check that what sleeps is one rank, whose KV can be dropped."""
+    serve, stated = config.serve, "serve.enable_sleep_mode=true"
+    if serve.enable_sleep_mode and (num_ranks := config.parallel.num_ranks) > 1:
+        raise UnsupportedError(f"{stated} with {num_ranks} ranks is not built yet; leave it out, or use one GPU")
+    if serve.enable_sleep_mode and serve.swap_space:
+        raise UnsupportedError(f"{stated} drops KV, and serve.swap_space keeps it: this is not built yet, set one")
+
+
+def check_speculation(config: Config) -> None:
+    """Check that drafts can be verified, and looked up."""
+    serve = config.serve
+    if serve.draft_model is None and serve.method in DRAFT_MODEL_METHODS:
+        raise ConfigError(f"serve.method={serve.method} drafts with another checkpoint; name it in serve.draft_model")
+    if serve.draft_model is not None and serve.method not in DRAFT_MODEL_METHODS:
+        choices = " or ".join(f"serve.method={method}" for method in DRAFT_MODEL_METHODS)
+        why = "drafts nothing by itself" if serve.method is None else f"is not read by serve.method={serve.method}"
+        raise ConfigError(f"serve.draft_model={serve.draft_model} {why}; set {choices}")
+    if serve.acceptance_length is not None:
+        stated, num_drafted = f"serve.acceptance_length={serve.acceptance_length:g}", serve.num_speculative_tokens
+        if serve.method is None or not config.load_dummy:
+            raise ConfigError(f"{stated} accepts drafts by chance, to measure; set serve.method and load_dummy=true")
+        if serve.acceptance_length > 1 + (num_drafted or NUM_DRAFTED):
+            raise ConfigError(
+                f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
+            )
+    least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
+    if least > most:
+        raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")

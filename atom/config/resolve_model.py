@@ -1,0 +1,202 @@
+"""Resolve the fields of `model`: attention, rope, mlp, stored names."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection
+from dataclasses import replace
+
+from atom.checkpoint import quantization
+from atom.config.resolve_quant import derive_format
+from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
+from atom.config.spelling import did_you_mean, spelled
+from atom.config.stored_names import find_optional
+from atom.errors import ConfigError, UnsupportedError
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# roles that name a tensor, the others a module
+TENSOR_ROLES = re.compile(r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?")
+
+
+def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> ModelConfig:
+    model = config.model
+    if model.norm.bias and model.norm.kind != "layer":
+        raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
+    if not (model.norm.before or model.norm.after):
+        raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
+    if model.residual != "sequential" and not model.norm.before:
+        raise ConfigError(
+            f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"
+        )
+    for key, value in model.assumes.items():
+        if (stated := config.hf.get(key)) not in (None, value):
+            known = f"there is: {spelled(value)}"
+            raise UnsupportedError(
+                f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not built; {known}"
+            )
+    if model.layers * max((mlp.experts or 0 for mlp in model.mlp), default=0) > MAX_EXPERTS:
+        raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
+    check_stacked(model)
+    check_reasoning(model)
+    stored = derive_format(config, names)
+    return replace(
+        model,
+        embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
+        attention=derive_attention(config, max_model_len),
+        mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
+        weights=quantization.find_kv_scales(names, model.weights) | find_optional(model, names),
+        fmt=stored.fmt,
+        plain=stored.plain,
+        formats=stored.formats,
+        act=stored.act,
+        ignore=[*model.ignore, *stored.unread],
+    )
+
+
+def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
+    model, attention, at = config.model, config.model.attention, "model.attention"
+    head_dim = mla_head_dim(attention) if attention.kind == "mla" else gqa_head_dim(model)
+    kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
+    if attention.kind == "gqa" and attention.heads % kv_heads:
+        raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
+    if types is not None and len(types) < model.layers:
+        raise ConfigError(f"{at}.layer_types names only {len(types)} layers, the model has {model.layers}")
+    for kind in types or ():
+        if kind not in LAYER_TYPES:
+            raise UnsupportedError(f"{at}.layer_types: {kind} is not built yet; there is: {', '.join(LAYER_TYPES)}")
+    if (listed := attention.rope_layers) is not None and len(listed) < model.layers:
+        raise ConfigError(f"{at}.rope_layers names only {len(listed)} layers, the model has {model.layers}")
+    by_type = [name for name, value in (config.hf.get("rope_parameters") or {}).items() if isinstance(value, dict)]
+    if by_type and attention.window_rope is None and attention.rope.kind != "none":
+        raise UnsupportedError(
+            f"{config.checkpoint}: rope of its own for {', '.join(by_type)}, {at}.window_rope is null"
+        )
+    rotated = attention.rope_dim if attention.kind == "mla" else head_dim
+    assert rotated is not None, "mla_head_dim checks it"
+    ropes = [
+        derive_rope(rope, rotated, f"{at}.{name}", model.max_position, max_model_len) if rope else None
+        for name, rope in (("rope", attention.rope), ("window_rope", attention.window_rope))
+    ]
+    rope, window_rope = ropes
+    assert rope is not None, "it has a default"
+    mscale = rope_mscale(rope) if attention.kind == "mla" else 1.0
+    scale = attention.scale or (attention.scale_dim or head_dim) ** -0.5 * mscale**2
+    types = None if types is None else types[: model.layers]
+    return replace(
+        attention,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        layer_types=types,
+        rope=rope,
+        window_rope=window_rope,
+    )
+
+
+def gqa_head_dim(model: ModelConfig) -> int:
+    attention = model.attention
+    if attention.head_dim is None and model.hidden % attention.heads:
+        hidden = f"model.hidden={model.hidden} is not a multiple of model.attention.heads={attention.heads}"
+        raise ConfigError(f"{hidden}; set model.attention.head_dim")
+    return attention.head_dim or model.hidden // attention.heads
+
+
+def mla_head_dim(attention: AttentionConfig) -> int:
+    for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+        if getattr(attention, name) is None:
+            raise ConfigError(f"model.attention.{name} has no value; kind mla needs it")
+    for name, value in (("qk_norm", "none"), ("sinks", False), ("window", None), ("softcap", None)):
+        if getattr(attention, name) != value:
+            raise UnsupportedError(
+                f"model.attention.{name}={spelled(getattr(attention, name))} is not built for kind mla"
+            )
+    assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
+    return attention.nope_dim + attention.rope_dim
+
+
+def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_model_len: int) -> RopeConfig:
+    """dims: of a head, of which `partial` are rotated"""
+    rotated = rope.dims or int(dims * rope.partial)
+    if rope.kind != "none" and (rotated % 2 or not rotated):
+        raise ConfigError(f"{at}: {rotated} dims of {dims} would be rotated, an odd number or none")
+    if rope.kind != "none" and rotated > dims:
+        raise ConfigError(f"{at}.dims={rotated} is more than the {dims} dims of a head; set at most those")
+    original = rope.original_max_position or max_position
+    factor = max_position / original if rope.kind in ("yarn", "longrope") and not rope.factor else rope.factor
+    if rope.kind in ("linear", "llama3") and not factor:
+        raise ConfigError(f"{at}: kind {rope.kind} needs a factor")
+    rope = replace(rope, original_max_position=original, factor=factor or 1.0, dims=rotated)
+    if rope.kind == "longrope":
+        rope = choose_factors(rope, at, max_model_len)
+    if rope.kind == "factors" and len(rope.factors or ()) != rotated // 2:
+        stated = f"{len(rope.factors or ())} factors, one for each of the {rotated // 2} frequencies are needed"
+        raise ConfigError(f"{at}: there are {stated}")
+    return rope
+
+
+def choose_factors(rope: RopeConfig, at: str, max_model_len: int) -> RopeConfig:
+    """longrope as plain factors: the long ones where sequences may become longer than the original context (Ding et al.
+    2024), for all sequences alike, since the KV of a sequence must not change while it grows."""
+    assert rope.original_max_position is not None, "derive_rope sets it"
+    scale = rope.attention_factor
+    if scale is None and rope.original_max_position == 1:
+        raise ConfigError(f"{at}: a context of 1 token is extended by no factor; set {at}.original_max_position")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position)) if rope.factor > 1 else 1.0
+    factors = rope.long_factor if max_model_len > rope.original_max_position else rope.short_factor
+    return replace(rope, kind="factors", factors=factors, attention_factor=scale)
+
+
+def rope_mscale(rope: RopeConfig) -> float:
+    """The factor of queries and keys in latent attention under yarn (DeepSeek-AI 2024)."""
+    if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+
+
+def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
+    if mlp.activation == "swigluoai" and mlp.kind != "moe":
+        raise UnsupportedError(f"{at}.activation=swigluoai is not built for kind {mlp.kind}; there is: moe")
+    if mlp.kind != "moe":
+        return mlp
+    for name in ("experts", "top_k"):
+        if getattr(mlp, name) is None:
+            raise ConfigError(f"{at}.{name} has no value; kind moe needs it")
+    router, experts, top_k = mlp.router, mlp.experts or 0, mlp.top_k or 0
+    is_grouped = router.method != "greedy"  # which ignores groups
+    if is_grouped and experts % router.groups:
+        raise ConfigError(f"{at}.router.groups={router.groups}: {experts} experts do not divide into them")
+    if is_grouped and router.top_groups > router.groups:
+        raise ConfigError(f"{at}.router.top_groups={router.top_groups} is more than its groups={router.groups}")
+    candidates = router.top_groups * experts // router.groups if is_grouped else experts
+    if top_k > candidates:
+        raise ConfigError(f"{at}.top_k={top_k} is more than the {candidates} experts that a token may choose from")
+    score = router.score or ("sigmoid" if router.method == "noaux_tc" else "softmax")
+    width = mlp.shared_width or mlp.shared * mlp.width
+    return replace(mlp, router=replace(router, score=score), shared_width=width or None)
+
+
+def check_stacked(model: ModelConfig) -> None:
+    """Check the parts of model.stacked against the roles of model.weights."""
+    for name, parts in model.stacked.items():
+        for part in parts:
+            role, _, tensor = part.partition(".")
+            at = f"model.stacked: {name} holds {part}"
+            if role not in model.weights:
+                hint = did_you_mean(role, model.weights)
+                raise ConfigError(f"{at}, there is no such role{hint}; roles: {', '.join(model.weights)}")
+            if TENSOR_ROLES.fullmatch(role):
+                if tensor:
+                    raise ConfigError(f"{at}, the role {role} names a tensor already; write {role}")
+            elif tensor not in ("weight", "bias"):
+                raise ConfigError(f"{at}, the role {role} names a module; choices: {role}.weight, {role}.bias")
+
+
+def check_reasoning(model: ModelConfig) -> None:
+    """Check that model.reasoning is two different markers."""
+    markers = model.reasoning
+    if markers is not None and not (len(markers) == 2 and all(markers) and markers[0] != markers[1]):
+        stated = f"model.reasoning={json.dumps(markers, ensure_ascii=False)}"
+        raise ConfigError(f"{stated} must be two different markers, as in ['<think>','</think>'], or null")

@@ -1,0 +1,49 @@
+"""Find the names of stored tensors by the roles of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from atom.checkpoint.stacked import find_stacked
+from atom.config.schema import ModelConfig
+
+
+def expert_names(model: ModelConfig, names: Collection[str]) -> set[str]:
+    """The weights of experts that a checkpoint stores as one tensor, by the names of modules."""
+    parts = find_stacked(names, stacked_parts(model)).values()
+    stacked = find_modules(model, names, "experts_gate", "experts_up", "experts_down")
+    return {part.replace("{expert}", "0") for each in parts for part in each} | {
+        name.removesuffix(".weight") + ".weight" for name in stacked
+    }
+
+
+def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set[str]:
+    """Those of these names that a role has in some layer."""
+    stored = {re.escape(model.weights[role]) for role in roles if role in model.weights}
+    pattern = re.compile("|".join(stored).replace(re.escape("{layer}"), "[0-9]+"))
+    return {name for name in names if pattern.fullmatch(name)}
+
+
+def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
+    """The stored names of roles, without those that this draft of EAGLE-3 has not: an embedding and a map of tokens.
+
+    names: of stored tensors; without any, a draft has what it cannot do without
+    """
+    eagle3 = model.eagle3
+    if eagle3 is None:
+        return model.weights
+    embedding, tokens = f"{model.weights['embedding']}.weight", model.weights["d2t"]
+    has = {
+        "embedding": embedding in names if names else eagle3.target_hidden not in (None, model.hidden),
+        "d2t": tokens in names or eagle3.vocab not in (None, model.vocab),
+    }
+    return {role: name for role, name in model.weights.items() if has.get(role, True)}
+
+
+def stacked_parts(model: ModelConfig) -> dict[str, list[str]]:
+    """The stored names of stacked tensors, with those of their parts, see `atom.checkpoint.stacked.unstack`."""
+    return {
+        name: [model.weights[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
+        for name, parts in model.stacked.items()
+    }

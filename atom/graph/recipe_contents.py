@@ -1,0 +1,88 @@
+"""What a recipe reads, and what the tensor holds: ranges, formats, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from atom.graph.recipe_ranges import narrow
+from atom.graph.recipes import (
+    KEEPS_ROWS,
+    Cat,
+    LoraStack,
+    Quantize,
+    Ranked,
+    Recipe,
+    Regroup,
+    Share,
+    Shuffle,
+    Slice,
+    Stack,
+    leaves,
+    operands,
+)
+
+
+def slices(recipe: Recipe) -> Iterator[Slice]:
+    """The ranges of tensors that a recipe takes."""
+    return (part for part in _within(recipe) if isinstance(part, Slice))
+
+
+def ranked_parts(recipe: Recipe) -> Iterator[Ranked]:
+    """What of a recipe each rank has of its own."""
+    return (part for part in _within(recipe) if isinstance(part, Ranked))
+
+
+def packed_to(recipe: Recipe) -> Iterator[str]:
+    """The formats that plain tensors are packed to while they load, be they unpacked again or not."""
+    return (part.fmt for part in _within(recipe) if isinstance(part, Quantize))
+
+
+def lora_stack_of(recipe: Recipe) -> LoraStack | None:
+    """The adapters that a recipe takes a part of; None where it is made of anything else."""
+    while isinstance(recipe, Slice | Share):
+        recipe = recipe.part
+    return recipe if isinstance(recipe, LoraStack) else None
+
+
+def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
+    """The tensors of a packed recipe that are made of plain ones."""
+    if isinstance(recipe, Quantize):
+        yield recipe
+    elif isinstance(recipe, Cat | Regroup | Shuffle | Slice | Share):
+        for part in shuffled_alone(recipe) if isinstance(recipe, Shuffle) else operands(recipe):
+            yield from packed_while_loading(part)
+
+
+def shuffled_alone(recipe: Shuffle) -> list[Recipe]:
+    """What goes into a kernel's layout as one: a matrix, each expert's, or all experts' where rows stay rows."""
+    part = recipe.part
+    if len(part.type.shape) == 2 or recipe.layout in KEEPS_ROWS:
+        return [part]
+    return [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
+
+
+def held_bytes(recipe: Recipe) -> int:
+    """Bytes of the tensor in memory: in its stored format, unless the recipe dequantizes it."""
+    return sum(held_by_format(recipe).values())
+
+
+def held_by_format(recipe: Recipe) -> Counter[str]:
+    """The bytes of `held_bytes` by stored format, or by dtype where a tensor is plain."""
+    if isinstance(recipe, Stack):
+        num_experts = recipe.stop - recipe.start
+        return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})
+    if isinstance(recipe, Cat):
+        return sum(map(held_by_format, recipe.parts), Counter())
+    if isinstance(recipe, Shuffle):
+        return held_by_format(recipe.part)
+    leaf, packed = next(leaves(recipe), recipe), next(packed_while_loading(recipe), None)
+    fmt = leaf.type.fmt if packed is None else packed.fmt
+    return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})
+
+
+def _within(recipe: Recipe) -> Iterator[Recipe]:
+    """A recipe and all that it is made of; of experts, one stands for all."""
+    yield recipe
+    for part in operands(recipe):
+        yield from _within(part)

@@ -1,0 +1,68 @@
+"""Find the job that overrides name, or that their fields imply.
+
+named_job(["job=chat"])                        # "chat"
+implied_job(keys_of(["job.stage=fuse_qkv"]))   # "explain"
+find_job(["recipe=demo"])                      # "generate", as its prompts imply
+
+The schema says which jobs a field is for. Nothing here imports Hydra or torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from atom.config.schema import Jobs, jobs_of
+from atom.config.spelling import ALIASES
+from atom.errors import ConfigError
+
+DEFAULT = "serve"  # of conf/config.yaml
+
+
+def find_job(overrides: Sequence[str]) -> str | None:
+    """The job of these overrides; None where that is a mistake, or is said elsewhere than in files of this machine."""
+    recipes = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("recipe=")]
+    try:
+        for texts in (overrides, open_recipes(recipes)):
+            if (job := named_job(texts) or implied_job(keys_of(texts))) is not None:
+                return job
+    except (ConfigError, FileNotFoundError):
+        return None
+    return DEFAULT
+
+
+def open_recipes(names: Sequence[str]) -> list[str]:
+    """The overrides of recipes. FileNotFoundError where one is not on this machine."""
+    if not names:
+        return []
+    from atom.config.recipes import find_recipe, read_recipe
+
+    if not all(map(find_recipe, names)):
+        raise FileNotFoundError
+    return [text for name in names for text in read_recipe(name).overrides]
+
+
+def named_job(overrides: Iterable[str]) -> str | None:
+    """The last job that is named."""
+    named = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("job=")]
+    return named[-1] if named else None
+
+
+def implied_job(keys: Iterable[str]) -> str | None:
+    """The job that fields imply; ConfigError where they imply two."""
+    own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.implied is not None]
+    only = {jobs.implied: key for key, jobs in own if len(jobs.names) == 1}
+    if len(only) > 1:
+        (one, key), (other, further) = list(only.items())[:2]
+        raise ConfigError(f"{key} is a field of job={one}, {further} of job={other}: a run does one job, leave one out")
+    return next(iter(only), own[0][1].implied if own else None)
+
+
+def own_fields(keys: Iterable[str]) -> list[tuple[str, Jobs]]:
+    """The keys that are for some jobs only, with these jobs."""
+    return [(key, jobs) for key in keys if (jobs := jobs_of(ALIASES.get(key, key)))]
+
+
+def keys_of(overrides: Iterable[str]) -> list[str]:
+    """The keys of overrides."""
+    return [match[1] for text in overrides if (match := re.match(r"\+*([^~+=@][^=@]*)=", text))]

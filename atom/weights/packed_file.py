@@ -1,10 +1,10 @@
-"""Write a file of packed weights part by part, in any order: one of safetensors, beside a config.json.
+"""Write a safetensors file of packed weights part by part.
 
 file = PackedFile(folder, [part for parts in every for part in parts.values()])
 file.write({"0.values": values, "0.scales": scales})     # several threads may
 file.close()
 
-Such a folder is opened as a checkpoint.
+A config.json is put beside it, so that the folder is opened as a checkpoint.
 """
 
 from __future__ import annotations

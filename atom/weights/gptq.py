@@ -1,4 +1,4 @@
-"""Round a weight by GPTQ: later columns make up for the errors of earlier ones.
+"""Round a weight's columns in turns, which make up for earlier errors (GPTQ).
 
     turns = plan_turns(moment)                                   # once for all weights that multiply the same input
     numbers = round_in_turns(weight, scales, turns, nearest)     # fp32[O, I], in units of their blocks' scales

@@ -1,6 +1,6 @@
 """Round a weight's columns in turns, which make up for earlier errors (GPTQ).
 
-    turns = plan_turns(moment)                                   # once for all weights that multiply the same input
+    turns = plan_turns(moment, num_tokens)                       # once for all weights that multiply the same input
     numbers = round_in_turns(weight, scales, turns, nearest)     # fp32[O, I], in units of their blocks' scales
 
 What is minimized is the squared error of the linear's outputs over a prompt, tr(E M Eᵀ) for errors E and the mean M of

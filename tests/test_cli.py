@@ -189,6 +189,26 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert ended.stderr == ""
 
 
+@pytest.mark.parametrize("closed", [(2,), (0, 1, 2)])
+def test_a_stream_that_was_closed_at_the_start_is_dev_null_for_children_too(closed: tuple[int, ...], tmp_path: Path):
+    seen = tmp_path / "seen"
+    code = f"""
+import os, subprocess, sys
+from atom.jobs.report import report
+def work():
+    print("lost", file=sys.stderr)
+    print("lost", file=sys.__stderr__)
+    with open({str(seen)!r}, "wb") as file:
+        subprocess.run(["readlink", *(f"/proc/self/fd/{{each}}" for each in {closed})], stdout=file)
+    return 7
+sys.exit(report(work))
+"""
+    shell = 'exec "$@" ' + " ".join(f"{each}{'<' if not each else '>'}&-" for each in closed)
+    done = subprocess.run(["sh", "-c", shell, "sh", sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"")
+    assert set(seen.read_text().split()) - {str(seen)} == {"/dev/null"}
+
+
 def test_ctrl_c_ends_with_130(tmp_path: Path):
     program = "import sys, time, types\nfrom atom.cli import main\nmodule = types.ModuleType('x')\n"
     program += "module.run = lambda *_: (print('ready', flush=True), time.sleep(30))\n"

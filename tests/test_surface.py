@@ -122,6 +122,7 @@ ENVIRONMENT = {
     "LISTEN_FDS",
     "LISTEN_PID",
     "VLLM_API_KEY",
+    "XDG_CACHE_HOME",
     *(
         "RANK",
         "WORLD_SIZE",
@@ -333,6 +334,14 @@ def test_a_wheel_carries_every_package():
     assert set(packages) == folders | data | {"atom.conf", "atom.recipes"}, (
         "setuptools warns of those that are not named"
     )
+
+
+def test_a_source_distribution_carries_what_the_tests_read():
+    listed = (ROOT / "MANIFEST.in").read_text()
+    folders = set(re.findall(r"^graft (\w+)$", listed, re.MULTILINE))
+    assert folders == {"deploy", "docs", "scripts", "tests"} and all((ROOT / name).is_dir() for name in folders)
+    (files,) = re.findall(r"^include (.+)$", listed, re.MULTILINE)
+    assert all((ROOT / name).is_file() for name in files.split())
 
 
 def test_an_index_shows_the_readme_without_links_to_files(tmp_path: Path):

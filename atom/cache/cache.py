@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +25,6 @@ from atom.cache.files import (
     KINDS,
     MANIFEST,
     MAX_JSON,
-    WEIGHTS,
     Damaged,
     Manifest,
     Unfit,
@@ -71,20 +70,24 @@ class Cache:
         self._private: tempfile.TemporaryDirectory[str] | None = None
         self._making_private = threading.Lock()  # several threads may publish
 
-    def find(self, kind: str, key: str) -> Path | None:
+    def find(self, kind: str, key: str, unread: Collection[str] = ()) -> Path | None:
         """The folder of a trusted entry, None without one; an entry that is not trusted has a line in `warnings`.
 
-        Of weights, which are large and no code, the checksum is left to `verify`.
+        unread: files whose checksums are not compared here: the caller has faster ones of large data that is no code
         """
         location = self._locate(kind, key)
         try:
-            self._check(kind, key, is_thorough=kind != WEIGHTS, is_use=True)
+            self._check(kind, key, is_use=True, unread=unread)
         except (Unfit, OSError) as error:
             if os.path.lexists(location):  # else it never existed, or has just been removed
                 what, then = reason_of(error), error.then if isinstance(error, Unfit) else "ignored"
                 self._warn(f"{what if str(self.folder) in what else f'{location}: {what}'}, {then}")
             return None
         return location
+
+    def distrust(self, kind: str, key: str, fault: str) -> None:
+        """Say in `warnings` what the caller has found wrong with an entry, which it builds anew."""
+        self._warn(f"{self._locate(kind, key)}: {fault}, {Damaged.then}")
 
     def holds(self, kind: str, key: str) -> bool:
         """Whether there is such an entry, trusted or not."""
@@ -199,7 +202,9 @@ class Cache:
         if line not in self.warnings:
             self.warnings.append(line)
 
-    def _check(self, kind: str, key: str, *, is_thorough: bool = True, is_use: bool = False) -> Manifest:
+    def _check(
+        self, kind: str, key: str, *, is_thorough: bool = True, is_use: bool = False, unread: Collection[str] = ()
+    ) -> Manifest:
         """Check the owners, modes, names and sizes of an entry, and checksums if thorough; its manifest."""
         location = self._locate(kind, key)
         for folder in (self.folder, location.parent, location):
@@ -220,7 +225,7 @@ class Cache:
                 actual = os.fstat(file.fileno()).st_size
                 if actual != size:
                     raise Damaged(f"{name} has {actual:,} bytes instead of {size:,}")
-                if is_thorough and hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                if is_thorough and name not in unread and hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     raise Damaged(f"the checksum of {name} is wrong")
         return manifest
 

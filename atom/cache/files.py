@@ -10,6 +10,7 @@ read_manifest(raw)                               # Damaged: it is not what was p
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -26,10 +27,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from filelock import FileLock, Timeout
-
 BINARIES = "binaries"  # the kind of what is compiled of our kernels
-WEIGHTS = "weights"  # the kind of weights packed while loading: data, which are used unless their size differs
+WEIGHTS = "weights"  # the kind of what is made while weights load
 KINDS = (BINARIES, "pieces", "failures", "artifacts", WEIGHTS)
 MANIFEST = "manifest.json"
 MAX_JSON = 64 << 20  # bytes of a manifest; a larger one is not read
@@ -176,20 +175,38 @@ def locked(cache: Path, name: str, on_wait: Callable[[], object] = lambda: None)
     """Hold a lock, as the only process and thread; no lock is held where the folder cannot be written.
 
     `on_wait` is called before waiting for another holder. A thread must not take it twice: it would wait for
-    itself. It is released when the process dies.
+    itself. It is released when the process dies. Its file goes with it, so that none pile up.
     """
-    lock = FileLock(cache / "locks" / f"{name}.lock", mode=0o600)
-    with contextlib.suppress(Unfit, OSError, NotImplementedError):
-        prepare_folder(cache / "locks")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            on_wait()
-            lock.acquire()
+    path, lock = cache / "locks" / f"{name}.lock", -1
+    with contextlib.suppress(Unfit, OSError):
+        prepare_folder(path.parent)
+        lock = _lock(path, on_wait)
     try:
         yield
     finally:
-        lock.release()
+        if lock >= 0:
+            with contextlib.suppress(OSError):
+                path.unlink()  # while it is held: who waits for it sees that it is gone
+            os.close(lock)
+
+
+def _lock(path: Path, on_wait: Callable[[], object]) -> int:
+    """Lock a file that is made for that; its descriptor, to be closed. OSError where that cannot be done."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.lstat()):
+                    return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # its last holder has removed it
 
 
 def prepare_folder(folder: Path) -> Path:

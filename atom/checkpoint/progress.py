@@ -131,7 +131,7 @@ def _show_lines(description: str, total: int | None, *, in_bytes: bool) -> Itera
     task, start, ended = _CountedTask(description, total, in_bytes), time.monotonic(), threading.Event()
 
     def print_line(line: str) -> None:
-        print(f"atom-run: {line}", file=sys.stderr, flush=True)
+        print(f"atom-run: {line}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print too
 
     def print_regularly() -> None:
         while not ended.wait(LINE_SECONDS):

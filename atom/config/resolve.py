@@ -75,8 +75,16 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
         ),
         dtype=dtype,
         device=device,
-        cache=str(Path(config.cache or "~/.cache/atom-run").expanduser()),
+        cache=cache_folder(config.cache),
     )
+
+
+def cache_folder(stated: str | None) -> str:
+    """The cache folder; ConfigError where it would be in the home of a user that has none."""
+    try:
+        return str(Path(stated or "~/.cache/atom-run").expanduser())
+    except RuntimeError:
+        raise ConfigError("the cache folder is ~/.cache/atom-run, and this user has no home; set cache=") from None
 
 
 def with_pooler(config: Config) -> Config:

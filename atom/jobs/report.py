@@ -1,4 +1,8 @@
-"""Report a foreseen error in one line, with an exit code."""
+"""Report a foreseen error in one line, with an exit code.
+
+A standard stream that was closed at the start (`2>&-`) becomes /dev/null: its number would be given to the next socket
+or file that is opened, which would then get what is printed.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from atom.errors import AtomError, one_line
 
 def report(work: Callable[[], int]) -> int:
     """Run some work; its exit code. A foreseen error is one line on stderr."""
+    open_closed_streams()
     try:
         code = work()
         sys.stdout.flush()
@@ -26,6 +31,23 @@ def report(work: Callable[[], int]) -> int:
         return fail("" if isinstance(error, BrokenPipeError) else str(error), 1)
     finally:
         let_go(sys.stderr)
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null in place of the standard streams that are closed, for this process and its children."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)
+            os.set_inheritable(number, True)  # dup2 to itself changes nothing
+            if opened != number:
+                os.close(opened)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def fail(message: str, code: int) -> int:

@@ -15,6 +15,8 @@ from atom.checkpoint import Tokenizer
 from atom.errors import RequestError
 from atom.sampling_params import SamplingParams
 
+MAX_BAD_WORDS = 1 << 16  # characters of a request's bad words together: one thread encodes those of all requests
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -52,9 +54,11 @@ class Vocabulary:
     def encode_bad_words(self, words: Iterable[str]) -> list[list[int]]:
         """The tokens of each text, at the start of an answer and behind a space, where that is another one token.
 
-        As vLLM's SamplingParams.update_from_tokenizer has it. RequestError where there is no tokenizer.
+        As vLLM's SamplingParams.update_from_tokenizer has it. RequestError without a tokenizer, or for too long texts.
         """
-        found: list[list[int]] = []
+        words, found = list(words), list[list[int]]()
+        if (size := sum(map(len, words))) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words: the texts have {size} characters, more than {MAX_BAD_WORDS}; give fewer")
         for word in words:
             if self.tokenizer is None:
                 raise RequestError("bad_words needs a tokenizer, which the checkpoint has not; use logit_bias")

@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from atom.errors import EngineDeadError, RequestError
 from atom.serve.engine.client import QueueFullError
+from atom.serve.engine.stream import UnreadError
 from atom.serve.tenants import LimitError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -60,6 +61,8 @@ def status_of(error: Exception) -> int:
             return 404
         case RequestError():
             return 400
+        case UnreadError():
+            return 408
         case QueueFullError() | LimitError():
             return 429
         case EngineDeadError():
@@ -102,7 +105,7 @@ def error_response(scope: Scope, error: Exception) -> Response:
     if isinstance(error, QueueFullError | LimitError):
         headers["retry-after"] = str(error.retry_after)
     elif isinstance(error, EngineDeadError):
-        headers["retry-after"] = "5"
+        headers |= {"retry-after": "5", "connection": "close"}  # so that a retry reaches the next server, or another
     return refuse(scope, status_of(error), body_of(error), headers)
 
 

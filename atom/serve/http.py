@@ -4,6 +4,9 @@ A request that is too large or too slow is refused before the app sees it.
 
     uvicorn.Config(app, http=limited_protocol(config.serve.http, metrics))
 
+An Upgrade is ignored, as HTTP allows, by renaming its header: the parser would take no body with it, and Java's client
+asks for HTTP/2 so with each request. Two Host headers are refused: a proxy may have looked at the other.
+
 431 for a head of more than max_header bytes, 413 for a body of more than max_body, 408 for a request that has not
 arrived after read_seconds. A client that reads nothing for write_seconds is disconnected. Starlette has no such limits,
 and a middleware would see neither the head arrive nor the response leave.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from http import HTTPStatus
 
 from msgspec import json
@@ -27,6 +31,7 @@ from atom.serve.middleware import REQUEST_ID, strip_root
 LOG = logging.getLogger("atom.http")
 LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at once would lose the response
 MAX_LATE = 0.1  # seconds that a timer may fire late
+UPGRADE = re.compile(rb"(?i)(?<=\n)(?=upgrade[ \t]*:)")
 MESSAGES = {
     HTTPStatus.BAD_REQUEST: "this is not a valid HTTP request",
     HTTPStatus.REQUEST_TIMEOUT: "the request did not arrive in time",
@@ -64,7 +69,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._start_read_timer()
-        super().data_received(data)
+        super().data_received(data if self._is_in_body else without_upgrade(data))
         if self._is_in_head and not self._is_refused:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > self.limits.max_header:
@@ -92,6 +97,8 @@ class LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header:
             self._fail_parsing(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            self._fail_parsing(HTTPStatus.BAD_REQUEST)
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if length.isdigit() and int(length) > self.limits.max_body:
             self._fail_parsing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
@@ -177,6 +184,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._read_timer = self.loop.call_later(late, self._time_out)
         elif not self._is_refused and not self.transport.is_closing():
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """The beginning of a request, or of its rest, with the header Upgrade renamed to X-Upgrade."""
+    head, end, body = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"x-", head) + end + body
 
 
 def limited_protocol(limits: HTTPConfig, metrics: Metrics) -> type[LimitedProtocol]:

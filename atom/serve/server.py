@@ -16,6 +16,7 @@ import errno
 import importlib.util
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -61,6 +62,7 @@ DEAD_SECONDS = 5.0  # for /health to report the engines' death before the server
 POLL_SECONDS = 0.02
 END_SECONDS = 5.0  # for connections to close and for the engines' processes to end
 BACKLOG = 2048  # connections that wait to be accepted
+MAX_FILES = 1 << 16  # connections and files that a process may have open, where the system allows so many
 KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
 ERRORS = {each.__name__: each for each in KNOWN}
 CANNOT_LOAD = 2  # the exit code where the next start would fail in the same way
@@ -69,6 +71,7 @@ CANNOT_LOAD = 2  # the exit code where the next start would fail in the same way
 def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
     """Run a server and return its exit code. kind: of the log, which takes what is printed meanwhile too."""
     log.configure(kind)
+    raise_file_limit()
     with contextlib.ExitStack() as opened:
         if log.is_captured(kind):
             opened.enter_context(log.capture())
@@ -80,6 +83,14 @@ def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
         except Exception:
             LOG.exception("the server failed")
             return 1
+
+
+def raise_file_limit() -> None:
+    """Allow as many connections as the hard limit does: the soft one, often 1024, is for programs that call select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -242,6 +253,8 @@ class Server:
         """Wait until no request runs, or the end is forced."""
         engines, seconds = self._engines, self._config.serve.http.drain_seconds
         engines.drain()
+        if self._waits:
+            self._uvicorn.stop_listening()  # what comes now waits in the socket's queue for the next server
         notify(self._config.serve.http.notify_socket, "STOPPING=1")
         LOG.info("draining", extra={"fields": {"seconds": seconds}})
         loop = asyncio.get_running_loop()
@@ -336,6 +349,11 @@ class _Uvicorn(uvicorn.Server):
         while not self.ended.is_set():
             await self.on_tick(0)  # updates the date header
             await wait_for_any(1.0, self.ended)
+
+    def stop_listening(self) -> None:
+        """Accept no more connections. A socket that was passed stays open in the process that has passed it."""
+        for server in self.servers:
+            server.close()
 
     def end(self) -> None:
         self.should_exit = True

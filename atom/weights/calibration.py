@@ -12,7 +12,6 @@ whole stored tensors [.., O, I]: recipes take ranges of them and join them as th
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from torch.fx import Node
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
-from atom.checkpoint import Checkpoint, Progress, open_checkpoint
+from atom.checkpoint import Checkpoint, Progress
 from atom.errors import ArtifactError
 from atom.graph import (
     BODY,
@@ -182,10 +181,13 @@ class Calibration:
             "sources": sources,
         }
         self.key = key_of(ingredients)
-        self._about = {
+        about = {
             "name": f"calibrated {', '.join(dict.fromkeys(formats.values()))} of {checkpoint.location}",
             "ingredients": ingredients,
         }
+        self._parts = {name: parts_of(W(name, type)) for name, type in self._types.items()}
+        parts = [next(leaves(part)) for each in self._parts.values() for part in each.values()]
+        self._file = PackedFile(parts, cache, self.key, about)
 
     def find(self, recipe: Recipe) -> dict[str, Recipe] | None:
         """The parts of a weight that is packed while it loads, as recipes of the rounded tensors; None: it has none."""
@@ -201,38 +203,29 @@ class Calibration:
 
         weights: loads a recipe's tensor to the device. ArtifactError where they cannot be kept
         """
-        folder = self._cache.find(WEIGHTS, self.key)
-        if folder is None:
+        kept = self._file.open()
+        if kept is None:
             with self._cache.lock(WEIGHTS, self.key):
-                folder = self._cache.find(WEIGHTS, self.key) or self._make(weights, device, progress)
-        return open_checkpoint(str(folder))
+                kept = self._file.open() or self._make(weights, device, progress)
+        return kept
 
-    def _make(self, weights: Weights, device: str, progress: Progress) -> Path:
-        folder = self._cache.begin(WEIGHTS)
+    def _make(self, weights: Weights, device: str, progress: Progress) -> Checkpoint:
         try:
-            if folder is None:
+            if not self._file.begin():
                 raise OSError(self._cache.warnings[-1])
-            parts = {name: parts_of(W(name, type)) for name, type in self._types.items()}
-            file = PackedFile(folder, [next(leaves(part)) for each in parts.values() for part in each.values()])
-            try:
-                self._round(weights, device, progress, lambda name, made: file.write(_named(parts[name], made)))
-            finally:
-                file.close()
-            self._cache.finish(WEIGHTS, self.key, folder, self._about)
+            self._round(weights, device, progress)
+            self._file.publish()
         except OSError as error:
             fix = "set cache= to a folder with more room, or quant.calibration=none"
             raise ArtifactError(f"calibrated weights cannot be kept in {self._cache.folder}: {error}; {fix}") from None
         finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-        found = self._cache.find(WEIGHTS, self.key)
-        assert found is not None, "it was stored just now"
+            self._file.discard()
         print(f"atom-run: calibrated {len(self._types)} weights on {len(self._tokens)} tokens", file=sys.stderr)
-        return found
+        kept = self._file.open()
+        assert kept is not None, "it was stored just now"
+        return kept
 
-    def _round(
-        self, weights: Weights, device: str, progress: Progress, write: Callable[[str, Mapping[str, Tensor]], None]
-    ) -> None:
+    def _round(self, weights: Weights, device: str, progress: Progress) -> None:
         """Round every tensor once, behind the first linear that multiplies it."""
         missing = {*self._types}
         last: tuple[Tensor | None, Turns | None] = (None, None)  # a moment, and its turns
@@ -247,18 +240,14 @@ class Calibration:
                     if last[0] is not own:
                         last = own, plan_turns(own, len(self._tokens))
                     by = last[1] or own.diagonal()[None]
-                write(name, quantize(self._types[name].fmt or "", weights(unit), by))
+                made = quantize(self._types[name].fmt or "", weights(unit), by)
+                self._file.write({next(leaves(part)).name: made[key] for key, part in self._parts[name].items()})
                 missing.remove(name)
                 task.advance(1)
 
         with progress.task("calibrating", len(missing), in_bytes=False) as task:
             measure_moments(self._graph, self._tokens, weights, visit, device)
         assert not missing, f"{missing} are of no linear that ran"
-
-
-def _named(parts: Mapping[str, Recipe], made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of parts by the names of these in a file."""
-    return {next(leaves(recipe)).name: made[name] for name, recipe in parts.items()}
 
 
 def _weights_of(graph: Graph) -> Iterator[tuple[Recipe, Tensor]]:

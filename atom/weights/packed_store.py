@@ -8,13 +8,12 @@
 Leaving the block publishes the file in a thread, if every weight was written and nothing was raised.
 
 The key has the sizes and times of the checkpoint's files, the recipes, the sources of what makes tensors, and what it
-rounds them by. The file is opened as a checkpoint (`packed_file.py`). What is mapped is used in place: processes share
+rounds them by. The file (`packed_file.py`) is opened as a checkpoint. What is mapped is used in place: processes share
 its memory, and a file that is removed stays until the last of them ends.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 from atom.cache import Cache, digest, key_of
-from atom.cache.files import WEIGHTS
-from atom.checkpoint import Checkpoint, JoinedCheckpoint, open_checkpoint
+from atom.checkpoint import Checkpoint, JoinedCheckpoint
 from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
 from atom.graph.recipe_contents import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
@@ -59,7 +57,6 @@ class PackedStore:
             recipe: {name: W(f"{number}.{name}", type) for name, type in parts.items()}
             for number, (recipe, parts) in enumerate(zip(packed, types, strict=True))
         }
-        self._cache = cache
         formats = dict.fromkeys(str(recipe.type.fmt) for recipe in packed)
         ingredients = {
             "files": "; ".join(map(describe_file, checkpoint.files() if packed else ())),
@@ -69,31 +66,28 @@ class PackedStore:
             "sources": sources,
             "calibration": calibration or "none",
         }
-        self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
-        self._key = key_of(ingredients)
-        found = cache.find(WEIGHTS, self._key) if packed else None
-        self.is_kept = found is not None
-        self.checkpoint = checkpoint if found is None else JoinedCheckpoint(checkpoint, open_checkpoint(str(found)))
-        self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
-        self._file: PackedFile | None = None
-        self._has_failed = False
+        about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
+        places = [part for parts in self._parts.values() for part in parts.values()]
+        self._file = PackedFile(places, cache, key_of(ingredients), about)
+        kept = self._file.open() if packed else None
+        self.is_kept = kept is not None
+        self.checkpoint = checkpoint if kept is None else JoinedCheckpoint(checkpoint, kept)
+        self._is_written, self._has_failed = False, False
         self._missing: set[Recipe] = set(packed)  # what is not written yet
-        if self._folder is not None:
-            self._begin(self._folder)
+        if packed and kept is None:
+            try:
+                self._is_written = self._file.begin()
+            except OSError as error:
+                self._give_up(error)
 
     def __enter__(self) -> PackedStore:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self._folder is None:
-            return
-        if error is None and self._file is not None and not self._has_failed and not self._missing:
-            publish = (self._folder, self._file)
-            threading.Thread(target=self._publish, args=publish, name="keep packed weights").start()
-            return
-        if self._file is not None:
-            self._file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if error is None and self._is_written and not self._has_failed and not self._missing:
+            threading.Thread(target=self._publish, name="keep packed weights").start()
+        else:
+            self._file.discard()
 
     def find(self, recipe: Recipe) -> dict[str, W] | None:
         return self._parts.get(recipe) if self.is_kept and isinstance(recipe, Quantize) else None
@@ -109,9 +103,9 @@ class PackedStore:
             return None
         return LaidOut(recipe.type, view(self._parts[recipe][""], self.checkpoint))
 
-    def write(self, recipe: Shuffle | Quantize, parts: Mapping[str, Tensor]) -> None:
+    def write(self, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
         """Write a weight's parts to their places; several threads may."""
-        if self._file is None or self._has_failed or recipe not in self._parts:
+        if not self._is_written or self._has_failed or recipe not in self._parts:
             return
         try:
             self._file.write({part.name: parts[name] for name, part in self._parts[recipe].items()})
@@ -119,17 +113,9 @@ class PackedStore:
             self._give_up(error)
         self._missing.discard(recipe)
 
-    def _begin(self, folder: Path) -> None:
-        """Start the file, with places for all parts."""
+    def _publish(self) -> None:
         try:
-            self._file = PackedFile(folder, [part for parts in self._parts.values() for part in parts.values()])
-        except OSError as error:
-            self._give_up(error)
-
-    def _publish(self, folder: Path, file: PackedFile) -> None:
-        file.close()
-        try:
-            self._cache.finish(WEIGHTS, self._key, folder, self._about)
+            self._file.publish()
         except OSError as error:
             self._give_up(error)
 

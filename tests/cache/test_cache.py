@@ -481,6 +481,26 @@ def test_threads_build_once_too(cache: Cache):
     assert built == [1]
 
 
+def test_a_lock_s_file_goes_with_it_and_still_one_at_a_time_holds_it(cache: Cache):
+    holders, most = 0, 0
+
+    def hold() -> None:
+        nonlocal holders, most
+        for _ in range(20):
+            with cache.lock("pieces", KEY):
+                holders += 1
+                most = max(most, holders)
+                time.sleep(0.0005)  # others come meanwhile, and wait for a file that is gone then
+                holders -= 1
+
+    threads = [threading.Thread(target=hold) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1 and os.listdir(cache.folder / "locks") == []
+
+
 def test_only_who_has_to_wait_is_called(cache: Cache):
     called, other = [], contextlib.ExitStack()
     with cache.lock("pieces", KEY, lambda: called.append("free")):

@@ -77,3 +77,13 @@ def test_a_terminal_shows_how_far_a_task_is():
             assert watched.doing == "compiling kernels"
         assert watched.doing == "loading weights: 39%"
     assert watched.doing == ""
+
+
+def test_a_line_is_one_write_since_other_threads_print_too(monkeypatch: pytest.MonkeyPatch):
+    written: list[str] = []
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", written.append)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with RichProgress().task("loading weights"):
+        pass
+    assert len([text for text in written if text]) == 2 and all(text.endswith("\n") for text in written if text)

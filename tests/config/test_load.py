@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pwd
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -918,10 +919,24 @@ def test_auto_is_the_dtype_of_the_checkpoint(write: Write, key: str, stated: str
 
 def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("ATOM_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert load().cache == str(Path("~/.cache/atom-run").expanduser())
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert load().cache == str(Path("~/.cache/atom-run").expanduser())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a b"))
+    assert load().cache == str(tmp_path / "a b" / "atom-run")
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "a b"))
     assert load().cache == str(tmp_path / "a b")
     assert load(["cache=~/x"]).cache == str(Path("~/x").expanduser())
+
+
+def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.MonkeyPatch):
+    for name in ("ATOM_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    with pytest.raises(ConfigError, match="this user has no home; set cache="):
+        load()
+    assert load(["cache=/tmp/x"]).cache == "/tmp/x"
 
 
 @pytest.mark.parametrize(

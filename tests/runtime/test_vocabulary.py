@@ -55,3 +55,8 @@ def test_an_allowed_token_must_be_one_of_the_model(vocabulary: Vocabulary):
     vocabulary.check(SamplingParams(allowed_token_ids=[6]))
     with pytest.raises(RequestError, match="7 is not a token id"):
         vocabulary.check(SamplingParams(allowed_token_ids=[7]))
+
+
+def test_bad_words_that_take_long_to_encode_are_refused(vocabulary: Vocabulary):
+    with pytest.raises(RequestError, match="bad_words: the texts have 65537 characters, more than 65536"):
+        vocabulary.encode_bad_words(["b" * 65536, "b"])

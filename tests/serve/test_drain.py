@@ -36,6 +36,8 @@ def test_a_signal_lets_what_runs_end_and_takes_no_more(start_server: Start, numb
         for answer in (wire.read_answer(file), wire.exchange(server.url, late)):
             assert answer.status == 503 and answer.headers["retry-after"] == "5"
             assert answer.json["error"]["message"] == "the server is draining"
+            assert answer.headers["connection"] == "close"
+        assert file.read() == b"", "a retry reaches the next server"
     events = stream.read_events()
     assert len(events) == 50 and events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
     answer = wire.read_answer(waiting.file)

@@ -129,6 +129,39 @@ def test_what_is_no_http_is_refused(strict: Server):
     assert_refused(answer_to(strict, b"\x16\x03\x01 hello\r\n\r\n"), 400, "this is not a valid HTTP request")
 
 
+CHUNKED = b"transfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        CHUNKED + b"content-length: 5\r\n",
+        b"content-length: 5\r\n" + CHUNKED,
+        b"transfer-encoding: chunked, identity\r\n",
+        b"transfer-encoding : chunked\r\n",
+        b"content-length: 5\r\ncontent-length: 6\r\n",
+        b"content-length: +5\r\n",
+        b"content-length: 5\r\nx: a\r\n b\r\n",
+        b"content-length: 5\r\nx: a\rb: c\r\n",
+        b"content-length: 5\r\nhost: other\r\n",
+    ],
+)
+def test_what_a_proxy_may_read_otherwise_is_refused(strict: Server, fields: bytes):
+    data = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n5\r\nhello\r\n0\r\n\r\n"
+    assert_refused(answer_to(strict, data), 400, "this is not a valid HTTP request")
+
+
+def test_an_upgrade_is_ignored_and_its_body_read(strict: Server):
+    """Java's HttpClient asks for HTTP/2 in this way with each request, if it is not told otherwise."""
+    fields = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
+    data = wire.request("POST", "/v1/completions", {"prompt": [0, 9], "max_tokens": 2}, fields)
+    with wire.connect(strict.url) as connection, connection.makefile("rb") as file:
+        for _ in range(2):
+            connection.sendall(data)
+            answer = wire.read_answer(file)
+            assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 2
+
+
 def test_a_connection_that_is_kept_has_time_again(strict: Server):
     with wire.connect(strict.url) as connection, connection.makefile("rb") as file:
         for _ in range(3):

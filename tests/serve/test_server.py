@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import resource
 
 import pytest
 import uvloop
 
-from atom.serve.server import find_loop, is_loopback, listen, run_loop
+from atom.serve.server import find_loop, is_loopback, listen, raise_file_limit, run_loop
 
 
 def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
@@ -34,3 +35,13 @@ def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
 def test_who_reaches_an_address(host: str, expected: bool):
     with listen(host, 0) as listening:
         assert is_loopback(listening) is expected
+
+
+def test_as_many_files_may_be_open_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (65536 if hard < 0 else min(hard, 65536), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

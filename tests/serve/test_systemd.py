@@ -82,9 +82,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def activate(listening: socket.socket, checkpoint: Path, folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+def activate(
+    listening: socket.socket, checkpoint: Path, folder: Path, *overrides: str, stub: str | None = None
+) -> subprocess.Popen[bytes]:
     """Start a server as systemd does: the socket as descriptor 3, its own pid in LISTEN_PID."""
-    command = [sys.executable, "-m", "atom.cli", "job=serve", f"checkpoint={checkpoint}", f"cache={folder / 'cache'}"]
+    program = ["-m", "atom.cli", "job=serve"] if stub is None else [str(serving.STUB), stub]
+    command = [sys.executable, *program, f"checkpoint={checkpoint}", f"cache={folder / 'cache'}"]
     command += ["level=0", "dtype=fp32", "serve.kv_cache_memory=16777216", "sampling.max_tokens=16", *overrides]
     number = listening.fileno()
     with (folder / "activated.log").open("ab") as log:
@@ -110,6 +113,27 @@ def test_the_first_request_waits_and_an_idle_server_ends_and_starts_anew(
                 server.wait()
     told = [json.loads(line) for line in (tmp_path / "activated.log").read_text().splitlines() if line.startswith("{")]
     assert sum(each.get("seconds") == 1 and each["message"] == "idle" for each in told) == 2
+
+
+def test_what_comes_to_a_passed_socket_in_a_drain_waits_for_the_next_server(
+    talker: Path, tmp_path: Path, listening: socket.socket
+):
+    url, log = f"http://127.0.0.1:{listening.getsockname()[1]}", tmp_path / "activated.log"
+    servers = [activate(listening, talker, tmp_path, stub='{"step_seconds": 0.02}')]
+    try:
+        stream = wire.Stream(url, {"prompt": [0, 9], "max_tokens": 50})
+        stream.read_events(1)
+        servers[0].terminate()
+        wire.wait_until(lambda: '"draining"' in log.read_text())
+        with wire.connect(url) as late, late.makefile("rb") as file:
+            late.sendall(wire.request("POST", "/v1/completions", {"prompt": [0, 9], "max_tokens": 3}))
+            assert stream.read_events()[-1] == "[DONE]" and servers[0].wait(20) == 0
+            servers.append(activate(listening, talker, tmp_path, stub="{}"))
+            assert wire.read_answer(file).status == 200
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
 
 
 def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):

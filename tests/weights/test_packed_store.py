@@ -54,7 +54,10 @@ def load(checkpoint: Checkpoint, cache: Cache | None) -> list[torch.Tensor]:
 def wait_for_entry(cache: Cache, count: int = 1) -> None:
     """It is published by a thread, maybe in place of a damaged one."""
     deadline = time.monotonic() + 20
-    while sum(not entry.fault for entry in cache.entries("weights")) < count and time.monotonic() < deadline:
+    while (
+        sum(cache.verify("weights", entry.key) is None for entry in cache.entries("weights")) < count
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
 
 
@@ -219,7 +222,7 @@ def test_a_weight_in_panels_is_used_in_the_mapped_file(tmp_path: Path):
     assert are_same(first, second), "a file that is removed stays while it is mapped"
 
 
-@pytest.mark.parametrize("damage", ["cut short", "longer", "gone"])
+@pytest.mark.parametrize("damage", ["cut short", "longer", "gone", "a bit of a weight", "a bit of its header"])
 def test_a_file_of_panels_that_is_damaged_is_made_anew(damage: str, tmp_path: Path):
     cache = Cache(tmp_path / "cache")
     first = load_experts(tmp_path / "model", 1, cache)
@@ -228,10 +231,20 @@ def test_a_file_of_panels_that_is_damaged_is_made_anew(damage: str, tmp_path: Pa
     file = cache.folder / "weights" / entry.key / "model.safetensors"
     if damage == "gone":
         file.unlink()
+    elif damage.startswith("a bit"):
+        status, place = file.stat(), 20 if "header" in damage else file.stat().st_size - 100
+        with open(file, "r+b") as opened:
+            opened.seek(place)
+            (byte,) = opened.read(1)
+            opened.seek(place)
+            opened.write(bytes([byte ^ 4]))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a disk changes one
     else:
         os.truncate(file, file.stat().st_size + (1 if damage == "longer" else -1))
     again = load_experts(tmp_path / "model", 1, cache)
-    assert are_same(first, again) and cache.warnings, "it is read from the checkpoint, and said"
+    assert are_same(first, again), "it is read from the checkpoint"
+    (line,) = cache.warnings
+    assert str(file.parent) in line and line.endswith("built anew")
     wait_for_entry(cache)
     assert are_same(first, load_experts(tmp_path / "model", 2, cache)), "the new file is read"
 

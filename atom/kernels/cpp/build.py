@@ -109,7 +109,7 @@ def _compile(source: str) -> bytes:
     compiler, torch_folder = find_compiler(), Path(torch.__file__).parent
     if compiler is None:
         raise ArtifactError(f"{source} cannot be compiled: there is no C++ compiler; install g++")
-    print(f"atom-run: compiling {source}", file=sys.stderr)
+    print(f"atom-run: compiling {source}\n", end="", file=sys.stderr)  # one write: another thread may print too
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
         made = Path(folder) / LIBRARY

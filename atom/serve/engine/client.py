@@ -51,7 +51,7 @@ from atom.serve.engine.protocol import (
     encode,
     from_engine,
 )
-from atom.serve.engine.stream import RequestStream
+from atom.serve.engine.stream import MAX_UNREAD, RequestStream, UnreadError
 
 START_SECONDS = 60.0  # of silence that an engine may have while it starts: imports hold the interpreter's lock
 MAX_GAP = 1.0  # seconds between two checks that count as silence: a process that was stopped could not listen
@@ -282,6 +282,10 @@ class EngineClient(asyncio.Protocol):
         stream = self._streams.get(output.id)
         if stream is None:
             return  # the request has been aborted
+        if stream.is_full:
+            self.abort(stream)
+            fault = f"the client has left {MAX_UNREAD} pieces of its answer unread; the rest is not computed"
+            return stream.fail(UnreadError(fault), drops=True)
         stream.push(output, now)
         self.num_sequences -= output.finish is not None
         if output.finish is not None and not stream.num_running:

@@ -7,7 +7,8 @@ The engine's client pushes them; the one task that writes the response reads the
         for output in await stream.next(seconds=15.0):
             print(output.text)
 
-Every token takes this path, so it is kept cheap: one future a token, one timer a stream.
+Every token takes this path, so it is kept cheap: one future a token, one timer a stream. What a client does not read
+waits here, up to MAX_UNREAD outputs, each some hundred bytes to some kilobytes with log probabilities.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from collections.abc import Callable
 
 from atom.errors import AtomError
 from atom.serve.engine.protocol import Output
+
+MAX_UNREAD = 1 << 14  # outputs of a request that its client has not read
+
+
+class UnreadError(AtomError):
+    """A client has not read its answer for too long."""
 
 
 class RequestStream:
@@ -34,6 +41,11 @@ class RequestStream:
         self._seconds: float | None = None  # of silence after which `next` returns nothing
         self._last = 0.0  # the time of the last output, or of the last end of silence
         self._timer: asyncio.TimerHandle | None = None  # one for the whole stream: one for each token costs too much
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more outputs may wait to be read."""
+        return len(self._outputs) >= MAX_UNREAD
 
     async def next(self, seconds: float | None = None) -> list[Output]:
         """Wait for new outputs; an empty list after so many seconds of silence.
@@ -66,8 +78,11 @@ class RequestStream:
                 self.stop_timer()
         self._wake()
 
-    def fail(self, error: AtomError) -> None:
+    def fail(self, error: AtomError, *, drops: bool = False) -> None:
+        """drops: the outputs that have not been read"""
         self._error = error
+        if drops:
+            self._outputs.clear()
         self.num_running = 0
         self.stop_timer()
         self._wake()

@@ -12,6 +12,7 @@ from atom.runtime.metrics import EngineStats
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, EngineState, QueueFullError
 from atom.serve.engine.protocol import (
+    Abort,
     Beat,
     Failed,
     Finish,
@@ -26,7 +27,8 @@ from atom.serve.engine.protocol import (
     encode,
     to_engine,
 )
-from atom.serve.engine.stream import RequestStream
+from atom.serve.engine.stream import RequestStream, UnreadError
+from atom.serve.errors import status_of
 
 ONE = SamplingParams(max_tokens=4)
 CONFIG = load(["serve.http.max_queue=3", "serve.http.heartbeat_seconds=4"])
@@ -134,6 +136,22 @@ def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomErr
             await stream.next()
         assert type(refused.value) is kind
         assert stream.is_done and client.idle.is_set() and client.state is EngineState.READY
+
+    run(body)
+
+
+def test_an_answer_that_nobody_reads_ends_alone_and_takes_no_more_memory():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        unread, other = (client.submit([[1]], [SamplingParams(n=1)], id=id) for id in ("unread", "other"))
+        engine.heard()
+        for _ in range(9):
+            await engine.tell(Outputs([token("unread")] * 2000, 2, {}))
+        with pytest.raises(UnreadError, match="16384 pieces of its answer unread") as refused:
+            await unread.next()
+        assert status_of(refused.value) == 408 and unread.is_done
+        assert [message.id for message in engine.heard() if isinstance(message, Abort)] == ["unread"]
+        await engine.tell(Outputs([token("other", "eos")], 2, {}))
+        assert len(await other.next()) == 1 and client.num_sequences == 0 and client.idle.is_set()
 
     run(body)
 

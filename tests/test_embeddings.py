@@ -10,9 +10,12 @@ import numpy.typing as npt
 import pytest
 import tiny
 import torch
+from thread_ranks import ThreadRanks, thread_ranks
 
 from atom.errors import RequestError
 from atom.sampling_params import SamplingParams
+
+__all__ = ["thread_ranks"]
 
 PROMPTS = [tiny.prompt(size, seed=size) for size in (1, 5, 16, 40)]
 ONE = SamplingParams(max_tokens=1, temperature=0)
@@ -111,3 +114,23 @@ def test_ranks_give_what_the_reference_gives(
 ):
     engine = pooling_engine(open_engine, "qwen3_moe", "MEAN", **divided)
     assert_near(embed(engine, "MEAN"), references("qwen3_moe"), "MEAN")
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "fields"),
+    [
+        ("qwen3", "MEAN", {}),
+        ("qwen3", "LAST", {"method": "ngram"}),  # one step at a time
+        ("qwen3_moe", "MEAN", {"parallel.data": 2}),
+    ],
+)
+def test_stages_give_what_the_reference_gives(
+    name: str, pooling: str, fields: dict[str, Any], open_engine: Open, references: Any, thread_ranks: list[ThreadRanks]
+):
+    engine = pooling_engine(open_engine, name, pooling, pipeline_parallel_size=2, **fields)
+    (answer,) = engine.prepare(PROMPTS[1], SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1))
+    engine.submit([answer])  # beside them
+    assert_near(embed(engine, pooling), references(name), pooling)
+    with torch.inference_mode():
+        text = references(name).generate(torch.tensor([PROMPTS[1]]), max_new_tokens=4, do_sample=False)
+    assert answer.output == text[0, len(PROMPTS[1]) :].tolist() and len(thread_ranks) == 1

@@ -66,6 +66,7 @@ def save_of_each_expert(model: Any, folder: Path, seed: int = 0, rank: int = 3) 
         ("qwen3_moe_dense_list", 1, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, PARAMETERS),
         ("mixtral_odd", 0, {"tensor_parallel_size": 3}, PARAMETERS),  # a width of 28 is filled up
         ("qwen3_moe", 1, {"parallel.data": 2, "parallel.experts": 2}, PARAMETERS),
+        ("qwen3_moe", 1, {"parallel.data": 2, "parallel.experts": 2, "parallel.dispatch": "dispatch"}, PARAMETERS),
         ("qwen3_moe", 1, {"parallel.data": 2, "tensor_parallel_size": 2, "parallel.experts": 2}, PARAMETERS),
         ("mixtral", 1, {"pipeline_parallel_size": 2}, None),
     ],

@@ -71,13 +71,19 @@ def test_a_tenth_of_the_pool_gives_the_same_tokens(name: str, fields: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [("llama", {}), ("qwen3_moe", {"data_parallel_size": 2, "enable_dp_attention": True})]
+    ("name", "fields"),
+    [
+        ("llama", {"tensor_parallel_size": 2}),
+        ("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_dp_attention": True}),
+        ("gpt_oss", {"pipeline_parallel_size": 2}),  # a kind of cache on each stage
+        ("llama", {"pipeline_parallel_size": 2, "method": "ngram"}),
+    ],
 )
 def test_each_rank_keeps_its_share(
     name: str, fields: dict[str, Any], open_engine: Open, thread_ranks: list[ThreadRanks]
 ):
     expected = talk(open_engine(name, **SIZES, num_kvcache_blocks=200))
-    engine = load_always(open_engine(name, tensor_parallel_size=2, **fields, **SMALL))
+    engine = load_always(open_engine(name, **fields, **SMALL))
     assert talk(engine) == expected and len(thread_ranks) == 1
     assert engine.metrics.scheduler.num_host_hit_tokens > 0
 

@@ -7,9 +7,12 @@ import contextlib
 import gc
 import gzip
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -31,6 +34,7 @@ from rank_checks import (
     eventful_prompts,
     rank_processes,
 )
+from serving import free_port
 from test_kv_scales import add_tokenizer
 from thread_ranks import ThreadRanks, thread_ranks
 
@@ -51,6 +55,7 @@ from atom.errors import (
     UnsupportedError,
 )
 from atom.graph import W, show
+from atom.kernels.gloo import COUNTED_BYTES
 from atom.pieces import compile_pieces
 from atom.rank import find_running
 from atom.runtime.ranks import RankProcess, Ranks
@@ -89,7 +94,15 @@ def test_ranks_generate_the_tokens_of_the_reference(
     ("name", "fields"),
     [
         ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
-        ("qwen3_moe", {"parallel.data": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        (
+            "qwen3_moe",
+            {
+                "parallel.data": 2,
+                "tensor_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "parallel.dispatch": "dispatch",
+            },
+        ),
         ("deepseek_v3", {"parallel.data": 3}),
         ("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}),
     ],
@@ -332,8 +345,6 @@ def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
         ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "set one of them"),
         ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),
         ("llama", {"pipeline_parallel_size": 2, "job.graph": "mine.py"}, ConfigError, "job.graph=mine.py is one text, and each stage has its own; set parallel.pipeline=1"),
-        ("llama", {"pipeline_parallel_size": 2, "swap_space": 1 << 30, "enable_prefix_caching": True}, UnsupportedError, "parallel.pipeline=2 with serve.swap_space is not built yet; set serve.swap_space=0"),
-        ("llama", {"pipeline_parallel_size": 2, "serve.pooler_config.pooling_type": "LAST"}, UnsupportedError, "parallel.pipeline=2 with embeddings is not built yet"),
         ("llama", {"pipeline_parallel_size": 2, "method": "mtp"}, UnsupportedError, "parallel.pipeline=2 with serve.method=mtp is not built yet; set serve.method=ngram, or divide each layer with parallel.tensor"),
         ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
         ("llama", {"parallel.data": 2}, ConfigError, "parallel.data=2: the model has no experts that groups could share"),
@@ -530,6 +541,33 @@ def test_a_rank_has_the_folders_of_its_host_and_else_the_driver_s_command_line(
         ):
             config_of(other, 1, ours)
         assert f"differs in {name}" in other.refused
+
+
+def test_groups_on_two_hosts_send_tokens_to_their_experts(
+    open_engine: Open, checkpoints: Callable[[str], Path], references: Any, tmp_path: Path
+):
+    """Hosts are addresses of the loopback."""
+    said = dict(text.split("=", 1) for text in save_hosts(tmp_path, 1)[1:] if not text.startswith("cache="))
+    said |= {"parallel.address": f"tcp://127.0.0.1:{free_port()}", "parallel.dispatch": "dispatch"}
+    said |= {"parallel.data": "2", "parallel.experts": "2"}
+    fields = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22}
+    second = {"model": str(checkpoints("qwen3_moe")), "parallel.host": "127.0.0.2", **fields, **said}
+    code, env = f"from atom import LLMEngine; LLMEngine(**{second})", {**os.environ, "OMP_NUM_THREADS": "1"}
+    other = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
+        engine = open_engine("qwen3_moe", **fields, **{**said, "parallel.torchrun.rank": "0"})
+        prompts = [tiny.prompt(200), tiny.prompt(33, seed=1), tiny.prompt(1, seed=2)]
+        rows = 2 * 200 * int(engine.config.hf["hidden_size"]) * torch.float32.itemsize
+        assert rows > COUNTED_BYTES, "those of the longest prompt are counted"
+        for batch in (prompts, prompts[:1]):  # the last leaves a group empty
+            answers = engine.generate(batch, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+            for answer, prompt in zip(answers, batch, strict=True):
+                tiny.assert_greedy(answer, prompt, references("qwen3_moe"))
+        engine.close()
+        assert other.wait(60) == 0
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_script_of_a_rank_that_does_not_drive_ends_with_its_engine(

@@ -67,7 +67,7 @@ model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_au
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate
 passes: fuse_norm_linear fuse_norm_router fuse_norm_rope_attention fuse_gate_quant
 quant: fmt experts head plain calibration act kv method
-parallel: tensor data experts pipeline replicas visible_devices collectives launcher address key_file host
+parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 parallel.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
@@ -92,7 +92,7 @@ serve: enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lor
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket listen_fds listen_pid
-job: kind output gpu chat stage pipeline_rank graph save_recipe objective recipes resume entry prune verify export import_from trust
+job: kind output gpu chat stage pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults

@@ -25,15 +25,15 @@ ENDINGS = {"openai-chat": "/chat/completions", "tgi": "/generate_stream", "tenso
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 TEXT_ONLY = ("openai-chat", "tgi", "tensorrt-llm", "deepspeed-mii")  # take no token ids
 NO_IGNORE_EOS = ("tgi", "deepspeed-mii")  # their protocols have no such field
-DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "hf")
+DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "hf", "custom")
 
 
 def make_parser() -> FlagParser:
     description = "Sends requests to a server and reports how fast it answers."
-    parser = FlagParser("benchmark_serving", description, usage="--model MODEL [flags]")
+    parser = FlagParser("benchmark_serving", description, usage="[--model MODEL] [flags]")
     add = parser.add_argument
     add("--backend", default="vllm", choices=sorted(ASYNC_REQUEST_FUNCS), help="the protocol that the server speaks")
-    add("--model", required=True, help="the model: its name, and where its tokenizer is, unless others are given")
+    add("--model", help="its name, and where its tokenizer is, unless others are given; by default the server's first")
     add("--served-model-name", help="the name that requests give the model, where it is not --model")
     add("--tokenizer", help="a folder or hub id, where it is not --model's")
     add("--trust-remote-code", action="store_true", help="run a tokenizer's own code")
@@ -61,6 +61,7 @@ def make_parser() -> FlagParser:
     add("--random-range-ratio", type=float, default=1.0, help="lengths are uniform from this share of them up to them")
     add("--random-prefix-len", type=count_int, default=0, help="tokens before the prompt that all requests share")
     add("--sharegpt-output-len", type=positive_int, help="tokens of an answer, in place of the data set's")
+    add("--custom-output-len", type=positive_int, default=256, help="tokens of an answer")
     add("--sonnet-input-len", type=positive_int, default=550, help="tokens of a prompt")
     add("--sonnet-output-len", type=positive_int, default=150, help="tokens of an answer")
     add("--sonnet-prefix-len", type=positive_int, default=200, help="tokens that all prompts share")

@@ -28,7 +28,7 @@ from atom.benchmarks.benchmark_utils import (
     say,
     write_json,
 )
-from atom.benchmarks.client import Measurement, measure, run_loop
+from atom.benchmarks.client import Measurement, ask_model, measure, run_loop
 from atom.benchmarks.prompts import PromptForm, SampleRequest
 from atom.benchmarks.tokenizer import Tokenizer, load_tokenizer
 from atom.measurement.conversations import read_sharegpt
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and save. The exit code; BenchmarkError, UsageError."""
+    if args.model is None:
+        args = with_served_model(args)
     tokenizer = find_tokenizer(args)
     requests = make_inputs(args, sample_requests(args, tokenizer))
     say(describe_traffic(args, len(requests)))
@@ -66,6 +68,15 @@ def run(args: argparse.Namespace) -> int:
     if measured.trouble:
         raise BenchmarkError(measured.trouble)
     return 0
+
+
+def with_served_model(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the server's first model, whose tokenizer is at its `root`."""
+    name, root = run_loop(ask_model(args.base_url))
+    say(f"the server has {name}")
+    return argparse.Namespace(
+        **{**vars(args), "model": root, "served_model_name": args.served_model_name or name},
+    )
 
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
@@ -105,6 +116,8 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> li
         raise UsageError(f"--dataset-path {path}: no such file; {args.dataset_name} is read from one on this disk")
     if args.dataset_name == "burstgpt":
         return datasets.sample_burstgpt(rng, form, args.num_prompts, path)
+    if args.dataset_name == "custom":
+        return datasets.sample_custom(rng, form, args.num_prompts, path, output_len=args.custom_output_len)
     if args.dataset_name == "sonnet":
         outputs, prefix_len = [args.sonnet_output_len] * args.num_prompts, args.sonnet_prefix_len
         return datasets.sample_sonnet(rng, form, path, outputs, input_len=args.sonnet_input_len, prefix_len=prefix_len)

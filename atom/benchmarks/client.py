@@ -104,6 +104,21 @@ async def warm_up(requests: Sequence[RequestFuncInput], send: Any) -> None:
         )
 
 
+async def ask_model(base_url: str) -> tuple[str, str]:
+    """The name of the server's first model, and the checkpoint that it says it is of. BenchmarkError without one."""
+    import aiohttp
+
+    url = f"{base_url}/v1/models"
+    try:
+        async with open_session() as session, session.get(url, timeout=aiohttp.ClientTimeout(total=30)) as response:
+            first = (await response.json())["data"][0]
+            return str(first["id"]), str(first.get("root") or first["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BenchmarkError(
+            f"{url} names no model ({one_line(str(error))}); is the server up? else give --model"
+        ) from None
+
+
 async def ask_hardware(session: aiohttp.ClientSession, base_url: str) -> tuple[str, str]:
     """The `hardware` of the server's /version, and "server"; else this machine's, and "client"."""
     import aiohttp

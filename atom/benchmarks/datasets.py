@@ -1,4 +1,4 @@
-"""Sample prompts and answer lengths from ShareGPT, Sonnet, BurstGPT or Hugging Face.
+"""Sample prompts and answer lengths from files, ShareGPT among them, or Hugging Face.
 
     rng = numpy.random.default_rng(0)
     sample_sharegpt(rng, form, 100, read_sharegpt(Path("ShareGPT.json")), output_len=None)
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,28 @@ def sample_burstgpt(rng: numpy.random.Generator, form: PromptForm, num: int, pat
         raise UsageError(f"{path} has no answered request of GPT-4")
     chosen = rng.choice(len(lengths), num, replace=num > len(lengths))
     return sample_random(rng, form, [lengths[at][0] for at in chosen], [lengths[at][1] for at in chosen])
+
+
+def sample_custom(
+    rng: numpy.random.Generator, form: PromptForm, num: int, path: Path, *, output_len: int
+) -> list[SampleRequest]:
+    """Sample the prompts of a file in random order: one `{"prompt": …}` a line, as vLLM's data set `custom` has it."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            prompts.append(read_prompt(line, f"{path}, line {number}"))
+    chosen = [prompts[at] for at in rng.permutation(len(prompts))[:num]]
+    return enough([SampleRequest(form.word(each), form.count(each), output_len) for each in chosen], num)
+
+
+def read_prompt(line: str, where: str) -> str:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not valid JSON ({error}); write one object a line") from None
+    if not isinstance(entry, dict) or not isinstance(prompt := entry.get("prompt"), str) or not prompt:
+        raise UsageError(f'{where} has no prompt; write {{"prompt": "…"}}')
+    return prompt
 
 
 def read_hf(name: str, *, subset: str | None, split: str | None, num: int) -> list[Conversation]:

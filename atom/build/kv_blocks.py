@@ -9,7 +9,9 @@ import msgspec
 from atom.build import settings
 from atom.compiler import mesh_of
 from atom.config import Config
+from atom.config.schema import ServeConfig
 from atom.graph import Graph
+from atom.runtime.host_blocks import plan_host_blocks
 from atom.runtime.kv_plan import plan_memory
 from atom.runtime.types import CacheKind
 
@@ -55,6 +57,13 @@ def plan_stages(kinds_of: Sequence[Sequence[CacheKind]], config: Config) -> dict
     """Plan the KV blocks of all stages: of each cache kind as many as the stage with the fewest has."""
     plans = [plan_kv(kinds, config) for kinds in kinds_of]
     return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
+
+
+def plan_host(kinds_of: Sequence[Sequence[CacheKind]], serve: ServeConfig) -> dict[str, int]:
+    """Plan the KV blocks in serve.swap_space: of each cache kind as many as the stage with the fewest holds."""
+    plans = [plan_host_blocks(kinds, serve.block_size, serve.swap_space) for kinds in kinds_of]
+    least = min(num_blocks for plan in plans for num_blocks in plan.values())
+    return {kind.name: least for kind in kinds_of_all(kinds_of)}
 
 
 def take_least(plans: Sequence[bytes]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import msgspec
 
 from atom.build import settings
 from atom.build.compiling import digest_of
-from atom.build.kv_blocks import cache_kinds, kinds_of_all, plan_kv, plan_stages, take_least
+from atom.build.kv_blocks import cache_kinds, kinds_of_all, plan_host, plan_kv, plan_stages, take_least
 from atom.build.report import log
 from atom.checkpoint import Progress
 from atom.compiler import Compiled, mesh_of
@@ -21,7 +21,7 @@ from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
 from atom.runtime import memory
 from atom.runtime.draft_table import DraftTable
-from atom.runtime.host_blocks import HostBlocks, plan_host_blocks
+from atom.runtime.host_blocks import HostBlocks
 from atom.runtime.host_blocks import measure as measure_swap
 from atom.runtime.model import Model
 from atom.runtime.program import Bindings
@@ -68,7 +68,7 @@ def open_runner(
         )
         runner = Runner(model, flops=most_flops(model.flops_a_token, exchange), **ahead)
         if serve.swap_space:
-            runner.host = HostBlocks(model, plan_host_blocks(kinds, serve.block_size, serve.swap_space))
+            runner.host = HostBlocks(model, plan_host(kinds_of, serve))
         num_blocks = (
             plan_stages(kinds_of, config) if is_cpu else {kind.name: 2 for kind in kinds}
         )  # to walk through steps

@@ -70,6 +70,11 @@ def mesh_of(config: Config) -> Mesh:
     return Mesh(parallel.tensor, parallel.experts, parallel.data, parallel.pipeline)
 
 
+def dispatches(config: Config) -> bool:
+    """Whether data groups send tokens to the ranks of their experts alone."""
+    return config.parallel.dispatch == "dispatch"
+
+
 def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[str, str]:
     """All ingredients of a lowered graph and its code, in words; equal ones are one artifact. stage: of the pipeline"""
     return {
@@ -83,6 +88,7 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
         "pools": str(pools(config)).lower(),
         **loras(config),
         "parallel": json.dumps(asdict(mesh_of(config))),
+        **({"tokens": "sent to the ranks of their experts"} if dispatches(config) else {}),
         "stage": str(stage),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
@@ -158,6 +164,7 @@ def recipe_of(config: Config) -> list[str]:
         "device": config.device,
         "level": level_of(config),
         **{f"parallel.{name}": size for name, size in asdict(mesh_of(config)).items() if size > 1},
+        **({"parallel.dispatch": "dispatch"} if dispatches(config) else {}),
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
         **({"serve.method": config.serve.method} if has_draft(config) else {}),
         **({"serve.pooler_config.pooling_type": config.serve.pooler_config.pooling_type} if pools(config) else {}),

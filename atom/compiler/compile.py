@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from atom.cache import Cache, key_of
 from atom.checkpoint import SILENT, Progress
 from atom.compiler.artifact import (
+    dispatches,
     explain_miss,
     has_draft,
     launch_ingredients,
@@ -60,6 +61,7 @@ def compile_graph(
         max_loras=max_loras_of(config),
         max_lora_rank=config.serve.max_lora_rank,
         lora_experts=config.serve.lora_experts,
+        dispatches=dispatches(config),
         passes=config.passes,
     )
     if config.job.graph is None:

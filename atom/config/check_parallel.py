@@ -33,6 +33,9 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         )
     if experts > 1 and not fewest:
         raise ConfigError(f"{stated}: the model has no experts; leave it out")
+    if config.parallel.dispatch == "dispatch" and (data == 1 or experts == 1):
+        needs = "groups whose ranks have experts of their own; set parallel=dp2_ep, or leave it out"
+        raise ConfigError(f"parallel.dispatch=dispatch is for {needs}")
     if experts > max(fewest, 1):
         raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
 
@@ -71,12 +74,6 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
     if method not in (None, "ngram"):
         instead = "set serve.method=ngram, or divide each layer with parallel.tensor"
         raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
-    if config.serve.pooler_config.pooling_type is not None:
-        raise UnsupportedError(f"{stated} with embeddings is not built yet; divide each layer with parallel.tensor")
-    if config.serve.swap_space:
-        raise UnsupportedError(f"{stated} with serve.swap_space is not built yet; set serve.swap_space=0")
-    if job.kind == "profile":
-        raise UnsupportedError(f"{stated} with job=profile is not built yet; profile it with parallel.pipeline=1")
     if job.graph is not None:
         raise ConfigError(f"job.graph={job.graph} is one text, and each stage has its own; set parallel.pipeline=1")
 

@@ -1,6 +1,6 @@
-"""Resolve where ranks run: what torchrun says, the driver's address, the key.
+"""Resolve where ranks run: torchrun, the driver's address, the key.
 
-parallel = derive_parallel(config)
+parallel = derive_parallel(config, model)
 parallel.rank, parallel.address                  # 1, tcp://10.0.0.1:29501
 split_address(parallel.address)                  # ("10.0.0.1", 29501)
 read_key(parallel.key_file)                      # the secret of all hosts
@@ -8,6 +8,7 @@ read_key(parallel.key_file)                      # the secret of all hosts
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from dataclasses import replace
@@ -15,17 +16,58 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from atom.config.schema import Config, ParallelConfig
+from atom.config.schema import Config, MLPConfig, ModelConfig, ParallelConfig
 from atom.errors import ConfigError, UnsupportedError, one_line
 
 ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
 MIN_KEY_BYTES = 16
+WORTH_COUNTING = 0.75  # of all rows between hosts, below which it is worth while to count those that are needed
 UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whose it is
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"
 
 
-def derive_parallel(config: Config) -> ParallelConfig:
-    """Resolve the fields of ranks on several hosts, and check them."""
+def derive_parallel(config: Config, model: ModelConfig) -> ParallelConfig:
+    """Resolve the fields of ranks on several hosts, and check them. model: the one that they divide"""
+    parallel = _derive_hosts(config)
+    placed = replace(parallel, launcher=config.parallel.launcher)  # also of a job that starts no rank
+    return replace(parallel, dispatch=choose_dispatch(placed, model))
+
+
+def choose_dispatch(parallel: ParallelConfig, model: ModelConfig) -> str:
+    """Choose what data groups send each other: on several hosts, the rows that are needed if these are much fewer."""
+    mixture = find_mixture(model)
+    if parallel.dispatch != "auto":
+        return parallel.dispatch
+    if mixture is None or parallel.data == 1 or _is_one_host(parallel):
+        return "gather"
+    on_a_host = min(max(int(parallel.torchrun.local_world_size or 1) // parallel.tensor, 1), parallel.data)
+    dispatched = on_a_host * (parallel.data - on_a_host) * sent_share(mixture, parallel.experts)
+    gathered = parallel.data - 1  # each row is passed on from host to host
+    return "dispatch" if dispatched < WORTH_COUNTING * gathered else "gather"
+
+
+def find_mixture(model: ModelConfig) -> MLPConfig | None:
+    return next((mlp for mlp in model.mlp if mlp.kind == "moe"), None)
+
+
+def sent_share(mixture: MLPConfig, parts: int) -> float:
+    """The share of tokens that choose an expert of one of so many parts, where all experts are chosen alike."""
+    assert mixture.experts and mixture.top_k, "config.load checks that it has them"
+    others, top_k = mixture.experts - -(-mixture.experts // parts), min(mixture.top_k, mixture.experts)
+    return 1 - math.comb(others, top_k) / math.comb(mixture.experts, top_k)
+
+
+def _is_one_host(parallel: ParallelConfig) -> bool:
+    """Whether all ranks are on this host. Ray may place them on others."""
+    said = parallel.torchrun
+    if parallel.launcher != "torchrun":
+        return parallel.launcher == "local"
+    if parallel.address is not None:
+        return parallel.address.startswith(UNIX)
+    return said.world_size is not None and said.local_world_size == said.world_size
+
+
+def _derive_hosts(config: Config) -> ParallelConfig:
     parallel, at = config.parallel, f"parallel.launcher={config.parallel.launcher}"
     if config.job.kind not in ENGINE_JOBS:
         return replace(parallel, launcher="local")
@@ -35,7 +77,9 @@ def derive_parallel(config: Config) -> ParallelConfig:
     if parallel.launcher == "local":
         return parallel
     if parallel.replicas > 1:
-        instead = "leave it out, or start a server for each"
+        instead = (
+            "start a server on each host, without it, behind a proxy (docs/parallel.md, Replicas on several machines)"
+        )
         raise UnsupportedError(f"parallel.replicas={parallel.replicas} with {at} is not built yet; {instead}")
     if parallel.num_ranks == 1:
         raise ConfigError(f"{at} starts several ranks, and this engine has one; set parallel=tp2 or more")

@@ -63,7 +63,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     return replace(
         config,
         model=derived,
-        parallel=derive_parallel(config),
+        parallel=derive_parallel(config, derived),
         quant=derive_quant(config, derived),
         serve=replace(
             serve,

@@ -276,6 +276,7 @@ class ParallelConfig:
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
     visible_devices: str | None = None  # GPUs, of which each rank gets one; null: 0,1,… of those that there are
     collectives: str = one_of("auto", "peers", "nccl", "gloo")  # auto: gloo on a CPU; on GPUs peers, else nccl
+    dispatch: str = one_of("auto", "gather", "dispatch")  # which tokens of other groups experts read: all, or their own
     launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it
     address: str | None = None  # of the driver for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free
     key_file: str | None = None  # of a secret of all hosts, which torchrun's ranks on several show each other
@@ -388,6 +389,7 @@ class JobConfig:
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     stage: str | None = of("explain", None)  # print the whole text after this pass
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
+    network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts
     graph: str | None = of("serve generate chat explain compile bench profile", None)  # run this text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate bench", None)  # the number of a run by which -m compares jobs

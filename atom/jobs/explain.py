@@ -33,6 +33,7 @@ from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
 from atom.config import Config, GPUConfig
 from atom.config.load import load_gpu
+from atom.config.parallel import find_mixture, sent_share
 from atom.devices import find_device
 from atom.errors import ConfigError
 from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, ops, show
@@ -188,6 +189,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
             if mesh_of(config).num_ranks > 1
             else {}
         ),
+        **exchanges(graphs, config),
         **({"stages": list(map(stage_sizes, graphs))} if len(graphs) > 1 else {}),
     }
 
@@ -234,9 +236,30 @@ def collectives(graph: Graph) -> dict[str, dict[str, int]]:
     for node in nodes:
         of = found.setdefault(node.target.name, {"times": 0, "bytes_per_token": 0})
         of["times"] += 1
-        values = (node,) if node.target is ops.receive else node.args
+        values = (node,) if node.target is ops.receive else node.all_input_nodes
         of["bytes_per_token"] += sum(value.meta["type"].bytes_per_token for value in values)
     return found
+
+
+def exchanges(graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
+    """What a rank sends to other data groups for a token of its own, by each `parallel.dispatch`, if tokens choose all
+    experts alike; the seconds are at `job.network`. graphs: of all stages, of which the one that sends the most counts
+    """
+    parallel, mixture = config.parallel, find_mixture(config.model)
+    if mixture is None or parallel.data == 1 or parallel.experts == 1:
+        return {}
+    share, others = sent_share(mixture, parallel.experts), parallel.data - 1
+    most = {"gather": 0, "dispatch": 0}
+    for graph in graphs:
+        nodes = [node for program in graph.programs.values() for node in program.nodes]
+        calls = [node.args[:3] for node in nodes if node.target in (ops.gather_tokens, ops.dispatch)]
+        sizes = [[value.meta["type"].bytes_per_token for value in values] for values in calls]
+        rows, chosen = 2 * sum(row for row, *_ in sizes), sum(sum(rest) for _, *rest in sizes)  # there and back
+        sent = {"gather": others * (rows + chosen), "dispatch": others * (int(rows * share) + chosen)}
+        most = {name: max(most[name], sent[name]) for name in most}
+    each = {name: {"bytes_per_token": size, "seconds_per_token": size / config.job.network}
+            for name, size in most.items()}  # fmt: skip
+    return {"exchanges": each}
 
 
 def pieces(graph: Graph, config: Config) -> dict[str, Any]:
@@ -303,6 +326,13 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
             yield f"  stage {stage}", f"{each['layers']} layers, {held}, {kv_bytes:,} bytes of KV a token{shown}"
         for name, each in result["collectives"].items():
             yield f"  {name}", f"{each['times']} times a step, {each['bytes_per_token']:,} bytes a token in all"
+        for name, each in result.get("exchanges", {}).items():
+            time = f"{each['seconds_per_token'] * 1e6:,.1f} us at {config.job.network / 1e9:g} GB/s"
+            chosen = "; as this text does" if name == config.parallel.dispatch else ""
+            yield (
+                f"  by {name}",
+                f"{each['bytes_per_token']:,} bytes a token from a rank to other groups, {time}{chosen}",
+            )
     yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"
     yield "weights", f"{_size(result['weights_bytes'])} in all, {_size(result['active_weights_bytes'])} active"
     for fmt, size in result["formats"].items():

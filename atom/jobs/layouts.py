@@ -146,7 +146,8 @@ def collective_seconds(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh, num_
         if ranks not in gpu.all_reduce:
             return None
         given, taken = (
-            sum(value.meta["type"].bytes_per_token for value in values) for values in (node.args, results_of(node))
+            sum(value.meta["type"].bytes_per_token for value in values)
+            for values in (node.all_input_nodes, results_of(node))
         )
         seconds += sum_seconds(gpu.all_reduce[ranks], max(given, taken) * num_rows)
     return seconds

@@ -26,7 +26,7 @@ from atom.config import Config
 from atom.graph import Graph, Program, ops
 from atom.jobs.bench import describe_run, open_warm
 from atom.jobs.profile_page import make_page
-from atom.jobs.roofline import Costs, Limits, Work, step_work, total, wait_for
+from atom.jobs.roofline import Costs, Limits, Work, read_costs, step_work, total, wait_for
 from atom.jobs.tables import make_table
 from atom.jobs.trace import KINDS, Event, Summary, middle_step, summarize
 from atom.jobs.workload import Record, Step, recording, submit
@@ -43,7 +43,9 @@ NUM_SHOWN = 24  # rows of a table
 def run(config: Config) -> int:
     """Print a table for each phase or, with job.output=json, an object with all rows."""
     draw, compiled, costs, limits, engine = open_warm(config)
-    graph = compiled.graph
+    graph, num_stages = compiled.graph, config.parallel.pipeline
+    if num_stages > 1:  # the trace is of the first one alone
+        costs = read_costs(graph)
     pieces: list[PieceKernel] = []
     numbers: dict[str, int] = {}
     if config.device != "cpu":  # a GPU's kernels have names of their own
@@ -66,6 +68,7 @@ def run(config: Config) -> int:
             engine.abort(id)
     result = {
         **describe_run(config, compiled.level),
+        **({"stages": num_stages} if num_stages > 1 else {}),
         "limits": limits.measured(),
         "phases": phases,
     }
@@ -246,6 +249,10 @@ def describe(
 def show(result: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{result['model']}, {result['dtype']}, level {result['level']}, on {result['hardware']}")
+    if "stages" in result:
+        console.print(
+            f"the first of {result['stages']} stages; each rank has traces in a folder of its own beside these"
+        )
     for phase, about in result["phases"].items():
         per_step = about["timeline_seconds"] / about["steps"] * 1e3
         console.print(

@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
-from atom.graph import TORCH_DTYPES, ops
+from atom.graph import TORCH_DTYPES, Mesh, ops
 from atom.kernels import peers
 from atom.kernels.backend import Backend, Communicator, Held, Rendezvous, collective_kernel
+from atom.kernels.dispatch import Exchange, Plan, collect_rows, dispatch_rows, parts_of, plan_rows
 
 LIBRARIES = ("libnccl.so.2", "librccl.so.1")  # which torch has loaded
 # of all ranks: a multicast object that one of them leaves behind can take the links of a whole machine down
@@ -48,6 +49,7 @@ ONE_STREAM = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
 DTYPES = {torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 BYTES, SUM = DTYPES[torch.uint8], 0
 GRACE = 0.05  # seconds between the word that ranks are gone and the end of their communicators
+COUNTED_BYTES = 1 << 20  # of all ranks' rows, from which the host waits to learn how many go where: some 50 us
 WARM_UP = (1, 1 << 20)  # elements of float32: small and large tensors may take connections of their own
 
 is_walking: ContextVar[bool] = ContextVar("is_walking", default=False)  # of this thread: nothing is launched
@@ -120,7 +122,12 @@ class _Group(NamedTuple):
     """The ranks along an axis, as NCCL knows them."""
 
     handle: int
-    size: int
+    place: int  # of this rank
+    parts: tuple[int, ...]  # of the experts, that each has
+
+    @property
+    def size(self) -> int:
+        return len(self.parts)
 
 
 class NcclCommunicator:
@@ -131,15 +138,15 @@ class NcclCommunicator:
         meeting = {axis: mesh.peers(rank, axis) for axis in ops.MEETING_AXES if mesh.size(axis) > 1}
         ways = [way for way in directions(self._stages) if rank in way]
         ids = self._share_ids(rendezvous, [*meeting.items(), *((ops.STAGES, way) for way in ways)])
-        self._groups = {axis: self._connect(ids, axis, peers, rank) for axis, peers in meeting.items()}
-        connected = {way: self._connect(ids, ops.STAGES, way, rank) for way in ways}  # in one order on all ranks
+        self._groups = {axis: self._connect(ids, axis, peers, mesh, rank) for axis, peers in meeting.items()}
+        connected = {way: self._connect(ids, ops.STAGES, way, mesh, rank) for way in ways}  # in one order on all ranks
         self._senders = {to: group for (source, to), group in connected.items() if source == rank}
         self._receivers = {source: group for (source, to), group in connected.items() if to == rank}
         self._held: list[Held] = []
         self._streams: dict[int, Any] = {to: torch.cuda.Stream() for to in self._senders}  # type: ignore[no-untyped-call]
         self._handles = [group.handle for group in (*self._groups.values(), *connected.values())]
         weakref.finalize(self, abort, self._nccl, self._handles, self._is_dead).atexit = False
-        self._warm_up(connected)
+        self._warm_up(connected, sends_rows=rendezvous.folder is None)
 
     def _share_ids(self, rendezvous: Rendezvous, groups: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, bytes]:
         """The id of each group, by its name, which its first rank makes."""
@@ -147,8 +154,9 @@ class NcclCommunicator:
         shared = rendezvous.exchange(msgspec.msgpack.encode(made))
         return {name: id for each in shared for name, id in msgspec.msgpack.decode(each, type=dict[str, bytes]).items()}
 
-    def _connect(self, ids: dict[str, bytes], axis: str, ranks: tuple[int, ...], rank: int) -> _Group:
-        return _Group(self._nccl.connect(ids[_name(axis, ranks)], ranks.index(rank), len(ranks)), len(ranks))
+    def _connect(self, ids: dict[str, bytes], axis: str, ranks: tuple[int, ...], mesh: Mesh, rank: int) -> _Group:
+        place, parts = ranks.index(rank), parts_of(mesh, ranks)
+        return _Group(self._nccl.connect(ids[_name(axis, ranks)], place, len(ranks)), place, parts)
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         group, x = self._groups[axis], x.contiguous()
@@ -166,16 +174,7 @@ class NcclCommunicator:
         return parts.movedim(0, -2).flatten(-2)[..., :size].contiguous()
 
     def gather_tokens(self, x: Tensor, weights: Tensor, ids: Tensor, *, axis: str, ranks: int) -> tuple[Tensor, ...]:
-        group, tensors = self._groups[axis], [each.contiguous() for each in (x, weights, ids)]
-        gathered = [torch.empty(ranks * len(each), *each.shape[1:], dtype=each.dtype, device=each.device)
-                    for each in tensors]  # fmt: skip
-        if self._launches(x):
-            stream = _stream()
-            self._nccl.group_start()  # so that ranks meet once
-            for each, out in zip(tensors, gathered, strict=True):
-                self._nccl.all_gather(each.data_ptr(), out.data_ptr(), each.nbytes, BYTES, group.handle, stream)
-            self._nccl.group_end()
-        return tuple(gathered)
+        return tuple(self._gather([x, weights, ids], axis))
 
     def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor:
         group, x = self._groups[axis], x.contiguous()
@@ -184,6 +183,20 @@ class NcclCommunicator:
             own, out = x.data_ptr(), total.data_ptr()
             self._nccl.reduce_scatter(own, out, total.numel(), DTYPES[x.dtype], SUM, group.handle, _stream())
         return total
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, ids: Tensor, first: Tensor, *, axis: str, ranks: int, experts: int
+    ) -> tuple[Tensor, ...]:
+        if not self._counts(x, ranks):
+            return self.gather_tokens(x, weights, ids, axis=axis, ranks=ranks)
+        all_weights, all_ids = self._gather([weights, ids], axis)
+        plan, exchange = self._plan(all_ids, first, axis, experts)
+        return dispatch_rows(x, plan, exchange), all_weights, all_ids
+
+    def collect(self, x: Tensor, ids: Tensor, first: Tensor, *, axis: str, ranks: int, experts: int) -> Tensor:
+        if not self._counts(x, 1):
+            return self.reduce_scatter(x, axis=axis, ranks=ranks)
+        return collect_rows(x, *self._plan(ids, first, axis, experts))
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
         if self._launches(x):
@@ -199,6 +212,40 @@ class NcclCommunicator:
         if self._launches(x):
             self._receive(x, self._receivers[self._stages[source]])
         return x
+
+    def _gather(self, xs: Sequence[Tensor], axis: str) -> list[Tensor]:
+        """The rows of each tensor of all ranks, one below the other."""
+        group, tensors = self._groups[axis], [each.contiguous() for each in xs]
+        gathered = [each.new_empty(group.size * len(each), *each.shape[1:]) for each in tensors]
+        if self._launches(tensors[0]):
+            stream = _stream()
+            self._nccl.group_start()  # so that ranks meet once
+            for each, out in zip(tensors, gathered, strict=True):
+                self._nccl.all_gather(each.data_ptr(), out.data_ptr(), each.nbytes, BYTES, group.handle, stream)
+            self._nccl.group_end()
+        return gathered
+
+    def _counts(self, x: Tensor, times: int) -> bool:
+        """Whether rows are counted, and the host waits for that: not in a graph, whose sizes are fixed, nor of few
+        bytes, so many times those of x. All ranks answer the same."""
+        is_large = x.nbytes * times > COUNTED_BYTES
+        return is_large and self._launches(x) and not torch.cuda.is_current_stream_capturing()
+
+    def _plan(self, ids: Tensor, first: Tensor, axis: str, experts: int) -> tuple[Plan, Exchange]:
+        group = self._groups[axis]
+        return plan_rows(ids, first, experts, group.parts, group.place), partial(self._exchange, group)
+
+    def _exchange(self, group: _Group, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+        """Send so many rows to each rank, one part below the other; those that come likewise."""
+        got, stream = rows.new_empty(sum(taken), *rows.shape[1:]), _stream()
+        self._nccl.group_start()
+        for rank, (given, part) in enumerate(zip(torch.split(rows, sent), torch.split(got, taken), strict=True)):
+            if len(given):
+                self._nccl.send(given.data_ptr(), given.nbytes, BYTES, rank, group.handle, stream)
+            if len(part):
+                self._nccl.receive(part.data_ptr(), part.nbytes, BYTES, rank, group.handle, stream)
+        self._nccl.group_end()
+        return got
 
     def take_held(self) -> list[Held]:
         held, self._held = self._held, []
@@ -230,14 +277,19 @@ class NcclCommunicator:
     def _receive(self, x: Tensor, way: _Group) -> None:
         self._nccl.receive(x.data_ptr(), x.nbytes, BYTES, 0, way.handle, _stream())
 
-    def _warm_up(self, ways: Mapping[tuple[int, int], _Group]) -> None:
-        """Have NCCL make its connections now: a CUDA graph should find them, and the memory that they take is known."""
+    def _warm_up(self, ways: Mapping[tuple[int, int], _Group], *, sends_rows: bool) -> None:
+        """Have NCCL make its connections now: a CUDA graph should find them, and the memory that they take is known.
+
+        sends_rows: each rank may send rows to each other one along `data`
+        """
         for axis, group in self._groups.items():
             for size in WARM_UP:
                 x = torch.zeros(group.size, -(-size // group.size), device="cuda")
                 self.all_reduce(x, axis=axis)
                 self.all_gather(x, axis=axis, size=x.shape[1] * group.size)
                 self.reduce_scatter(x, axis=axis, ranks=group.size)
+                if sends_rows and len(set(group.parts)) > 1 and axis == "data":
+                    self._exchange(group, x, [1] * group.size, [1] * group.size)
         x = torch.zeros(1, device="cuda")
         for (_, to), way in ways.items():
             if to in self._senders:

@@ -19,6 +19,7 @@ call, and activations stay in the dtype of h.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ def add_expert_lora(graph: Graph, experts: Node, layer: str, adapters: Node, con
     h, weights, ids, gate_up, down, *rest = experts.args
     gate_up_bias, down_bias, *first = (*rest, None, None)[: max(len(rest), 2)]
     loras, num_local = context.max_loras, int(gate_up.type.shape[0])
-    paired = _pair(graph, experts, ids, adapters, loras)
     first = [replace(each, size=each.size * (loras + 1)) for each in first]
+    paired = _pair(graph, experts, ids, adapters, loras, first)
     grouped, order, ends = graph.insert(
         experts, ops.group, h, paired, *first, experts=num_local * (loras + 1), name=("grouped", "order", "ends")
     )
@@ -59,14 +60,21 @@ def add_expert_lora(graph: Graph, experts: Node, layer: str, adapters: Node, con
     graph.num_rewrites += 1
 
 
-def _pair(graph: Graph, experts: Node, ids: Node, adapters: Node, loras: int) -> Node:
-    """The number of the expert and the adapter of each pair; those of other data groups come with their tokens."""
+def _pair(graph: Graph, experts: Node, ids: Node, adapters: Node, loras: int, first: Sequence[Recipe | None]) -> Node:
+    """The number of the expert and the adapter of each pair; those of other data groups come with their tokens.
+
+    first: the first pair of the rank, if it does not have all
+    """
     gathered = call_of(ids)
-    if gathered.target is not ops.gather_tokens:
+    if gathered.target not in (ops.gather_tokens, ops.dispatch):
         return graph.insert(experts, ops.pair_adapters, ids, adapters, loras=loras, name="pairs")
-    x, weights, own = gathered.args
+    x, weights, own, *rest = gathered.args
     pairs = graph.insert(gathered, ops.pair_adapters, own, adapters, loras=loras, name="pairs")
-    gathered.args = x, weights, pairs
+    gathered.args = x, weights, pairs, *rest
+    for call in (gathered, *experts.users):
+        if call.target in (ops.dispatch, ops.collect):  # of pairs, as a rank has them
+            call.args = *call.args[:-1], *first
+            call.kwargs = {**call.kwargs, "experts": call.kwargs["experts"] * (loras + 1)}
     return ids
 
 

@@ -25,6 +25,7 @@ class PassContext:
     keeps_act: bool = False  # the format of activations was asked for: it stays where no kernel takes it
     max_loras: int = 0  # adapters beside the weights; 0: none
     max_lora_rank: int = 0  # of each of them
+    dispatches: bool = False  # groups with tokens of their own send them to the ranks of their experts alone
     lora_experts: bool = False  # beside the linears of experts, too
 
     @classmethod

@@ -140,17 +140,20 @@ def lower(
     max_loras: int = 0,
     max_lora_rank: int = 0,
     lora_experts: bool = False,
+    dispatches: bool = False,
     passes: PassesConfig | None = None,
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
-    stage, keeps_act, max_loras, max_lora_rank, lora_experts: see `PassContext`. passes: None: all of ours
+    stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches: see `PassContext`. passes: None: all of ours
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
     context = PassContext.of(target, level, mesh, stage=stage, keeps_act=keeps_act)
-    context = replace(context, max_loras=max_loras, max_lora_rank=max_lora_rank, lora_experts=lora_experts)
+    context = replace(
+        context, max_loras=max_loras, max_lora_rank=max_lora_rank, lora_experts=lora_experts, dispatches=dispatches
+    )
     for rewrite, from_level, graph_level in steps_of(passes or PassesConfig(), first):
         if level < from_level:
             continue

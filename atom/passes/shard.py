@@ -17,6 +17,8 @@ All this is of the ranks along `tensor`. Along `data`, ranks have tokens of thei
     y = experts(h, weights, ids, …)           ->    rows, row_weights, row_ids = gather_tokens(h, weights, ids, …)
                                                     y = experts(rows, row_weights, row_ids, …)    # of its experts
                                                     y = reduce_scatter(y, axis="data", ranks=2)
+
+Where context.dispatches, `dispatch` and `collect` take the places of the two collectives.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def shard(graph: Graph, context: PassContext) -> Graph:
         return graph
     tables = {node.args[1] for name in (HEAD, DRAFT_HEAD) for node in _linears_of_logits(graph, name)}
     for name, program in graph.programs.items():
-        graph.programs[name] = _Writer(program, mesh, tables).write()
+        graph.programs[name] = _Writer(program, mesh, tables, context.dispatches).write()
         graph.num_rewrites += 1
     return graph
 
@@ -97,8 +99,9 @@ def _is_logits(value: Node) -> bool:
 class _Writer:
     """Writes one rank's version of a program."""
 
-    def __init__(self, program: Program, mesh: Mesh, tables: set[Recipe]) -> None:
+    def __init__(self, program: Program, mesh: Mesh, tables: set[Recipe], dispatches: bool) -> None:
         self._program, self._mesh = program, mesh
+        self._dispatches = dispatches and mesh.experts > 1  # else each token is for all ranks
         self._made = Program(program.name)
         self._tables = tables  # weights whose rows are the vocabulary and are divided
         self._values: dict[Node, Node] = {}  # by node of the program
@@ -239,12 +242,19 @@ class _Writer:
             first = Offset("experts", parts, int(own[0].type.shape[0]))
             own += [*([] if biases else [None, None]), first]
         tokens = tuple(map(self.whole, (x, weights, ids)))
-        if (groups := self._mesh.data) > 1:
-            names = ("rows", "row_weights", "row_ids")
-            tokens = self._made.call(ops.gather_tokens, *tokens, axis="data", ranks=groups, name=names)
-        y = self._write(ops.experts, *tokens, *own, name=node.name, **node.kwargs)
-        if groups > 1:
-            y = self._made.call(ops.reduce_scatter, y, axis="data", ranks=groups, name=node.name)
+        names = ("rows", "row_weights", "row_ids")
+        meeting: dict[str, Any] = {"axis": "data", "ranks": self._mesh.data}
+        if self._mesh.data == 1:
+            y = self._write(ops.experts, *tokens, *own, name=node.name, **node.kwargs)
+        elif self._dispatches:
+            meeting["experts"] = int(own[0].type.shape[0])
+            tokens = self._made.call(ops.dispatch, *tokens, first, **meeting, name=names)
+            y = self._write(ops.experts, *tokens, *own, name=node.name, **node.kwargs)
+            y = self._made.call(ops.collect, y, tokens[-1], first, **meeting, name=node.name)
+        else:
+            tokens = self._made.call(ops.gather_tokens, *tokens, **meeting, name=names)
+            y = self._write(ops.experts, *tokens, *own, name=node.name, **node.kwargs)
+            y = self._made.call(ops.reduce_scatter, y, **meeting, name=node.name)
         self._keep(node, y, PARTIAL if self._mesh.tensor > 1 else WHOLE)
 
     def whole(self, arg: Any) -> Any:

@@ -11,7 +11,8 @@
         logits = linear(hidden, W("lm_head"))
 
 The body of the next stage begins with what it receives in place of `x`, and rotates positions by itself. The last stage
-computes logits, and sends them to all others, so that each draws the same tokens as the last one does.
+computes logits, and sends them to all others, so that each draws the same tokens as the last one does; and likewise the
+vectors that embeddings are pooled of, where the text makes some.
 
 Layers are the calls that read a cache. Stages have as many of them; what remains goes to those before the last one,
 which has the head, as in vLLM. Two stages meet at the last value from which all that follows can be computed.
@@ -25,7 +26,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import BODY, DRAFT, HEAD, KV, Graph, Program, ops
+from atom.graph import BODY, DRAFT, HEAD, KV, POOL, Graph, Program, ops
 from atom.graph.graph import call_of, copy_calls, node_leaves
 from atom.passes.context import PassContext
 
@@ -35,7 +36,7 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     if num_stages == 1:
         return graph
     assert DRAFT not in graph.programs, "config.load refuses drafts"
-    body, head = graph.programs[BODY], graph.programs[HEAD]
+    body, of_rows = graph.programs[BODY], [name for name in (HEAD, POOL) if name in graph.programs]
     layers = [call for call in body.nodes if any(isinstance(leaf, KV) for leaf in node_leaves(call))]
     counts = layers_of_stages(len(layers), num_stages)
     starts = [sum(counts[:number]) for number in range(num_stages)]
@@ -43,10 +44,11 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     given = borders[stage - 1] if stage else None
     is_last = stage == num_stages - 1
     graph.programs[BODY] = _body_of_stage(body, given, body.results[0] if is_last else borders[stage], context)
-    if is_last:
-        _send_logits(graph, head, num_stages)
-    else:
-        graph.programs[HEAD] = _head_of_stage(head, borders[stage], num_stages - 1)
+    for name in of_rows:
+        if is_last:
+            _send_result(graph, graph.programs[name], num_stages)
+        else:
+            graph.programs[name] = _received_result(graph.programs[name], borders[stage], num_stages - 1)
     graph.num_rewrites += 1
     return graph
 
@@ -96,13 +98,13 @@ def _body_of_stage(body: Program, given: Node | None, result: Node, context: Pas
     return made
 
 
-def _head_of_stage(head: Program, hidden: Node, last: int) -> Program:
-    """The head of a stage before the last one: of rows of the body's result as many logits."""
-    made = Program(head.name)
-    rows = head.inputs[0].meta["type"].shape[:1]
+def _received_result(program: Program, hidden: Node, last: int) -> Program:
+    """The head, or what pools, of a stage before the last one: of rows of the body's result as many of its result."""
+    made = Program(program.name)
+    rows = program.inputs[0].meta["type"].shape[:1]
     type = hidden.meta["type"]
-    like = made.input(head.inputs[0].name, replace(type, shape=(*rows, *type.shape[1:])))
-    made.output(_receive(made, like, head.results[0], last))
+    like = made.input(program.inputs[0].name, replace(type, shape=(*rows, *type.shape[1:])))
+    made.output(_receive(made, like, program.results[0], last))
     return made
 
 
@@ -114,9 +116,9 @@ def _receive(program: Program, like: Node, value: Node, source: int) -> Node:
     return received
 
 
-def _send_logits(graph: Graph, head: Program, num_stages: int) -> None:
-    output = head.fx.output_node()
-    (logits,) = head.results
+def _send_result(graph: Graph, program: Program, num_stages: int) -> None:
+    output = program.fx.output_node()
+    (result,) = program.results
     for stage in range(num_stages - 1):
-        logits = graph.insert(output, ops.send, logits, axis=ops.STAGES, to=stage, name=logits.name)
-    output.args = ((logits,),)
+        result = graph.insert(output, ops.send, result, axis=ops.STAGES, to=stage, name=result.name)
+    output.args = ((result,),)

@@ -25,6 +25,7 @@ from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.runtime.kv_cache import SAVED_BYTES
 from atom.runtime.kv_files import Block, KVFiles
 from atom.runtime.model import Model
+from atom.runtime.program import score
 from atom.runtime.request_state import zeros
 from atom.runtime.step_input import BatchShape
 from atom.runtime.types import BlockCopies, CacheKind, SwapCosts
@@ -44,7 +45,10 @@ def plan_host_blocks(kinds: Sequence[CacheKind], block_size: int, memory_bytes: 
 
 class HostBlocks:
     def __init__(self, model: Model, num_blocks: Mapping[str, int]) -> None:
-        """num_blocks: by cache kind, block 0 included. CapacityError where memory does not hold them, or pin them."""
+        """num_blocks: by cache kind, block 0 included; a stage of a pipeline holds those of its layers.
+
+        CapacityError where memory does not hold them, or pin them.
+        """
         self.num_blocks = num_blocks
         self.costs: SwapCosts | None = None
         self.files: KVFiles | None = None  # where blocks go that are pushed out of host memory
@@ -52,7 +56,7 @@ class HostBlocks:
         caches = model.graph.caches()
         widths = {
             kind: [model.block_size * cache.type.num_bytes for cache in caches if cache.kind == kind]
-            for kind in num_blocks
+            for kind in dict.fromkeys(cache.kind for cache in caches)
         }
         divisor = math.gcd(*(width for each in widths.values() for width in each))
         self._unit = torch.int64 if divisor % torch.int64.itemsize == 0 else torch.uint8
@@ -123,6 +127,8 @@ class HostBlocks:
                 self._fill(kind, row, content)
         for named, run in ((copies.saves, self._save), (copies.loads, self._load)):
             for kind, pairs in named.items():
+                if kind not in self._widths:  # of layers of other stages
+                    continue
                 size = len(self._staging) // sum(self._widths[kind])
                 for start in range(0, len(pairs), size):
                     run(kind, pairs[start : start + size])
@@ -220,10 +226,15 @@ def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
         pairs = [(0, row) for row in reversed(range(count))]  # none behind its neighbour: each is a copy of its own
         host.copy(BlockCopies(loads=dict.fromkeys(host.num_blocks, pairs), is_urgent=True))
 
+    def compute() -> None:
+        computed = model.mix(shape, model.send(packed))
+        if computed.unscored:  # of a stage that waits for the logits of the last one
+            score(model.head, computed.unscored)
+
     num_blocks, shape = max(most - 1, 2), BatchShape(num_tokens, 1, 1)
     packed = shape.pad(model.padding)
     one, many = _time(model, lambda: load(1)), _time(model, lambda: load(num_blocks))
-    prompt = _time(model, lambda: model.mix(shape, model.send(packed)))
+    prompt = _time(model, compute)
     of_block = max(many - one, 0.0) / (num_blocks - 1)
     return SwapCosts(max(one - of_block, 0.0), of_block / model.block_size, prompt / num_tokens)
 

@@ -119,7 +119,7 @@ class Runner:
         if step.table_entries:
             model.extend_tables(step.table_entries)
         started = self.graphs.start(step) or self._start(step)
-        if model.defers_logits and (started.unscored or step.scored):
+        if model.defers_logits and (started.unscored or step.scored or step.num_pooled):
             return Pending(step, self._reported, [], None, None, finish=partial(self._finish_later, step, started))
         return self._finish(step, started)
 

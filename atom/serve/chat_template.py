@@ -113,9 +113,9 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
     if role == "developer" and "developer" not in (tokenizer.chat_template or ""):
         role = "system"  # the name in most templates
     plain: dict[str, Any] = {"role": role, "content": content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thoughts}
+    plain |= {name: value for name, value in more.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = [
             {

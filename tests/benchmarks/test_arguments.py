@@ -45,6 +45,7 @@ MORE = {
     "num_warmups": 1,
     "disable_tqdm": False,
     "sharegpt_output_len": None,
+    "custom_output_len": 256,
     "sonnet_input_len": 550,
     "sonnet_output_len": 150,
     "sonnet_prefix_len": 200,
@@ -131,11 +132,6 @@ def test_mistakes_are_named_with_what_to_do(argv: list[str], mistake: str):
     with pytest.raises(UsageError) as caught:
         read_arguments([*MINIMAL, *argv])
     assert mistake in str(caught.value)
-
-
-def test_a_model_is_needed():
-    with pytest.raises(UsageError, match="the following arguments are required: --model"):
-        read_arguments([])
 
 
 def test_help_shows_every_flag_and_the_defaults(capsys: pytest.CaptureFixture[Any]):

@@ -221,7 +221,7 @@ def test_requests_arrive_at_the_rate(tmp_path: Path):
 @pytest.mark.parametrize(
     ("dataset", "more", "num"),
     [("sharegpt", [], 1), ("sonnet", ["--sonnet-input-len", "300"], 6), ("burstgpt", [], 6),
-     ("hf", ["--hf-output-len", "9"], 1), ("sharegpt", ["--sharegpt-output-len", "7", "--use-chat-template"], 1)],
+     ("custom", ["--custom-output-len", "4"], 2), ("hf", ["--hf-output-len", "9"], 1), ("sharegpt", ["--sharegpt-output-len", "7", "--use-chat-template"], 1)],
 )  # fmt: skip
 def test_every_data_set_is_sent(
     dataset: str, more: list[str], num: int, tokenizer_folder: Path, reference_tokenizer: Reference, tmp_path: Path
@@ -229,6 +229,7 @@ def test_every_data_set_is_sent(
     turns = [{"value": "was it the age of light"}, {"value": "it was the age of wisdom"}]
     files = {
         "sharegpt": ("a.json", json.dumps([{"conversations": turns}])),
+        "custom": ("a.jsonl", '{"prompt": "was it the age"}\n\n{"prompt": "it was"}\n'),
         "hf": ("a.jsonl", json.dumps({"conversations": turns})),
         "sonnet": ("a.txt", "it was the age of wisdom\n" * 50),
         "burstgpt": ("a.csv", "Model,Request tokens,Response tokens\nGPT-4,30,8\n"),
@@ -241,9 +242,35 @@ def test_every_data_set_is_sent(
     asked = [each.json() for each in stub.of("POST")]
     assert len(asked) == num + 1
     answer_len = len(reference_tokenizer.encode(turns[1]["value"], add_special_tokens=False).ids)
-    wanted = {"sharegpt": answer_len, "hf": 9, "sonnet": 150, "burstgpt": 8}[dataset]
+    wanted = {"sharegpt": answer_len, "custom": 4, "hf": 9, "sonnet": 150, "burstgpt": 8}[dataset]
     assert {each["max_tokens"] for each in asked} == {7 if "--sharegpt-output-len" in more else wanted}
     assert all(each["prompt"].startswith("<s><user>") == ("--use-chat-template" in more) for each in asked)
+
+
+def test_the_servers_model_is_taken_where_none_is_named(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]):
+    models = {"data": [{"id": "served", "root": str(tokenizer_folder)}, {"id": "other"}]}
+    answer = answering(completion_events([" a"] * 5, prompt_tokens=12))
+    with serving(answer, version=json.dumps(models).encode()) as stub:
+        assert main(["--base-url", stub.url, "--dataset-name", "random", *SMALL]) == 0
+        asked = [each.json() for each in stub.of("POST")]
+        assert stub.asked[0].path == "/v1/models" and {each["model"] for each in asked} == {"served"}
+        assert all(isinstance(each["prompt"], str) for each in asked)  # ids, where there is no tokenizer
+    with serving(answer) as stub:
+        assert main(["--base-url", stub.url, "--dataset-name", "random", *SMALL]) == 1
+    assert "/v1/models names no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "line 2 is not valid JSON"), ('{"text": "x"}', 'line 2 has no prompt; write {"prompt": ')],
+)
+def test_a_line_without_a_prompt_is_named(
+    line: str, message: str, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n' + line)
+    argv = ["--model", str(tokenizer_folder), "--dataset-name", "custom", "--dataset-path", str(tmp_path / "a.jsonl")]
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_data_set_that_is_not_there_is_named(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,8 +102,46 @@ def test_fields_of_another_launcher_are_refused(fields: list[str], reason: str):
         load(["parallel=tp3", *fields])
 
 
+GROUPS = {"parallel.data": 8, "parallel.experts": 8, "parallel.launcher": "torchrun", "parallel.key_file": "key"}
+MIXTURE = Path(__file__).parents[1] / "configs" / "qwen3_30b_a3b.json"  # of 128 experts, of which a token chooses 8
+
+
+@pytest.mark.parametrize(
+    ("hosts", "fields", "chosen"),
+    [
+        (8, {}, "dispatch"),
+        (1, {}, "gather"),
+        (4, {}, "gather"),  # all rows are 7 a token between hosts; one to each of 6 ranks with experts is 2 * 6 * 0.67
+        (8, {"parallel.data": 2, "parallel.tensor": 4}, "dispatch"),  # of 8 parts of the experts, it meets one
+        (4, {"parallel.data": 4, "parallel.tensor": 2}, "dispatch"),  # likewise 3, on as many hosts
+        (8, {"parallel.experts": 2}, "gather"),  # nearly all tokens choose one of a half
+        (8, {"parallel.dispatch": "gather"}, "gather"),
+        (1, {"parallel.dispatch": "dispatch"}, "dispatch"),
+        (1, {"parallel.launcher": "ray", "parallel.key_file": "null"}, "dispatch"),
+        (1, {"parallel.launcher": "local", "parallel.key_file": "null"}, "gather"),
+        (8, {"job": "explain"}, "dispatch"),
+    ],
+)
+def test_groups_send_tokens_to_their_experts_where_that_is_less_between_hosts(
+    hosts: int, fields: dict[str, object], chosen: str, said: pytest.MonkeyPatch, key: Path, tmp_path: Path
+):
+    shutil.copy(MIXTURE, tmp_path / "config.json")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 8 // hosts}.items():
+        said.setenv(name, str(value))
+    fields = {**GROUPS, "parallel.key_file": key, **fields, "checkpoint": tmp_path, "load_dummy": True}
+    assert load([f"{name}={value}" for name, value in fields.items()]).parallel.dispatch == chosen
+
+
+def test_tokens_are_sent_to_experts_of_several_ranks_alone(checkpoints: Any):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.dispatch=dispatch is for groups whose ranks have experts of their own"
+    ):
+        load([f"checkpoint={checkpoints('qwen3_moe')}", "parallel.data=2", "parallel.dispatch=dispatch"])
+
+
 def test_replicas_are_of_one_host():
-    with pytest.raises(UnsupportedError, match=r"parallel\.replicas=2 with parallel\.launcher=ray is not built yet"):
+    stated, instead = "parallel.replicas=2 with parallel.launcher=ray", "start a server on each host, .* behind a proxy"
+    with pytest.raises(UnsupportedError, match=f"{stated} is not built yet; {instead}"):
         load(["parallel=tp3", "parallel.replicas=2", "parallel.launcher=ray"])
 
 

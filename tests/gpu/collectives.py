@@ -23,11 +23,12 @@ from atom.kernels.peers import collectives
 from atom.kernels.peers.communicator import PeerCommunicator
 from atom.runtime.ranks import RankLink, RankProcess, Ranks
 
-MESH = Mesh(tensor=2)
+MESH = Mesh(tensor=2, experts=2)
 TESTS = Path(__file__).parents[1]
 CODE = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from gpu.collectives import be_second; be_second(link)"
 SHAPES = [(1, 1), (1, 4096), (7, 4096), (513, 577), (2048, 5120)]
 PUSHED = [(1, 2), (1, 576), (7, 5120), (3, 4098), (64, 8192)]
+EXPERTS = 50  # of each rank, of those that tokens choose
 SIZES = [(1, 5120), (32, 5120), (300, 5120)]  # of the sums in a graph
 
 
@@ -57,8 +58,17 @@ def ops(communicator: Communicator, rank: int) -> list[list[Tensor]]:
                 communicator.reduce_scatter(given["rows"], axis="tensor", ranks=2),
                 *communicator.gather_tokens(given["x"], given["weights"], given["ids"], axis="tensor", ranks=2),
             ]
+            results += sent_to_experts(communicator, rank, given)
             found.append([each.cpu() for each in results])
     return found
+
+
+def sent_to_experts(communicator: Communicator, rank: int, given: dict[str, Tensor]) -> list[Tensor]:
+    """The rows that a rank needs of both ranks' tokens; the sums of such rows, which come back."""
+    first, meeting = torch.tensor([rank * EXPERTS]).cuda(), {"axis": "tensor", "ranks": 2, "experts": EXPERTS}
+    x, _, ids = communicator.dispatch(given["x"], given["weights"], given["ids"], first, **meeting)
+    is_needed = (ids // EXPERTS == rank).any(-1, keepdim=True)
+    return [x.where(is_needed, 0), communicator.collect(given["rows"].where(is_needed, 0), ids, first, **meeting)]
 
 
 def replays(communicator: Communicator, rank: int) -> list[list[Tensor]]:

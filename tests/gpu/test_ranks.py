@@ -13,7 +13,7 @@ import pytest
 import test_kv_scales
 import tiny
 import torch
-from gpu.collectives import SHAPES, SIZES, inputs_of, of, two_ranks
+from gpu.collectives import EXPERTS, SHAPES, SIZES, inputs_of, of, two_ranks
 from gpu.steps import FIELDS, GREEDY, ON_GPU
 from gpu.test_drafts import PARAMS as DRAFTED
 from gpu.test_drafts import PROMPTS as REPEATING
@@ -45,6 +45,7 @@ DIVIDED = [
     ("qwen3_moe", {"tensor_parallel_size": 2}),
     ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
+    ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2, "parallel.dispatch": "dispatch"}),
     ("deepseek_v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ("llama_tied", {"pipeline_parallel_size": 2}),
 ]
@@ -64,7 +65,12 @@ def test_collectives_equal_those_in_float64_and_have_the_same_bits_on_each_rank(
         assert torch.allclose(total.double(), x[0].double() + x[1].double(), rtol=eps, atol=eps)
         for each in (our, their):
             assert torch.equal(each[1], torch.hstack(x)[:, : 2 * shape[1] - 1]) and each[1].is_contiguous()
-            assert all(torch.equal(a, torch.cat(b)) for a, b in zip(each[3:], (x, weights, ids), strict=True))
+            assert all(torch.equal(a, torch.cat(b)) for a, b in zip(each[3:6], (x, weights, ids), strict=True))
+        needed = [(torch.cat(ids) // EXPERTS == rank).any(-1, keepdim=True) for rank in range(2)]
+        sums = sum(part.double().where(own, 0) for part, own in zip(rows, needed, strict=True))
+        for rank, each in enumerate((our, their)):
+            assert torch.equal(each[6], torch.cat(x).where(needed[rank], 0))
+            assert torch.allclose(each[7].double(), sums.chunk(2)[rank], rtol=eps, atol=eps)
         both = (rows[0].double() + rows[1].double()).chunk(2)
         assert torch.allclose(part.double(), both[0], rtol=eps, atol=eps)
         assert torch.allclose(their[2].double(), both[1], rtol=eps, atol=eps)

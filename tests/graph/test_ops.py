@@ -113,6 +113,30 @@ def test_tokens_that_are_gathered_are_scattered_again(ranks: int):
         ops.all_reduce.infer(symbolic(xs[0]), axis="width")
 
 
+def test_tokens_go_to_the_ranks_of_their_experts_and_come_back_as_sums():
+    firsts = [torch.tensor([first]) for first in (0, 2, 4)]  # of two experts each
+    ids = [torch.tensor(each) for each in ([[0, 1], [0, 3]], [[2, 3], [2, 2]], [[3, 5], [1, 4]])]
+    xs = [torch.full((2, 3), float(rank + 1)) for rank in range(3)]
+    weights = [torch.rand(2, 2) for _ in range(3)]
+    meeting = {"axis": "data", "ranks": 3, "experts": 2}
+    found = ops.dispatch(xs, weights, ids, firsts, **meeting)
+    wanted = [[1, 1, 0, 0, 0, 3], [0, 1, 2, 2, 3, 0], [0, 0, 0, 0, 3, 3]]  # tokens by rank, those that it needs
+    for (rows, *chosen), values in zip(found, wanted, strict=True):
+        assert rows.tolist() == [[value] * 3 for value in values]
+        assert torch.equal(chosen[0], torch.cat(weights)) and torch.equal(chosen[1], torch.cat(ids))
+    types = (*map(symbolic, (xs[0], weights[0], ids[0])), Type("i64", (1,)))
+    gathered = ops.gather_tokens.infer(*types[:3], axis="data", ranks=3)
+    assert ops.dispatch.infer(*types, **meeting) == gathered
+    ys = [torch.full((6, 3), 10.0**rank) for rank in range(3)]
+    sums = ops.collect(ys, [torch.cat(ids)] * 3, firsts, **meeting)
+    assert [each[:, 0].tolist() for each in sums] == [[1, 11], [10, 10], [110, 101]]
+    assert ops.collect.infer(gathered[0], gathered[2], types[3], **meeting) == types[0]
+    with pytest.raises(ValueError, match="the first expert is"):
+        ops.dispatch.infer(*types[:3], types[2], **meeting)
+    with pytest.raises(ValueError, match="there are 0 experts"):
+        ops.collect.infer(gathered[0], gathered[2], types[3], axis="data", ranks=3, experts=0)
+
+
 def test_parts_of_an_embedding_add_up():
     table, tokens = torch.randn(11, 8), torch.tensor([0, 3, 4, 10, 7])
     table[5] = torch.nan  # which nobody asks for

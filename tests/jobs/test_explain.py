@@ -6,6 +6,7 @@ import functools
 import html
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -621,6 +622,25 @@ def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: A
     code, out, _ = run(published("qwen3_30b_a3b"), "load_dummy=true", "parallel=tp4_ep", "job.gpu=h200")
     assert code == 0 and "all_reduce: 2 changes" not in out and "  all_reduce" in out and "  tp2 " not in out
     assert re.search(r"  bf16 +56\.9 GiB, of which [0-9.]+ GiB stay so on a rank$", out, re.MULTILINE)
+
+
+def test_both_ways_of_sending_tokens_to_their_experts_are_explained(explain: Any, run: Any, published: Any):
+    """Rows of bf16 there and back, 12 bytes for each expert that a token chose, to 7 other ranks."""
+    config = json.loads((CONFIGS / "qwen3_30b_a3b.json").read_text())
+    top_k, row = config["num_experts_per_tok"], 2 * config["hidden_size"]
+    model = (published("qwen3_30b_a3b"), "load_dummy=true", "model.layers=2", "parallel=dp8_ep", "job.network=1e9")
+    missed = math.prod((112 - each) / (128 - each) for each in range(top_k))  # none of the 16 experts of a rank
+    rows = {"gather": 2 * row, "dispatch": 2 * row * (1 - missed)}
+    for way, op in (("gather", "gather_tokens"), ("dispatch", "dispatch")):
+        result = explain(*model, f"parallel.dispatch={way}")
+        assert op in result["collectives"]
+        for name, each in result["exchanges"].items():
+            assert each["bytes_per_token"] == pytest.approx(2 * 7 * (rows[name] + 12 * top_k), abs=7)
+            assert each["seconds_per_token"] == each["bytes_per_token"] / 1e9
+    code, out, _ = run(*model, "parallel.dispatch=dispatch")
+    assert code == 0 and re.search(r"^  by gather +116,032 bytes a token .*, 116\.0 us at 1 GB/s$", out, re.MULTILINE)
+    assert re.search(r"^  by dispatch .* at 1 GB/s; as this text does$", out, re.MULTILINE)
+    assert "exchanges" not in explain(*model, "parallel.experts=1")
 
 
 def test_each_stage_of_a_pipeline_is_explained(explain: Any, run: Any, published: Any):

@@ -151,6 +151,19 @@ def test_the_table_names_the_file_of_the_trace(
     assert sorted(named) == sorted(str(path) for path in Path("profiler_traces").rglob("*.gz")) and len(named) == 2
 
 
+@pytest.mark.slow
+def test_the_first_of_several_stages_is_held_against_its_own_layers(run: Any, checkpoints: Any, tmp_path: Path):
+    """Two layers of three, and no head."""
+    given = ["parallel.pipeline=2", "job.num_prompts=2", "job.num_steps=4", f"serve.torch_profiler_dir={tmp_path}"]
+    code, out, err = run(f"checkpoint={checkpoints('qwen3')}", *given, "job.output=json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["stages"] == 2 and {path.name for path in tmp_path.iterdir()} == {"rank_0", "rank_1"}
+    products = {row["name"]: row["calls"] for row in result["phases"]["decode"]["products"]}
+    assert products.keys() == {"weight [128, 48]", "weight [48, 64]", "weight [160, 48]", "weight [48, 80]"}
+    assert {*products.values()} == {2 * result["phases"]["decode"]["steps"]}
+
+
 def test_calls_have_the_names_of_the_text_and_equal_pieces_one_number(checkpoints: Any):
     program = compile_graph(load([f"checkpoint={checkpoints('qwen3')}", "level=2", "device=cpu"])).programs["body"]
     layer = ["cpp.norm_rope_write", "cpp.paged_attention"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError
 from atom.graph import TORCH_DTYPES, Mesh
-from atom.kernels import Rendezvous
+from atom.kernels import Rendezvous, gloo
 from atom.kernels.gloo import SHARED_BYTES, GlooCommunicator
 
 FITS = SHARED_BYTES // 4  # elements of float32
@@ -127,6 +127,65 @@ def test_ranks_meet_along_each_axis_of_their_mesh(columns: int, is_one_host: boo
         assert torch.equal(weights, torch.tensor(halves).view(6, 1).expand(6, 2))
         assert torch.equal(rows, torch.cat([ids + each for each in pair]))
         assert scattered.shape == (3, columns) and scattered.unique().tolist() == [sum(10.0**each for each in pair)]
+
+
+CHOSEN = {  # the experts of each rank's tokens, of which two are on each rank
+    "one token": [[[0, 2]], [[1, 0]], [[5, 4]]],
+    "all to one rank": [[[2, 3]] * 4] * 3,
+    "none to one rank": [[[0, 1], [4, 0]], [[5, 4], [0, 0]], [[1, 1], [5, 1]]],
+    "to others alone": [[[2, 5], [4, 3]], [[0, 4], [5, 0]], [[0, 3], [2, 1]]],
+}
+
+
+@pytest.mark.parametrize("is_one_host", [True, False])
+@pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN.keys())
+def test_rows_are_sent_to_the_ranks_alone_that_have_experts_for_them(
+    chosen: list[Any], is_one_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gloo, "COUNTED_BYTES", 0)
+    every, num, num_sent = torch.tensor(chosen), len(chosen[0]), [0] * 3
+    xs = torch.stack([of(rank, (num, 5), torch.bfloat16) for rank in range(3)])
+
+    def work(rank: int, communicator: GlooCommunicator) -> tuple[Tensor, ...]:
+        peers, first = communicator._along["data"], torch.tensor([2 * rank])
+        exchange = peers.exchange
+
+        def counted(rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+            num_sent[rank] += sum(sent) - sent[rank]
+            return exchange(rows, sent, taken)
+
+        peers.exchange = counted  # type: ignore[method-assign]
+        meeting: dict[str, Any] = {"axis": "data", "ranks": 3, "experts": 2}
+        x, weights, ids = communicator.dispatch(xs[rank], xs[rank, :, :2].float(), every[rank], first, **meeting)
+        return x, weights, ids, communicator.collect(x + 10**rank, ids, first, **meeting)
+
+    with ThreadPoolExecutor(3) as pool:
+        made = connect_all(Mesh(data=3, experts=3), tmp_path if is_one_host else None, pool)
+        found = list(pool.map(work, range(3), made))
+    has = torch.stack([(every // 2 == rank).any(-1) for rank in range(3)])  # [owner, source, token]
+    for rank, (x, weights, ids, _) in enumerate(found):
+        assert torch.equal(x, torch.where(has[rank].unsqueeze(-1), xs, 0).view(-1, 5))
+        assert torch.equal(weights, xs[..., :2].float().view(-1, 2)) and torch.equal(ids, every.view(-1, 2))
+    for source, (*_, total) in enumerate(found):
+        expected = torch.zeros(num, 5, dtype=torch.bfloat16)
+        for owner in range(3):
+            expected += torch.where(has[owner, source, :, None], xs[source] + 10**owner, 0)
+        assert torch.equal(total, expected)
+    others = [int(has[owner].sum() - has[owner, owner].sum()) for owner in range(3)]
+    assert sum(num_sent) == 2 * sum(others), "there and back"
+
+
+def test_few_rows_are_gathered(tmp_path: Path):
+    x, ids = torch.ones(1, 4), torch.tensor([[1]])
+
+    def work(rank: int, communicator: GlooCommunicator) -> list[Any]:
+        first, meeting = torch.tensor([rank]), {"axis": "data", "ranks": 2, "experts": 1}
+        rows, _, chosen = communicator.dispatch(x, x, ids, first, **meeting)
+        return [rows.tolist(), communicator.collect(rows * rank, chosen, first, **meeting).tolist()]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2), connect_all(Mesh(data=2, experts=2), tmp_path, pool)))
+    assert found == 2 * [[2 * [[1.0] * 4], [[1.0] * 4]]], "the first rank, too, which has no expert for them"
 
 
 @pytest.mark.parametrize("is_one_host", [True, False])

@@ -147,7 +147,7 @@ def test_pieces_of_a_device_have_one_compiler():
 
 
 STAGES = {ops.send, ops.receive}
-COLLECTIVES = {ops.all_reduce, ops.all_gather, ops.gather_tokens, ops.reduce_scatter}
+COLLECTIVES = {ops.all_reduce, ops.all_gather, ops.gather_tokens, ops.reduce_scatter, ops.dispatch, ops.collect}
 
 
 def test_collectives_are_those_of_the_communicator():

@@ -143,6 +143,22 @@ def test_experts_are_grouped_with_their_adapters():
     assert {name: written.get(name) for name in OF_EXPERTS} == OF_EXPERTS
 
 
+def test_experts_that_get_their_tokens_alone_get_those_of_their_adapters():
+    first, meeting = 'offset("experts", 4, 2)', 'axis="data", ranks=2'
+    sent = MIXTURE.replace(
+        f"gather_tokens(h, weights, ids, {meeting})", f"dispatch(h, weights, ids, {first}, {meeting}, experts=2)"
+    )
+    sent = sent.replace(f"reduce_scatter(y, {meeting})", f"collect(y, row_ids, {first}, {meeting}, experts=2)")
+    context = replace(with_room(context_of(GPU, *BACKENDS)), mesh=Mesh(tensor=4, data=2, experts=4), lora_experts=True)
+    written = lines_of(add_lora(parse(sent), context=context))
+    first, meeting = 'offset("experts", 4, 8)', 'axis="data", ranks=2, experts=8'
+    assert written["rows, row_weights, row_ids"] == f"dispatch(h, weights, pairs, {first}, {meeting})"
+    assert written["y_1"] == f"collect(y, row_ids, {first}, {meeting})"
+    assert {name: written.get(name) for name in ("grouped, order, ends", "y")} == {
+        name: OF_EXPERTS[name] for name in ("grouped, order, ends", "y")
+    }
+
+
 def test_without_room_for_them_experts_stay():
     written = lines_of(add_lora(parse(MIXTURE), context=with_room(context_of(GPU, *BACKENDS))))
     assert written["y"].startswith("experts(")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from atom.passes.context import PassContext
 from atom.passes.shard import shard
 
 
-def sharded(graph: Graph, mesh: Mesh) -> Graph:
-    graph = shard(graph, PassContext.of(Target("cpu"), 0, mesh))
+def sharded(graph: Graph, mesh: Mesh, dispatches: bool = False) -> Graph:
+    graph = shard(graph, replace(PassContext.of(Target("cpu"), 0, mesh), dispatches=dispatches))
     verify(graph, ops.SEMANTIC)
     assert show(parse(show(graph))) == show(graph)
     return graph
@@ -31,9 +32,12 @@ def sharded(graph: Graph, mesh: Mesh) -> Graph:
 
 @torch.inference_mode()
 def logits_of_ranks(overrides: list[str], tokens: list[int], mesh: Mesh) -> list[torch.Tensor]:
-    """The logits of each rank, and of the text that all of them have."""
+    """The logits of each rank, by the text that all of them have."""
     config = load(overrides)
-    graph = sharded(semantic_graph(config), mesh)
+    texts = [sharded(semantic_graph(config), mesh)]
+    if mesh.data > 1 and mesh.experts > 1:
+        texts.append(sharded(semantic_graph(config), mesh, dispatches=True))
+    graph = texts[0]
     checkpoint = open_for(config, SilentProgress())
     weights.check(graph, checkpoint.tensors, config.model.ignore)
     coordinates = map(mesh.coordinates, range(mesh.num_ranks))
@@ -44,7 +48,8 @@ def logits_of_ranks(overrides: list[str], tokens: list[int], mesh: Mesh) -> list
         {"tokens": torch.tensor(prompts[mesh.coordinates(rank)["data"]]), "positions": torch.arange(len(tokens))}
         for rank in range(mesh.num_ranks)
     ]
-    hidden = interpret_ranks([graph], "body", inputs, read, mesh)
+    hidden, *others = (interpret_ranks([text], "body", inputs, read, mesh) for text in texts)
+    assert all(all(map(torch.equal, hidden, other)) for other in others), "rows that nobody needs change nothing"
     return interpret_ranks([graph], "head", [{"hidden": each} for each in hidden], read, mesh)
 
 
@@ -93,3 +98,24 @@ def test_groups_with_tokens_of_their_own_share_experts(
         first, *others = made[group * mesh.tensor : (group + 1) * mesh.tensor]
         assert_same_logits(first, tiny.logits(references(name), tokens[group:] + tokens[:group]))
         assert all(torch.equal(first, other) for other in others)
+
+
+def test_tokens_are_sent_to_the_ranks_that_have_experts_for_them():
+    written = parse(MIXTURE)
+    graph = sharded(written, Mesh(tensor=2, data=2, experts=4), dispatches=True)
+    lines = dict(line.strip().split(" = ", 1) for line in show(graph).splitlines() if " = " in line)
+    first = 'offset("experts", 4, 2)'
+    meeting = 'axis="data", ranks=2, experts=2)'
+    assert lines["rows, row_weights, row_ids"].startswith(f"dispatch(h, weights, ids, {first}, {meeting}")
+    assert lines["y_1"].startswith(f"collect(y, row_ids, {first}, {meeting}")
+    whole = show(sharded(parse(MIXTURE), Mesh(tensor=2, data=2), dispatches=True))
+    assert "gather_tokens" in whole and "dispatch" not in whole, "each rank has all experts, and a part of each"
+
+
+MIXTURE = """\
+def body(tokens: i64[T], positions: i64[T]):
+    h = embedding(tokens, W("embed.weight", fp32[50, 8]))
+    weights, ids = router(h, W("l.mlp.gate.weight", fp32[8, 8]), None, None, top_k=2)
+    y = experts(h, weights, ids, W("l.mlp.experts.gate_up", fp32[8, 12, 8]), W("l.mlp.experts.down", fp32[8, 8, 6]), kind="silu")
+    return y
+"""

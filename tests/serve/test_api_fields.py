@@ -733,6 +733,21 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             says({"role": "assistant", "content": "a"}),
             says({"role": "assistant", "content": "a", "reasoning_content": "b"}),
         ),
+        "reasoning": both(
+            shown(
+                says({"role": "assistant", "content": "a"}),
+                says({"role": "assistant", "content": "a", "reasoning": "b"}),
+            ),
+            is_same(
+                TOKENIZE,
+                says({"role": "assistant", "content": "a", "reasoning_content": "b"}),
+                says({"role": "assistant", "content": "a", "reasoning": "b"}),
+            ),
+        ),
+        "type": both(
+            is_label(TOKENIZE, schema.ChatMessage, "type", says(user("a")), says(user("a", type="text"))),
+            refuses(TOKENIZE, says(user("a", type="image_url")), "messages"),
+        ),
         **{
             name: refuses(TOKENIZE, says({"role": "assistant", "content": "a", name: {"a": 1}}), "messages")
             for name in ("refusal", "annotations", "audio", "function_call")

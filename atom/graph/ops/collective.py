@@ -2,6 +2,16 @@
 
 The body of a collective takes the tensors of the ranks along an axis of the mesh, and gives what each of them gets, so
 that one process can interpret ranks side by side. `send` and `receive` are of two ranks, whose texts differ.
+
+Experts that are divided among ranks with tokens of their own read the tokens of all, in one of two ways:
+
+    rows, row_weights, row_ids = gather_tokens(h, weights, ids, axis="data", ranks=2)
+    y = reduce_scatter(experts(rows, row_weights, row_ids, …), axis="data", ranks=2)
+
+    rows, row_weights, row_ids = dispatch(h, weights, ids, first, axis="data", ranks=2, experts=4)
+    y = collect(experts(rows, row_weights, row_ids, …), row_ids, first, axis="data", ranks=2, experts=4)
+
+The second sends a token's row to the ranks alone that have an expert for it. It learns which by the ids of all tokens.
 """
 
 from __future__ import annotations
@@ -68,6 +78,51 @@ def reduce_scatter(xs: Sequence[Tensor], *, axis: str, ranks: int) -> list[Tenso
     gather_tokens took from this one"""
     (total, *_) = all_reduce(xs, axis=axis)
     return list(total.chunk(ranks))
+
+
+def chooses(ids: Tensor, first: Tensor, experts: int) -> Tensor:
+    """ids i64[T, k], first i64[1] -> bool[T]: whether a token chose any of so many experts from the first on"""
+    return ((ids >= first) & (ids < first + experts)).any(-1)
+
+
+def _dispatch(
+    x: Type, weights: Type, ids: Type, first: Type, *, axis: str, ranks: int, experts: int
+) -> tuple[Type, ...]:
+    _need_experts(first, experts)
+    return _gather_tokens(x, weights, ids, axis=axis, ranks=ranks)
+
+
+def _need_experts(first: Type, experts: int) -> None:
+    need(first == Type("i64", (1,)), f"the first expert is {first}")
+    need(isinstance(experts, int) and experts > 0, f"there are {experts!r} experts")
+
+
+@op(_dispatch, collective=True)
+def dispatch(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], ids: Sequence[Tensor], firsts: Sequence[Tensor], *, axis: str,
+    ranks: int, experts: int,
+) -> list[tuple[Tensor, ...]]:  # fmt: skip
+    """What gather_tokens gives, but that a rank needs only the rows of x of tokens that chose one of its experts, of
+    which it has so many from first i64[1] on: others need not be sent, and are zeros here"""
+    rows, *chosen = gather_tokens(xs, weights, ids, axis=axis, ranks=ranks)[0]
+    return [(mask_rows(rows, chooses(chosen[1], first, experts).long()), *chosen) for first in firsts]
+
+
+def _collect(x: Type, ids: Type, first: Type, *, axis: str, ranks: int, experts: int) -> Type:
+    need(ids.shape[0] == x.shape[0], f"the ids are {ids} for {x}")
+    _need_experts(first, experts)
+    return _reduce_scatter(x, axis=axis, ranks=ranks)
+
+
+@op(_collect, collective=True)
+def collect(
+    xs: Sequence[Tensor], ids: Sequence[Tensor], firsts: Sequence[Tensor], *, axis: str, ranks: int, experts: int
+) -> list[Tensor]:
+    """x [ranks T, H], ids i64[ranks T, k] that dispatch gave, first i64[1] -> [T, H], what reduce_scatter gives of rows
+    that are zeros where a token chose none of a rank's experts: these are not sent"""
+    each_rank = zip(xs, ids, firsts, strict=True)
+    kept = [mask_rows(x, chooses(chosen, first, experts).long()) for x, chosen, first in each_rank]
+    return reduce_scatter(kept, axis=axis, ranks=ranks)  # type: ignore[no-any-return]
 
 
 def _send(x: Type, *, axis: str, to: int) -> Type:

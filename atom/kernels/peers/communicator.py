@@ -9,7 +9,7 @@ What it pushes itself is chosen by size and number of ranks; the rest takes `lar
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -111,16 +111,28 @@ class PeerCommunicator:
 
     def gather_tokens(self, x: Tensor, weights: Tensor, ids: Tensor, *, axis: str, ranks: int) -> tuple[Tensor, ...]:
         tensors = [each.contiguous() for each in (x, weights, ids)]
-        arena = self._arena_for(axis, *tensors)
-        if arena is None or not self._is_gathered(sum(each.nbytes for each in tensors), arena):
+        if (arena := self._arena_of_tokens(axis, tensors)) is None:
             return self.large.gather_tokens(x, weights, ids, axis=axis, ranks=ranks)
         return tuple(collectives.gather_tokens(tensors, arena))
 
     def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor:
         x = x.contiguous()
-        arena, part = self._arena_for(axis, x), x.nbytes // ranks
-        if arena is None or x.dtype not in DTYPES or part % 4 or not self._is_gathered(part, arena):
+        if (arena := self._arena_of_parts(axis, x, ranks)) is None:
             return self.large.reduce_scatter(x, axis=axis, ranks=ranks)
+        return collectives.reduce_scatter(x, arena)
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, ids: Tensor, first: Tensor, *, axis: str, ranks: int, experts: int
+    ) -> tuple[Tensor, ...]:
+        tensors = [each.contiguous() for each in (x, weights, ids)]
+        if (arena := self._arena_of_tokens(axis, tensors)) is None:
+            return self.large.dispatch(x, weights, ids, first, axis=axis, ranks=ranks, experts=experts)
+        return tuple(collectives.gather_tokens(tensors, arena))
+
+    def collect(self, x: Tensor, ids: Tensor, first: Tensor, *, axis: str, ranks: int, experts: int) -> Tensor:
+        x = x.contiguous()
+        if (arena := self._arena_of_parts(axis, x, ranks)) is None:
+            return self.large.collect(x, ids, first, axis=axis, ranks=ranks, experts=experts)
         return collectives.reduce_scatter(x, arena)
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
@@ -146,6 +158,18 @@ class PeerCommunicator:
         if self._is_dead.is_set():
             raise EngineDeadError("the ranks have ended")
         return self.arenas[axis] if all(x.nbytes and x.nbytes % 4 == x.data_ptr() % 4 == 0 for x in xs) else None
+
+    def _arena_of_tokens(self, axis: str, tensors: Sequence[Tensor]) -> Arena | None:
+        """The arena in which ranks get each other's tensors; None where these are not pushed."""
+        arena, size = self._arena_for(axis, *tensors), sum(each.nbytes for each in tensors)
+        return None if arena is None or not self._is_gathered(size, arena) else arena
+
+    def _arena_of_parts(self, axis: str, x: Tensor, ranks: int) -> Arena | None:
+        """The arena in which each rank gets its part of a sum; None where parts are not pushed."""
+        arena, part = self._arena_for(axis, x), x.nbytes // ranks
+        if arena is None or x.dtype not in DTYPES or part % 4 or not self._is_gathered(part, arena):
+            return None
+        return arena
 
     def _is_gathered(self, part: int, arena: Arena) -> bool:
         """Whether so many bytes of each rank are pushed to all others."""

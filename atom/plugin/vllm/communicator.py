@@ -28,6 +28,14 @@ class GroupCommunicator:
     def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor:
         raise _unsupported("reduce_scatter")
 
+    def dispatch(
+        self, x: Tensor, weights: Tensor, ids: Tensor, first: Tensor, *, axis: str, ranks: int, experts: int
+    ) -> tuple[Tensor, ...]:
+        raise _unsupported("dispatch")
+
+    def collect(self, x: Tensor, ids: Tensor, first: Tensor, *, axis: str, ranks: int, experts: int) -> Tensor:
+        raise _unsupported("collect")
+
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
         raise _unsupported("send")
 

@@ -229,6 +229,8 @@ class ChatMessage(Body):
     tool_calls: List[ToolCallMessage] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: Text | None = None
+    reasoning: Text | None = Field(None, description="the same, as newer versions of vLLM name it")
+    type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
     refusal: None = None  # this and the next: fields of an answer that OpenAI's SDK sends back
     annotations: None = None
     audio: None = None

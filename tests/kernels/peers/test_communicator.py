@@ -65,6 +65,8 @@ def test_parts_are_side_by_side_without_padding_and_tokens_below_each_other(rank
             weights, ids = torch.full((rows, 3), rank / 2), torch.arange(3 * rows).view(rows, 3) + (rank << 40)
             x = of(rank, (rows, columns), torch.bfloat16)
             tokens = made.gather_tokens(x, weights, ids, axis="tensor", ranks=ranks)
+            sent = made.dispatch(x, weights, ids, ids[0, :1], axis="tensor", ranks=ranks, experts=1)
+            assert all(map(torch.equal, tokens, sent)), "what is small is pushed to all"
             found.append((whole, halves, tokens))
         return found
 
@@ -85,7 +87,13 @@ def test_rows_of_a_sum_go_to_their_rank(ranks: int, tmp_path: Path):
 
     def work(rank: int, made: PeerCommunicator) -> list[Tensor]:
         every = [of(rank, (ranks * rows, columns), torch.float32) for rows, columns in shapes]
-        return [made.reduce_scatter(x, axis="tensor", ranks=ranks) for x in every]
+        found = [made.reduce_scatter(x, axis="tensor", ranks=ranks) for x in every]
+        ids = [torch.zeros(len(x), 1, dtype=torch.int64) for x in every]
+        sums = [
+            made.collect(x, of, of[0], axis="tensor", ranks=ranks, experts=1) for x, of in zip(every, ids, strict=True)
+        ]
+        assert all(map(torch.equal, found, sums))
+        return found
 
     found = run_ranks(Mesh(ranks), tmp_path, work)
     for number, (rows, columns) in enumerate(shapes):
@@ -175,6 +183,8 @@ def test_what_is_large_or_of_no_whole_words_is_not_pushed(tmp_path: Path):
             made.all_gather(whole, axis="tensor", size=9),
             made.gather_tokens(halves, whole[:, :3].view(3, 1), ids, axis="tensor", ranks=2),
             made.reduce_scatter(halves[:2, :3], axis="tensor", ranks=2),
+            made.dispatch(halves, whole[:, :3].view(3, 1), ids, ids[0], axis="tensor", ranks=2, experts=1),
+            made.collect(halves[:2, :3], ids[:2], ids[0], axis="tensor", ranks=2, experts=1),
             made.send(halves, axis="pipeline", to=1),
         ]
 
@@ -189,6 +199,8 @@ def test_what_is_large_or_of_no_whole_words_is_not_pushed(tmp_path: Path):
         ("all_gather", (1, room // 4 + 1)),
         ("gather_tokens", (3, 5), (3, 1), (3, 1)),
         ("reduce_scatter", (2, 3)),
+        ("dispatch", (3, 5), (3, 1), (3, 1), (1,)),
+        ("collect", (2, 3), (2, 1), (1,)),
         ("send", (3, 5)),
     ]
 

@@ -234,3 +234,19 @@ def test_explain_counts_the_linears_of_each_format(tmp_path: Path, capsys: pytes
     lines = dict(explain.describe({**explain.sizes(graph, config)}, config))
     assert lines["activations"] == "fp8[1, *] in 8 linears, where there are many rows"
     assert "activations" not in dict(explain.describe(explain.sizes(compile_graph(config), config), config))
+
+
+def test_experts_that_keep_their_activations_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    folder = tiny.save("qwen3_moe", tmp_path / "plain")
+    common = [f"checkpoint={folder}", "quant=fp8", "level=0", "dtype=fp32", "device=cpu"]
+    line = "quant.act=fp8: activations of experts in fp8[1, *] stay in fp32"
+    config = load([*common, "job=explain", "quant.act=fp8"])
+    graph = compile_graph(config, target=HOPPER)
+    assert dict(explain.describe(explain.sizes(graph, config), config))["activations"] == line
+    why = {note for node in graph.programs["body"].nodes for note in node.meta.get("notes", ())}
+    assert line.partition(": ")[2] in why
+    asked = [*common, "quant.act=fp8", "serve.kv_cache_memory=4194304", f"cache={tmp_path / 'cache'}"]
+    LLMEngine.from_config(load(asked)).close()
+    assert f"atom-run: {line}\n" in capfd.readouterr().err
+    plain = load([*common, "job=explain"])
+    assert explain.sizes(compile_graph(plain, target=HOPPER), plain)["left_plain"] == []

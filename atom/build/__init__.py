@@ -6,7 +6,7 @@ engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
 from atom.build.adapters import open_adapters
 from atom.build.calibration import formats_made
 from atom.build.checks import check_kv_scales, left_out, mtp_patterns
-from atom.build.compiling import compile_with, digest_of, refuse_act
+from atom.build.compiling import compile_with, digest_of, left_plain, refuse_act
 from atom.build.engine import open_engine
 from atom.build.kv_blocks import cache_kinds, kinds_of_all, plan_stages
 from atom.build.kv_scales import gather_kv_scales, set_kv_scales
@@ -27,6 +27,7 @@ __all__ = [
     "gather_kv_scales",
     "kinds_of_all",
     "left_out",
+    "left_plain",
     "limits_of",
     "load_weights",
     "mtp_patterns",

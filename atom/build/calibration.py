@@ -7,26 +7,33 @@ from pathlib import Path
 from atom.build.report import log
 from atom.cache import Cache
 from atom.checkpoint import Checkpoint, Tokenizer
+from atom.compiler import semantic_graph
 from atom.config import Config, QuantConfig
 from atom.errors import ConfigError, RequestError
 from atom.frontend import build
-from atom.graph import HEAD, Graph
+from atom.graph import HEAD, Graph, Quantize
 from atom.graph.recipe_contents import packed_to
+from atom.graph.recipes import leaves
 from atom.kernels import Target
 from atom.passes.context import PassContext
 from atom.passes.lower_moe import lower_moe
 from atom.runtime.kv_scales import PROMPT
 from atom.runtime.vocabulary import Vocabulary
-from atom.weights.calibration import MAX_TOKENS, Calibration
-from atom.weights.quantize import takes_importance
+from atom.weights.calibration import MAX_TOKENS, Calibration, read_built_in_text
+from atom.weights.quantize import is_calibrated
 
 
 def plan_calibration(
-    graph: Graph, checkpoint: Checkpoint, config: Config, cache: Cache, tokenizer: Tokenizer | None = None
+    graph: Graph,
+    checkpoint: Checkpoint,
+    config: Config,
+    cache: Cache,
+    sources: str,
+    tokenizer: Tokenizer | None = None,
 ) -> Calibration | None:
-    """Plan the calibration of weights that are packed to 4 bits; None: without one, or there are no such weights."""
-    formats = [fmt for fmt in formats_made(graph) if takes_importance(fmt)]
-    if not formats or config.quant.calibration == "none":
+    """Plan the calibration of weights that are packed while they load; None: there are none that it rounds."""
+    formats = [fmt for fmt in formats_made(graph) if is_calibrated(fmt, config.quant.calibration)]
+    if not formats:
         return None
     text, tokens = read_calibration_text(config), list[int]()
     try:
@@ -41,7 +48,13 @@ def plan_calibration(
             raise ConfigError(f"quant.calibration={config.quant.calibration}: the checkpoint has {why}; leave it out")
         log(f"{formats[0]}: the checkpoint has {why}; weights are rounded to the nearest")
         return None
-    return Calibration(plain_graph(config), tokens, checkpoint, cache)
+    rounded = {
+        leaf.name: recipe.fmt
+        for recipe in semantic_graph(config).recipes()
+        if isinstance(recipe, Quantize) and recipe.fmt in formats
+        for leaf in leaves(recipe.part)
+    }
+    return Calibration(plain_graph(config), rounded, tokens, checkpoint, cache, sources)
 
 
 def formats_made(graph: Graph) -> dict[str, None]:
@@ -61,12 +74,12 @@ def plain_graph(config: Config) -> Graph:
 def read_calibration_text(config: Config) -> str:
     """The text that quant.calibration names. ConfigError where it cannot be read."""
     path = config.quant.calibration
-    if path == "auto":
-        return PROMPT
+    if path in ("auto", "prompt"):
+        return PROMPT + "\n" + read_built_in_text()
     try:
         text = Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"quant.calibration={path}: {error}; set it to a text file, auto or none") from None
+        raise ConfigError(f"quant.calibration={path}: {error}; set it to a text file, auto, prompt or none") from None
     if not text.strip():
         raise ConfigError(f"quant.calibration={path}: the file is empty")
     return text

@@ -17,6 +17,7 @@ from atom.config import Config
 from atom.config.checkpoint import is_here
 from atom.errors import UnsupportedError
 from atom.graph import Graph, show
+from atom.passes.quantize import leaves_act
 from atom.runtime import memory
 
 
@@ -37,7 +38,10 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
     try:
         if checkpoint is None and is_here(config):
             checkpoint = open_checked(config, progress, opened)
-        return compile_model(config, progress, cache, check=check, stage=stage)
+        compiled = compile_model(config, progress, cache, check=check, stage=stage)
+        for line in left_plain(compiled.graph, config):
+            log(f"quant.act={config.quant.act}: {line}")
+        return compiled
     finally:
         opened.close()
         for line in cache.warnings:
@@ -51,6 +55,12 @@ def refuse_act(graph: Graph, config: Config) -> None:
         if "act" in node.kwargs and node.meta.get("kernel") == "reference" and config.level != 0:
             reasons = "; ".join(node.meta["notes"])
             raise UnsupportedError(f"quant.act={config.quant.act}: {reasons}; leave quant.act out")
+
+
+def left_plain(graph: Graph, config: Config) -> list[str]:
+    """What quant.act asks for and experts do not get, in words: their kernels multiply fp8 in blocks of 128 x 128."""
+    nodes = (node for program in graph.programs.values() for node in program.nodes)
+    return [*dict.fromkeys(filter(None, map(leaves_act, nodes)))] if config.quant.asks_act else []
 
 
 def digest_of(graph: Graph) -> str:

@@ -51,7 +51,8 @@ def load_weights(
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates, place)
     cache = Cache(settings.cache_of(config))
-    calibration = plan_calibration(graph, checkpoint, config, cache, tokenizer)
+    sources = sources_of(*WEIGHT_SOURCES)
+    calibration = plan_calibration(graph, checkpoint, config, cache, sources, tokenizer)
     tensors = weights.load(
         graph.recipes(),
         checkpoint,
@@ -60,7 +61,7 @@ def load_weights(
         cache,
         coordinates,
         place,
-        sources=sources_of(*WEIGHT_SOURCES),
+        sources=sources,
         calibration=calibration,
     )
     for line in cache.warnings:

@@ -11,7 +11,7 @@ from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.config.schema import Config, ModelConfig, QuantConfig
 from atom.config.spelling import did_you_mean
 from atom.config.stored_names import expert_names, find_modules
-from atom.dtypes import FORMATS, FOUR_BITS, GGUF_FORMATS, ONLINE
+from atom.dtypes import FORMATS, GGUF_FORMATS, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 
 MODELOPT_FP4 = "modelopt_fp4"  # vLLM's name for modelopt's NVFP4
@@ -66,8 +66,8 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
         raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
     kinds = {each.partition("[")[0] for each in (fmt, experts, head) if each}
-    if quant.calibration not in ("auto", "none") and not kinds & {*FOUR_BITS}:
-        why = "no weight is packed to 4 bits while it loads, as quant=int4 does"
+    if quant.calibration not in ("auto", "none") and not kinds & {*ONLINE}:
+        why = "no weight is packed while it loads, as quant=int4 does"
         raise ConfigError(f"quant.calibration={quant.calibration}: {why}; leave it out")
     return replace(quant, fmt=fmt, experts=experts, head=head or "plain", kv="auto")
 

@@ -219,7 +219,7 @@ class QuantConfig:
     experts: str | None = None  # of experts; null: as fmt
     head: str = "plain"  # of the head: plain, or a format
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
-    calibration: str = "auto"  # of 4 bits: auto | none | FILE; auto: a built-in prompt; none: round to the nearest
+    calibration: str = "auto"  # auto | prompt | none | FILE; auto: 4 bits, on a built-in text; none: to the nearest
     act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
     kv: str = one_of("auto", "fp8")  # of the KV cache; auto: serve.kv_cache_dtype
     method: str | None = None  # quant_method that a packed checkpoint must have, and that a plain one is packed to

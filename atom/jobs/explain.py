@@ -26,7 +26,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.build import cache_kinds, digest_of, formats_made, limits_of, mtp_patterns
+from atom.build import cache_kinds, digest_of, formats_made, left_plain, limits_of, mtp_patterns
 from atom.cache import Cache, key_of
 from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
@@ -46,7 +46,7 @@ from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts, prefill_limit
 from atom.kernels import Target, find_target, tuned
 from atom.passes import PassReport
 from atom.pieces import identity
-from atom.weights.quantize import takes_importance
+from atom.weights.quantize import is_calibrated
 
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
@@ -174,10 +174,11 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
             fmt: {"stored_bytes": stored[fmt], "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
             for fmt, _ in (stored | Counter({fmt: size for fmt, size in held.items() if fmt not in BITS})).most_common()
         },
-        **({"calibration": config.quant.calibration} if any(map(takes_importance, formats_made(graph))) else {}),
+        **({"calibration": config.quant.calibration} if _may_calibrate(graph, config) else {}),
         "activations": Counter(
             node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
         ),
+        "left_plain": left_plain(graph, config),
         "left_out": mtp_patterns(config),
         **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
         **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
@@ -290,11 +291,18 @@ def limits(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str,
     }
 
 
+def _may_calibrate(graph: Graph, config: Config) -> bool:
+    """Whether weights are calibrated, or would be without quant.calibration=none."""
+    calibration = "auto" if config.quant.calibration == "none" else config.quant.calibration
+    return any(is_calibrated(fmt, calibration) for fmt in formats_made(graph))
+
+
 def _rounding(calibration: str) -> str:
     if calibration == "none":
         return "4 bits to the nearest: quant.calibration=none"
-    text = "the built-in prompt, if there is a tokenizer" if calibration == "auto" else calibration
-    return f"4 bits calibrated on {text}"
+    is_built_in = calibration in ("auto", "prompt")
+    text = "the built-in text, if there is a tokenizer" if is_built_in else calibration
+    return f"{'4 bits' if calibration == 'auto' else 'packed weights'} calibrated on {text}"
 
 
 def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
@@ -338,6 +346,8 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         yield "rounding", _rounding(result["calibration"])
     for act, num_linears in result["activations"].items():
         yield "activations", f"{act} in {num_linears} linears, where there are many rows"
+    for line in result["left_plain"]:
+        yield "activations", f"quant.act={config.quant.act}: {line}"
     if "draft_bytes" in result:
         yield "drafts", f"{_size(result['draft_bytes'])} of weights are read for a token of a sequence"
     if "draft_counts" in result:

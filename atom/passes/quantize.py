@@ -5,7 +5,8 @@
     o = linear(a, W("o", …, fmt="fp8"), act="fp8")      o = linear(a, W("o", …, fmt="fp8"))
 
 Other weights are unpacked while they load. Activations that no kernel multiplies in their format stay in x's dtype,
-which is more exact, unless that format was asked for: then the call is left to the reference body.
+which is more exact, unless that format was asked for: then the call is left to the reference body. Experts whose
+weights have no such product keep them so even then, and the text says why.
 
 Where joined parts end within a block, as 192 rows do in blocks of 128, `regroup` repeats their scales for blocks of the
 greatest common divisor; so q, k and v with a scale each get one for each row.
@@ -21,11 +22,12 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from atom.graph import Dequantize, Graph, Recipe
+from atom.graph import Dequantize, Graph, Recipe, ops
 from atom.graph.formats import FormatError
 from atom.graph.graph import type_of
 from atom.graph.parts import aligned, has_parts, parts_of
-from atom.graph.recipe_contents import packed_while_loading
+from atom.graph.recipe_contents import packed_to, packed_while_loading
+from atom.graph.recipes import leaves
 from atom.passes.context import PassContext
 
 
@@ -36,6 +38,8 @@ def quantize(graph: Graph, context: PassContext) -> Graph:
             weight = node.args[place]
             if "act" in node.kwargs and not context.keeps_act:
                 graph.num_rewrites += _drop_act(node, _refusals(node, place, context))
+            if context.keeps_act and (why := leaves_act(node)):
+                node.meta.setdefault("refused", []).append(why)
             if isinstance(weight, Recipe) and has_parts(weight):
                 readers.setdefault(weight, []).append((node, place))
     for weight, calls in readers.items():
@@ -44,6 +48,16 @@ def quantize(graph: Graph, context: PassContext) -> Graph:
             node.update_arg(place, made)
             graph.num_rewrites += 1
     return graph
+
+
+def leaves_act(node: Node) -> str | None:
+    """What the activations of packed experts stay in, in words; None where they have a format, and of other calls."""
+    if node.target not in (ops.experts, ops.grouped_linear) or "act" in node.kwargs:
+        return None
+    weights = [node.args[place] for place in node.target.weights if isinstance(node.args[place], Recipe)]
+    formats = {fmt for weight in weights for fmt in (*packed_to(weight), *(leaf.type.fmt for leaf in leaves(weight)))}
+    packed = ", ".join(sorted(fmt for fmt in formats if fmt is not None))
+    return f"activations of experts in {packed} stay in {type_of(node.args[0]).dtype}" if packed else None
 
 
 def _drop_act(node: Node, refusals: Sequence[str] | None) -> bool:

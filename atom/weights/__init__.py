@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from atom.cache import Cache
-from atom.checkpoint import SILENT, Checkpoint, Progress, StoredTensor
+from atom.checkpoint import SILENT, Checkpoint, JoinedCheckpoint, Progress, StoredTensor
 from atom.config import ModelConfig
 from atom.dtypes import FLOAT_DTYPES
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
@@ -53,11 +53,11 @@ from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipe_contents import held_bytes, lora_stack_of, packed_to, packed_while_loading, shuffled_alone
 from atom.graph.recipes import Measured, leaves
 from atom.kernels import shuffle
-from atom.weights.calibration import Calibration, Moments, importance_of
+from atom.weights.calibration import PREFIX, Calibration
 from atom.weights.evaluate import Loaded, Place, split_recipe
 from atom.weights.localize import localize
 from atom.weights.packed_store import PackedStore
-from atom.weights.quantize import quantize, takes_importance
+from atom.weights.quantize import quantize
 from atom.weights.rope import rope_freqs
 from atom.weights.sources import MappedSource, RandomSource, WeightSource
 from atom.weights.stream import StreamedSource
@@ -182,7 +182,7 @@ def load(
     sources: a digest of the code that does so, with which it is kept
     coordinates: of the rank whose parts are loaded; None: there is one rank
     place: takes each weight to where it is to be; None: it stays where it was made
-    calibration: has what weights of 4 bits are multiplied with, by which they are rounded; None: to the nearest
+    calibration: rounds weights by what they are multiplied with; None: to the nearest
     """
 
     def load_plain(recipe: Recipe) -> Any:
@@ -191,42 +191,44 @@ def load(
     own = {recipe: recipe if coordinates is None else localize(recipe, coordinates) for recipe in recipes}
     ordered = sorted({*own.values()}, key=lambda recipe: -recipe.type.num_bytes)  # so the readers end together
     key = None if calibration is None else calibration.key
+
+    def is_rounded(recipe: Recipe) -> bool:
+        return calibration is not None and calibration.find(recipe) is not None
+
     with (
-        nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache, device, sources, key) as store,
-        returned_memory(),
-    ):
-        moments: Moments = {}
-        if calibration is not None and _has_to_round(ordered, store):
-            moments = calibration.moments(load_plain, device, progress)
+        nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache, device, sources, key, is_rounded)
+    ) as store:
+        opened = checkpoint if store is None else store.checkpoint
+        rounded = None if calibration is None or _is_all_kept(ordered, store, calibration) else calibration
+        if rounded is not None:
+            opened = JoinedCheckpoint(opened, rounded.open(load_plain, device, progress), PREFIX)
+
+        def num_bytes_to_read(recipe: Recipe) -> int:
+            """Of a recipe's tensor, in the dtypes that it is filled in: plain where it is packed now."""
+            is_kept = store is not None and store.is_kept
+            is_made = not is_kept and not all(map(is_rounded, packed_while_loading(recipe)))
+            return recipe.type.plain.num_bytes if is_made else recipe.type.num_bytes
+
         with (
-            progress.task("loading weights", sum(_bytes_to_read(recipe, store) for recipe in ordered)) as task,
+            returned_memory(),
+            progress.task("loading weights", sum(map(num_bytes_to_read, ordered))) as task,
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
-            opened = checkpoint if store is None else store.checkpoint
             source = (
                 MappedSource(opened, task.advance)
                 if device == "cpu"
                 else StreamedSource(opened, torch.device(device), task.advance)
             )
-            source.packed, source.moments = store, moments
+            source.packed, source.calibration = store, rounded
             made = make_all(ordered, source, device, place)
     return {recipe: made[local] for recipe, local in own.items()}
 
 
-def _has_to_round(recipes: Iterable[Recipe], store: PackedStore | None) -> bool:
-    """Whether weights are rounded by the importance of their columns, and not kept from an earlier start."""
-    return any(
-        any(map(takes_importance, packed_to(recipe)))
-        and not (store is not None and store.is_kept and any(packed_while_loading(recipe)))
-        for recipe in recipes
-    )
-
-
-def _bytes_to_read(recipe: Recipe, store: PackedStore | None) -> int:
-    """Of a recipe's tensor, in the dtypes that it is filled in: plain where it is packed now."""
-    is_made = any(packed_while_loading(recipe)) and not (store is not None and store.is_kept)
-    return recipe.type.plain.num_bytes if is_made else recipe.type.num_bytes
+def _is_all_kept(recipes: Iterable[Recipe], store: PackedStore | None, calibration: Calibration) -> bool:
+    """Whether all that a calibration rounds is kept in layouts from an earlier start."""
+    rounded = (recipe for recipe in recipes if not calibration.formats.isdisjoint(packed_to(recipe)))
+    return all(store is not None and store.has_laid_out(recipe) for recipe in rounded)
 
 
 @contextmanager
@@ -319,14 +321,13 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
         joined = [_packed(part, source, device) for part in parts_of_it]
         source.flush()
         return _joined(recipe, joined)
-    parts: Mapping[str, Recipe] | None = source.packed.find(recipe) if source.packed else None
+    parts = source.find(recipe)
     if source.is_random or (isinstance(recipe, Quantize) and parts is None):
         plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
         tensor = _fill(plain, _empty(plain.type, device), source)
         source.flush()
-        importance = importance_of(plain, source.moments)
-        made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor, importance))
-        if source.packed:
+        made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
+        if source.packed and isinstance(recipe, Quantize):
             source.packed.write(recipe, made.parts)
         return made
     parts = parts or parts_of(recipe)

@@ -1,26 +1,25 @@
-"""Measure the mean squares of what linears multiply, by column, over a prompt.
+"""Round weights by what linears multiply them with over a prompt.
 
-    moments = measure_moments(graph, tokens, weights)     # {name of a stored tensor: fp32}
-    importance = importance_of(recipe, moments)           # of the columns of a recipe's tensor
+    calibration = Calibration(graph, formats, tokens, checkpoint, cache, sources)
+    checkpoint = calibration.open(weights, device, progress)      # of the rounded weights, made by the first start
+    parts = calibration.find(quantize(W("up"), "int4[1, 128]"))   # recipes of its parts; None: it has none
 
-They weight the errors of numbers of 4 bits (`quantize.py`): a column that is multiplied with large numbers is rounded
-with less error, at the cost of others. The graph is that of the plain model, run by the reference bodies; a weight is
-loaded when its linear runs, and dropped behind it. A moment has the dims of its tensor with one row, bf16[1536, 576]
-has fp32[1, 576], so that recipes rearrange both alike. Weighting errors so is a diagonal of what GPTQ minimizes
-(Frantar et al. 2023).
+The graph is that of the plain model, run by the reference bodies; a weight is loaded when its linear runs, rounded, and
+dropped behind it. A linear's is rounded by the moment of its inputs, the mean of x xᵀ (`gptq.py`); experts, of which
+some see few tokens, by the mean squares of their columns alone. What is made is a packed checkpoint, whose tensors are
+whole stored tensors [.., O, I]: recipes take ranges of them and join them as they do with any other.
 """
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -29,152 +28,262 @@ from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
 from atom.checkpoint import Checkpoint, Progress
 from atom.errors import ArtifactError
-from atom.graph import BODY, HEAD, Cat, Dequantize, Full, Graph, Recipe, Shift, Slice, Stack, Transpose, W, ops, show
-from atom.graph.interpret import Weights, interpret
+from atom.graph import (
+    BODY,
+    HEAD,
+    Cat,
+    Dequantize,
+    Graph,
+    Mesh,
+    Quantize,
+    Recipe,
+    Slice,
+    Stack,
+    Transpose,
+    Type,
+    W,
+    ops,
+    show,
+)
+from atom.graph.formats import FormatError, block_of
+from atom.graph.interpret import Weights, interpret_ranks
+from atom.graph.parts import parts_of
+from atom.graph.recipes import leaves
+from atom.weights.gptq import Turns, plan_turns
+from atom.weights.packed_file import PackedFile
 from atom.weights.packed_store import describe_file
+from atom.weights.quantize import quantize
 
-VERSION = 1
-MAX_TOKENS = 512  # of the prompt
+MAX_TOKENS = 4096  # of the prompt
+MAX_LENGTH = 1024  # tokens of a sequence of it
+MAX_COLUMNS = 1 << 14  # of a linear that is rounded by the whole moment, whose size is their square
 PRIOR_ROWS = 4.0  # of the mean over all experts, added to an expert's own
-FILE = "moments.npz"
+PREFIX = "rounded:"  # ahead of the names of rounded tensors
 
-Moments = Mapping[str, Tensor]
+Visit = Callable[[Recipe, Tensor], None]
 
 
-def measure_moments(graph: Graph, tokens: Sequence[int], weights: Weights, device: str = "cpu") -> dict[str, Tensor]:
-    """The moments of a plain graph's linears, by the names of their weights' stored tensors.
+def measure_moments(graph: Graph, tokens: Sequence[int], weights: Weights, visit: Visit, device: str = "cpu") -> None:
+    """Run a plain graph over a prompt, in sequences of MAX_LENGTH tokens.
 
+    visit: gets each linear's weight with its inputs' moment, fp32[I, I], or of experts the mean squares, fp32[E, 1, I];
+    linears of the same input get the same tensor, one after the other
     weights: loads a recipe's tensor
     """
-    moments: dict[str, Tensor] = {}
+    sequences = [tokens[start : start + MAX_LENGTH] for start in range(0, len(tokens), MAX_LENGTH)]
+    calls: list[Sequence[Any]] = []  # arguments of a call, by sequence
+    last: tuple[Tensor | None, Tensor | None] = (None, None)  # an input of the first sequence, and the moment of all
 
     def watch(node: Node, args: Sequence[Any]) -> None:
-        if node.target is ops.linear:
-            moment = args[0].float().square().mean(0, keepdim=True)
-        elif node.target is ops.grouped_linear:
-            moment = _by_expert(args[0], args[2])
-        else:
+        nonlocal last
+        calls.append(args)
+        if len(calls) < len(sequences):
             return
-        _assign(node.args[1], moment.cpu(), moments)
+        if node.target is ops.linear:
+            moment = last[1] if last[0] is calls[0][0] else None
+            if moment is None:
+                moment = _moment([x for x, *_ in calls])
+                last = calls[0][0], moment
+            visit(node.args[1], moment)
+        elif node.target is ops.grouped_linear:
+            visit(node.args[1], _by_expert([(x, ends.tolist()) for x, _, ends, *_ in calls]))
+        calls.clear()
 
-    inputs = {"tokens": torch.tensor(tokens, device=device), "positions": torch.arange(len(tokens), device=device)}
+    num_sequences = len(sequences)
+    of_each = [lru_cache(2)(weights)] * num_sequences  # a call's weights are loaded once
+    inputs = [
+        {"tokens": torch.tensor(each, device=device), "positions": torch.arange(len(each), device=device)}
+        for each in sequences
+    ]
     with torch.inference_mode():
-        hidden = interpret(graph, BODY, inputs, weights, watch=watch)
+        hidden = interpret_ranks([graph], BODY, inputs, of_each, Mesh(num_sequences), watch=watch)
         if HEAD in graph.programs:
-            interpret(graph, HEAD, {"hidden": hidden}, weights, watch=watch)
-    return moments
+            rows = [{"hidden": each} for each in hidden]
+            interpret_ranks([graph], HEAD, rows, of_each, Mesh(num_sequences), watch=watch)
 
 
-def _by_expert(x: Tensor, ends: Tensor) -> Tensor:
-    """x [P, I], sorted by expert -> fp32[E, 1, I]; an expert of few rows has more of the mean over all."""
-    squares, stops = x.float().square(), ends.tolist()
-    mean = squares[: stops[-1]].mean(0)
-    of_experts = [squares[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+def _moment(inputs: Sequence[Tensor]) -> Tensor:
+    """x [T, I] of each sequence -> fp32[I, I], or its diagonal fp32[1, I] where that is too large"""
+    x = torch.cat([*inputs]).float()
+    return x.square().mean(0, keepdim=True) if x.shape[1] > MAX_COLUMNS else x.T @ x / len(x)
+
+
+def _by_expert(calls: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
+    """x [P, I] of each sequence, sorted by expert, and its experts' ends -> fp32[E, 1, I]
+
+    An expert of few rows has more of the mean over all.
+    """
+    of_calls = []
+    for x, ends in calls:
+        squares = x.float().square()
+        of_calls.append([squares[start:stop] for start, stop in zip([0, *ends], ends, strict=False)])
+    of_experts = [torch.cat(rows) for rows in zip(*of_calls, strict=True)]
+    mean = torch.cat(of_experts).mean(0)
     return torch.stack([(rows.sum(0) + PRIOR_ROWS * mean) / (len(rows) + PRIOR_ROWS) for rows in of_experts])[:, None]
 
 
-def _assign(recipe: Recipe, moment: Tensor, moments: dict[str, Tensor]) -> None:
-    """Give a moment to the stored tensors of a weight. Those of which a weight has some of the columns get none."""
+def units_of(recipe: Recipe, moment: Tensor) -> Iterator[tuple[str, Recipe, Tensor]]:
+    """The stored tensors of a linear's weight: name, recipe [.., O, I] and moment.
+
+    Those of which a weight has some of the columns are left out.
+    """
     match recipe:
-        case W(name):
-            moments[name] = moment.clone(memory_format=torch.contiguous_format)
-        case Cat(parts, dim):
+        case W(name) | Dequantize(W(name)) | Transpose(W(name), -2):
+            yield name, recipe, moment
+        case Cat(parts, dim) if dim < len(recipe.type.shape) - 1:
             start = 0
             for part in parts:
                 size = int(part.type.shape[dim])
-                _assign(part, moment if moment.shape[dim] == 1 else moment.narrow(dim, start, size), moments)
+                is_of_rows = dim == len(recipe.type.shape) - 2
+                yield from units_of(part, moment if is_of_rows else moment.narrow(dim, start, size))
                 start += size
         case Stack():
             for at, expert in enumerate(range(recipe.start, recipe.stop)):
-                _assign(recipe.of(expert), moment[at], moments)
-        case Slice(part, dim=dim) if moment.shape[dim] == 1:
-            _assign(part, moment, moments)
-        case Transpose(part, dim):
-            _assign(part, moment.transpose(dim, dim + 1), moments)
-        case Dequantize(part) | Shift(part):
-            _assign(part, moment, moments)
+                yield from units_of(recipe.of(expert), moment[at])
+        case Slice(part, dim=dim) if dim == len(recipe.type.shape) - 2:
+            yield from units_of(part, moment)
+        case Transpose(Slice(part, dim=dim), -2) if dim == len(recipe.type.shape) - 1:
+            yield from units_of(Transpose(part), moment)
 
 
-def importance_of(recipe: Recipe, moments: Moments) -> Tensor | None:
-    """The moments of a recipe's columns, in its dims with one row; None where one is not known."""
-    match recipe:
-        case W(name):
-            return moments.get(name)
-        case Full():
-            return torch.zeros(*map(int, recipe.type.shape[:-2]), 1, int(recipe.type.shape[-1]))
-        case Stack():
-            return _joined([importance_of(recipe.of(each), moments) for each in range(recipe.start, recipe.stop)], None)
-        case Cat(parts, dim):
-            found = [(part, importance_of(part, moments)) for part in parts]
-            if dim >= len(recipe.type.shape) - 2 and all(each is None or each.shape[dim] == 1 for _, each in found):
-                return next((each for part, each in found if not isinstance(part, Full)), None)  # rows, of one input
-            return _joined([each for _, each in found], dim)
-        case Slice(part, start, stop, dim, step):
-            whole = importance_of(part, moments)
-            if whole is None or whole.shape[dim] == 1:
-                return whole
-            return whole[(slice(None),) * dim + (slice(start, stop, step),)]
-        case Transpose(part, dim):
-            whole = importance_of(part, moments)
-            return None if whole is None else whole.transpose(dim, dim + 1)
-        case Dequantize(part) | Shift(part):
-            return importance_of(part, moments)
-    return None
-
-
-def _joined(found: Sequence[Tensor | None], dim: int | None) -> Tensor | None:
-    """Moments along a dim, or along a new first one; None where one is not known."""
-    known = [each for each in found if each is not None]
-    if len(known) < len(found):
-        return None
-    return torch.stack(known) if dim is None else torch.cat(known, dim)
+def read_built_in_text() -> str:
+    """Prose, verse, dialogue and code; what is quoted is in the public domain."""
+    return Path(__file__).with_name("calibration.txt").read_text(encoding="utf-8")
 
 
 class Calibration:
-    """The moments of a plain graph's linears over a prompt, kept in the cache folder by the checkpoint's files."""
+    """The rounded weights of a model, kept by the checkpoint's files, the prompt and the formats."""
 
-    def __init__(self, graph: Graph, tokens: Sequence[int], checkpoint: Checkpoint, cache: Cache) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        formats: Mapping[str, str],
+        tokens: Sequence[int],
+        checkpoint: Checkpoint,
+        cache: Cache,
+        sources: str = "",
+    ) -> None:
+        """formats: of stored tensors, by name. sources: a digest of what makes tensors"""
         self._graph, self._tokens, self._cache = graph, tokens, cache
+        self.formats = {*formats.values()}
+        self._types = {  # of what is rounded, by name
+            name: replace(unit.type, fmt=formats[name])
+            for weight, moment in _weights_of(graph)
+            for name, unit, _ in units_of(weight, moment)
+            if name in formats and int(unit.type.shape[-1]) % block_of(replace(unit.type, fmt=formats[name]))[-1] == 0
+        }
         ingredients = {
             "files": "; ".join(map(describe_file, checkpoint.files())),
+            "reading": digest(checkpoint.reading),
             "model": digest(show(graph)),
+            "formats": digest(repr(sorted(self._types.items()))),
             "prompt": digest(" ".join(map(str, tokens))),
-            "calibration": str(VERSION),
+            "sources": sources,
         }
         self.key = key_of(ingredients)
-        self._about = {"name": f"inputs of linears of {checkpoint.location}", "ingredients": ingredients}
+        about = {
+            "name": f"calibrated {', '.join(dict.fromkeys(formats.values()))} of {checkpoint.location}",
+            "ingredients": ingredients,
+        }
+        self._parts = {name: parts_of(W(name, type)) for name, type in self._types.items()}
+        parts = [next(leaves(part)) for each in self._parts.values() for part in each.values()]
+        self._file = PackedFile(parts, cache, self.key, about)
 
-    def moments(self, weights: Weights, device: str, progress: Progress) -> Moments:
-        """The moments that are kept, or else measured; of several processes one measures, and the others wait.
+    def find(self, recipe: Recipe) -> dict[str, Recipe] | None:
+        """The parts of a weight that is packed while it loads, as recipes of the rounded tensors; None: it has none."""
+        whole = _packed(recipe.part, self._types) if isinstance(recipe, Quantize) else None
+        if whole is None or whole.type.fmt != recipe.type.fmt:
+            return None
+        with suppress(FormatError):  # blocks are cut
+            return parts_of(whole)
+        return None
 
-        weights: loads a recipe's tensor to the device
+    def open(self, weights: Weights, device: str, progress: Progress) -> Checkpoint:
+        """The rounded weights that are kept, or else made; of several processes one makes them, and the others wait.
+
+        weights: loads a recipe's tensor to the device. ArtifactError where they cannot be kept
         """
-        if kept := self._read():
-            return kept
-        with progress.task("calibrating"), self._cache.lock(WEIGHTS, self.key):
-            if kept := self._read():
-                return kept
-            moments = measure_moments(self._graph, self._tokens, weights, device)
-            with suppress(ArtifactError):  # without room for it, the next start measures again
-                self._cache.publish(WEIGHTS, self.key, {FILE: _to_bytes(moments)}, self._about)
-        print(f"atom-run: calibrated {len(moments)} weights on {len(self._tokens)} tokens", file=sys.stderr)
-        return moments
+        kept = self._file.open()
+        if kept is None:
+            with self._cache.lock(WEIGHTS, self.key):
+                kept = self._file.open() or self._make(weights, device, progress)
+        return kept
 
-    def _read(self) -> Moments:
-        """Those that are kept; empty without any, or where they cannot be read."""
-        folder = self._cache.find(WEIGHTS, self.key)
+    def _make(self, weights: Weights, device: str, progress: Progress) -> Checkpoint:
         try:
-            return {} if folder is None else read_moments(folder / FILE)
-        except (OSError, ValueError, EOFError, BadZipFile):
-            return {}
+            if not self._file.begin():
+                raise OSError(self._cache.warnings[-1])
+            self._round(weights, device, progress)
+            self._file.publish()
+        except OSError as error:
+            fix = "set cache= to a folder with more room, or quant.calibration=none"
+            raise ArtifactError(f"calibrated weights cannot be kept in {self._cache.folder}: {error}; {fix}") from None
+        finally:
+            self._file.discard()
+        print(f"atom-run: calibrated {len(self._types)} weights on {len(self._tokens)} tokens", file=sys.stderr)
+        kept = self._file.open()
+        assert kept is not None, "it was stored just now"
+        return kept
+
+    def _round(self, weights: Weights, device: str, progress: Progress) -> None:
+        """Round every tensor once, behind the first linear that multiplies it."""
+        missing = {*self._types}
+        last: tuple[Tensor | None, Turns | None] = (None, None)  # a moment, and its turns
+
+        def visit(weight: Recipe, moment: Tensor) -> None:
+            nonlocal last
+            for name, unit, own in units_of(weight, moment):
+                if name not in missing:
+                    continue
+                by: Tensor | Turns = own
+                if own.dim() == 2 and len(own) > 1:
+                    if last[0] is not own:
+                        last = own, plan_turns(own, len(self._tokens))
+                    by = last[1] or own.diagonal()[None]
+                made = quantize(self._types[name].fmt or "", weights(unit), by)
+                self._file.write({next(leaves(part)).name: made[key] for key, part in self._parts[name].items()})
+                missing.remove(name)
+                task.advance(1)
+
+        with progress.task("calibrating", len(missing), in_bytes=False) as task:
+            measure_moments(self._graph, self._tokens, weights, visit, device)
+        assert not missing, f"{missing} are of no linear that ran"
 
 
-def _to_bytes(moments: Moments) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, **{name: moment.numpy() for name, moment in moments.items()})  # type: ignore[arg-type]
-    return file.getvalue()
+def _weights_of(graph: Graph) -> Iterator[tuple[Recipe, Tensor]]:
+    """The weights of a graph's linears, with moments of the right dims that have no numbers."""
+    for node in (node for program in graph.programs.values() for node in program.nodes):
+        if node.target in (ops.linear, ops.grouped_linear):
+            *experts, _, columns = map(int, node.args[1].type.shape)
+            yield node.args[1], torch.empty(*experts, 1, columns, device="meta")
 
 
-def read_moments(path: Path) -> Moments:
-    with np.load(path, allow_pickle=False) as kept:
-        return {name: torch.from_numpy(kept[name]) for name in kept}
+def _packed(recipe: Recipe, types: Mapping[str, Type], is_transposed: bool = False) -> Recipe | None:
+    """The rounded tensors of a plain recipe [.., O, I], or [.., I, O] if it is transposed; None without them."""
+
+    def dim_of(dim: int) -> int:
+        last = len(recipe.type.shape) - 1
+        return 2 * last - 1 - dim if is_transposed and dim >= last - 1 else dim
+
+    match recipe:
+        case W(name) | Dequantize(W(name)):
+            return W(PREFIX + name, types[name]) if name in types else None
+        case Transpose(part, -2):
+            return _packed(part, types, not is_transposed)
+        case Slice(part, start, stop, dim, step):
+            whole = _packed(part, types, is_transposed)
+            return None if whole is None else Slice(whole, start, stop, dim_of(dim), step)
+        case Cat(parts, dim):
+            every = [_packed(part, types, is_transposed) for part in parts]
+            known = tuple(part for part in every if part is not None)
+            return Cat(known, dim_of(dim)) if len(known) == len(parts) else None
+        case Stack(part, start, stop):
+            of_experts = dict(types)
+            for leaf in leaves(part):
+                names = (leaf.name.replace("{expert}", str(expert)) for expert in range(start, stop))
+                found = {types.get(name) for name in names}
+                if len(found) == 1 and (type := found.pop()) is not None:
+                    of_experts[leaf.name] = type
+            stacked = _packed(part, of_experts, is_transposed)
+            return None if stacked is None else Stack(stacked, start, stop)
+    return None

@@ -2,12 +2,14 @@
 
 parts = quantize("fp8[1, *]", weight)                   # {"values": fp8[O, I], "scales": fp32[O, 1]}
 parts = quantize("int4[1, 128]", weight, importance)    # columns of larger importance are rounded with less error
+parts = quantize("int4[1, 128]", weight, turns)         # and errors are made up for in other columns
 
 Numbers are rounded to the nearest that the format has. A block's scale takes its largest number to the format's
 largest; of 4 bits, which are few, other scales are tried too, and that with the least squared error is kept. The
 importance of a column weights its squared errors: with the mean square of what the column is multiplied with
 (`calibration.py`), their sum is about that of the linear's outputs. Integers' scales are then fitted by least squares
-too; without importance that gains nothing, since it clips the largest numbers.
+too; without importance that gains nothing, since it clips the largest numbers. With turns, which know how columns
+depend on each other, numbers are rounded again by these scales as `gptq.py` does.
 """
 
 from __future__ import annotations
@@ -24,46 +26,53 @@ from atom.graph import TORCH_DTYPES
 from atom.graph.formats import parse_format, part_shape
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
+from atom.weights.gptq import MIN_SHARE, Turns, round_in_turns
 
 AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
+AT_ONCE_ON_CPU = 1 << 18  # which stay in a core's cache
 FP8_MAX, FP4_MAX = 448.0, 6.0
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range that a block's largest number asks for
 # the same where columns have an importance; below 0: its sign is that of the smaller half of integers
 WEIGHTED_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, -1.0, -0.9, -0.8, -0.7)
-MIN_SHARE = 0.01  # of the mean importance, that a column has at least
 NUM_FITS = 3  # times that scales are fitted to rounded numbers
 
 Parts = dict[str, Tensor]
 Rule = Callable[[Tensor, Tensor | None, int, int, Tensor | None, torch.dtype], Parts]
 
 
-def takes_importance(fmt: str) -> bool:
-    """Whether the importance of columns changes how numbers of a format are rounded."""
-    return parse_format(fmt).kind in FOUR_BITS
+def is_calibrated(fmt: str, calibration: str) -> bool:
+    """Whether numbers of a format are rounded by what they are multiplied with: `quant.calibration` says so of all
+    formats by naming a text, and else of those of 4 bits alone."""
+    return calibration != "none" and (calibration != "auto" or parse_format(fmt).kind in FOUR_BITS)
 
 
-def quantize(fmt: str, weight: Tensor, importance: Tensor | None = None) -> Parts:
+def quantize(fmt: str, weight: Tensor, importance: Tensor | Turns | None = None) -> Parts:
     """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them
 
-    importance: fp32[..., 1, I] from 0, of columns; None: all are equal
+    importance: fp32[..., 1, I] from 0, of columns, or the turns of a matrix's; None: all are equal
     """
     known = parse_format(fmt)
     parts = {
         name: weight.new_empty([int(dim) for dim in part.shape], dtype=TORCH_DTYPES[part.dtype])
         for name, part in part_types(Type("fp32", tuple(weight.shape), fmt)).items()
     }
+    turns = None
+    if isinstance(importance, Turns):
+        turns, importance = importance, importance.importance
     if importance is not None:
         importance = importance.expand(*weight.shape[:-2], 1, weight.shape[-1]).to(weight.device)
     dtype = parts["values"].dtype
     for matrix, of_columns, of_matrix in _matrices(weight, importance, parts):
         factor = _set_factors(matrix, of_matrix, known)
         rows, columns = (size or dim for size, dim in zip(known.block, matrix.shape, strict=True))
-        step = max(AT_ONCE // matrix.shape[1] // rows * rows, rows)
+        step = max((AT_ONCE_ON_CPU if weight.is_cpu else AT_ONCE) // matrix.shape[1] // rows * rows, rows)
         for start in range(0, len(matrix), step):
             some = matrix[start : start + step].float()
             for name, made in PACK[known.kind](some, of_columns, rows, columns, factor, dtype).items():
                 first = start // rows if known.parts[name].holds == "blocks" else start
                 of_matrix[name][first : first + len(made)] = made
+        if turns is not None:
+            _round_in_turns(matrix.float(), of_matrix, turns, known.kind, rows)
     if "mins" in parts:
         parts["mins"].copy_(parts["scales"] * -(1 << (known.bits - 1)))
     return parts
@@ -110,8 +119,7 @@ def pack_scaled(weight: Tensor, rows: int, columns: int, dtype: torch.dtype) -> 
     largest = blocks.abs().amax((1, 3))
     scales = torch.where(largest > 0, largest, 1) / (FP8_MAX if is_fp8 else 127)
     values = (blocks / scales[:, None, :, None]).view_as(padded)[:num_rows, :num_columns]
-    values = values.clamp_(-FP8_MAX, FP8_MAX) if is_fp8 else values.round_().clamp_(-127, 127)
-    return {"values": values.to(dtype), "scales": scales}
+    return {"values": _nearest_of(dtype)(values).to(dtype), "scales": scales}
 
 
 class Rounded(NamedTuple):
@@ -172,6 +180,27 @@ def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
     return {"values": _pairs(best.numbers), "scales": (best.scales + 127).to(torch.uint8)}
 
 
+def _round_in_turns(weight: Tensor, parts: Parts, turns: Turns, kind: str, rows: int) -> None:
+    """Round a matrix again by the scales of its parts, column by column. rows: of a block"""
+    values, scales = parts["values"], parts["scales"]
+    if kind == "scaled":
+        by_row = scales.repeat_interleave(rows, 0)[: len(weight)]
+        values.copy_(round_in_turns(weight, by_row, turns, _nearest_of(values.dtype)))
+    elif kind == "int4":
+        numbers = round_in_turns(weight, scales.float(), turns, lambda x: x.round_().clamp_(-8, 7))
+        values.copy_(_pairs((numbers + 8).to(torch.uint8)).view_as(values))
+    elif kind == "mxfp4":
+        numbers = round_in_turns(weight, torch.exp2(scales.float() - 127), turns, _nearest_fp4)
+        values.copy_(_pairs(_to_fp4(numbers)).view_as(values))
+
+
+def _nearest_of(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The rounding to fp8 or i8, which may change what it is given; numbers in float32."""
+    if dtype.is_floating_point:
+        return lambda numbers: numbers.clamp_(-FP8_MAX, FP8_MAX).to(dtype).float()
+    return lambda numbers: numbers.round_().clamp_(-127, 127)
+
+
 def pack_nvfp4(weight: Tensor, factor: Tensor) -> Parts:
     """weight fp32[O, 16 B] -> values u8[O, B, 8], scales fp8[O, B], of a tensor with this factor"""
     blocks = weight.view(len(weight), -1, 16)
@@ -200,6 +229,13 @@ def _to_fp4(numbers: Tensor) -> Tensor:
 
 def _from_fp4(numbers: Tensor) -> Tensor:
     return torch.tensor(FP4, device=numbers.device)[numbers.int()]
+
+
+def _nearest_fp4(numbers: Tensor) -> Tensor:
+    """The nearest number of e2m1, whose numbers are 0.5 apart up to 2, 1 up to 4 and 2 up to 6."""
+    magnitudes = numbers.abs()
+    steps = (1 + (magnitudes >= 2).float() + 2 * (magnitudes >= 4).float()) / 2
+    return (numbers / steps).round_().mul_(steps).clamp_(-FP4_MAX, FP4_MAX)
 
 
 def _pairs(numbers: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atom.checkpoint import Checkpoint
 from atom.graph import Recipe
+from atom.weights.calibration import Calibration
 from atom.weights.evaluate import Loaded, copy, view
 from atom.weights.packed_store import PackedStore
 
@@ -22,8 +23,13 @@ NUM_READERS = 2  # threads that read and convert, on a CPU
 
 class WeightSource(ABC):
     packed: PackedStore | None = None  # of what is packed while it loads
-    moments: Mapping[str, Tensor] = {}  # see `calibration`, by which what is packed is rounded
+    calibration: Calibration | None = None  # of whose rounded weights the checkpoint has the tensors
     is_random = False  # whether parts of packed weights have no values of their own
+
+    def find(self, recipe: Recipe) -> Mapping[str, Recipe] | None:
+        """The parts of a weight that is packed while it loads; None where it has to be made."""
+        parts = self.packed.find(recipe) if self.packed else None
+        return self.calibration.find(recipe) if parts is None and self.calibration else parts
 
     def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
         """Make each recipe's tensor; what `make` handed to `fill` is filled when this returns."""

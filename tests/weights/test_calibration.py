@@ -1,12 +1,14 @@
-"""What linears multiply, against hooks on transformers' models; rounding by it, against a search of all scales."""
+"""What linears multiply, against hooks on transformers' models; rounding by it, against a search of all scales and a
+plain GPTQ."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -15,20 +17,24 @@ import torch.nn.functional as F
 from test_kv_scales import add_tokenizer
 from torch import Tensor, nn
 
-from atom import LLMEngine, SamplingParams
+from atom import LLMEngine, SamplingParams, weights
+from atom.build import calibration as planning
 from atom.build import load_weights
 from atom.build.calibration import plain_graph
 from atom.cache import Cache
 from atom.checkpoint import SILENT, open_checkpoint
-from atom.compiler import compile_graph
+from atom.compiler import compile_graph, semantic_graph
 from atom.config.load import load
-from atom.errors import ConfigError
-from atom.graph import Cat, Full, PackedWeight, Recipe, Slice, Stack, Transpose, Type, W
+from atom.errors import ArtifactError, ConfigError
+from atom.graph import PackedWeight, Quantize, Recipe, Type
+from atom.graph.recipe_ranges import narrow
+from atom.graph.recipes import leaves
 from atom.jobs import explain
 from atom.weights import calibration
-from atom.weights.calibration import PRIOR_ROWS, importance_of, measure_moments
+from atom.weights.calibration import PRIOR_ROWS, Calibration, measure_moments, units_of
 from atom.weights.evaluate import tensors_in
-from atom.weights.quantize import MIN_SHARE, quantize
+from atom.weights.gptq import MIN_SHARE, plan_turns
+from atom.weights.quantize import quantize
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -100,58 +106,100 @@ def test_no_importance_gives_numbers_all_the_same(fmt: str, importance: Tensor):
     assert float((rounded - weight).norm() / weight.norm()) < 0.2
 
 
-def test_a_recipe_s_importance_follows_its_columns():
-    rows, moments = torch.arange(6.0), {}
-    moments |= {"a": rows[None], "b": rows[None] + 10, "e.0": rows[None], "e.1": rows[None] + 1, "t": rows[:, None]}
-    a, b, t = W("a", Type("bf16", (4, 6))), W("b", Type("bf16", (4, 6))), W("t", Type("bf16", (6, 4)))
-    experts = Stack(W("e.{expert}", Type("bf16", (4, 6))), 0, 2)
-    zeros = Full(0, Type("bf16", (4, 2)))
+def gptq(weight: Tensor, scales: Tensor, moment: Tensor, kept: float) -> Tensor:
+    """Frantar et al.'s algorithm 1 without blocks, of 4-bit integers in float64: the column that matters most first, and
+    the inverse of what is left anew at each."""
+    weight, size = weight.double().clone(), weight.shape[1] // scales.shape[1]
+    diagonal = moment.diagonal() + MIN_SHARE * moment.diagonal().mean()
+    hessian = (kept * moment).double()
+    hessian.diagonal().copy_(diagonal)
+    order = diagonal.argsort(descending=True).tolist()
+    for place, column in enumerate(order):
+        rest = order[place:]
+        inverse = torch.linalg.inv(hessian[rest][:, rest])
+        scale = scales[:, column // size].double()
+        rounded = (weight[:, column] / scale).round().clamp(-8, 7) * scale
+        error = weight[:, column] - rounded
+        weight[:, rest] -= error[:, None] * inverse[0] / inverse[0, 0]
+        weight[:, column] = rounded
+    return weight
 
-    def of(recipe: Recipe) -> list[float] | None:
-        found = importance_of(recipe, moments)
-        return None if found is None else found.flatten().tolist()
 
-    assert of(a) == of(Cat((a, a))) == of(Slice(a, 1, 3)) == [0, 1, 2, 3, 4, 5]
-    assert of(Slice(a, 2, 4, dim=1)) == [2, 3]
-    assert of(Slice(a, 1, 6, dim=1, step=2)) == [1, 3, 5]
-    assert of(Cat((a, b), dim=1)) == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15]
-    assert of(Cat((Slice(a, 4, 6, dim=1), zeros), dim=1)) == [4, 5, 0, 0]
-    assert of(Transpose(t)) == [0, 1, 2, 3, 4, 5]
-    assert of(Transpose(Slice(t, 1, 3))) == [1, 2]
-    assert of(experts) == [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6]
-    assert of(Slice(experts, 1, 2)) == [1, 2, 3, 4, 5, 6]
-    assert of(Cat((Stack(experts.part, 0, 1), Stack(experts.part, 1, 2)))) == of(experts)
-    assert of(Slice(experts, 2, 4, dim=2)) == [2, 3, 3, 4]
-    assert of(W("unknown", Type("bf16", (4, 6)))) is None
-    assert of(Cat((a, W("unknown", Type("bf16", (4, 6)))), dim=1)) is None
+@pytest.mark.parametrize(("num_tokens", "kept"), [(4096, 0.65), (64, 0.4)])
+def test_errors_are_made_up_for_as_gptq_does(num_tokens: int, kept: float):
+    random = torch.Generator().manual_seed(7)
+    weight = torch.randn(16, 96, generator=random)
+    x = torch.randn(200, 24, generator=random) @ torch.randn(24, 96, generator=random)
+    x += torch.randn(200, 96, generator=random) / 4
+    moment = x.T @ x / len(x)
+    parts = quantize("int4[1, 32]", weight, plan_turns(moment, num_tokens))
+    rounded = PackedWeight(Type("fp32", (16, 96), "int4[1, 32]"), parts).unpack()
+    expected = gptq(weight, parts["scales"].float(), moment, kept)
+    assert ((rounded - expected).abs() < 1e-4).float().mean() > 0.97, "a number between two may fall to the other"
+    error = ((x @ (rounded - weight).T) ** 2).sum()
+    by_importance = quantize("int4[1, 32]", weight, moment.diagonal()[None])
+    plain = PackedWeight(Type("fp32", (16, 96), "int4[1, 32]"), by_importance).unpack()
+    assert error < 0.5 * ((x @ (plain - weight).T) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "most"), [("mxfp4", 0.3), ("fp8[1, *]", 0.3), ("fp8[8, 32]", 0.3), ("int8[1, *]", 0.3)]
+)
+def test_other_formats_take_turns_too_and_a_moment_without_numbers_gives_none(fmt: str, most: float):
+    random = torch.Generator().manual_seed(8)
+    weight, x = torch.randn(16, 64, generator=random), torch.randn(100, 8, generator=random)
+    x = x @ torch.randn(8, 64, generator=random)
+    moment, type = x.T @ x / len(x), Type("fp32", (16, 64), fmt)
+    errors = [
+        float((x @ (PackedWeight(type, quantize(fmt, weight, by)).unpack() - weight).T).square().sum())
+        for by in (moment.diagonal()[None], plan_turns(moment, 4096))
+    ]
+    assert errors[1] < most * errors[0]
+    assert plan_turns(moment * float("nan"), 4096) is None
+    assert plan_turns(torch.zeros(64, 64), 4096) is not None
 
 
 def measure(folder: Path, tokens: list[int], *overrides: str) -> dict[str, Tensor]:
+    """The moments of stored tensors, by name."""
     config = load([f"checkpoint={folder}", "device=cpu", "dtype=fp32", "level=0", *overrides])
-    graph = plain_graph(config)
+    graph, found = plain_graph(config), dict[str, Tensor]()
     tensors = load_weights(graph, open_checkpoint(str(folder)), config, SILENT)
-    return measure_moments(graph, tokens, tensors.__getitem__)  # type: ignore[arg-type]  # all are plain
 
+    def visit(recipe: Recipe, moment: Tensor) -> None:
+        found.update({name: of_unit for name, _, of_unit in units_of(recipe, moment)})
 
-def hooked(folder: Path, tokens: list[int]) -> dict[str, Tensor]:
-    """The mean squares of the inputs of each of the model's linears, by its weight."""
-    model, found = tiny.reference(folder), {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            hook: Callable[..., None] = lambda _, args, name=name: found.update(  # noqa: E731
-                {f"{name}.weight": args[0].flatten(0, -2).float().square().mean(0)}
-            )
-            module.register_forward_pre_hook(hook)
-        elif name.endswith(".experts"):
-            module.register_forward_pre_hook(lambda each, args, name=name: found.update(of_experts(each, name, *args)))
-    tiny.logits(model, tokens)
+    measure_moments(graph, tokens, tensors.__getitem__, visit)  # type: ignore[arg-type]  # all are plain
     return found
 
 
-def of_experts(module: nn.Module, name: str, x: Tensor, ids: Tensor, *_: Tensor) -> dict[str, Tensor]:
-    """The same of gated experts [E, 2 W, H] and [E, H, W], of which the shared mean counts as PRIOR_ROWS rows."""
+def hooked(folder: Path, sequences: list[list[int]]) -> dict[str, Tensor]:
+    """The moments of the inputs of each of the model's linears, by its weight, or of experts' columns."""
+    model, inputs, experts = (
+        tiny.reference(folder),
+        defaultdict[str, list[Tensor]](list),
+        defaultdict[str, list[Any]](list),
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, args, name=name: inputs[name].append(args[0].flatten(0, -2)))
+        elif name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, args, name=name: experts[name].append(args))
+    for each in sequences:
+        tiny.logits(model, each)
+    found = {}
+    for name, every in inputs.items():
+        x = torch.cat(every).double()
+        found[f"{name}.weight"] = torch.einsum("ti,tj->ij", x, x).div(len(x)).float()
+    for name, calls in experts.items():
+        x, ids = (torch.cat([call[place].flatten(0, -2) for call in calls]) for place in range(2))
+        found |= of_experts(model.get_submodule(name), name, x, ids)
+    return found
+
+
+def of_experts(module: nn.Module, name: str, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """Of gated experts [E, 2 W, H] and [E, H, W]: mean squares, of which the shared mean counts as PRIOR_ROWS rows."""
     gate_up: Tensor = module.gate_up_proj  # type: ignore[assignment]
-    x, rows, wide = x.flatten(0, -2), [], []
+    rows, wide = [], []
     for expert, weight in enumerate(gate_up):
         chosen = x[(ids == expert).any(-1)]
         gate, up = F.linear(chosen, weight).chunk(2, -1)
@@ -162,41 +210,70 @@ def of_experts(module: nn.Module, name: str, x: Tensor, ids: Tensor, *_: Tensor)
         mean = torch.cat(squares).mean(0)
         for expert, own in enumerate(squares):
             moment = (own.sum(0) + PRIOR_ROWS * mean) / (len(own) + PRIOR_ROWS)
-            found |= {f"{name}.{expert}.{each}.weight": moment for each in names}
+            found |= {f"{name}.{expert}.{each}.weight": moment[None] for each in names}
     return found
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "olmoe", "deepseek_v2"])
-def test_moments_are_those_of_transformers(name: str, tmp_path: Path):
+def test_moments_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "MAX_LENGTH", 16)
     folder, tokens = tiny.save(name, tmp_path), tiny.prompt(24)
-    ours, theirs = measure(folder, tokens, "quant.head=int4[1, *]"), hooked(folder, tokens)
+    ours, theirs = measure(folder, tokens, "quant.head=int4[1, *]"), hooked(folder, [tokens[:16], tokens[16:]])
     is_known = {each for each in theirs if not each.endswith(("kv_b_proj.weight", ".gate.weight"))}
     assert ours.keys() == is_known, "each linear, but routers and what latent attention absorbs"
     for each in is_known:
-        torch.testing.assert_close(ours[each].flatten(), theirs[each], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(ours[each], theirs[each], rtol=1e-3, atol=1e-5)
 
 
 def test_a_tied_head_is_measured_as_the_embedding_s_tensor(tmp_path: Path):
     folder, tokens = tiny.save("qwen3_moe_dense_list", tmp_path), tiny.prompt(24)
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
-    theirs = hooked(folder, tokens)["lm_head.weight"]
+    theirs = hooked(folder, [tokens])["lm_head.weight"]
     ours = measure(folder, tokens, "quant.head=int4[1, *]")["model.embed_tokens.weight"]
-    torch.testing.assert_close(ours.flatten(), theirs, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     assert "model.embed_tokens.weight" not in measure(folder, tokens), "a plain head is not run"
 
 
-def test_experts_stored_with_inputs_first_are_measured_so(tmp_path: Path):
-    folder = tiny.save("gpt_oss", tmp_path)
-    tensors, moments = open_checkpoint(str(folder)).tensors, measure(folder, tiny.prompt(24))
-    down = next(name for name in tensors if name.endswith("layers.0.mlp.experts.down_proj"))
-    experts, width, _ = tensors[down].shape
-    assert moments[down].shape == (experts, width, 1)
+def test_wide_linears_have_mean_squares_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, tokens = tiny.save("llama", tmp_path), tiny.prompt(24)
+    whole = measure(folder, tokens)
+    monkeypatch.setattr(calibration, "MAX_COLUMNS", 70)
+    for name, moment in measure(folder, tokens).items():
+        wide = whole[name].shape[1] > 70
+        torch.testing.assert_close(moment, whole[name].diagonal()[None] if wide else whole[name])
+    assert any(len(moment) > 70 for moment in whole.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "phi3"])
+def test_every_range_of_a_stored_tensor_is_rounded_by_what_it_is_multiplied_with(name: str, tmp_path: Path):
+    """Experts one by one, experts stored with inputs first whose gates and ups take turns, and q, k and v in one."""
+    folder, tokens = tiny.save(name, tmp_path), tiny.prompt(24)
+    config = load([f"checkpoint={folder}", "device=cpu", "dtype=fp32", "level=0", "quant.fmt='int4[1, 8]'"])
+    checkpoint, moments = open_checkpoint(str(folder)), dict[Recipe, Tensor]()
+    packed = [recipe for recipe in semantic_graph(config).recipes() if isinstance(recipe, Quantize)]
+    plain = weights.load([recipe.part for recipe in packed], checkpoint, SILENT)
+    load_plain = lambda recipe: weights.load([recipe], checkpoint, SILENT)[recipe]  # noqa: E731
+    measure_moments(plain_graph(config), tokens, load_plain, moments.__setitem__)
+    formats = {leaf.name: recipe.fmt for recipe in packed for leaf in leaves(recipe.part)}
+    made = Calibration(plain_graph(config), formats, tokens, checkpoint, Cache(tmp_path / "cache"))
+    ranges = [narrow(recipe, 0, 16, len(recipe.type.shape) - 2) for recipe in packed]
+    loaded = weights.load([*packed, *ranges], checkpoint, SILENT, calibration=made)
+    for recipe, part in zip(packed, ranges, strict=True):
+        moment = moments[recipe.part]
+        by = plan_turns(moment, len(tokens)) if moment.dim() == 2 else moment
+        expected = quantize(recipe.fmt, plain[recipe.part], by)
+        values, scales = loaded[recipe].parts["values"], loaded[recipe].parts["scales"]
+        assert torch.equal(scales, expected["scales"])
+        assert (values == expected["values"]).float().mean() > 0.99
+        assert not torch.equal(values, quantize(recipe.fmt, plain[recipe.part])["values"])
+        assert torch.equal(loaded[part].parts["values"], values[..., :16, :, :])
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random model, with a tokenizer of bytes."""
     monkeypatch.setitem(tiny.VARIANTS, "bytes", ("LlamaConfig", {"vocab_size": 300}))
+    monkeypatch.setattr(planning, "MAX_TOKENS", 128)
     made = tiny.save("bytes", tmp_path / "checkpoint")
     add_tokenizer(made)
     return made
@@ -232,20 +309,22 @@ def wait_for_entries(folder: Path, count: int) -> list[str]:
     return sorted(entry.about["name"] for entry in entries)
 
 
-def test_the_next_start_measures_nothing_and_another_format_neither(
+def refuse_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "measure_moments", lambda *_: pytest.fail("it is measured"))
+
+
+def test_the_next_start_rounds_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     first = loaded(folder)
-    assert "weights on 512 tokens" in capfd.readouterr().err
+    assert "atom-run: calibrated 21 weights on 128 tokens" in capfd.readouterr().err
     kept = wait_for_entries(folder, 2)
-    assert kept[0].startswith("inputs of linears of") and kept[1].startswith("int4[1, 16] of")
-    monkeypatch.setattr(calibration, "measure_moments", lambda *_: pytest.fail("it is measured again"))
-    reading = calibration.read_moments
-    monkeypatch.setattr(
-        calibration, "read_moments", lambda *_: pytest.fail("moments are read, though weights are kept")
-    )
-    assert are_same(first, loaded(folder))
-    monkeypatch.setattr(calibration, "read_moments", reading)
+    assert kept[0].startswith("calibrated int4[1, 16] of") and kept[1].startswith("int4[1, 16] of")
+    with monkeypatch.context() as patch:
+        refuse_to_measure(patch)
+        assert are_same(loaded(folder, "level=0"), loaded(folder, "level=0")), "which keeps no panels"
+        patch.setattr(Calibration, "open", lambda *_: pytest.fail("rounded weights are read, though panels are kept"))
+        assert are_same(first, loaded(folder))
     assert not are_same(first, loaded(folder, "quant.fmt='int4[1, 8]'"))
 
 
@@ -255,7 +334,7 @@ def test_calibrated_and_plain_weights_are_kept_apart(folder: Path, tmp_path: Pat
     (tmp_path / "text.txt").write_text("0123456789 " * 200)
     other = loaded(folder, f"quant.calibration={tmp_path / 'text.txt'}")
     assert not are_same(other, calibrated) and not are_same(other, plain)
-    wait_for_entries(folder, 5)  # three of weights, two of moments
+    wait_for_entries(folder, 5)  # three of panels, two of rounded weights
     assert are_same(loaded(folder), calibrated) and are_same(loaded(folder, "quant.calibration=none"), plain)
 
 
@@ -266,21 +345,32 @@ def test_changed_files_are_measured_anew(folder: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr().err.count("atom-run: calibrated ") == 2
 
 
-def test_damaged_moments_are_measured_anew(folder: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_damaged_file_is_made_anew(folder: Path, capfd: pytest.CaptureFixture[str]):
     first = loaded(folder, "level=0")
-    cache = Path(f"{folder}.cache")
-    (moments,) = cache.glob(f"weights/*/{calibration.FILE}")
-    assert calibration.read_moments(moments)
-    moments.chmod(0o600)
-    moments.write_bytes(b"\0" * moments.stat().st_size)
+    (file,) = Path(f"{folder}.cache").glob("weights/*/model.safetensors")
+    file.write_bytes(b"\0")
     assert are_same(first, loaded(folder, "level=0"))
     assert capfd.readouterr().err.count("atom-run: calibrated ") == 2
 
 
+def test_a_cache_that_takes_nothing_is_refused_by_name(folder: Path):
+    Path(f"{folder}.cache").write_text("a file")
+    with pytest.raises(
+        ArtifactError, match=r"^calibrated weights cannot be kept in .*; set cache= to .* or quant\.cal"
+    ):
+        loaded(folder, "level=0")
+
+
 def test_formats_that_gain_nothing_measure_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibration, "measure_moments", lambda *_: pytest.fail("it is measured"))
+    refuse_to_measure(monkeypatch)
     for fmt in ("fp8", "int8"):
         assert loaded(folder, f"quant.fmt={fmt}")
+
+
+def test_8_bits_are_calibrated_where_a_text_is_named(folder: Path):
+    plain = loaded(folder, "quant.fmt=fp8")
+    assert not are_same(loaded(folder, "quant.fmt=fp8", "quant.calibration=prompt"), plain)
+    assert are_same(loaded(folder, "quant.fmt=fp8"), plain)
 
 
 def test_weights_that_no_kernel_takes_are_rounded_the_same(folder: Path):
@@ -328,13 +418,13 @@ def test_texts_that_cannot_be_used_are_refused(folder: Path):
     (folder.parent / "empty.txt").write_text("\n")
     with pytest.raises(ConfigError, match=r"empty.txt: the file is empty"):
         loaded(folder, f"quant.calibration={folder.parent / 'empty.txt'}")
-    with pytest.raises(ConfigError, match=r"quant.calibration=some.txt: no weight is packed to 4 bits"):
-        loaded(folder, "quant.fmt=fp8", "quant.calibration=some.txt")
+    with pytest.raises(ConfigError, match=r"quant.calibration=some.txt: no weight is packed while it loads"):
+        loaded(folder, "quant.fmt=none", "quant.calibration=some.txt")
 
 
 @pytest.mark.parametrize(
     ("calibration", "line"),
-    [("auto", "on the built-in prompt, if there is a tokenizer"), ("none", "nearest: quant.calibration=none")],
+    [("auto", "on the built-in text, if there is a tokenizer"), ("none", "nearest: quant.calibration=none")],
 )
 def test_explain_says_how_weights_are_rounded(
     calibration: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]

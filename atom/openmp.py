@@ -1,6 +1,6 @@
 """Bound how long OpenMP's threads spin for each other.
 
-GNU's OpenMP, which torch computes with on a CPU, lets a thread that waits for the others of a step spin for milliseconds
+On a CPU, torch computes with GNU's OpenMP, in which a thread that waits for the others spins for some milliseconds
 before it sleeps. Where other programs want the cores too, the one it waits for is then not running, and a decode takes
 ten times as long. The bound is longer than the gaps within a step: on idle cores nothing changes.
 """

@@ -128,7 +128,7 @@ class LLMEngine:
             [messages] if isinstance(messages, str | Mapping) or is_message(messages[0]) else messages
         )
         for each in conversations:
-            if isinstance(each, str | Mapping) or not all(map(is_message, each)):
+            if not isinstance(each, list | tuple) or not all(map(is_message, each)):
                 raise RequestError(f'{each!r:.200} is no conversation; give [{{"role": "user", "content": …}}]')
         values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
         encoded = [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]

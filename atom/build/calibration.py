@@ -32,9 +32,10 @@ def plan_calibration(
     tokenizer: Tokenizer | None = None,
 ) -> Calibration | None:
     """Plan the calibration of weights that are packed while they load; None: there are none that it rounds."""
-    formats = [fmt for fmt in formats_made(graph) if is_calibrated(fmt, config.quant.calibration)]
-    if not formats:
+    if not find_calibrated(graph, config):
         return None
+    semantic = semantic_graph(config)  # of all pipeline stages, which calibrate once
+    formats = find_calibrated(semantic, config)
     text, tokens = read_calibration_text(config), list[int]()
     try:
         tokenizer = tokenizer or checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
@@ -50,11 +51,20 @@ def plan_calibration(
         return None
     rounded = {
         leaf.name: recipe.fmt
-        for recipe in semantic_graph(config).recipes()
+        for recipe in semantic.recipes()
         if isinstance(recipe, Quantize) and recipe.fmt in formats
         for leaf in leaves(recipe.part)
     }
-    return Calibration(plain_graph(config), rounded, tokens, checkpoint, cache, sources)
+    calibration = Calibration(plain_graph(config), rounded, tokens, checkpoint, cache, sources)
+    if config.quant.calibration == "auto" and (obstacle := calibration.find_obstacle()):
+        log(f"{formats[0]}: calibrated weights cannot be kept: {obstacle}; weights are rounded to the nearest")
+        return None
+    return calibration
+
+
+def find_calibrated(graph: Graph, config: Config) -> list[str]:
+    """The formats that weights are packed to while they load, of those that are calibrated."""
+    return [fmt for fmt in formats_made(graph) if is_calibrated(fmt, config.quant.calibration)]
 
 
 def formats_made(graph: Graph) -> dict[str, None]:

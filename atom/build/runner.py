@@ -125,7 +125,7 @@ def use_parameters(model: Model, config: Config, progress: Progress, exchange: E
     """
     tuners, cache = find_tuners(config.device, model.device), settings.cache_of(config)
     use_measured(model, tuners, cache, log)
-    for tuner in [each for each in tuners if each.products(model.graph)] if config.tune else ():
+    for tuner in [each for each in tuners if each.products(model.graph)] or tuners[:1] if config.tune else ():
         tune(model, tuner, cache, progress, log, exchange=exchange)
     if tuners and settings.has_draft_table(config):
         # until steps are measured any number of drafts may pay, so that kernels are compiled for each

@@ -86,8 +86,11 @@ class Cache:
         return location
 
     def distrust(self, kind: str, key: str, fault: str) -> None:
-        """Say in `warnings` what the caller has found wrong with an entry, which it builds anew."""
-        self._warn(f"{self._locate(kind, key)}: {fault}, {Damaged.then}")
+        """Say in `warnings` what the caller has found wrong with an entry, which it builds anew, and remove it."""
+        location = self._locate(kind, key)
+        self._warn(f"{location}: {fault}, {Damaged.then}")
+        with contextlib.suppress(OSError):
+            discard(location)
 
     def holds(self, kind: str, key: str) -> bool:
         """Whether there is such an entry, trusted or not."""

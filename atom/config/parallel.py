@@ -40,7 +40,11 @@ def choose_dispatch(parallel: ParallelConfig, model: ModelConfig) -> str:
         return parallel.dispatch
     if mixture is None or parallel.data == 1 or _is_one_host(parallel):
         return "gather"
-    on_a_host = min(max(int(parallel.torchrun.local_world_size or 1) // parallel.tensor, 1), parallel.data)
+    said = parallel.torchrun.local_world_size if parallel.launcher == "torchrun" else None
+    num_local = _whole("LOCAL_WORLD_SIZE", said or "1")
+    on_a_host = min(max(num_local // parallel.tensor, 1), parallel.data)
+    if parallel.experts == 1 or on_a_host == parallel.data:  # of several hosts each has stages of its own
+        return "gather"
     dispatched = on_a_host * (parallel.data - on_a_host) * sent_share(mixture, parallel.experts)
     gathered = parallel.data - 1  # each row is passed on from host to host
     return "dispatch" if dispatched < WORTH_COUNTING * gathered else "gather"

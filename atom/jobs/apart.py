@@ -11,8 +11,10 @@ ordinary way, which says so.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ from atom.serve.engine.process import EngineProcess
 
 HERE = ("generate", "chat")  # jobs whose engine is in this process
 KINDS = (*HERE, "serve")
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Loaded(msgspec.Struct):
@@ -70,8 +73,9 @@ def load_apart(argv: Sequence[str], *, has_engine: bool = False) -> Callable[[],
     has_engine: this process opens a GPU, as soon as the configuration says so
     """
     theirs, ours = os.pipe()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if not pid:
+        end_with(parent)
         os.close(theirs)
         send_config(argv, ours)
     os.close(ours)
@@ -94,6 +98,14 @@ def load_apart(argv: Sequence[str], *, has_engine: bool = False) -> Callable[[],
         return found[0] if found else None
 
     return wait
+
+
+def end_with(parent: int) -> None:
+    """Have this process end when its parent does, though it is downloading a checkpoint."""
+    with contextlib.suppress(AttributeError, OSError):  # of Linux alone
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def send_config(argv: Sequence[str], pipe: int) -> None:

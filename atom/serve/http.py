@@ -5,7 +5,8 @@ A request that is too large or too slow is refused before the app sees it.
     uvicorn.Config(app, http=limited_protocol(config.serve.http, metrics))
 
 An Upgrade is ignored, as HTTP allows, by renaming its header: the parser would take no body with it, and Java's client
-asks for HTTP/2 so with each request. Two Host headers are refused: a proxy may have looked at the other.
+asks for HTTP/2 so with each request. (It is not found where it begins a packet.) Two Host headers are refused: a proxy
+may have looked at the other.
 
 431 for a head of more than max_header bytes, 413 for a body of more than max_body, 408 for a request that has not
 arrived after read_seconds. A client that reads nothing for write_seconds is disconnected. Starlette has no such limits,

@@ -338,6 +338,7 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.servers = []  # uvicorn sets it only when it listens
         self.ended = asyncio.Event()
 
     def capture_signals(self) -> Any:

@@ -198,6 +198,17 @@ class Calibration:
             return parts_of(whole)
         return None
 
+    def find_obstacle(self) -> str | None:
+        """Why the rounded weights cannot be kept; None: they are, or can be."""
+        if self._cache.holds(WEIGHTS, self.key):
+            return None
+        try:
+            return None if self._file.begin() else f"{self._cache.folder} takes no files"
+        except OSError as error:
+            return str(error)
+        finally:
+            self._file.discard()
+
     def open(self, weights: Weights, device: str, progress: Progress) -> Checkpoint:
         """The rounded weights that are kept, or else made; of several processes one makes them, and the others wait.
 
@@ -221,8 +232,8 @@ class Calibration:
         finally:
             self._file.discard()
         print(f"atom-run: calibrated {len(self._types)} weights on {len(self._tokens)} tokens", file=sys.stderr)
-        kept = self._file.open()
-        assert kept is not None, "it was stored just now"
+        if (kept := self._file.open()) is None:
+            raise ArtifactError(f"calibrated weights are gone from {self._cache.folder}; start again")
         return kept
 
     def _round(self, weights: Weights, device: str, progress: Progress) -> None:

@@ -115,6 +115,7 @@ class PackedFile:
             self._file = -1
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 def _lay_out(parts: Sequence[W]) -> tuple[bytes, dict[str, int], int]:

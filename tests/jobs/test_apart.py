@@ -109,3 +109,21 @@ def test_a_server_that_cannot_be_configured_leaves_no_engine_behind(checkpoints:
     done = run(code, f"checkpoint={checkpoints('llama')}", "nosuch=1")
     assert done.stdout == "2 [True]\n"
     assert len(done.stderr.splitlines()) == 1 and "nosuch" in done.stderr
+
+
+def test_the_process_that_loads_ends_with_the_one_that_waits_for_it():
+    code = """
+import os, signal, time
+from atom.jobs.apart import end_with
+parent, reading = os.getpid(), os.pipe()
+if not os.fork():
+    end_with(parent)
+    os.write(reading[1], b"ready")
+    time.sleep(100)
+os.read(reading[0], 5)
+print(flush=True)
+os.kill(parent, signal.SIGKILL)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.communicate(timeout=60) == (b"\n", None), "its child holds the pipe open until it ends"
+    assert process.returncode == -signal.SIGKILL

@@ -6,9 +6,10 @@ import logging
 import resource
 
 import pytest
+import uvicorn
 import uvloop
 
-from atom.serve.server import find_loop, is_loopback, listen, raise_file_limit, run_loop
+from atom.serve.server import _Uvicorn, find_loop, is_loopback, listen, raise_file_limit, run_loop
 
 
 def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
@@ -27,6 +28,10 @@ def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
         logging.getLogger("atom").handlers, logging.getLogger().handlers = kept
         logging.getLogger("atom").propagate = True
         logging.captureWarnings(False)
+
+
+def test_a_server_that_does_not_listen_yet_can_stop_to():
+    _Uvicorn(uvicorn.Config("")).stop_listening()
 
 
 @pytest.mark.parametrize(

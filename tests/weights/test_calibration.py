@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -353,12 +354,18 @@ def test_a_damaged_file_is_made_anew(folder: Path, capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err.count("atom-run: calibrated ") == 2
 
 
-def test_a_cache_that_takes_nothing_is_refused_by_name(folder: Path):
+def test_with_a_cache_that_takes_nothing_weights_are_rounded_to_the_nearest_unless_a_text_is_named(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    nearest = loaded(folder, "level=0", "quant.calibration=none")
+    shutil.rmtree(f"{folder}.cache", ignore_errors=True)
     Path(f"{folder}.cache").write_text("a file")
+    assert are_same(loaded(folder, "level=0"), nearest)
+    assert "calibrated weights cannot be kept: " in capfd.readouterr().err
     with pytest.raises(
         ArtifactError, match=r"^calibrated weights cannot be kept in .*; set cache= to .* or quant\.cal"
     ):
-        loaded(folder, "level=0")
+        loaded(folder, "level=0", "quant.calibration=prompt")
 
 
 def test_formats_that_gain_nothing_measure_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):

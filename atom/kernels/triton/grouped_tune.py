@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from atom.kernels.triton import grouped_tiles
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.grouped_tiles import Find, Parameters, Shape, Tiles, key_of, with_whole_groups
 from atom.kernels.triton.linear.packed import Style, style_of
-from atom.kernels.triton.linear.shuffled import BOX, OTHER_MEMORY, Wgmma, box_bytes
+from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
 from atom.kernels.triton.linear.tune import agrees, is_unfit, search, specialized, take_turns
 from atom.kernels.triton.moe import Experts, ShuffledExperts, Weight, describe
 
@@ -112,7 +113,9 @@ def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
     for height, boxes, stages, num in itertools.product(heights, (1, 2, 4), (2, 3, 4, 6, 8), splits):
         width = boxes * BOX * 8 // style.bits
         fits = stages * boxes * box_bytes(height, style) <= gpu.shared_memory - OTHER_MEMORY
-        is_whole = width % (style.columns or 1) == 0 and (num == 1 or shape.inner >= 2 * num * width)
+        programs = shape.rows * ceil(shape.out / BLOCK_OUT) * num
+        is_split = num == 1 or (shape.inner >= 2 * num * width and programs <= 4 * gpu.units)
+        is_whole = width % (style.columns or 1) == 0 and is_split
         if 8 <= height <= (64 if style.values == "e2m1" else 128) and fits and is_whole:
             yield Wgmma(height, boxes, stages, num)
 

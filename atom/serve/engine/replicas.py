@@ -91,6 +91,7 @@ class Replica:
         started, self._started = self._started, None
         if started is not None and (started.environment, started.is_piped) != (environment, relay is not None):
             started.end()
+            started.connection.close()
             started = None
         self._process = started or EngineProcess(self._command, environment, is_piped=relay is not None)
         if relay is not None:

@@ -350,8 +350,10 @@ def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None) -
 
     threading.Thread(target=receive, name="receive", daemon=True).start()
     try:
-        prepare()
-        start = started.get()
+        try:
+            prepare()
+        finally:
+            start = started.get()  # a failure that is told before the HTTP process has said this would be lost
         worker.load(lambda: make(start, worker.progress), start.config.device)
         worker.run()
         worker.close(start.config.serve.http.drain_seconds)

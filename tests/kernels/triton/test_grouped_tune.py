@@ -50,15 +50,16 @@ def test_what_is_tried_is_little_fits_and_can_be_kept(rows: int, style: Style, g
 
 @pytest.mark.parametrize("style", SHUFFLED, ids=lambda style: style.name)
 def test_what_is_tried_of_shuffled_experts_fits_and_can_be_kept(style: Style):
-    for rows in (8, 100, 2048):
-        shape = Shape(rows, 32, 1024, 2048, 2, 2, style)
+    for rows, experts, out in ((8, 32, 1024), (100, 32, 1024), (2048, 32, 1024), (128, 128, 2816), (256, 256, 7168)):
+        shape = Shape(rows, experts, out, 2048, 2, 2, style)
         tried = candidates(shape, H200)
         assert grouped_tiles.choose(shape, H200) in tried and len(tried) == len(set(tried)) <= 64
         for tiles in tried:
             assert isinstance(tiles, Wgmma)
             assert tiles.stages * tiles.boxes * box_bytes(tiles.block_rows, style) < H200.shared_memory
             assert tiles.boxes * BOX * 8 // style.bits % (style.columns or 1) == 0
-            assert tiles.splits == 1 or rows <= 32, "rows of an expert that share a tile"
+            assert tiles.splits == 1 or rows <= experts, "rows of an expert that share a tile"
+            assert tiles.splits == 1 or rows * -(-out // 64) <= linear.MAX_TILES, "no counter for each"
             assert tuned.FITS["experts"](key_of(shape), to_entry(tiles))
             assert not tuned.FITS["experts"](key_of(shape._replace(style=PLAIN)), to_entry(tiles))
 

@@ -446,6 +446,8 @@ def _launch(
     if experts is not None:
         row_tiles = rows if is_by_row else rows // block_rows + experts
     num_tiles, partial = -(-out // BLOCK_O.value), None
+    if num_tiles * row_tiles > counters.numel():
+        splits = 1
     if splits > 1:
         partial = x.new_empty(splits, row_tiles, num_tiles, BLOCK_O.value, block_rows, dtype=torch.float32)
     _multiply[(num_tiles, row_tiles, splits)](

@@ -240,9 +240,8 @@ class _Tuning:
         step = partial(self.model.decode, rows)
         start = self.capture(step)
         for at, product in enumerate(products):
-            calls = recording.calls_of(product)
-            found = self.find(product, rows, calls, f"{at + 1} of {len(products)}")
-            if num_rows == size and calls:
+            found = self.find(product, rows, recording.calls_of(product), f"{at + 1} of {len(products)}")
+            if num_rows == size:
                 self.keep(self.tuner.key(size, product), found)
         before, after = self.tuner.take_turns(start, self.capture(step))
         took = f"{after * 1e3:.3f} ms in place of {before * 1e3:.3f}, {1 - after / before:.1%} less"

@@ -92,9 +92,11 @@ def relay(line: str, process: str = "engine") -> None:
 
 
 def write(line: str) -> None:
-    """Write a line to the real stderr as it is."""
-    with contextlib.suppress(OSError):
-        print(line.rstrip(), file=sys.__stderr__, flush=True)
+    """Write a line to the real stderr as it is, at once with its end: other threads write lines too."""
+    if (stderr := sys.__stderr__) is not None:
+        with contextlib.suppress(OSError):
+            stderr.write(f"{line.rstrip()}\n")
+            stderr.flush()
 
 
 def is_entry(line: str) -> bool:

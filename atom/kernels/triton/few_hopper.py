@@ -43,7 +43,6 @@ ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its 
 TOKENS = gl.constexpr(8)  # rows of x in a box, which a product by mma has at least
 ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 MOST_CHOSEN = TOKENS.value  # experts of a token
-IS_CHOSEN = False  # not before a GPU has compared their numbers: pytest -m gpu tests/kernels/hopper/test_few_hopper.py
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
 OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
 MAX_STAGES = 8
@@ -304,7 +303,7 @@ def suits_few(x: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight) -> bool:
     _, out, inner = gate_up.shape
     most = FEW_PLAIN if isinstance(gate_up, Tensor) else FEW_PACKED
     is_few = 0 < len(x) <= most and ids.shape[1] <= MOST_CHOSEN
-    return IS_CHOSEN and is_few and x.dtype == torch.bfloat16 and out % 16 == inner % 8 == 0
+    return is_few and x.dtype == torch.bfloat16 and out % 16 == inner % 8 == 0
 
 
 def multiply_gates(

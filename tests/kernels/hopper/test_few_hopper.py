@@ -25,11 +25,6 @@ from atom.kernels.triton.linear.packed import PLAIN, style_of
 EXPERTS = (None, *FORMATS)  # None: plain
 
 
-@pytest.fixture(autouse=True)
-def chosen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(few_hopper, "IS_CHOSEN", True)
-
-
 @pytest.mark.parametrize("fmt", EXPERTS)
 @pytest.mark.parametrize("inner", [384, 768, 1408, 2880, 7168])
 def test_rings_fit_in_memory(fmt: str | None, inner: int):
@@ -60,7 +55,6 @@ from kernels.compiling import use_hopper
 from kernels.hopper.test_few_hopper import EXPERTS, make_experts
 from kernels.hopper.test_hopper import H200
 from atom.kernels.triton import few_hopper, moe
-few_hopper.IS_CHOSEN = True
 
 launches = itertools.count()
 
@@ -237,6 +231,7 @@ def test_a_captured_chain_follows_what_its_tokens_choose(fmt: str):
         for turn in range(6):
             weights, ids = scores.roll(turn * 5, 1).softmax(1).topk(4)
             y = own.experts(y, weights, ids, *laid_out, kind="silu")
+            y = y / y.abs().amax(1, keepdim=True)  # which would overflow at last
         return y
 
     run()

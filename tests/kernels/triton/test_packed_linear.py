@@ -10,6 +10,8 @@ from kernels.checks import relative_error
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from atom.graph import ops
 from atom.graph.formats import act_of
 from atom.graph.packed import PackedWeight
@@ -105,7 +107,11 @@ def test_rows_are_multiplied_like_the_op(triton_device, rows, fmt):
     # interpreted, each number of rows has one of them, and each format all
     turn = rows // 8 + list(FORMATS).index(fmt)
     for parameters in MATRICES if triton_device != "cpu" else MATRICES[turn % 3 : turn % 3 + 1]:
-        y = kernels.multiply_matrix(x, weight, bias, None, kernels.make_counters(x.device), parameters)
+        try:
+            y = kernels.multiply_matrix(x, weight, bias, None, kernels.make_counters(x.device), parameters)
+        except OutOfResources:  # float32 takes twice the shared memory that bf16 does
+            assert triton_device != "cpu" and parameters != MATRICES[0]
+            continue
         assert_near(y, truth)
     for parameters in VECTORS if rows == 1 else []:
         if "96]" in fmt:

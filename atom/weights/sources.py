@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atom.checkpoint import Checkpoint
 from atom.graph import Recipe
+from atom.graph.recipes import leaves
 from atom.weights.calibration import Calibration
 from atom.weights.evaluate import Loaded, copy, view
 from atom.weights.packed_store import PackedStore
@@ -59,7 +60,11 @@ class MappedSource(WeightSource):
 
 
 class RandomSource(WeightSource):
-    """Draws from normal(0, 0.02) on the device, in the order of the recipes; whole numbers are 0."""
+    """Draws from normal(0, 0.02) on the device, in the order of the recipes; whole numbers are 0.
+
+    Biases are a hundredth of that: they are the same for all tokens, and of many layers would become all that a router
+    sees.
+    """
 
     is_random = True
 
@@ -68,6 +73,7 @@ class RandomSource(WeightSource):
 
     def fill(self, part: Recipe, target: Tensor) -> None:
         if target.is_floating_point():
-            target.normal_(0.0, 0.02, generator=self._generator)
+            is_bias = any(leaf.name.endswith("bias") for leaf in leaves(part))
+            target.normal_(0.0, 0.0002 if is_bias else 0.02, generator=self._generator)
         else:
             target.zero_()  # of indices, which must stay within bounds

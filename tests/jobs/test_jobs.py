@@ -27,6 +27,7 @@ from atom.compiler import compile_graph, semantic_graph
 from atom.compiler.saved_graph import show_saved
 from atom.config.load import load
 from atom.graph import interpret, parse, show
+from atom.graph.recipes import leaves
 from atom.jobs.generate import read_prompts
 from atom.weights import load as load_tensors
 
@@ -249,6 +250,14 @@ def test_dummy_weights_are_normal(checkpoints: Any):
     tensors = load_weights(graph, open_checkpoint(str(checkpoints("llama"))), config, SilentProgress())
     values = torch.cat([tensors[recipe].flatten() for recipe in graph.recipes() if not hasattr(recipe, "theta")])
     assert values.mean().abs() < 1e-3 and abs(values.std() - 0.02) < 1e-3
+
+
+def test_dummy_biases_do_not_choose_the_experts(checkpoints: Any):
+    config = load([f"checkpoint={checkpoints('gpt_oss')}", "load_dummy=true", "dtype=fp32"])
+    graph = semantic_graph(config)
+    tensors = load_weights(graph, open_checkpoint(str(checkpoints("gpt_oss"))), config, SilentProgress())
+    biases = [t.flatten() for recipe, t in tensors.items() if any(w.name.endswith("bias") for w in leaves(recipe))]
+    assert 0 < torch.cat(biases).std() < 0.001
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(embedded_gguf: Path, tmp_path: Path):

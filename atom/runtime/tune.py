@@ -312,7 +312,8 @@ def compile_options(
         return True
 
     fitting: list[Any] = []
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # compilers release the interpreter's lock
+    # compilers release the interpreter's lock
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=partial(_enter_context, _current_gpu()))
     try:
         for option, fits in zip(options, pool.map(is_fit, options), strict=True):
             fitting += [option] if fits else []
@@ -324,6 +325,16 @@ def compile_options(
     fits_all, is_right = ([all(flags) for flags in zip(*each, strict=True)] for each in zip(*of_ranks, strict=True))
     is_wrong = [fits and not is_same for fits, is_same in zip(fits_all, is_right, strict=True)]
     return Fitting(list(compress(options, is_right)), list(compress(options, is_wrong)))
+
+
+def _current_gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _enter_context(gpu: int | None) -> None:
+    """Have a thread use a GPU's context, in which TMA descriptors are made; a launch would do so too late."""
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)
 
 
 def _pool(model: Model, num_rows: int) -> dict[str, int]:

@@ -15,13 +15,15 @@ from atom.graph import PackedWeight, Type, W, ops
 from atom.graph.recipes import Shuffle, Stack
 from atom.kernels import Target, find_kernel
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
-from atom.kernels.triton import moe
-from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton import grouped_tune, moe
+from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.grouped_tune import ExpertsTuner, Product, Recording
 from atom.kernels.triton.linear import linear, packed, row_kernels, shuffled
 from atom.kernels.triton.linear.linear import Products
 from atom.kernels.triton.linear.packed import style_of
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.tune import candidates
+from atom.runtime.tune import compile_options
 from atom.weights import load_dummy
 from atom.weights.quantize import part_types
 
@@ -349,3 +351,17 @@ class TestOnHopper:
         for _ in range(5):
             graph.replay()
             assert torch.equal(y, expected)
+
+    @pytest.mark.parametrize("fmt", FORMATS)
+    def test_all_that_tuning_tries_of_experts_gives_the_product(self, fmt: str):
+        """Tuning compiles on all cores, in threads that have not used the GPU before."""
+        weight, counts = draw(fmt, 4, 256, 512, device="cuda"), [5, 0, 40, 3]
+        x, ends = make(sum(counts), 512), torch.tensor(counts, device="cuda").cumsum(0)
+        tuner, recording = ExpertsTuner(x.device), Recording()
+        recording.kernels[ops.grouped_linear, "hopper"](x, shuffle(weight), ends)
+        product = Product(4, 256, 512, 1, 1, 1, style_of(fmt, 256, None, True))
+        calls = recording.calls_of(product)
+        assert len(calls) == 1
+        options = grouped_tune.candidates(product.shape(len(x)), find_gpu(x.device))
+        fitting = compile_options(tuner, calls, options, lambda: None)
+        assert not fitting.wrong and len(fitting.right) > len(options) // 2

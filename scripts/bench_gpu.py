@@ -88,7 +88,7 @@ TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row fin
 TP2 = ("parallel=tp2",)
 AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
 OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
-PREFIXES = ("serve.enable_prefix_caching=true",)
+PREFIXES = ("serve.enable_prefix_caching=false",)
 
 
 def decodes(

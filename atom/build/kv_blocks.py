@@ -10,6 +10,7 @@ from atom.build import settings
 from atom.compiler import mesh_of
 from atom.config import Config
 from atom.config.schema import ServeConfig
+from atom.errors import CapacityError
 from atom.graph import Graph
 from atom.runtime.host_blocks import plan_host_blocks
 from atom.runtime.kv_plan import plan_memory
@@ -42,6 +43,13 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
     if num_ranks > 1:
         room += f" for each of {num_ranks} ranks"
     if left is not None:
+        if left <= 0 and serve.num_kvcache_blocks is None:
+            raise CapacityError(
+                f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves no memory for KV: weights and "
+                f"the largest step take {-left / 2**30:.1f} GiB more. Raise that, or lower "
+                f"serve.max_num_batched_tokens ({serve.max_num_batched_tokens}) or serve.max_num_seqs "
+                f"({serve.max_num_seqs})"
+            )
         room = f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {{has}}: raise that"
     return plan_memory(
         kinds,

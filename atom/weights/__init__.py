@@ -63,6 +63,7 @@ from atom.weights.sources import MappedSource, RandomSource, WeightSource
 from atom.weights.stream import StreamedSource
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
+LARGE = 256 << 20  # bytes of a plain tensor whose memory is given back once it is packed, so that no weight stays there
 
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
@@ -329,6 +330,9 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
         made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
         if source.packed and isinstance(recipe, Quantize):
             source.packed.write(recipe, made.parts)
+        if tensor.is_cuda and tensor.nbytes >= LARGE:
+            del tensor
+            torch.cuda.empty_cache()
         return made
     parts = parts or parts_of(recipe)
     filled = {name: _fill(part, _empty(part.type, device), source) for name, part in parts.items()}

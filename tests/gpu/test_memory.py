@@ -15,8 +15,10 @@ from gpu.steps import ON_GPU
 from triton import knobs
 
 from atom import LLMEngine, SamplingParams
+from atom.graph import Type, W
 from atom.runtime import memory
 from atom.runtime.runner import Runner
+from atom.weights import load_dummy
 
 pytestmark = ON_GPU
 
@@ -116,3 +118,16 @@ def test_a_start_compiles_all_that_requests_need(open_engine: Open, monkeypatch:
             prompts = [tiny.prompt(length, seed=length) for length in lengths]
             engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, seed=1, **way))
     assert missed == []
+
+
+def test_weights_that_are_packed_leave_no_memory_between_them():
+    """Plain tensors of two sizes in turns: a packed one in the place of the larger would hold all of it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    shapes = [(16, rows, 2880) for rows in (5760, 2880)] * 2
+    recipes = [W(str(at), Type("bf16", shape, "mxfp4")) for at, shape in enumerate(shapes)]
+    made = load_dummy(recipes, 0, "cuda")
+    torch.cuda.empty_cache()
+    assert len(made) == 4
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < before + (64 << 20)

@@ -13,6 +13,7 @@ import tiny
 import torch
 
 from atom import LLMEngine, weights
+from atom.build.kv_blocks import plan_kv
 from atom.compiler import compile_graph
 from atom.config import Config
 from atom.config.load import engine_overrides, load
@@ -22,7 +23,7 @@ from atom.runtime import memory
 from atom.runtime.model import Computed, Model
 from atom.runtime.program import Bindings
 from atom.runtime.step_input import BatchShape
-from atom.runtime.types import StepLimits
+from atom.runtime.types import CacheKind, StepLimits
 
 GIB = 1 << 30
 
@@ -207,3 +208,10 @@ def test_a_pool_that_holds_no_sequence_names_the_share(
         match=r"serve\.gpu_memory_utilization=0\.9 leaves it \d+: raise that or lower serve\.max_model_len",
     ):
         LLMEngine.from_config(config)
+
+
+def test_a_share_that_leaves_no_pool_names_what_takes_it(checkpoints: Any) -> None:
+    config = config_of(checkpoints("qwen3"), max_num_seqs=7)
+    message = r"2\.0 GiB more\. Raise that, or lower serve\.max_num_batched_tokens \(\d+\) or serve\.max_num_seqs \(7\)"
+    with pytest.raises(CapacityError, match=message):
+        plan_kv([CacheKind("full", 64)], config, -2 * GIB)

@@ -24,7 +24,7 @@ import msgspec
 from atom.config import Config
 from atom.devices import open_early
 from atom.jobs import module_of
-from atom.jobs.kind import find_job
+from atom.jobs.kind import find_job, open_recipes
 from atom.serve.engine.process import EngineProcess
 
 HERE = ("generate", "chat")  # jobs whose engine is in this process
@@ -60,11 +60,13 @@ def run_apart(argv: Sequence[str]) -> int | None:
 
 
 def find_kind(argv: Sequence[str]) -> str | None:
-    """The job of a command line, where it is one of KINDS without flags."""
+    """The job of a command line, where it is one of KINDS without flags, and this process has it whatever it is."""
     if any(text.startswith("-") or "=" not in text for text in argv):
         return None
     kind = find_job(argv)
-    return kind if kind in KINDS else None
+    if kind not in KINDS or "parallel.launcher=torchrun" in (*argv, *open_recipes(argv)):  # most ranks have no job
+        return None
+    return kind
 
 
 def load_apart(argv: Sequence[str], *, has_engine: bool = False) -> Callable[[], Loaded | None]:

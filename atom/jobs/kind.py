@@ -21,9 +21,8 @@ DEFAULT = "serve"  # of conf/config.yaml
 
 def find_job(overrides: Sequence[str]) -> str | None:
     """The job of these overrides; None where that is a mistake, or is said elsewhere than in files of this machine."""
-    recipes = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("recipe=")]
     try:
-        for texts in (overrides, open_recipes(recipes)):
+        for texts in (overrides, open_recipes(overrides)):
             if (job := named_job(texts) or implied_job(keys_of(texts))) is not None:
                 return job
     except (ConfigError, FileNotFoundError):
@@ -31,8 +30,9 @@ def find_job(overrides: Sequence[str]) -> str | None:
     return DEFAULT
 
 
-def open_recipes(names: Sequence[str]) -> list[str]:
-    """The overrides of recipes. FileNotFoundError where one is not on this machine."""
+def open_recipes(overrides: Sequence[str]) -> list[str]:
+    """The overrides of the recipes that these name. FileNotFoundError where one is not on this machine."""
+    names = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("recipe=")]
     if not names:
         return []
     from atom.config.recipes import find_recipe, read_recipe

@@ -30,12 +30,16 @@ from atom.jobs import apart
         (["job=serve"], "serve"),
         (["checkpoint=/models/x"], "serve"),
         ([], "serve"),
+        (["parallel=tp2", "parallel.launcher=torchrun"], None),
+        (["recipe={folder}/ranks.yaml"], None),
+        (["parallel=dp2", "device=cuda"], "serve"),
         (["-m", "prompts=Hi"], None),
         (["prompts"], None),
     ],
 )
-def test_only_jobs_that_answer_and_have_no_flags_are_begun_so(argv: list[str], kind: str | None):
-    assert apart.find_kind(argv) == kind
+def test_only_jobs_that_answer_and_have_no_flags_are_begun_so(argv: list[str], kind: str | None, tmp_path: Path):
+    (tmp_path / "ranks.yaml").write_text("overrides: [parallel=tp2, parallel.launcher=torchrun]\n")
+    assert apart.find_kind([text.format(folder=tmp_path) for text in argv]) == kind
 
 
 def run(script: str, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -15,8 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 from atom.child_process import end, exit_status
 
@@ -27,23 +26,17 @@ WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
 class EngineProcess:
     """A child process with one end of a socket pair, which no other process can open, and its own process group."""
 
-    def __init__(
-        self,
-        command: tuple[str, ...] = WORKER,
-        environment: Mapping[str, str] = MappingProxyType({}),
-        *,
-        is_piped: bool = False,
-    ) -> None:
-        """command: its last argument becomes the socket's file descriptor. environment: variables beside our own.
+    def __init__(self, command: tuple[str, ...] = WORKER, *, is_piped: bool = False) -> None:
+        """command: its last argument becomes the socket's file descriptor.
 
         is_piped: its stderr is a pipe, which `relay` reads; else it shares ours
         """
-        self.environment, self.is_piped = environment, is_piped
+        self.is_piped = is_piped
         self.connection, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                [*with_environment(environment), *command, str(number)],
+                [*command, str(number)],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE if is_piped else None,
                 errors="replace",
@@ -78,11 +71,6 @@ class EngineProcess:
         assert self._process.stderr is not None, "it is a pipe"
         for line in self._process.stderr:
             relay(line)
-
-
-def with_environment(variables: Mapping[str, str]) -> list[str]:
-    """The command in front of another one that sets variables for it: the environment is for atom.config alone."""
-    return ["/usr/bin/env", *map("=".join, variables.items())] if variables else []
 
 
 def describe_exit(code: int, *, has_left: bool) -> str:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 
 from atom.config import Config
-from atom.config.parallel import devices_of
 from atom.errors import EngineDeadError, RequestError
 from atom.sampling_params import SamplingParams
 from atom.serve import log
@@ -87,13 +86,13 @@ class Replica:
 
     async def start(self) -> None:
         """Start the process, or take the one that has been started if it suits. OSError where the system cannot."""
-        relay, environment = self._relay(), environment_of(self._config, self.number)
+        relay = self._relay()
         started, self._started = self._started, None
-        if started is not None and (started.environment, started.is_piped) != (environment, relay is not None):
+        if started is not None and started.is_piped != (relay is not None):
             started.end()
             started.connection.close()
             started = None
-        self._process = started or EngineProcess(self._command, environment, is_piped=relay is not None)
+        self._process = started or EngineProcess(self._command, is_piped=relay is not None)
         if relay is not None:
             self._process.relay(relay)
         await self.client.connect(self._process.connection, self.number)
@@ -397,10 +396,3 @@ class Learner:
             needs_prompt = self._params[prompt].prompt_logprobs is not None or self._pooling == "MEAN"
             is_asked = output.index == 0 and not needs_prompt
             self._router.finish(self._sent, prompt, tokens, output.finish.num_cached if is_asked else None)
-
-
-def environment_of(config: Config, number: int) -> dict[str, str]:
-    """The variables of a replica's process: of several with GPUs, each sees those of its ranks."""
-    if config.device != "cuda" or config.parallel.replicas == 1:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices_of(config.parallel, number))}

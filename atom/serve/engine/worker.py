@@ -30,6 +30,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
+from atom.config import Config
+from atom.config.parallel import devices_of
 from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
 from atom.gc_utils import no_collection, settle
@@ -378,9 +380,17 @@ def await_start(link: Link) -> Start:
         os._exit(0)
     assert isinstance(start, Start), "the configuration comes first"
     log.configure(start.config.serve.http.log)
+    os.environ |= environment_of(start.config, start.replica)  # which CUDA reads when it makes its first context
     if start.config.device == "cuda":
         open_early()
     return start
+
+
+def environment_of(config: Config, replica: int) -> dict[str, str]:
+    """The variables of a replica's process: of several with GPUs, each sees those of its ranks."""
+    if config.device != "cuda" or config.parallel.replicas == 1:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices_of(config.parallel, replica))}
 
 
 def end_group() -> None:

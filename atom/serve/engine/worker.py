@@ -7,9 +7,9 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
     worker.load(lambda: open_real(start, worker.progress), start.config.device)
     worker.run()                                   # until the HTTP process is gone
 
-It has three threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; the
-main thread loads the model and runs the steps; one sends heartbeats, so that an engine in a long step or compilation is
-not taken for dead. The main thread imports torch at once, as the configuration may come later.
+It has four threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; one
+prepares those with a grammar, which may take seconds to compile; the main thread loads the model and runs the steps;
+one sends heartbeats, so that an engine in a long step or compilation is not taken for dead. The main thread imports torch at once, as the configuration may come later.
 
 It ignores the signals of a terminal or a supervisor and ends when the socket closes, with the compilers that it has
 started: the HTTP process decides when the last request is done.
@@ -40,6 +40,7 @@ from atom.runtime.metrics import EngineStats
 from atom.runtime.speculation import DraftLog
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
 from atom.serve import log
+from atom.serve.engine.grammar_queue import GrammarQueue
 from atom.serve.engine.link import Link, fail, send_heartbeats
 from atom.serve.engine.protocol import (
     Abort,
@@ -82,6 +83,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the HTTP process is gone
         self._outputs: list[Output] = []
         self._num_seen = 0
+        self._grammars = GrammarQueue(self._prepare_grammar)
+        self._compiling: dict[str, Submit] = {}  # requests whose grammars are not compiled, by id; of the main thread
         self._sent_state: tuple[int, dict[str, int]] = (
             0,
             {},
@@ -118,6 +121,7 @@ class Worker:
 
     def receive(self) -> None:
         """Receive messages until the socket ends; then end the process, whatever it is doing."""
+        threading.Thread(target=self._grammars.run, name="grammars", daemon=True).start()
         try:
             while True:
                 for message in self._link.receive():
@@ -161,10 +165,17 @@ class Worker:
 
     def _send_outputs(self) -> None:
         """Send outputs and state if they changed. Before a step too: else its admissions would count as waiting."""
-        state = (self._num_seen, self.engine.num_waiting)  # an abort changes it without any output
+        state = (self._num_seen, self._num_waiting())  # an abort changes it without any output
         if self._outputs or state != self._sent_state:
             self._sent_state, outputs, self._outputs = state, self._outputs, []
             self._link.send(Outputs(outputs, *state))
+
+    def _num_waiting(self) -> dict[str, int]:
+        """Sequences that are not admitted, by tenant."""
+        waiting = Counter(self.engine.num_waiting)
+        for message in self._compiling.values():
+            waiting[message.tenant] += message.params.n
+        return dict(waiting)
 
     def _run_inbox(self) -> bool:
         """Do the work in the inbox, and wait for some if the engine has none. False: the HTTP process is gone."""
@@ -181,10 +192,13 @@ class Worker:
 
     def _prepare(self, message: ToEngine) -> Work:
         match message:
+            case Submit() if message.params.structured_outputs is not None:
+                return lambda: self._await_grammar(message)
             case Submit():
-                return self._prepare_request(message)
+                work = self._prepare_request(message)
+                return lambda: self._count(work)
             case Abort(id):
-                return lambda: self.engine.abort(id)
+                return lambda: self._abort(id)
             case Profile():
                 return lambda: self._profile(message)
             case LoadAdapter():
@@ -197,15 +211,37 @@ class Worker:
                 return lambda: self._answer(id, lambda: self.engine.wake_up(tags))
         raise AssertionError(f"{message!r} is the first message and no other")
 
+    def _count(self, work: Work) -> None:
+        self._num_seen += 1
+        work()
+
+    def _await_grammar(self, message: Submit) -> None:
+        self._num_seen += 1
+        self._compiling[message.id] = message
+        self._grammars.add(message)
+
+    def _prepare_grammar(self, message: Submit) -> None:
+        work = self._prepare_request(message)
+
+        def go_on() -> None:
+            if self._compiling.pop(message.id, None) is not None:  # else its client has left meanwhile
+                work()
+
+        self._inbox.put(go_on)
+
+    def _abort(self, id: str) -> None:
+        if self._compiling.pop(id, None) is None:
+            self.engine.abort(id)
+        else:
+            self._grammars.drop(id)
+
     def _prepare_request(self, message: Submit) -> Work:
         def refuse(error: AtomError | None) -> None:
-            self._num_seen += 1
             self._link.send(Refused(message.id, "" if error is None else str(error)))
 
         def submit() -> None:
             try:
                 self.engine.submit(sequences, self._queue_output)
-                self._num_seen += 1
             except RequestError as error:
                 refuse(error)
 
@@ -321,6 +357,11 @@ def open_real(start: Start, progress: Progress) -> Engine:
         return open_engine(config, progress, replica=start.replica, clock=clock)
 
 
+def run_worker(descriptor: int) -> int:
+    """Do what the command does, in a process that was forked for it. descriptor: of the socket"""
+    return main(prepare=import_engine, descriptor=descriptor)
+
+
 def describe_gpus() -> str:
     """The GPUs that this process may use, as in `2 x NVIDIA H200`."""
     import torch
@@ -329,11 +370,14 @@ def describe_gpus() -> str:
     return " + ".join(f"{count} x {name}" for name, count in names.items())
 
 
-def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None) -> int:
-    """Serve an engine on the socket that the last argument names; the exit code. prepare: before the configuration"""
+def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, descriptor: int | None = None) -> int:
+    """Serve an engine on a socket; the exit code.
+
+    prepare: before the configuration. descriptor: of the socket; None: it is the last argument
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[-1]))
+    connection = socket.socket(fileno=int(sys.argv[-1]) if descriptor is None else descriptor)
     connection.set_inheritable(False)
     link = Link(connection)
     worker, stopped = Worker(link), threading.Event()

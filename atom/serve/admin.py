@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
@@ -100,14 +100,14 @@ def routes(context: Context) -> APIRouter:
         }
 
     @router.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         """The names of the served model, then those of its adapters, whose `parent` it is."""
-        return json_response({"object": "list", "data": [describe(name) for name in context.names]})
+        return json_response({"object": "list", "data": [describe(name) for name in context.names_for(request.state.tenant)]})
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def model(name: str, request: Request) -> Response:
         """One of these names."""
-        return json_response(describe(context.served(name)))
+        return json_response(describe(context.model_for(request.state.tenant, name)))
 
     @router.get("/debug/mtp_stats")
     async def mtp_stats() -> Response:

@@ -88,20 +88,23 @@ class Context:
         total = self.max_total_tokens
         return min(self.config.serve.http.max_input_length or total, total - 1)
 
-    def begin(self, model: str | None) -> str:
-        """Begin a request, and return the model name for its answer.
-
-        EngineDeadError unless the engine is ready, ModelNotFoundError for a name that is not served.
-        """
+    def begin(self) -> None:
+        """Begin a request. EngineDeadError unless the engine is ready."""
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the server is {self.state}")
-        return self.names[0] if model is None else self.served(model)
 
-    def served(self, model: str) -> str:
-        """The model name, if it is served. ModelNotFoundError otherwise."""
-        if model not in self.names:
-            known = ", ".join(self.names)
-            raise ModelNotFoundError(f"the model {shown(model)!r} is not served here; there is: {known}")
+    def names_for(self, tenant: Tenant) -> list[str]:
+        """What a tenant's requests may call the model, and the adapters that they may use."""
+        return [name for name in self.names if tenant.models is None or name in tenant.models]
+
+    def model_for(self, tenant: Tenant, model: str | None) -> str:
+        """The name of the model that a request asks for. ModelNotFoundError where it is not served to this tenant."""
+        names = self.names_for(tenant)
+        if names and model is None:
+            return names[0]
+        if model is None or model not in names:
+            known = ", ".join(names) or "none"
+            raise ModelNotFoundError(f"the model {shown(str(model))!r} is not served here; there is: {known}")
         return model
 
     async def work(self, size: int, work: Callable[[], T]) -> T:

@@ -171,7 +171,7 @@ class Answering:
             raise
 
     def _request_error(self, message: str) -> RequestError:
-        field = self._constraint_field
+        field = self._constraint_field if message.startswith("structured_outputs") else None
         return RequestError(message) if field is None else FieldError(field, shown(message))
 
     def _record(self, output: Output) -> Choice:
@@ -233,10 +233,11 @@ class Responder(ABC):
     error_event: str | None = None  # the name of the event for an error
 
     def __init__(self, context: Context, model: str | None, id: str, *, is_streamed: bool | None) -> None:
-        """EngineDeadError and ModelNotFoundError of `Context.begin`."""
+        """EngineDeadError of `Context.begin`. model: as the request names it"""
         self._started = time.perf_counter()
         self.context, self.id, self.is_streamed = context, id, is_streamed
-        self.model = context.begin(model)
+        self._stated_model, self.model = model, ""  # which `respond` sets
+        context.begin()
 
     @abstractmethod
     def make_request(self) -> EngineRequest:
@@ -263,6 +264,7 @@ class Responder(ABC):
 
     async def respond(self, request: Request) -> Response:
         context, engines, tenant = self.context, self.context.engines, request.state.tenant
+        self.model = context.model_for(tenant, self._stated_model)
         pin = engines.pinned(request.headers.get(PIN))
         size, make = request.state.num_bytes, self.make_request
         with ExitStack() as left:

@@ -15,6 +15,7 @@ Ed25519, on each line. One that ends with .yaml, .yml or .json has tenants by na
       max_concurrent: 8
       priority: 10
       weight: 0.5
+      models: [llama, sql]             # the names of models and adapters that it may use
     ops: {key: sk-4567, admin: true}   # may use administrative routes too
 """
 
@@ -88,6 +89,7 @@ class Tenant:
     name: str = ""
     limits: Limits = Limits()
     is_admin: bool = False  # it may use administrative routes
+    models: frozenset[str] | None = None  # the names of models and adapters that it may use; None: all
     digests: list[bytes] = field(default_factory=list)  # of its API keys
     public_key: Ed25519PublicKey | None = None
     clock: Callable[[], float] = time.monotonic
@@ -103,7 +105,7 @@ class Tenant:
     def become(self, other: Tenant) -> None:
         """Take another's keys and limits, as a file that was changed has them; counts and open requests stay."""
         has_new_limits = self.limits != other.limits
-        self.limits, self.is_admin = other.limits, other.is_admin
+        self.limits, self.is_admin, self.models = other.limits, other.is_admin, other.models
         self.digests, self.public_key = other.digests, other.public_key
         if has_new_limits:
             self._fill_buckets()
@@ -232,8 +234,9 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
         raise ConfigError(f"{at} is not a mapping; write {{key: KEY}}")
     stated = dict(entry)
     keys, public_key, is_admin = stated.pop("key", None), stated.pop("public_key", None), stated.pop("admin", False)
+    models = stated.pop("models", None)
     if unknown := next((each for each in stated if each not in names), None):
-        known = ["key", "public_key", "admin", *names]
+        known = ["key", "public_key", "admin", "models", *names]
         raise ConfigError(
             f"{at}: there is no {unknown}{did_you_mean(str(unknown), known)}; there is: {', '.join(known)}"
         )
@@ -241,13 +244,18 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
         check_limit(f"{at}.{limit}", limit, value)
     if not isinstance(is_admin, bool):
         raise ConfigError(f"{at}.admin={is_admin} is neither true nor false")
+    if models is not None and not (isinstance(models, list) and models and all(isinstance(each, str) for each in models)):
+        raise ConfigError(f"{at}.models={models} is not a list of names; leave it out where all may be used")
     keys = [keys] if isinstance(keys, str) else [] if keys is None else keys
     if not isinstance(keys, list) or not all(isinstance(key, str) and len(key.split()) == 1 for key in keys):
         raise ConfigError(f"{at}.key is neither a word nor a list of words; quote it")
     if not keys and public_key is None:
         raise ConfigError(f"{at} has neither key nor public_key; give one")
     known_key = None if public_key is None else load_public_key(f"{at}.public_key", str(public_key))
-    return Tenant(name, Limits(**stated), is_admin, [digest(key.encode()) for key in keys], known_key)
+    digests = [digest(key.encode()) for key in keys]
+    return Tenant(
+        name, Limits(**stated), is_admin, None if models is None else frozenset(models), digests, known_key
+    )
 
 
 def check_limit(at: str, limit: str, value: Any) -> None:

@@ -29,7 +29,9 @@ def server(
     folders: dict[str, Path], checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    keys.write_text("ops: {key: secret, admin: true}\napp: {key: apps}\n")
+    lines = ["ops: {key: secret, admin: true}", "app: {key: apps}"]
+    lines += ["plain: {key: plains, models: [talker]}", "query: {key: queries, models: [sql, chat]}"]
+    keys.write_text("\n".join(lines))
     started = serving.start(
         checkpoints("llama"), tmp_path_factory.mktemp("server"), f"serve.lora_modules={{sql: '{folders['sql']}'}}",
         "serve.allow_runtime_lora_updating=true", f"serve.http.api_keys=@{keys}", "serve.max_loras=2",
@@ -55,6 +57,34 @@ def test_a_request_names_its_adapter_as_the_model(server: str, folders: dict[str
         answer = complete(server, name)
         assert answer.status == 200 and answer.json["model"] == name
         tiny.assert_greedy({"token_ids": answer.json["choices"][0]["token_ids"]}, PROMPT, reference)
+
+
+def test_a_key_may_use_the_models_that_it_is_given_alone(server: str):
+    def ask(key: str, model: str | None, path: str = "/v1/completions", **body: Any) -> wire.Answer:
+        named = {} if model is None else {"model": model}
+        return wire.ask(server, "POST", path, named | body, {"x-api-key": key})
+
+    prompt = {"prompt": PROMPT, "max_tokens": 2}
+    assert [ask("plains", name, **prompt).status for name in ("talker", "sql", "chat", None)] == [200, 404, 404, 200]
+    assert [ask("queries", name, **prompt).status for name in ("talker", "sql", "chat", None)] == [404, 200, 404, 200]
+    assert ask("queries", None, **prompt).json["model"] == "sql"
+    refused = ask("plains", "sql", **prompt).json["error"]
+    assert (refused["code"], refused["message"]) == (
+        "model_not_found",
+        "the model 'sql' is not served here; there is: talker",
+    )
+    for path, body in {
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [5]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        "/v1/responses": {"input": "a"},
+    }.items():
+        assert ask("plains", "sql", path, **body).status == 404, path
+    listed = wire.ask(server, "GET", "/v1/models", headers={"x-api-key": "plains"}).json["data"]
+    assert [each["id"] for each in listed] == ["talker"]
+    named = [wire.ask(server, "GET", f"/v1/models/{name}", headers={"x-api-key": "plains"}) for name in ("talker", "sql")]
+    assert [each.status for each in named] == [200, 404]
 
 
 def test_an_adapter_is_loaded_and_dropped_by_an_operator(server: str, folders: dict[str, Path], references: Any):

@@ -42,6 +42,18 @@ def give_up(error: str) -> Any:
     ]
 
 
+FORCED = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize("body", [{"grammar": "x"}, FORCED], ids=["constraint", "tools"])
+def test_what_the_engine_refuses_for_another_reason_does_not_name_the_constraint(config: Config, body: dict[str, Any]):
+    def refuse_words(submit: Submit) -> list[Any]:
+        return [Refused(submit.id, "bad_words: '' has no token; give a word")]
+
+    response, _ = scripted.post(config, refuse_words, ASKED[CHAT] | body, CHAT)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, None)
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_what_the_engine_refuses_is_no_stream_yet(config: Config, path: str, is_streamed: bool):
@@ -53,8 +65,7 @@ def test_what_the_engine_refuses_is_no_stream_yet(config: Config, path: str, is_
 
 
 def test_a_forced_call_that_the_engine_refuses_names_the_tools(config: Config):
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    response, _ = scripted.post(config, refuse, ASKED[CHAT] | {"tools": tools, "tool_choice": "required"}, CHAT)
+    response, _ = scripted.post(config, refuse, ASKED[CHAT] | FORCED, CHAT)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 

@@ -39,9 +39,10 @@ def routes(context: Context) -> APIRouter:
         return await MessageResponder(context, body).respond(request)
 
     @router.post("/v1/messages/count_tokens")
-    async def count_message_tokens(body: CountRequest) -> Response:
+    async def count_message_tokens(body: CountRequest, request: Request) -> Response:
         """The tokens of the prompt that a conversation becomes."""
-        context.begin(body.model)
+        context.begin()
+        context.model_for(request.state.tenant, body.model)
         prepared = await context.in_thread(lambda: prepare(context, body))
         return json_response({"input_tokens": len(prepared.conversation.tokens)})
 

@@ -23,7 +23,8 @@ def routes(context: Context) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a text, or of a conversation in the chat template."""
-        context.begin(body.model)
+        context.begin()
+        context.model_for(request.state.tenant, body.model)
         if (body.messages is None) == (body.prompt is None):
             raise FieldError("prompt", "give one of prompt and messages")
         if body.messages is not None:
@@ -53,7 +54,8 @@ def routes(context: Context) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        context.begin(body.model)
+        context.begin()
+        context.model_for(request.state.tenant, body.model)
         tokenizer, most = context.need_tokenizer(), context.max_total_tokens
         if len(body.tokens) > most:
             raise FieldError("tokens", f"{len(body.tokens)} tokens; this server takes {most} (max_total_tokens)")

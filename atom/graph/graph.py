@@ -17,6 +17,7 @@ node behind it for each.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -75,11 +76,8 @@ class Program:
         result = infer_call(op, args, kwargs)
         names = (name,) if isinstance(name, str) else name
         if isinstance(result, Type):
-            node = self.fx.create_node("call_function", op, args, kwargs, name=names[0] or op.name)
-            node.meta["type"] = result
-            return node
-        node = self.fx.create_node("call_function", op, args, kwargs, name=f"{op.name}_results")
-        node.meta["type"] = result
+            return self._node(op, args, kwargs, names[0] or op.name, result)
+        node = self._node(op, args, kwargs, f"{op.name}_results", result)
         names = names if len(names) == len(result) else (names[0] or op.name,) * len(result)
         return tuple(self._item(node, index, name) for index, name in enumerate(names))
 
@@ -87,9 +85,13 @@ class Program:
         self.fx.output(nodes)
 
     def _item(self, node: Node, index: int, name: str) -> Node:
-        item = self.fx.create_node("call_function", operator.getitem, (node, index), name=name)
-        item.meta["type"] = node.meta["type"][index]
-        return item
+        return self._node(operator.getitem, (node, index), {}, name, node.meta["type"][index])
+
+    def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, type: Any) -> Node:
+        node = self.fx.create_node("call_function", target, name=name)
+        node.args, node.kwargs = args, kwargs  # create_node would search them for symbolic numbers first
+        node.meta["type"] = type
+        return node
 
 
 class Graph:
@@ -155,7 +157,7 @@ def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type
 
     types = [type_of(arg) for arg in args]
     try:
-        named = op.signature.bind(*args, **kwargs).arguments
+        named = names_of(op, len(args), *kwargs)
         for place, (name, type) in enumerate(zip(named, types, strict=False)):
             if isinstance(type, Type) and type.fmt is not None and place not in op.weights:
                 raise ValueError(f"{name} cannot be stored as {type.fmt}: only a matrix of weights can")
@@ -166,6 +168,12 @@ def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type
     except (TypeError, ValueError, AttributeError) as error:
         shown = ", ".join([*map(str, types), *(f"{key}={value}" for key, value in kwargs.items())])
         raise PassError(f"{op.name}({shown}): {error}") from None
+
+
+@functools.cache
+def names_of(op: Op, num_args: int, *keywords: str) -> tuple[str, ...]:
+    """The names of a call's arguments; TypeError where the op takes no such call."""
+    return tuple(op.signature.bind(*[None] * num_args, **dict.fromkeys(keywords)).arguments)
 
 
 def type_of(arg: Any) -> Any:

@@ -78,14 +78,18 @@ LIBRARY.impl("block_linear", packed_linear, "CPU")  # type: ignore[no-untyped-ca
 LIBRARY.impl("block_embedding", _embedding, "CPU")  # type: ignore[no-untyped-call]
 
 
-@library.register_fake("atom::block_linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@library.register_fake("atom::block_embedding", lib=LIBRARY)  # type: ignore[untyped-decorator]
+LIBRARY.impl("block_linear", _linear_shape, "Meta")  # type: ignore[no-untyped-call]
+
+
 def _embedding_shape(tokens: Tensor, weight: Tensor) -> Tensor:
     return tokens.new_empty(tokens.shape[0], weight.shape[1], dtype=weight.dtype)
+
+
+LIBRARY.impl("block_embedding", _embedding_shape, "Meta")  # type: ignore[no-untyped-call]
 
 
 def block_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -209,14 +209,18 @@ LIBRARY.impl("panel_linear", _linear, "CompositeExplicitAutograd")  # type: igno
 LIBRARY.impl("panel_embedding", _embedding, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-@library.register_fake("atom::panel_linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _linear_shape(x: Tensor, panels: Tensor, bias: Tensor | None, layout: Sequence[int]) -> Tensor:
     return x.new_empty(x.shape[0], layout[1])
 
 
-@library.register_fake("atom::panel_embedding", lib=LIBRARY)  # type: ignore[untyped-decorator]
+LIBRARY.impl("panel_linear", _linear_shape, "Meta")  # type: ignore[no-untyped-call]
+
+
 def _embedding_shape(tokens: Tensor, panels: Tensor, dtype: int, layout: Sequence[int]) -> Tensor:
     return tokens.new_empty(tokens.shape[0], layout[2], dtype=DTYPES[dtype])
+
+
+LIBRARY.impl("panel_embedding", _embedding_shape, "Meta")  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -46,9 +46,11 @@ LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-@library.register_fake("atom::packed_linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+LIBRARY.impl("packed_linear", _shape, "Meta")  # type: ignore[no-untyped-call]
 
 
 def trace_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 process = start_python("from atom.x import work; work()", "argument", TMPDIR="/tmp/x")
 process.stdin                # ends when this process does, in whatever way
+process = fork(work, is_piped=True)      # a function that returns the exit code
 end(process)
 """
 
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -45,7 +47,51 @@ def start_python(
     )
 
 
-def exit_status(process: subprocess.Popen[Any], flags: int = 0) -> int | None:
+class ForkedProcess:
+    """A child that was forked from this process, with the fields of a Popen that are used here."""
+
+    stdin = stdout = None
+
+    def __init__(self, pid: int, stderr: IO[str] | None) -> None:
+        self.pid, self.stderr = pid, stderr
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+Process = subprocess.Popen[Any] | ForkedProcess
+
+
+def fork(work: Callable[[], int], *, is_piped: bool) -> ForkedProcess:
+    """Run a function in a fork of this process, which has one thread; it ends with the code that the function returns.
+
+    What is imported here need not be imported there. It has a group of its own, and no stdin.
+    is_piped: its stderr is a pipe; else it shares ours
+    """
+    ours, theirs = os.pipe() if is_piped else (-1, -1)
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):  # it has done so itself, or has ended
+            os.setpgid(pid, pid)
+        if not is_piped:
+            return ForkedProcess(pid, None)
+        os.close(theirs)
+        return ForkedProcess(pid, open(ours, errors="replace"))
+    os.setpgid(0, 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if is_piped:
+        os.dup2(theirs, 2)
+        os.close(theirs)
+        os.close(ours)
+    sys.exit(work())
+
+
+def exit_status(process: Process, flags: int = 0) -> int | None:
     """Wait for a child: its exit code or the signal that ended it; None where flags=os.WNOHANG and it runs.
 
     It is not reaped: its pid is not used again before `end` has ended its group.
@@ -54,7 +100,7 @@ def exit_status(process: subprocess.Popen[Any], flags: int = 0) -> int | None:
     return None if ended is None else ended.si_status
 
 
-def end(process: subprocess.Popen[Any], reader: Thread | None = None, seconds: float | None = None) -> int:
+def end(process: Process, reader: Thread | None = None, seconds: float | None = None) -> int:
     """Kill what is left of a child's group; its exit code, negative for a signal.
 
     reader: the thread that reads its output, which is waited for, for that many seconds at most.
@@ -67,5 +113,5 @@ def end(process: subprocess.Popen[Any], reader: Thread | None = None, seconds: f
         for pipe in filter(None, (process.stdin, process.stdout)):
             with contextlib.suppress(BrokenPipeError):  # it did not read all of its input
                 pipe.close()
-        process.wait()
+        return process.wait()
     return process.returncode

@@ -193,6 +193,7 @@ LOCAL_IMPORTS = {
     "uvloop": "not for Windows",
     "vllm": "the extra vllm",
     # packages that take a launch, or --help, longer to import than all else that it does with them
+    "atom.serve.engine.worker": "the command's process has no use for it, its fork does",
     "gguf": "only some types are dequantized by it",
     "huggingface_hub": "a benchmark of a folder's tokenizer has no use for it, nor has --help",
     "jinja2": "an engine process renders no chat template",

@@ -23,6 +23,7 @@ import msgspec
 
 from atom.config import Config
 from atom.devices import open_early
+from atom.gc_utils import no_collection
 from atom.jobs import module_of
 from atom.jobs.kind import find_job, open_recipes
 from atom.serve.engine.process import EngineProcess
@@ -42,8 +43,8 @@ def run_apart(argv: Sequence[str]) -> int | None:
     kind = find_kind(argv)
     if kind is None or not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return None
+    engine = None if kind in HERE else EngineProcess(run_engine, is_piped=not sys.stderr.isatty())
     await_config = load_apart(argv, has_engine=kind in HERE)
-    engine = None if kind in HERE else EngineProcess(is_piped=not sys.stderr.isatty())
     try:
         if engine is not None:
             await_config()  # three processes at once would take turns on two cores, and the engine's takes longest
@@ -57,6 +58,13 @@ def run_apart(argv: Sequence[str]) -> int | None:
     finally:
         if engine is not None:
             engine.end()
+
+
+def run_engine(descriptor: int) -> int:
+    """Serve an engine on a socket, in a fork of this process."""
+    with no_collection():
+        from atom.serve.engine import worker
+    return worker.run_worker(descriptor)
 
 
 def find_kind(argv: Sequence[str]) -> str | None:

@@ -108,7 +108,7 @@ def test_a_server_imports_neither_torch_nor_hydra(checkpoints: Any, tmp_path: Pa
 def test_a_server_that_cannot_be_configured_leaves_no_engine_behind(checkpoints: Any):
     code = "import sys; from atom.jobs import apart; started = []\n"
     code += "make = apart.EngineProcess\n"
-    code += "apart.EngineProcess = lambda **rest: started.append(make(**rest)) or started[0]\n"
+    code += "apart.EngineProcess = lambda *first, **rest: started.append(make(*first, **rest)) or started[0]\n"
     code += "from atom.cli import main; done = main(sys.argv[1:]); print(done, [each.has_ended() for each in started])"
     done = run(code, f"checkpoint={checkpoints('llama')}", "nosuch=1")
     assert done.stdout == "2 [True]\n"

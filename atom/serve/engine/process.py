@@ -1,6 +1,7 @@
 """Start and end the engine's process.
 
 engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`, which imports torch at once
+engine = EngineProcess(work)              # or a fork of this process, which need not import what this one has
 await client.connect(engine.connection)   # and sends what it opens
 engine.has_ended()
 code = engine.end()                       # kills what is left of it, compilers included
@@ -16,8 +17,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
-from atom.child_process import end, exit_status
+from atom.child_process import Process, end, exit_status, fork
 
 READ_SECONDS = 1.0  # to read its last lines: another process may hold its stderr open
 WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
@@ -26,25 +28,33 @@ WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
 class EngineProcess:
     """A child process with one end of a socket pair, which no other process can open, and its own process group."""
 
-    def __init__(self, command: tuple[str, ...] = WORKER, *, is_piped: bool = False) -> None:
-        """command: its last argument becomes the socket's file descriptor.
+    def __init__(self, command: tuple[str, ...] | Callable[[int], int] = WORKER, *, is_piped: bool = False) -> None:
+        """command: its last argument becomes the socket's file descriptor; or a function of it, run in a fork.
 
         is_piped: its stderr is a pipe, which `relay` reads; else it shares ours
         """
         self.is_piped = is_piped
         self.connection, theirs = socket.socketpair()
         with theirs:
-            number = theirs.fileno()
-            self._process = subprocess.Popen(
-                [*command, str(number)],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if is_piped else None,
-                errors="replace",
-                pass_fds=[number],
-                process_group=0,
-            )
+            self._process = self._start(command, theirs.fileno())
         self._ending = threading.Lock()
         self._reading: threading.Thread | None = None
+
+    def _start(self, command: tuple[str, ...] | Callable[[int], int], descriptor: int) -> Process:
+        if callable(command):
+            return fork(partial(self._work, command, descriptor), is_piped=self.is_piped)
+        return subprocess.Popen(
+            [*command, str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if self.is_piped else None,
+            errors="replace",
+            pass_fds=[descriptor],
+            process_group=0,
+        )
+
+    def _work(self, work: Callable[[int], int], descriptor: int) -> int:
+        self.connection.close()  # here, where it is the other's
+        return work(descriptor)
 
     def relay(self, take: Callable[[str], object]) -> None:
         """Call `take` in a thread with each line of its stderr, also with those of before."""

@@ -166,8 +166,8 @@ def test_compilers_end_with_the_server(talker: Path, tmp_path: Path, number: int
 
     def engines() -> list[int]:
         pids = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in pids}
-        return [int(pid) for pid, line in lines.items() if line.exists() and "engine.worker" in line.read_text()]
+        stats = {int(pid): Path(f"/proc/{pid}/stat") for pid in pids}
+        return [pid for pid, stat in stats.items() if stat.exists() and os.getpgid(pid) == pid]  # of a group of its own
 
     wire.wait_until(engines)
     (engine,) = engines()

@@ -125,6 +125,20 @@ def test_a_damaged_file_is_missing_and_written_again(damage: Any, files: KVFiles
     assert read(files, 4) == [0, 1, 2]
 
 
+def test_all_damaged_files_of_a_prompt_are_written_again(files: KVFiles, tmp_path: Path):
+    files.write([block(number) for number in range(6)])
+    files.flush(10)
+    for path in paths(tmp_path):
+        if key(3).hex() not in path.name:
+            path.write_bytes(path.read_bytes()[:-1])
+    assert read(files, 6) == []
+    assert read(files, 6) == [], "behind the other, in the thread's order"
+    assert [path.name for path in paths(tmp_path)] == [f"{key(3).hex()}.full"]
+    files.write([block(number) for number in range(6)])
+    files.flush(10)
+    assert read(files, 6) == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_file_under_the_name_of_another_is_missing(files: KVFiles, tmp_path: Path):
     files.write([block(0), block(1)])
     files.flush(10)

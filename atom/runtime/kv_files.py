@@ -164,12 +164,15 @@ class KVFiles:
                 fetch = self._fetches.popleft() if self._fetches else None
                 block = None if fetch is not None else self._writes.popleft()
             if fetch is not None:
+                unread: list[bytes] = []
                 try:
-                    self._read_all(fetch)
+                    unread = self._read_all(fetch)
                 finally:
                     with self._changed:
                         self._fetched.append(fetch)
                         self._changed.notify_all()
+                for key, kind in ((key, kind) for key in unread for kind in self._sizes):
+                    self._read(key, kind)  # removes it if it is damaged too: one that is there is not written again
             elif block is not None:
                 try:
                     self._write(block)
@@ -178,15 +181,15 @@ class KVFiles:
                         self._num_queued -= block.row.nbytes
                         self._changed.notify_all()
 
-    def _read_all(self, fetch: Fetch) -> None:
-        """Read a prompt's blocks, until one is missing or it is late."""
+    def _read_all(self, fetch: Fetch) -> list[bytes]:
+        """Read a prompt's blocks, until one is missing or it is late; the keys behind one that cannot be read."""
         keys, key = list[bytes](), fetch.key
         for start in range(0, len(fetch.content), fetch.width):
             key = chain(key, fetch.content[start : start + fetch.width])
             if not all(self.has(key, kind) for kind, first in fetch.needs(0).items() if first == 0):
                 break
             keys.append(key)
-        needs, used = fetch.needs(len(keys)), []
+        needs, used, unread = fetch.needs(len(keys)), [], list[bytes]()
         for place, key in enumerate(keys):
             if fetch.is_late:
                 break
@@ -195,11 +198,13 @@ class KVFiles:
             fetch.blocks.append(found)
             used += [self._path(key, kind) for kind in found]
             if any(rows[kind] is None for kind, first in needs.items() if first == 0):
+                unread = keys[place + 1 :]
                 break
         for path in reversed(used):  # what follows a prefix is removed before it
             with contextlib.suppress(OSError):
                 os.utime(path)
         self.num_read += len(used)
+        return unread
 
     def _read(self, key: bytes, kind: str) -> Tensor | None:
         path, size = self._path(key, kind), self._sizes[kind]

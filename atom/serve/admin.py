@@ -102,7 +102,8 @@ def routes(context: Context) -> APIRouter:
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
         """The names of the served model, then those of its adapters, whose `parent` it is."""
-        return json_response({"object": "list", "data": [describe(name) for name in context.names_for(request.state.tenant)]})
+        names = context.names_for(request.state.tenant)
+        return json_response({"object": "list", "data": [describe(name) for name in names]})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:

@@ -244,7 +244,8 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
         check_limit(f"{at}.{limit}", limit, value)
     if not isinstance(is_admin, bool):
         raise ConfigError(f"{at}.admin={is_admin} is neither true nor false")
-    if models is not None and not (isinstance(models, list) and models and all(isinstance(each, str) for each in models)):
+    is_list = isinstance(models, list) and models and all(isinstance(each, str) for each in models)
+    if models is not None and not is_list:
         raise ConfigError(f"{at}.models={models} is not a list of names; leave it out where all may be used")
     keys = [keys] if isinstance(keys, str) else [] if keys is None else keys
     if not isinstance(keys, list) or not all(isinstance(key, str) and len(key.split()) == 1 for key in keys):
@@ -253,9 +254,7 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
         raise ConfigError(f"{at} has neither key nor public_key; give one")
     known_key = None if public_key is None else load_public_key(f"{at}.public_key", str(public_key))
     digests = [digest(key.encode()) for key in keys]
-    return Tenant(
-        name, Limits(**stated), is_admin, None if models is None else frozenset(models), digests, known_key
-    )
+    return Tenant(name, Limits(**stated), is_admin, None if models is None else frozenset(models), digests, known_key)
 
 
 def check_limit(at: str, limit: str, value: Any) -> None:

@@ -83,7 +83,9 @@ def test_a_key_may_use_the_models_that_it_is_given_alone(server: str):
         assert ask("plains", "sql", path, **body).status == 404, path
     listed = wire.ask(server, "GET", "/v1/models", headers={"x-api-key": "plains"}).json["data"]
     assert [each["id"] for each in listed] == ["talker"]
-    named = [wire.ask(server, "GET", f"/v1/models/{name}", headers={"x-api-key": "plains"}) for name in ("talker", "sql")]
+    named = [
+        wire.ask(server, "GET", f"/v1/models/{name}", headers={"x-api-key": "plains"}) for name in ("talker", "sql")
+    ]
     assert [each.status for each in named] == [200, 404]
 
 

@@ -9,7 +9,8 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
 
 It has four threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; one
 prepares those with a grammar, which may take seconds to compile; the main thread loads the model and runs the steps;
-one sends heartbeats, so that an engine in a long step or compilation is not taken for dead. The main thread imports torch at once, as the configuration may come later.
+one sends heartbeats, so that an engine in a long step or compilation is not taken for dead. The main thread imports
+torch at once, as the configuration may come later.
 
 It ignores the signals of a terminal or a supervisor and ends when the socket closes, with the compilers that it has
 started: the HTTP process decides when the last request is done.

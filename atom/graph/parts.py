@@ -125,6 +125,8 @@ def aligned(recipe: Recipe) -> Recipe:
     if isinstance(recipe, Stack):
         return replace(recipe, part=aligned(recipe.part))
     first, last = len(recipe.type.shape) - 2, len(recipe.type.shape) - 1
+    if isinstance(recipe, Cat) and recipe.dim < first:
+        return replace(recipe, parts=tuple(map(aligned, recipe.parts)))
     known = parse_format(str(recipe.type.fmt))
     if any(part.holds not in ("elements", "blocks") for part in known.parts.values()):
         return recipe

@@ -9,68 +9,119 @@
 A shared expert of twice an expert's width is two: each has half of the gates, of the ups and of the columns behind
 them. So it is computed beside the others, in their launches, and nothing is added behind them.
 
+Packed weights are joined as they are stored, or before they are packed. The activations of all experts are then in the
+format of the routed ones.
+
 Declines where no kernel computes experts in one call, among several ranks, where its width is no whole number of
-theirs, where it has a gate of its own, and where one of the two has a bias or stored formats.
+theirs, where it has a gate of its own, where one of the two has a bias, where they are stored in different formats or
+cannot be joined without unpacking them, and where a format of activations was asked for that the routed ones lack.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.fx import Node
 
-from atom.graph import Graph, Recipe, Stack, ops
+from atom.graph import Graph, Quantize, Recipe, Stack, ops
+from atom.graph.formats import FormatError
 from atom.graph.graph import call_of, type_of
 from atom.graph.mesh import ALONE
+from atom.graph.parts import aligned, has_parts, parts_of
+from atom.graph.recipe_contents import packed_while_loading
 from atom.graph.recipe_ranges import cat, narrow
 from atom.passes.context import PassContext
 
 
 def fuse_shared_experts(graph: Graph, context: PassContext) -> Graph:
     for experts in graph.find(ops.experts) if context.mesh == ALONE else ():
-        if len(experts.users) != 1 or not context.takes(ops.experts, *map(type_of, experts.args), **experts.kwargs):
+        if len(experts.users) != 1 or not _is_taken(experts, context):
             continue
         (total,) = experts.users
-        recipes = _shared_weights(experts, total) if total.target is ops.add else None
+        recipes = _shared_weights(experts, total, context) if total.target is ops.add else None
         h, weights, _, gate_up, down = experts.args[:5]
         router = call_of(weights)
         if recipes is None or router.target is not ops.router or "shared" in router.kwargs:
             continue
-        width, num = int(down.type.shape[2]), int(recipes[1].type.shape[1]) // int(down.type.shape[2])
-        parts = [_part(*recipes, at * width, (at + 1) * width) for at in range(num)]
-        gate_ups, downs = ([Stack(part[at], 0, 1) for part in parts] for at in range(2))
+        stacks = _join(gate_up, down, *recipes)
+        if stacks is None:
+            continue
+        num = int(stacks[0].type.shape[0]) - int(gate_up.type.shape[0])
         routed = graph.insert(router, ops.router, *router.args, **router.kwargs, shared=num, name=("weights", "ids"))
-        stacks = cat((gate_up, *gate_ups)), cat((down, *downs))
         fused = graph.insert(total, ops.experts, h, *routed, *stacks, **experts.kwargs, name="y")
         graph.replace({total: fused})
     return graph
 
 
-def _shared_weights(experts: Node, total: Node) -> tuple[Recipe, Recipe] | None:
+def _is_taken(experts: Node, context: PassContext) -> bool:
+    """Whether a kernel computes all experts, with activations in the format that was asked for."""
+    kwargs = experts.kwargs if context.keeps_act else _without_act(experts)
+    return context.takes(ops.experts, *map(type_of, experts.args), **kwargs)
+
+
+def _shared_weights(experts: Node, total: Node, context: PassContext) -> tuple[Recipe, Recipe] | None:
     """Gates and ups [2 S, H], and downs [H, S], of what is added to the sum of experts."""
     h, _, _, gate_up, down, *biases = experts.args
-    if any(bias is not None for bias in biases) or gate_up.type.fmt is not None or down.type.fmt is not None:
-        return None
     shared = next((each for each in total.args if each is not experts), None)
-    if shared is None or not _is_plain(shared):
+    if any(bias is not None for bias in biases) or shared is None or not _is_alone(shared):
         return None
     gated = shared.args[0]
-    if gated.target is not ops.gated_activate or gated.kwargs != experts.kwargs or len(gated.users) > 1:
+    if gated.target is not ops.gated_activate or gated.kwargs != _without_act(experts) or len(gated.users) > 1:
         return None
     both = gated.args[0]
-    if not _is_plain(both) or both.args[0] is not h:
+    if not _is_alone(both) or both.args[0] is not h:
         return None
+    acts = {call.kwargs.get("act") for call in (experts, both, shared)}
     recipes = both.args[1], shared.args[1]
+    are_alike = all(map(_are_stored_alike, recipes, (gate_up, down)))
     is_whole = int(recipes[1].type.shape[1]) % int(down.type.shape[2]) == 0
-    return recipes if is_whole and all(each.type.dtype == down.type.dtype for each in recipes) else None
+    return recipes if are_alike and is_whole and (len(acts) == 1 or not context.keeps_act) else None
 
 
-def _is_plain(node: Node) -> bool:
-    """Whether it is a linear without a bias, by a plain weight, that one other call reads."""
-    is_linear = node.target is ops.linear and len(node.args) == 2 and len(node.users) == 1 and not node.kwargs
-    return is_linear and isinstance(node.args[1], Recipe) and node.args[1].type.fmt is None
+def _is_alone(node: Node) -> bool:
+    """Whether it is a linear without a bias that one other call reads."""
+    is_linear = node.target is ops.linear and len(node.args) == 2 and len(node.users) == 1
+    return is_linear and isinstance(node.args[1], Recipe) and not node.kwargs.keys() - {"act"}
 
 
-def _part(gate_up: Recipe, down: Recipe, start: int, stop: int) -> tuple[Recipe, Recipe]:
-    """The weights of a range of a gated mlp's width."""
-    width = int(down.type.shape[1])
-    gates, ups = narrow(gate_up, start, stop), narrow(gate_up, width + start, width + stop)
-    return cat((gates, ups)), narrow(down, start, stop, 1)
+def _without_act(node: Node) -> dict[str, Any]:
+    return {key: value for key, value in node.kwargs.items() if key != "act"}
+
+
+def _are_stored_alike(one: Recipe, other: Recipe) -> bool:
+    types_alike = (one.type.dtype, one.type.fmt) == (other.type.dtype, other.type.fmt)
+    return types_alike and isinstance(one, Quantize) == isinstance(other, Quantize)
+
+
+def _join(gate_up: Recipe, down: Recipe, shared_both: Recipe, shared_down: Recipe) -> tuple[Recipe, Recipe] | None:
+    """The weights of the routed experts with those of the shared one behind them; None where a kernel would have to
+    take them unpacked."""
+    width, shared_width = int(down.type.shape[2]), int(shared_down.type.shape[1])
+    starts = range(0, shared_width, width)
+
+    def gates_and_ups(whole: Recipe, start: int) -> Recipe:
+        gates, ups = (narrow(whole, at, at + width) for at in (start, shared_width + start))
+        return cat((gates, ups))
+
+    def downs(whole: Recipe, start: int) -> Recipe:
+        return narrow(whole, start, start + width, 1)
+
+    try:
+        joined = (
+            cat((gate_up, *(_stack_one(shared_both, gates_and_ups, start) for start in starts))),
+            cat((down, *(_stack_one(shared_down, downs, start) for start in starts))),
+        )
+        for recipe in joined:
+            if has_parts(recipe) and not any(packed_while_loading(recipe)):
+                parts_of(aligned(recipe))
+    except FormatError:  # a part of the shared expert cuts blocks, or each tensor has a number or an order of its own
+        return None
+    return joined
+
+
+def _stack_one(whole: Recipe, part: Callable[[Recipe, int], Recipe], start: int) -> Recipe:
+    """A part of a weight as one expert's, which is packed after it was cut where it is packed while it loads."""
+    if isinstance(whole, Quantize):
+        return Quantize(Stack(part(whole.part, start), 0, 1), whole.fmt)
+    return Stack(part(whole, start), 0, 1)

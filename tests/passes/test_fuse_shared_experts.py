@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from passes.cases import context_of, run, text_of
+from safetensors.torch import save_file
 
-from atom.graph import Graph, parse
+from atom import weights
+from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
+from atom.graph import Graph, PackedWeight, interpret, ops, parse
 from atom.graph.mesh import Mesh
+from atom.graph.parts import parts_of
+from atom.graph.recipes import leaves
 from atom.kernels import Target
 from atom.passes.context import PassContext
 from atom.passes.fuse_shared_experts import fuse_shared_experts
+from atom.passes.quantize import quantize as quantize_pass
+from atom.weights.quantize import quantize
 
 GPU = context_of(Target("cuda", frozenset({"nvidia", "sm_90"})), "triton", "reference")
 
@@ -88,3 +98,94 @@ def test_another_form_stays(old: str, new: str):
 def test_among_ranks_and_without_such_a_kernel_it_stays():
     assert_stays(BEFORE, PassContext(GPU.target, GPU.backends, Mesh(tensor=2)))
     assert_stays(BEFORE, context_of(Target("cpu"), "torch", "reference"))
+
+
+def packed_text(
+    width: int, stored: str | None = None, made: str | None = None, act: str = "", linear_act: str = ""
+) -> str:
+    """Four experts of 32 gates beside one of `width`, whose weights a file has packed, or which are packed as they load."""
+
+    def tensor(name: str, rows: int, columns: int) -> str:
+        return f'W("{name}", fp32[{rows}, {columns}]' + (")" if stored is None else f', fmt="{stored}")')
+
+    def pair(end: str, rows: int) -> str:
+        return f"cat([{tensor(f'g{end}', rows, 64)}, {tensor(f'u{end}', rows, 64)}])"
+
+    def weight(recipe: str) -> str:
+        return recipe if made is None else f'quantize({recipe}, "{made}")'
+
+    own, of_linear = (f', act="{each}"' if each else "" for each in (act, linear_act or act))
+    gate_ups, downs = (
+        weight(f"stack({pair('.{expert}', 32)}, 0, 4)"),
+        weight(f"stack({tensor('d.{expert}', 64, 32)}, 0, 4)"),
+    )
+    return f"""\
+def f(h: fp32[T, 64]):
+    weights, ids = router(h, W("gate", fp32[4, 64]), None, None, top_k=2)
+    y = experts(h, weights, ids, {gate_ups}, {downs}, kind="silu"{own})
+    gate_up = linear(h, {weight(pair("", width))}{of_linear})
+    m = gated_activate(gate_up, kind="silu")
+    down = linear(m, {weight(tensor("d", 64, width))}{of_linear})
+    y_1 = add(y, down)
+    return y_1"""
+
+
+def save(folder: Path, graph: Graph) -> Checkpoint:
+    """A checkpoint with random numbers, in the formats of the graph."""
+    tensors = {}
+    for leaf in {leaf for recipe in graph.recipes() for leaf in leaves(recipe)}:
+        plain = torch.randn(leaf.type.shape, generator=torch.Generator().manual_seed(sum(map(ord, leaf.name)))) / 8
+        parts = {"values": plain} if leaf.type.fmt is None else quantize(leaf.type.fmt, plain)
+        for name, part in parts_of(leaf).items():
+            tensors[part.name] = parts[name].contiguous()
+    (folder / "config.json").write_text("{}")
+    save_file(tensors, folder / "model.safetensors")
+    return open_checkpoint(str(folder))
+
+
+def run_packed(graph: Graph, checkpoint: Checkpoint, h: torch.Tensor) -> torch.Tensor:
+    loaded = weights.load(graph.recipes(), checkpoint, SILENT)
+    return interpret(graph, "f", {"h": h}, loaded.__getitem__)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize(
+    ("stored", "made"),
+    [
+        ("fp8[16, 32]", None), ("fp8[1, *]", None), ("fp8", None), ("mxfp4", None), (None, "fp8[16, 32]"),
+        (None, "int4[1, 32]"), (None, "mxfp4"),
+    ],
+)  # fmt: skip
+def test_packed_experts_take_in_one_of_their_format(stored: str | None, made: str | None, width: int, tmp_path: Path):
+    text = packed_text(width, stored, made)
+    apart, joined = (quantize_pass(graph, GPU) for graph in (parse(text), fuse_shared_experts(parse(text), GPU)))
+    checkpoint, h = save(tmp_path, parse(text)), torch.randn(9, 64)
+    assert f"shared={width // 32}" in text_of(joined)
+    (experts,) = joined.find(ops.experts)
+    for place in (3, 4):  # no kernel has to take it unpacked
+        loaded = weights.load([experts.args[place]], checkpoint, SILENT)[experts.args[place]]
+        assert isinstance(loaded, PackedWeight) and len(loaded.parts["values"]) == 4 + width // 32
+    torch.testing.assert_close(run_packed(joined, checkpoint, h), run_packed(apart, checkpoint, h))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        packed_text(64, "fp8[64, 64]"),  # a half of the downs' columns cuts blocks
+        packed_text(32, "ct_nvfp4"),  # whose tensors have a number each
+        packed_text(32, "fp8[1, *]").replace('"d", fp32[64, 32], fmt="fp8[1, *]"', '"d", fp32[64, 32], fmt="mxfp4"'),
+        packed_text(32, "mxfp4").replace(
+            'W("d", fp32[64, 32], fmt="mxfp4")', 'quantize(W("d", fp32[64, 32]), "mxfp4")'
+        ),
+    ],
+)
+def test_packed_experts_that_are_no_more_of_them_stay(text: str):
+    assert_stays(text)
+
+
+@pytest.mark.parametrize(("act", "linear_act"), [("", "fp8[1, *]"), ("fp8[1, 32]", "")])
+def test_activations_are_in_the_routed_experts_format_unless_another_was_asked_for(act: str, linear_act: str):
+    text = packed_text(32, "fp8[16, 32]" if act else "fp8[1, *]", None, act, linear_act)
+    made = text_of(fuse_shared_experts(parse(text), GPU))
+    assert "shared=1" in made and made.count("act=") == (1 if act else 0)
+    assert_stays(text, replace(GPU, keeps_act=True))

@@ -4,7 +4,8 @@ The gates behind a product are in its kernel, and so are biases.
 
     y = multiply(x, weight, ends, bias)                    # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
     m = multiply(x, weight, ends, bias, gate_of("silu"))      # weight [E, 2 W, I], gates before ups -> [P, W]
-    y = multiply_fp8(x, x_scales, weight, ends)            # of 1 x 128 by those of 128 x 128, both in fp8
+    plan = plan_fp8(ends, len(x))                             # of products of the same rows
+    y = multiply_fp8(x, x_scales, weight, plan)               # of 1 x 128 by those of 128 x 128, both in fp8
 
 Programs take one tile after another of all experts, as `_plan_kernel` lays them out: rows of an expert by outputs.
 One warp loads tiles of x and of the weight by TMA, two groups of warps multiply half of a tile's rows each. Where a
@@ -92,6 +93,14 @@ class Tile(NamedTuple):
 
 
 PLAIN, IN_FP8 = Tile(1, 256, 64), Tile(2, 128, 128)
+
+
+class Plan(NamedTuple):
+    """The tiles of rows of all experts, which products of the same rows share."""
+
+    tiles: Tensor  # i32[num + 1, ENTRY], as `_plan_kernel` says
+    num: int  # tiles that there is room for
+    block_rows: int  # of a tile
 
 
 @triton_jit(do_not_specialize=["num"])
@@ -191,7 +200,7 @@ def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.c
 @jit
 def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
     """Twice ROWS rows of each tile, in fp8."""
-    x_scales, w_scales, x_stride, blocks = scales
+    x_scales, w_scales, x_stride, blocks, order, top_k = scales
     out, steps, out_tiles, num = sizes
     x_boxes, w_boxes, y_boxes, ready, free = memory
     COLUMNS: gl.constexpr = x_boxes.shape[2]
@@ -214,6 +223,9 @@ def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE
             right_scales = w_scales + (expert * blocks + gl.minimum(other, blocks - 1)) * steps
             own = row + gl.arange(0, ROWS, layout=ROW)
             upper_rows, lower_rows = gl.minimum(own, end - 1), gl.minimum(own + ROWS, end - 1)
+            if order is not None:
+                upper_rows = gl.load(order + upper_rows).to(gl.int32) // top_k
+                lower_rows = gl.load(order + lower_rows).to(gl.int32) // top_k
             upper = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
             lower = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
             upper_scale, lower_scale = gl.load(x_scales + upper_rows), gl.load(x_scales + lower_rows)
@@ -290,12 +302,14 @@ def _store(values, y, y_rows, box, row, end, column, out):
         gl.store(places, box.load(STORED), mask=(rows < end)[:, None] & (columns < out)[None, :])
 
 
-@jit(do_not_specialize=["out", "steps", "out_tiles", "num", "x_stride", "blocks"])
-def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, plan, out, steps, out_tiles, num, x_stride, blocks,
-              GATE: gl.constexpr, PRODUCTS: gl.constexpr, HALF: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+@jit(do_not_specialize=["out", "steps", "out_tiles", "num", "x_stride", "blocks", "top_k"])
+def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, steps, out_tiles, num, x_stride, blocks,
+              top_k, GATE: gl.constexpr, PRODUCTS: gl.constexpr, HALF: gl.constexpr,
+              COLUMNS: gl.constexpr):  # fmt: skip
     """Some tiles of a plan of `num` entries, over steps of COLUMNS columns.
 
-    out: columns of y. Products in fp8 have scales, x_scales x_stride apart for each step.
+    out: columns of y. Products in fp8 have scales, x_scales x_stride apart for each step, of rows or, with an order, of
+    tokens.
     """
     wait_for_inputs(True)
     BITS: gl.constexpr = 1024 // COLUMNS
@@ -320,7 +334,7 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, plan, out, steps, 
             [232, 40],  # registers a thread
         )
     else:
-        scales = (x_scales, w_scales, x_stride, blocks)
+        scales = (x_scales, w_scales, x_stride, blocks, order, top_k)
         gl.warp_specialize(
             [
                 (_consume_fp8, (y, y_rows, scales, plan, sizes, memory, 0, GATE, HALF)),
@@ -351,45 +365,62 @@ def _descriptors(block_rows: int, columns: int, bits: int) -> TensorDescriptors:
     return TensorDescriptors((block_rows, columns), gl.NVMMASharedLayout(128, bits, 2))
 
 
-def make_plan(ends: Tensor, rows: int, experts: int, block_rows: int) -> tuple[Tensor, int]:
-    """Lay out tiles of so many rows, see `_plan_kernel`: a plan, and for how many tiles it has room."""
-    used, gpu = min(experts, rows), find_gpu(ends.device)
+def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
+    """Lay out tiles of so many rows; ends i64[E]: where each expert's end."""
+    experts, gpu = len(ends), find_gpu(ends.device)
+    used = min(experts, rows)
     num = used + (rows - used) // block_rows  # each used expert has one tile that need not be full
-    plan = ends.new_empty(num + 1, ENTRY.value, dtype=torch.int32)
+    tiles = ends.new_empty(num + 1, ENTRY.value, dtype=torch.int32)
     _plan_kernel[(num,)](
-        ends, plan, num, EXPERTS=experts, BLOCK_E=next_power_of_2(experts), BLOCK_R=block_rows, BAND=BAND // block_rows,
-        ENTRY=ENTRY.value, num_warps=1, **gpu.options,
+        ends, tiles, num, EXPERTS=experts, BLOCK_E=next_power_of_2(experts), BLOCK_R=block_rows,
+        BAND=BAND // block_rows, ENTRY=ENTRY.value, num_warps=1, **gpu.options,
     )  # fmt: skip
-    return plan, num
+    return Plan(tiles, num, block_rows)
+
+
+def plan_fp8(ends: Tensor, rows: int) -> Plan:
+    """The plan of `multiply_fp8`."""
+    return make_plan(ends, rows, _block_rows(IN_FP8))
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, gate: str | None = None) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with gates."""
-    return _launch(x, weight, ends, bias, None, None, gate, PLAIN)
+    plan = make_plan(ends, len(x), _block_rows(PLAIN))
+    return _launch(x, weight, plan, bias, None, None, None, 1, gate, PLAIN)
 
 
-def multiply_fp8(x: Tensor, x_scales: Tensor, weight: PackedWeight, ends: Tensor, gate: str | None = None) -> Tensor:
+def multiply_fp8(
+    x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, gate: str | None = None,
+    order: Tensor | None = None, top_k: int = 1,
+) -> Tensor:  # fmt: skip
     """multiply of a weight in blocks of 128 x 128 by x fp8[P, I], with x_scales fp32[P, I / 128], whose columns lie
-    together; in bf16"""
+    together; in bf16
+
+    order: i64[P], the pair of token and expert of each row; then x_scales are of tokens, which have top_k pairs each
+    """
     values, scales = weight.parts["values"].view(FP8), weight.parts["scales"]
-    return _launch(x, values, ends, None, x_scales, scales, gate, IN_FP8)
+    return _launch(x, values, plan, None, x_scales, scales, order, top_k, gate, IN_FP8)
 
 
-def _launch(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, x_scales: Tensor | None,
-            w_scales: Tensor | None, gate: str | None, tile: Tile) -> Tensor:  # fmt: skip
+def _block_rows(tile: Tile) -> int:
+    return int(GROUPS.value * tile.products * ROWS.value)
+
+
+def _launch(x: Tensor, weight: Tensor, plan: Plan, bias: Tensor | None, x_scales: Tensor | None,
+            w_scales: Tensor | None, order: Tensor | None, top_k: int, gate: str | None,
+            tile: Tile) -> Tensor:  # fmt: skip
     (rows, inner), (experts, outs, _), gpu = x.shape, weight.shape, find_gpu(x.device)
+    assert plan.block_rows == _block_rows(tile), "its tiles are of other products"
     out = outs if gate is None else outs // 2
     y = x.new_empty(rows, out, dtype=torch.bfloat16)
-    block_rows = GROUPS.value * tile.products * ROWS.value
-    plan, num = make_plan(ends, rows, experts, block_rows)
     half, bits = tile.outs // 2, 1024 // tile.columns
     out_tiles = -(-out // (tile.outs if gate is None else half))
-    _multiply[(min(gpu.units, num * out_tiles),)](
+    _multiply[(min(gpu.units, plan.num * out_tiles),)](
         _descriptors(ROWS.value, tile.columns, bits).find(x, (rows, inner), x.stride()),
         _descriptors(half, tile.columns, bits).find(weight, (experts * outs, inner), (inner, 1)),
         _descriptors(ROWS.value, half, 16).find(y, (rows, out), (out, 1)),
-        y, bias, x_scales, w_scales, plan, out, -(-inner // tile.columns), out_tiles, num,
-        0 if x_scales is None else x_scales.stride(1), 0 if w_scales is None else w_scales.shape[1],
+        y, bias, x_scales, w_scales, order, plan.tiles, out, -(-inner // tile.columns), out_tiles, plan.num,
+        0 if x_scales is None else x_scales.stride(1), 0 if w_scales is None else w_scales.shape[1], top_k,
         gate, tile.products, half, tile.columns, num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     return y

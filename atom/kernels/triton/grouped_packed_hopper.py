@@ -1,7 +1,8 @@
 """Products of many rows by packed experts on NVIDIA's Hopper, in Gluon.
 
-    y = multiply(x, weight, ends, bias)             # x [P, I], sorted by expert, a shuffled weight [E, O, I] -> [P, O]
-    m = multiply(x, weight, ends, bias, "silu")     # weight [E, 2 W, I], gates before ups -> [P, W]
+    plan = plan_tiles(ends, len(x))                 # of products of the same rows
+    y = multiply(x, weight, plan, bias)             # x [P, I], sorted by expert, a shuffled weight [E, O, I] -> [P, O]
+    m = multiply(x, weight, plan, bias, "silu")     # weight [E, 2 W, I], gates before ups -> [P, W]
 
 Programs take one tile after another, as in grouped_hopper.py, of 128 rows. Each of two or three groups of warps unpacks
 64 rows of the weight into the left operands of its products, as in packed_hopper.py, while the others' are multiplied.
@@ -17,7 +18,7 @@ from atom.graph import PackedWeight
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.grouped_hopper import ENTRY, _find_place, make_plan
+from atom.kernels.triton.grouped_hopper import ENTRY, Plan, _find_place, make_plan
 from atom.kernels.triton.linear.packed import Style, style_of
 from atom.kernels.triton.linear.packed_hopper import (
     BLOCK_O,
@@ -190,10 +191,14 @@ def choose_groups(style: Style) -> int:
     return 2 if style.columns is not None and style.values != "e2m1" else 3
 
 
-def multiply(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
+def plan_tiles(ends: Tensor, rows: int) -> Plan:
+    """The plan of `multiply`."""
+    return make_plan(ends, rows, ROWS.value)
+
+
+def multiply(x: Tensor, weight: PackedWeight, plan: Plan, bias: Tensor | None = None, kind: str | None = None,
              limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
-    """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with
-    gates"""
+    """x [P, I], sorted by expert, a shuffled weight [E, O, I], bias [E, O] -> [P, O], or [P, O / 2] with gates"""
     (experts, out, inner), rows = weight.shape, len(x)
     style, values = style_of(str(weight.type.fmt), out), weight.parts["values"]
     width = values.shape[-1]
@@ -203,12 +208,12 @@ def multiply(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None 
     else:
         weights = gated_weights(values, experts, out)
     boxes, groups = style.bits // 4, choose_groups(style)
-    plan, num = make_plan(ends, rows, experts, ROWS.value)
+    assert plan.block_rows == ROWS.value, "its tiles are of other products"
     out_tiles = -(-out // (groups * BLOCK_O.value))
-    _multiply[(min(find_gpu(x.device).units, num * out_tiles),)](
+    _multiply[(min(find_gpu(x.device).units, plan.num * out_tiles),)](
         _x_descriptors(ROWS.value, COLUMNS.value // boxes).find(x, (rows, inner), x.stride()), weights,
-        weight.parts["scales"], weight.parts.get("zeros"), bias, y, plan, num, out, inner, style.values, style.rows,
-        style.columns, kind, limit, alpha, groups, boxes, 8 - boxes - groups, num_warps=4,
+        weight.parts["scales"], weight.parts.get("zeros"), bias, y, plan.tiles, plan.num, out, inner, style.values,
+        style.rows, style.columns, kind, limit, alpha, groups, boxes, 8 - boxes - groups, num_warps=4,
         maxnreg=168 if groups == 2 else 128, launch_pdl=True,
     )  # fmt: skip
     return y

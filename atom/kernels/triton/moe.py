@@ -1,12 +1,10 @@
-"""Mixtures of experts in Triton.
-
-The host never learns how many rows an expert has, so that a graph can hold a step.
+"""Products by experts in Triton.
 
     weights, ids = router(h, gate, top_k=8)                     # router.py
-    grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
+    grouped, order, ends = group(h, ids, experts=128)           # grouping.py
     products = Experts()                                        # of one model
     y = products.grouped_linear(grouped, weight, ends)          # weight [E, O, I]; 1 launch for all experts
-    out = combine(y, weights, order)                            # 1 launch for a batch of decodes
+    out = combine(y, weights, order)                            # grouping.py
     out = products.experts(h, weights, ids, gate_up, down, kind="silu")     # all three, 2 launches for few tokens
 
 The signatures and results are those of the ops.
@@ -29,6 +27,7 @@ from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.few_experts import multiply_few, suits_few
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.grouped_tiles import Find, Shape, Tiles, find
+from atom.kernels.triton.grouping import combine_rows, group_pairs
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.linear import make_counters
 from atom.kernels.triton.linear.packed import PLAIN, are_minima, style_of, unpack
@@ -47,45 +46,8 @@ from atom.kernels.triton.unpack import (
 # rows of an expert on average from which Hopper's products of many rows are faster: of plain weights, of those that are
 # unpacked for it, of those that are laid out for it, and of activations in fp8, too
 MANY_ROWS, MANY_UNPACKED_ROWS, MANY_PACKED_ROWS, MANY_FP8_ROWS = 128, 384, 128, 256
-SEARCHED = 2048  # pairs of token and expert in which each row searches its position; those of more are counted
-COUNTED, PLACED = 1024, 16  # pairs that a program counts, and whose rows it copies
 
 Weight = Tensor | PackedWeight
-
-
-def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, H], ids i64[T, k] -> rows [k T, H] by expert, order i64[k T], ends i64[E]
-
-    first: i64[1], the first of the experts that are here; behind the rows of these, order is k T, and combine takes
-    such rows for zeros
-    """
-    rows, order, ends, _ = _group(x, ids, first, experts)
-    return rows, order, ends
-
-
-def _group(x: Tensor, ids: Tensor, first: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """group, and of many pairs the row of each, i64[k T], or -1 where its expert is not here."""
-    assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
-    (pairs, top_k), width, gpu = (ids.numel(), ids.shape[1]), x.shape[1], find_gpu(x.device)
-    rows, order, ends = x.new_empty(pairs, width), ids.new_empty(pairs), ids.new_empty(experts)
-    if pairs <= SEARCHED:
-        _group_kernel[(pairs + experts,)](
-            x, ids, first, rows, order, ends, pairs, x.stride(0), EXPERTS=experts, TOP_K=top_k, WIDTH=width,
-            BLOCK_P=256, BLOCK_W=1024, **gpu.options,
-        )  # fmt: skip
-        return rows, order, ends, None
-    blocks, places = -(-pairs // COUNTED), ids.new_empty(pairs)
-    counts = ids.new_empty((experts + 1) * blocks, dtype=torch.int32)  # of the pairs of an expert in each block
-    _count_kernel[(blocks,)](
-        ids, first, counts, pairs, blocks, EXPERTS=experts, BLOCK_E=next_power_of_2(experts + 2), BLOCK_P=COUNTED,
-        **gpu.options,
-    )  # fmt: skip
-    _place_kernel[(-(-pairs // PLACED),)](
-        x, ids, first, counts.cumsum(0, dtype=torch.int32), rows, order, ends, places, pairs, blocks, x.stride(0),
-        EXPERTS=experts, TOP_K=top_k, WIDTH=width, BLOCK_E=next_power_of_2(experts), BLOCK_P=PLACED, COUNTED=COUNTED,
-        BLOCK_W=512, **gpu.options,
-    )  # fmt: skip
-    return rows, order, ends, places
 
 
 class Experts:
@@ -145,9 +107,9 @@ class Experts:
     ) -> Tensor:  # fmt: skip
         """experts with tokens grouped by expert."""
         (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
-        rows, order, ends, places = _group(x, ids, first, gate_up.shape[0])
+        rows, order, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
         m = self.multiply(rows, gate_up, ends, gate_up_bias, kind, limit, alpha)
-        return _combine(self.multiply(m, down, ends, down_bias), weights, order, places)
+        return combine_rows(self.multiply(m, down, ends, down_bias), weights, order, places)
 
 
 def describe(x: Tensor, weight: Weight, kind: str | None = None) -> Shape:
@@ -270,6 +232,8 @@ class ShuffledExperts(Experts):
         if act is not None and ids.numel() >= MANY_FP8_ROWS * gate_up.shape[0]:
             return multiply_in_fp8(x, weights, ids, gate_up, down, first, kind, limit, alpha)
         biases = gate_up_bias, down_bias
+        if ids.numel() >= MANY_PACKED_ROWS * gate_up.shape[0]:
+            return multiply_many_packed(x, weights, ids, (gate_up, down), biases, first, kind, limit, alpha)
         return self._multiply_by_groups(x, weights, ids, (gate_up, down), biases, first, kind, limit, alpha)
 
     def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
@@ -283,12 +247,28 @@ class ShuffledExperts(Experts):
         if not rows:
             return x.new_empty(0, out if kind is None else out // 2)
         if rows >= MANY_PACKED_ROWS * experts and x.stride(0) % 8 == x.data_ptr() % 16 == 0:
-            return grouped_packed_hopper.multiply(x, weight, ends, bias, kind, limit, alpha)
+            plan = grouped_packed_hopper.plan_tiles(ends, rows)
+            return grouped_packed_hopper.multiply(x, weight, plan, bias, kind, limit, alpha)
         if self._arrived is None:
             self._arrived = make_counters(x.device)
         tiles = (parameters or self._parameters)(describe(x, weight, kind), find_gpu(x.device))
         assert isinstance(tiles, Wgmma), f"{tiles} are for weights that are not shuffled"
         return packed_hopper.multiply_grouped(x, weight, ends, bias, self._arrived, tiles, kind, limit, alpha)
+
+
+def multiply_many_packed(
+    x: Tensor, weights: Tensor, ids: Tensor, matrices: tuple[PackedWeight, PackedWeight],
+    biases: tuple[Tensor | None, Tensor | None], first: Tensor | None, kind: str, limit: float | None,
+    alpha: float | None,
+) -> Tensor:  # fmt: skip
+    """experts of many tokens by shuffled weights, which are unpacked in registers."""
+    from atom.kernels.triton import grouped_packed_hopper  # imports what only NVIDIA's GPUs need
+
+    (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
+    rows, order, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
+    plan = grouped_packed_hopper.plan_tiles(ends, len(rows))
+    m = grouped_packed_hopper.multiply(rows, gate_up, plan, gate_up_bias, kind, limit, alpha)
+    return combine_rows(grouped_packed_hopper.multiply(m, down, plan, down_bias), weights, order, places)
 
 
 def multiply_in_fp8(
@@ -300,117 +280,11 @@ def multiply_in_fp8(
 
     tokens = quantize_rows(x, SPAN, FP8, is_shuffled=True)
     pairs = tokens.values[: len(x)].view(torch.bfloat16)  # of fp8, which not all copy
-    rows, order, ends, places = _group(pairs, ids, first, gate_up.shape[0])
-    scales = tokens.scales.t().index_select(1, (order // ids.shape[1]).clamp_(max=len(x) - 1)).t()
-    gate = grouped_hopper.gate_of(kind, limit, alpha)
-    m = grouped_hopper.multiply_fp8(rows.view(FP8), scales, gate_up, ends, gate)
+    rows, order, ends, places = group_pairs(pairs, ids, first, gate_up.shape[0])
+    plan, gate = grouped_hopper.plan_fp8(ends, len(rows)), grouped_hopper.gate_of(kind, limit, alpha)
+    m = grouped_hopper.multiply_fp8(rows.view(FP8), tokens.scales, gate_up, plan, gate, order, ids.shape[1])
     values, scales, *_ = quantize_rows(m, SPAN, FP8, is_shuffled=True)
-    return _combine(grouped_hopper.multiply_fp8(values[: len(m)], scales, down, ends), weights, order, places)
-
-
-def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """x [k T, H], weights fp32[T, k], order i64[k T] -> [T, H]"""
-    if len(order) <= SEARCHED:
-        return _combine(x, weights, order, None)
-    places = order.new_full((len(order) + 1,), -1)
-    return _combine(x, weights, order, places.scatter_(0, order, torch.arange(len(order), device=order.device)))
-
-
-def _combine(x: Tensor, weights: Tensor, order: Tensor, places: Tensor | None) -> Tensor:
-    """combine; places: the row of each pair, which is searched in order where they are not given"""
-    assert x.stride(1) == 1 and weights.is_contiguous(), "rows have gaps"
-    (tokens, top_k), width = weights.shape, x.shape[1]
-    gpu = find_gpu(x.device)
-    out = x.new_empty(tokens, width)
-    block_k = next_power_of_2(top_k)
-    block_w = max(64, 4096 // block_k)
-    _combine_kernel[(tokens, -(-width // block_w))](
-        x, weights, order if places is None else places, out, tokens * top_k, x.stride(0), IS_SEARCHED=places is None,
-        TOP_K=top_k, WIDTH=width, BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, **gpu.options,
-    )  # fmt: skip
-    return out
-
-
-@jit(do_not_specialize=["pairs"])
-def _group_kernel(x, ids, base, rows, order, ends, pairs, x_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-                  WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """A program for each pair, which counts those before it, and one for each expert, which counts up to its last."""
-    wait_for_inputs(PDL)
-    pair = tl.program_id(0)
-    expert = _own_expert(tl.load(ids + pair), base, EXPERTS) if pair < pairs else (pair - pairs).to(tl.int64)
-    earlier = tl.zeros([BLOCK_P], tl.int64)
-    for first in range(0, pairs, BLOCK_P):
-        others = first + tl.arange(0, BLOCK_P)
-        theirs = tl.load(ids + others, mask=others < pairs, other=1 << 62)
-        theirs = tl.where(others < pairs, _own_expert(theirs, base, EXPERTS), 1 << 62)
-        earlier += (theirs < expert) | ((theirs == expert) & (others < pair))
-    position = tl.sum(earlier)
-    if pair >= pairs:
-        tl.store(ends + expert, position)
-    elif expert >= EXPERTS:
-        tl.store(order + position, pairs.to(tl.int64))
-    else:
-        tl.store(order + position, pair.to(tl.int64))
-        source = x + (pair // TOP_K).to(tl.int64) * x_stride
-        target = rows + position * WIDTH
-        for first in range(0, WIDTH, BLOCK_W):
-            columns = first + tl.arange(0, BLOCK_W)
-            values = tl.load(source + columns, mask=columns < WIDTH)
-            tl.store(target + columns, values, mask=columns < WIDTH)
-
-
-@jit(do_not_specialize=["pairs", "blocks"])
-def _count_kernel(ids, base, counts, pairs, blocks, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
-                  BLOCK_P: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """How many of a block's pairs have each expert, or none that is here: counts [E + 1, blocks]."""
-    wait_for_inputs(PDL)
-    block = tl.program_id(0)
-    pair = block * BLOCK_P + tl.arange(0, BLOCK_P)
-    own = _own_expert(tl.load(ids + pair, mask=pair < pairs, other=0), base, EXPERTS).to(tl.int32)
-    each = tl.arange(0, BLOCK_E)
-    num = tl.histogram(tl.where(pair < pairs, own, BLOCK_E - 1), BLOCK_E)
-    tl.store(counts + each * blocks + block, num, mask=each <= EXPERTS)
-
-
-@jit(do_not_specialize=["pairs", "blocks"])
-def _place_kernel(x, ids, base, reached, rows, order, ends, places, pairs, blocks, x_stride, EXPERTS: tl.constexpr,
-                  TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
-                  COUNTED: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BLOCK_P pairs, whose rows are copied behind those of pairs before them. reached: sums of `_count_kernel`'s"""
-    wait_for_inputs(PDL)
-    pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    is_pair = pair < pairs
-    expert = _own_expert(tl.load(ids + pair, mask=is_pair, other=0), base, EXPERTS).to(tl.int32)
-    block = tl.program_id(0) * BLOCK_P // COUNTED
-    others = block * COUNTED + tl.arange(0, COUNTED)
-    theirs = _own_expert(tl.load(ids + others, mask=others < pairs, other=0), base, EXPERTS).to(tl.int32)
-    is_earlier = (theirs[None, :] == expert[:, None]) & (others[None, :] < pair[:, None])
-    cell = expert * blocks + block
-    position = tl.sum(is_earlier.to(tl.int32), 1) + tl.load(reached + cell - 1, mask=cell > 0, other=0)
-    is_here = expert < EXPERTS
-    tl.store(order + position, tl.where(is_here, pair, pairs).to(tl.int64), mask=is_pair)
-    tl.store(places + pair, tl.where(is_here, position, -1).to(tl.int64), mask=is_pair)
-    if tl.program_id(0) == 0:
-        each = tl.arange(0, BLOCK_E)
-        last = tl.load(reached + (each + 1) * blocks - 1, mask=each < EXPERTS, other=0)
-        tl.store(ends + each, last.to(tl.int64), mask=each < EXPERTS)
-    source = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    target = rows + position.to(tl.int64)[:, None] * WIDTH
-    is_copied = (is_pair & is_here)[:, None]
-    for first in range(0, WIDTH, BLOCK_W):
-        columns = first + tl.arange(0, BLOCK_W)[None, :]
-        values = tl.load(source + columns, mask=is_copied & (columns < WIDTH), other=0)
-        tl.store(target + columns, values, mask=is_copied & (columns < WIDTH))
-
-
-@jit
-def _own_expert(ids, base, EXPERTS: tl.constexpr):
-    """The numbers of experts among those that are here, EXPERTS for those that are not."""
-    if base is not None:
-        ids -= tl.load(base)
-        ids = tl.where((ids >= 0) & (ids < EXPERTS), ids, EXPERTS)
-    return ids
+    return combine_rows(grouped_hopper.multiply_fp8(values[: len(m)], scales, down, plan), weights, order, places)
 
 
 @jit
@@ -579,34 +453,3 @@ def _packed_grouped_linear_kernel(
         pointers = out + rows.to(tl.int64)[None, :] * width + columns[:, None]
         m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
         tl.store(pointers, m, mask=(rows < end)[None, :] & (columns < width)[:, None])
-
-
-@jit(do_not_specialize=["pairs"])
-def _combine_kernel(x, weights, order, out, pairs, x_stride, IS_SEARCHED: tl.constexpr, TOP_K: tl.constexpr,
-                    WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
-                    BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Some columns of a token; order: the pair of each row, where rows are searched in it, or the row of each pair.
-
-    A pair that has no row, as its expert is not here, gives zeros.
-    """
-    wait_for_inputs(PDL)
-    token = tl.program_id(0)
-    chosen = tl.arange(0, BLOCK_K)
-    own = token.to(tl.int64) * TOP_K + chosen
-    is_own = chosen < TOP_K
-    if IS_SEARCHED:
-        rows = tl.zeros([BLOCK_K], tl.int64)
-        for first in range(0, pairs, BLOCK_P):
-            others = first + tl.arange(0, BLOCK_P)
-            theirs = tl.load(order + others, mask=others < pairs, other=-1)
-            rows += tl.sum(tl.where(theirs[None, :] == own[:, None], others[None, :] + 1, 0), axis=1)
-        rows -= 1
-    else:
-        rows = tl.load(order + own, mask=is_own, other=-1)
-    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    is_column = columns < WIDTH
-    is_value = (is_own & (rows >= 0))[:, None] & is_column[None, :]
-    values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=is_value, other=0.0)
-    shares = tl.load(weights + own, mask=is_own, other=0.0)
-    total = tl.sum(values.to(tl.float32) * shares[:, None], axis=0)
-    tl.store(out + token.to(tl.int64) * WIDTH + columns, total.to(out.dtype.element_ty), mask=is_column)

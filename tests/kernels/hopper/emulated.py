@@ -2,9 +2,12 @@
 
     few = emulate(few_hopper, _unpack=unpack)       # a namespace of the module's functions, its kernels among them
     few.multiply_gates(x, ids, weight, None, "silu")
+    groups = WarpGroups().names                     # for kernels whose warps have parts of their own
+    grouped = emulate(grouped_hopper, **groups)
 
-What is copied is there at once, and barriers do nothing. So it shows that indices, masks and sums are right, and nothing
-of what a GPU does at the same time.
+What is copied is there at once. Barriers do nothing, unless warps have parts of their own: these are threads then, which
+wait for each other as on a GPU. So it shows that indices, masks and sums are right, and that no part waits for ever, but
+nothing of what a GPU does at the same time within a part.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import __future__
 import ast
 import inspect
 import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -45,9 +50,14 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.tensor, self.offset + offset)
 
+    def __sub__(self, offset: Any) -> Pointer:
+        return self + -offset
+
 
 class Memory:
     """Shared memory: its first dim is of slots."""
+
+    layout = None
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.dtype, self.shape = tensor, _Bits(tensor.dtype), tensor.shape
@@ -65,7 +75,7 @@ class Memory:
         return value(self.tensor.clone())
 
     def store(self, x: Tensor) -> None:
-        self.tensor.copy_(x)
+        self.tensor.view(x.dtype if x.dtype == torch.uint8 else self.tensor.dtype).copy_(x)
 
 
 class _Bits:
@@ -80,15 +90,25 @@ class Descriptor:
 
     def __init__(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.dtype = _Bits(tensor.dtype)
-        self.flat, self.sizes, self.strides = _flat(tensor), sizes, strides
+        bytes_alone = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch indexes no fp8
+        self.flat, self.sizes, self.strides = _flat(bytes_alone), sizes, strides
 
     def copy(self, begin: list[Any], target: Memory) -> None:
+        place, inside = self._places(begin, target)
+        target.store(torch.where(inside, self.flat[place.where(inside, 0)], 0))
+
+    def fill(self, begin: list[Any], source: Memory) -> None:
+        place, inside = self._places(begin, source)
+        self.flat[place[inside]] = source.tensor[inside]
+
+    def _places(self, begin: list[Any], box: Memory) -> tuple[Tensor, Tensor]:
+        """Where in memory the elements of a box are, and which are within the tensor."""
         place, inside = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.bool)
         for dim, (start, size, stride) in enumerate(zip(begin, self.sizes, self.strides, strict=True)):
-            at = int(start) + torch.arange(target.shape[dim])
+            at = int(start) + torch.arange(box.shape[dim])
             at = at.view([-1 if each == dim else 1 for each in range(len(self.sizes))])
             place, inside = place + at * stride, inside & (at >= 0) & (at < size)
-        target.store(torch.where(inside, self.flat[place.where(inside, 0)], 0))
+        return place, inside
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -109,7 +129,7 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
 def _store(pointer: Pointer, x: Any, mask: Any = None) -> None:
     offset = torch.as_tensor(pointer.offset)
     x, offset = torch.broadcast_tensors(torch.as_tensor(x), offset)
-    mask = torch.ones_like(offset, dtype=torch.bool) if mask is None else mask.broadcast_to(offset.shape)
+    mask = torch.as_tensor(True if mask is None else mask).broadcast_to(offset.shape)
     _flat(pointer.tensor)[offset[mask]] = x[mask].to(pointer.tensor.dtype)
 
 
@@ -118,11 +138,13 @@ class Kernel:
         self.run, self.language = run, language
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool) -> None:
+        def launch(*args: Any, num_warps: int, **options: Any) -> None:
             given = [Pointer(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            names = {key: each for key, each in options.items() if key.isupper()}  # the rest is for the compiler
+            self.language.num_programs = grid.__getitem__
             for program in itertools.product(*map(range, grid)):
                 self.language.program_id = program.__getitem__
-                self.run(*given)
+                self.run(*given, **names)
 
         return launch
 
@@ -142,11 +164,11 @@ def _language() -> Any:
     made = SimpleNamespace(
         constexpr=lambda x: Constant(x) if isinstance(x, int) else x, static_range=range, load=_load, store=_store,
         float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64, uint8=torch.uint8,
-        arange=lambda start, stop, layout: value(torch.arange(start, stop)),
+        arange=lambda start, stop, layout=None: value(torch.arange(start, stop)),
         zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
-        where=torch.where, sum=lambda x, dim: x.sum(dim), convert_layout=lambda x, layout: x,
+        where=torch.where, sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
         thread_barrier=lambda: None, expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
     )  # fmt: skip
@@ -163,14 +185,89 @@ def _garbage(dtype: torch.dtype, shape: list[int]) -> Tensor:
     return torch.full(shape, float("nan") if dtype.is_floating_point else 0x7F, dtype=dtype)
 
 
+class WarpGroups:
+    """Parts of a kernel that warps of their own run, as threads.
+
+    A barrier's phase ends once all have arrived and all bytes that were expected have come.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._counts: dict[int, int] = {}  # by the address of a barrier
+        self._missing: dict[int, int] = {}  # arrivals, of its phase
+        self._bytes: dict[int, int] = {}
+        self._phases: dict[int, int] = {}
+        multiplied = {"warpgroup_mma": self._multiply, "warpgroup_mma_wait": lambda _, deps: deps[0]}
+        self.names = multiplied | {
+            "mbarrier": SimpleNamespace(
+                MBarrierLayout=lambda *_: None, init=self._init, wait=self._wait,
+                expect=lambda bar, size: self._arrive(bar, size), arrive=lambda bar: self._arrive(bar, 0),
+            ),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=self._copy, store_wait=lambda _: None,
+                async_copy_shared_to_global=lambda target, begin, source: target.fill(begin, source),
+            ),
+            "wait_for_inputs": lambda _: None,
+            "warp_specialize": self._specialize,
+        }  # fmt: skip
+
+    def _specialize(self, parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            for running in [pool.submit(part, *args) for part, args in parts]:
+                running.result()
+
+    @staticmethod
+    def _multiply(left: Memory, right: Memory, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+        product = value(left.tensor.float() @ right.tensor.float())
+        return product + sums if use_acc else product
+
+    def _init(self, bar: Memory, count: int) -> None:
+        at = bar.tensor.data_ptr()
+        self._counts[at] = self._missing[at] = int(count)
+        self._bytes[at] = self._phases[at] = 0
+
+    def _arrive(self, bar: Memory, size: int) -> None:
+        at = bar.tensor.data_ptr()
+        with self._changed:
+            self._missing[at] -= 1
+            assert self._missing[at] >= 0, "more arrive than are waited for"
+            self._bytes[at] += size
+            self._end_phase(at)
+
+    def _copy(self, source: Descriptor, begin: list[Any], bar: Memory, target: Memory) -> None:
+        source.copy(begin, target)
+        at = bar.tensor.data_ptr()
+        with self._changed:
+            self._bytes[at] -= target.tensor.nbytes
+            self._end_phase(at)
+
+    def _end_phase(self, at: int) -> None:
+        if self._missing[at] == self._bytes[at] == 0:
+            self._missing[at] = self._counts[at]
+            self._phases[at] += 1
+            self._changed.notify_all()
+
+    def _wait(self, bar: Memory, phase: int) -> None:
+        at = bar.tensor.data_ptr()
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._phases[at] % 2 != int(phase), timeout=60)
+        assert ended, "a part of the kernel waits for ever"
+
+
 def emulate(module: ModuleType, **replaced: Any) -> SimpleNamespace:
     """A module in Gluon as plain Python. replaced: other functions of the names that it imports"""
     language, nothing = _language(), lambda *_, **__: None
     cuda = SimpleNamespace(gdc_wait=nothing, gdc_launch_dependents=nothing)
+    language.extra = SimpleNamespace(cuda=cuda)
+
+    def jit(fn: Callable[..., None] | None = None, **_: Any) -> Any:
+        return Kernel(fn, language) if fn else lambda fn: Kernel(fn, language)
+
     names = {
         "gl": language,
-        "jit": lambda fn=None, **_: Kernel(fn, language) if fn else lambda fn: Kernel(fn, language),
-        "tl": SimpleNamespace(extra=SimpleNamespace(cuda=cuda), constexpr=language.constexpr),
+        "jit": jit,
+        "triton_jit": jit,
+        "tl": language,
         "mma_v2": lambda a, b, sums: value(a.float() @ b.float() + sums),
         "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing),
         "tma": SimpleNamespace(
@@ -181,6 +278,8 @@ def emulate(module: ModuleType, **replaced: Any) -> SimpleNamespace:
         "barrier": nothing,
         **replaced,
     }
+    language.warp_specialize = replaced.pop("warp_specialize", None)
+    language.inline_asm_elementwise = replaced.pop("inline_asm_elementwise", None)
     tree = ast.parse(inspect.getsource(module))
     tree.body = [each for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef | ast.Assign)]
     made = dict(vars(module)) | names

@@ -14,7 +14,7 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from atom.kernels.triton import few_experts, lora, moe, router, sampling, speculation
+from atom.kernels.triton import few_experts, grouping, lora, moe, router, sampling, speculation
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
@@ -72,7 +72,7 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, few_experts, prepare_inputs, linear, lora, packed, row_kernels, moe, router, prefill, rope, sampling, speculation):
+for module in (decode, few_experts, grouping, prepare_inputs, linear, lora, packed, row_kernels, moe, router, prefill, rope, sampling, speculation):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES[module.__name__.rpartition(".")[2]].split():
@@ -154,13 +154,14 @@ for rows in (7, 20):
     weights, ids = router.Router().router(bf16(rows, 256), bf16(8, 256), top_k=2)
     router.Router().add_norm_router(bf16(rows, 256), bf16(rows, 256), bf16(256), bf16(8, 256), eps=0.1, top_k=2)
 weights, ids = router.Router().router(x, bf16(8, 256), top_k=2)
-grouped, order, ends = moe.group(x, ids, ids.new_empty(1), experts=8)
+grouped, order, ends = grouping.group(x, ids, ids.new_empty(1), experts=8)
 many = torch.zeros(1100, 2, dtype=torch.int64)
-moe.group(bf16(1100, 256), many, many[0, :1], experts=8)
-grouped, order, ends = moe.group(x, ids, experts=8)
+grouping.group(bf16(1100, 256), many, many[0, :1], experts=8)
+grouped, order, ends = grouping.group(x, ids, experts=8)
 moe.Experts().grouped_linear(grouped, experts, ends)
 moe.Experts().grouped_gated_linear(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
-moe.combine(bf16(14, 256), weights, order)
+grouping.combine(bf16(14, 256), weights, order)
+grouping.combine(bf16(2200, 256), torch.zeros(1100, 2), torch.arange(2200))
 for tokens in (1, 7):
     moe.Experts().experts(x[:tokens], weights[:tokens], ids[:tokens], experts, bf16(8, 256, 32), kind="silu")
 formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4", "q4_1")
@@ -175,7 +176,8 @@ NAMES = {
     "packed": "_unpack_kernel _scale_kernel",
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
     "router": "_logits_kernel _choose_kernel _route_few_kernel",
-    "moe": "_group_kernel _count_kernel _place_kernel _grouped_linear_kernel _packed_grouped_linear_kernel _combine_kernel",
+    "grouping": "_group_kernel _count_kernel _place_kernel _combine_kernel _sum_rows_kernel",
+    "moe": "_grouped_linear_kernel _packed_grouped_linear_kernel",
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",

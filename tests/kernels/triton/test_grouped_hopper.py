@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kernels.compiling import compile_for_hopper
-from kernels.hopper.test_hopper import FORMATS, IS_HOPPER, draw, make
+from kernels.hopper.emulated import Value, WarpGroups, emulate, value
+from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw, make
 
 from atom.graph import PackedWeight, ops
 from atom.graph.quantize_rows import round_rows
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton import moe
+from atom.kernels.triton import grouped_hopper, moe, warp_groups
 from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 
 COMPILE = """
@@ -51,9 +53,10 @@ for number, fmt in enumerate(FORMATS):
     experts = shuffle(draw(fmt, 4, 256, 512))
     calls = (), (bias, "swigluoai", 7.0, 1.7)
     for rest in calls if sys.argv[1] == "all" else [calls[number % 2]]:
-        grouped_packed_hopper.multiply(x, experts, ends, *rest)
-for gate in (None, gates[0]):
-    grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(4, 600).t(), shuffle(draw("fp8[128, 128]", 4, 256, 512)), ends, gate)
+        grouped_packed_hopper.multiply(x, experts, grouped_packed_hopper.plan_tiles(ends, len(x)), *rest)
+plan, order = grouped_hopper.plan_fp8(ends, len(x)), torch.zeros(600, dtype=torch.int64)
+for gate, own in ((None, ()), (gates[0], (order, 8))):
+    grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(4, 600).t(), shuffle(draw("fp8[128, 128]", 4, 256, 512)), plan, gate, *own)
 """
 
 
@@ -91,6 +94,61 @@ def check(multiply: Any, x: torch.Tensor, counts: list[int], plain: torch.Tensor
     assert all(torch.equal(multiply(), y) for _ in range(3))
 
 
+def activate(_asm: str, _constraints: str, args: list[Value], **_: Any) -> Value:
+    """The instructions of a silu."""
+    gates, ups = args
+    return value(ops.gated_activate.body(torch.cat([gates, ups], -1), kind="silu"))
+
+
+def find_owner(counts: torch.Tensor, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ends = counts.cumsum(0)
+    return (ends <= tile).sum(), torch.where(ends <= tile, ends, 0).max()
+
+
+@pytest.fixture(scope="module")
+def emulated() -> SimpleNamespace:
+    """The kernels, without a GPU: a program takes some tiles."""
+    groups = WarpGroups().names
+    shared = emulate(warp_groups, **groups)
+    own = {name: getattr(shared, name) for name in ("GROUPS", "STAGES", "make_barriers", "multiply_steps")}
+    return emulate(
+        grouped_hopper, **groups, **own, find_owner=find_owner, inline_asm_elementwise=activate,
+        find_gpu=lambda _: H200._replace(units=3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gate", [None, {"kind": "silu"}])
+@pytest.mark.parametrize("counts", [[1], [0, 64, 65, 0, 128, 130], [5] * 9])
+def test_experts_multiply_their_rows_by_these_programs(counts: list[int], gate: Any, emulated: SimpleNamespace):
+    x, weight = (torch.randn(shape).bfloat16() for shape in ((sum(counts), 136), (len(counts), 2 * 72, 136)))
+    bias, kernel_gate = torch.randn(len(counts), 2 * 72).bfloat16(), gate and emulated.gate_of("silu")
+    weight[torch.tensor(counts) == 0] = torch.nan
+    ends = torch.tensor(counts).cumsum(0)
+    for each in (None, bias):
+        y = emulated.multiply(x, weight * 0.1, ends, each, kernel_gate)
+        truth = truth_of(x, weight * 0.1, counts, each, gate)
+        assert (y.double() - truth).norm() <= 0.006 * truth.norm()
+
+
+@pytest.mark.parametrize("gate", [None, {"kind": "silu"}])
+@pytest.mark.parametrize("counts", [[2], [0, 64, 66, 0, 256, 130], [6] * 9])
+def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(
+    counts: list[int], gate: Any, emulated: SimpleNamespace
+):
+    num, inner, width = sum(counts), 256, 128
+    tokens, order = torch.randn(num // 2, inner).to(FP8), torch.randperm(num)
+    weight = draw("fp8[128, 128]", len(counts), 2 * width, inner, dtype="fp32")
+    weight.parts["scales"].div_(256)
+    scales = torch.rand(inner // 128, num // 2).t() + 0.5
+    numbers = tokens.float() * scales.repeat_interleave(128, 1)
+    rows, kernel_gate = tokens.view(torch.uint8)[order // 2].view(FP8), gate and emulated.gate_of("silu")
+    plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num)
+    truth = truth_of(numbers[order // 2], weight.unpack(), counts, None, gate)
+    for given, *pairs in ((scales, order, 2), (scales[order // 2].t().contiguous().t(),)):
+        y = emulated.multiply_fp8(rows, given, weight, plan, kernel_gate, *pairs)
+        assert (y.double() - truth).norm() <= 0.006 * truth.norm()
+
+
 def ends_of(counts: list[int]) -> torch.Tensor:
     return torch.tensor(counts).cumsum(0).cuda()
 
@@ -108,8 +166,6 @@ class TestOnHopper:
     @GATES
     @pytest.mark.parametrize(("width", "inner"), [(72, 136), (768, 512), (192, 2880)])
     def test_experts_multiply_their_rows(self, counts: list[int], width: int, inner: int, gate: Any):
-        from atom.kernels.triton import grouped_hopper
-
         x, weight = make(sum(counts), inner + 8)[:, :inner], make(len(counts), 2 * width, inner) * 0.1
         bias, kernel_gate = make(len(counts), 2 * width), None if gate is None else grouped_hopper.gate_of(**gate)
         spoil(counts, weight, bias)
@@ -127,9 +183,10 @@ class TestOnHopper:
 
         weight, x, bias = scaled(fmt, len(counts), 384, 640), make(sum(counts), 640), make(len(counts), 384)
         plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
+        plan = grouped_packed_hopper.plan_tiles(ends_of(counts), len(x))
         for each in (None, bias):
             check(
-                lambda each=each: grouped_packed_hopper.multiply(x, shuffled, ends_of(counts), each, **(gate or {})),
+                lambda each=each: grouped_packed_hopper.multiply(x, shuffled, plan, each, **(gate or {})),
                 x, counts, plain, each, gate,
             )  # fmt: skip
 
@@ -137,21 +194,30 @@ class TestOnHopper:
     @GATES
     @pytest.mark.parametrize(("width", "inner"), [(192, 256), (768, 640)])
     def test_both_may_be_in_fp8(self, counts: list[int], width: int, inner: int, gate: Any):
-        from atom.kernels.triton import grouped_hopper
-
         weight, x = scaled("fp8[128, 128]", len(counts), 2 * width, inner), make(sum(counts), inner)
         plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
-        ends, rounded = ends_of(counts), round_rows(x, "fp8[1, 128]")
+        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x)), round_rows(x, "fp8[1, 128]")
         values, scales, *_ = quantize_rows(x, 128, FP8, is_shuffled=True)
         kernel_gate = None if gate is None else grouped_hopper.gate_of(**gate)
         check(
-            lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, ends, kernel_gate),
+            lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, kernel_gate),
             rounded, counts, plain, None, gate,
         )  # fmt: skip
 
-    def test_rows_of_no_expert_are_left_alone(self):
-        from atom.kernels.triton import grouped_hopper
+    def test_rows_in_fp8_find_the_scales_of_their_tokens(self):
+        counts, tokens = [100, 0, 333, 79], make(256, 640)
+        order = torch.randperm(512, device="cuda")
+        weight = scaled("fp8[128, 128]", len(counts), 384, 640)
+        plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
+        plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), 512), round_rows(tokens, "fp8[1, 128]")
+        values, scales, *_ = quantize_rows(tokens, 128, FP8, is_shuffled=True)
+        rows = values[order // 2]
+        check(
+            lambda: grouped_hopper.multiply_fp8(rows, scales, shuffled, plan, None, order, 2),
+            rounded[order // 2], counts, plain, None, None,
+        )  # fmt: skip
 
+    def test_rows_of_no_expert_are_left_alone(self):
         x, weight, ends = make(700, 256), make(3, 256, 256), ends_of([100, 0, 333])
         y = grouped_hopper.multiply(x, weight, ends)
         truth = truth_of(x[:433], weight, [100, 0, 333], None, None)

@@ -7,7 +7,7 @@ import torch
 from kernels.checks import assert_as_near, assert_equal
 
 from atom.graph import PackedWeight, Type, ops
-from atom.kernels.triton import few_experts, moe
+from atom.kernels.triton import few_experts, grouping, moe
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Shape, choose_tiles
 from atom.kernels.triton.linear.packed import PLAIN
@@ -237,8 +237,8 @@ def choices(tokens: int, top_k: int, experts: int) -> torch.Tensor:
 
 def use_counts(is_counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have few pairs counted by experts, in blocks of which they fill some."""
-    monkeypatch.setattr(moe, "SEARCHED", 0 if is_counted else 2048)
-    monkeypatch.setattr(moe, "COUNTED", 64)
+    monkeypatch.setattr(grouping, "SEARCHED", 0 if is_counted else 2048)
+    monkeypatch.setattr(grouping, "COUNTED", 64)
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
@@ -249,7 +249,7 @@ def test_tokens_are_grouped_as_by_the_reference(tokens, top_k, experts, width, i
     use_counts(is_counted, monkeypatch)
     x = torch.randn(tokens, 2 * width).to(triton_device)[:, :width]  # rows with gaps between them
     ids = choices(tokens, top_k, experts).to(triton_device)
-    grouped = moe.group(x, ids, experts=experts)
+    grouped = grouping.group(x, ids, experts=experts)
     for ours, expected in zip(grouped, ops.group.body(x, ids, experts=experts), strict=True):
         assert ours.dtype == expected.dtype
         assert torch.equal(ours, expected)
@@ -262,7 +262,7 @@ def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, triton_devic
     x, weight = torch.randn(tokens, 24).to(triton_device), torch.randn(5, 20, 24).to(triton_device)
     ids, weights = choices(tokens, top_k, 12).to(triton_device), torch.rand(tokens, top_k).to(triton_device)
     base = torch.tensor([first]).to(triton_device)
-    rows, order, ends = moe.group(x, ids, base, experts=5)
+    rows, order, ends = grouping.group(x, ids, base, experts=5)
     expected_rows, expected_order, expected_ends = ops.group.body(x, ids, base, experts=5)
     here = int(ends[-1])
     assert torch.equal(ends, expected_ends) and here == ((ids >= first) & (ids < first + 5)).sum()
@@ -271,12 +271,12 @@ def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, triton_devic
     y = moe.Experts().grouped_linear(rows, weight, ends)
     y[here:] = NAN  # what nothing writes
     expected = ops.combine.body(ops.grouped_linear.body(expected_rows, weight, ends), weights, expected_order)
-    assert_equal(moe.combine(y, weights, order), expected)
+    assert_equal(grouping.combine(y, weights, order), expected)
 
 
 def test_tokens_that_all_choose_one_expert_keep_their_order(triton_device):
     x, ids = torch.randn(40, 4).to(triton_device), torch.full((40, 1), 3).to(triton_device)
-    rows, order, ends = moe.group(x, ids, experts=5)
+    rows, order, ends = grouping.group(x, ids, experts=5)
     assert torch.equal(rows, x)
     assert order.tolist() == list(range(40))
     assert ends.tolist() == [0, 0, 0, 40, 40]
@@ -288,11 +288,11 @@ def test_tokens_that_all_choose_one_expert_keep_their_order(triton_device):
 def test_sums_over_the_experts_equal_the_reference(
     tokens, top_k, width, dtype, is_searched, triton_device, monkeypatch
 ):
-    monkeypatch.setattr(moe, "SEARCHED", 2048 if is_searched else 0)
+    monkeypatch.setattr(grouping, "SEARCHED", 2048 if is_searched else 0)
     x = torch.randn(tokens * top_k, width).to(dtype).to(triton_device)
     weights, order = torch.rand(tokens, top_k).to(triton_device), torch.randperm(tokens * top_k).to(triton_device)
     truth = ops.combine.body(x.float(), weights, order)
-    assert_as_near(moe.combine(x, weights, order), ops.combine.body(x, weights, order), truth)
+    assert_as_near(grouping.combine(x, weights, order), ops.combine.body(x, weights, order), truth)
 
 
 def check_experts(

@@ -56,7 +56,7 @@ from atom.config.load import engine_overrides, load
 from atom.graph import TORCH_DTYPES, PackedWeight
 from atom.graph.parts import parts_of
 from atom.kernels import Target
-from atom.kernels.triton import few_experts, moe, router, sampling
+from atom.kernels.triton import few_experts, grouping, moe, router, sampling
 from atom.kernels.triton import precompile
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
@@ -75,7 +75,7 @@ from atom.runtime.runner import Runner
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.types import Plan, ScheduledRequest, Sequence, StepLimits
 
-for module in (decode, few_experts, latent, linear, moe, prefill, rope, router):
+for module in (decode, few_experts, grouping, latent, linear, moe, prefill, rope, router):
     module.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
 folder = sys.argv[1]
 fields = {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True, **json.loads(sys.argv[3])}
@@ -170,7 +170,7 @@ SIZES = """
 from atom.kernels.triton.grouped_hopper import make_plan
 from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 for rows in (500, 512, 1600):
-    make_plan(torch.zeros(4, dtype=torch.int64), rows, 4, 128)
+    make_plan(torch.zeros(4, dtype=torch.int64), rows, 128)
     quantize_rows(torch.zeros(rows, 256, dtype=torch.bfloat16), 128, FP8, is_shuffled=True)
 print(json.dumps(sorted(text.partition(" ")[0] for text in compiled)))
 """

@@ -129,9 +129,7 @@ class RouterConfig:
 class MLPConfig:
     kind: str = one_of("gated", "plain", "moe")  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts
     width: int = number(0, 1)  # of each expert
-    activation: str = one_of(
-        "silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "xielu"
-    )  # gelu: exact; relu2: relu²
+    activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "xielu")  # relu2: relu²
     limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False  # on its linears, those of experts too

@@ -849,6 +849,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
     "llama": ("python_tag", None),
     "minimax_m2": ("minimax_m2", "think"),
     "ministral": ("mistral", None),
+    "ministral3": ("mistral", None),
     "mistral": ("mistral", None),
     "mixtral": ("mistral", None),
     "olmo3": ("olmo3", "think"),

@@ -218,7 +218,8 @@ class _Kernel:
 
     def _clamp(self, node: Node, at: At, tile: _Tile) -> str:
         limit = float(node.kwargs["limit"])
-        return self._rounded(node, f"tl.clamp({self._value(node.args[0], at, tile)}, -{limit}, {limit})")
+        x = self._value(node.args[0], at, tile)
+        return self._rounded(node, f"tl.clamp({x}, -{limit}, {limit}, tl.PropagateNan.ALL)")
 
     def _activate(self, node: Node, at: At, tile: _Tile) -> str:
         return self._rounded(node, f'activation({self._value(node.args[0], at, tile)}, "{node.kwargs["kind"]}")')

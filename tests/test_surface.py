@@ -69,14 +69,14 @@ passes: fuse_norm_linear fuse_norm_router fuse_norm_rope_attention fuse_gate_qua
 quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
 parallel.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
-model.norm: kind eps bias offset before after
-model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
+model.norm: kind eps weight bias offset before after
+model.attention: kind heads kv_heads head_dim bias o_bias clip qk_norm scale scale_dim softcap sinks
 model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
-model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim truncate factors
+model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
 model.attention.rope: short_factor long_factor
 model.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
-model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim truncate factors
+model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim query_growth truncate factors
 model.attention.window_rope: short_factor long_factor
 model.mlp.0: kind width activation limit alpha bias experts top_k shared shared_width shared_gate transposed interleaved
 model.mlp.0: every first skip
@@ -101,9 +101,9 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 """
 
 MODEL_FILES = """
-arcee auto bailing_moe_v2 cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
+apertus arcee auto bailing_moe_v2 cohere cohere2 cwm decoder deepseek_v3 dots1 eagle3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
 gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoeshared helium hunyuan_dense hunyuan_moe
-hyperclovax internlm3 jais2 kimi_k2 llama mellum minimax_m2 ministral mistral mixtral nemotron olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
+hyperclovax internlm3 jais2 kimi_k2 llama mellum minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe
 qwen3 qwen3_moe qwen3_vl_moe seed_oss smollm2 smollm3 solar_open starcoder2 vaultgemma youtu
 """
 

@@ -158,6 +158,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3_window": ("SmolLM3Config", {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 12, "tie_word_embeddings": False,
                                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "olmo": ("OlmoConfig", {"num_key_value_heads": 4}),
+    "olmo_clipped": ("OlmoConfig", {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}),
+    "apertus": ("ApertusConfig", {"rope_parameters": LLAMA3}),
+    "apertus_biases": ("ApertusConfig", {"attention_bias": True, "tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1,
+                                         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": {**YARN_MSCALE, "original_max_position_embeddings": 16,
+                                                                            "llama_4_scaling_beta": 0.4}}),
     "hunyuan_dense": ("HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0,
                                                                                    "factor": 1.0}}),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The flags of the serving benchmark: ROCm/ATOM's names and defaults.
+"""The flags of the serving benchmark: ROCm/ATOM's names and defaults, and vLLM's where ROCm/ATOM has none.
 
     args = read_arguments(["--model", "org/model", "--dataset_name=random", "--goodput", "ttft:200"])
     args.endpoint, args.base_url, args.goodput      # "/v1/completions", "http://127.0.0.1:8000", {"ttft": 200.0}
@@ -9,8 +9,10 @@ Contradicting flags are refused here, before a tokenizer is loaded or a request 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS
 from atom.benchmarks.benchmark_utils import FlagParser, UsageError, count_int, positive_float, positive_int
@@ -25,7 +27,11 @@ ENDINGS = {"openai-chat": "/chat/completions", "tgi": "/generate_stream", "tenso
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 TEXT_ONLY = ("openai-chat", "tgi", "tensorrt-llm", "deepspeed-mii")  # take no token ids
 NO_IGNORE_EOS = ("tgi", "deepspeed-mii")  # their protocols have no such field
-DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "hf", "custom")
+SYNTHETIC = ("random", "prefix_repetition")  # need no file, and no tokenizer where token ids are sent
+DATASETS = (*SYNTHETIC, "sharegpt", "sonnet", "burstgpt", "hf", "custom")
+SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty")
+OTHER_FIELDS = ("tgi", "tensorrt-llm", "deepspeed-mii")  # backends with other fields than OpenAI's
+RAMP_UP = ("ramp_up_start_rps", "ramp_up_end_rps")
 
 
 def make_parser() -> FlagParser:
@@ -44,6 +50,9 @@ def make_parser() -> FlagParser:
     add("--num-prompts", type=positive_int, default=1000, help="requests to send")
     add("--request-rate", type=positive_float, default=math.inf, help="requests a second; inf sends all at once")
     add("--burstiness", type=positive_float, default=1.0, help="1: Poisson arrivals; less: in bursts; more: even")
+    add("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate grow from request to request")
+    add("--ramp-up-start-rps", type=positive_float, help="requests a second at the start")
+    add("--ramp-up-end-rps", type=positive_float, help="requests a second at the end")
     add("--max-concurrency", type=positive_int, help="requests under way at most; by default any number")
     add("--num-warmups", type=positive_int, default=1, help="requests before those that count")
     add("--ignore-eos", action="store_true", help="ask for answers of full length")
@@ -60,6 +69,10 @@ def make_parser() -> FlagParser:
     add("--random-output-len", type=positive_int, default=128, help="tokens of an answer")
     add("--random-range-ratio", type=float, default=1.0, help="lengths are uniform from this share of them up to them")
     add("--random-prefix-len", type=count_int, default=0, help="tokens before the prompt that all requests share")
+    add("--prefix-repetition-prefix-len", type=positive_int, default=256, help="tokens that some prompts share")
+    add("--prefix-repetition-suffix-len", type=positive_int, default=256, help="tokens of each prompt's own")
+    add("--prefix-repetition-num-prefixes", type=positive_int, default=10, help="prefixes, of equally many prompts")
+    add("--prefix-repetition-output-len", type=positive_int, default=128, help="tokens of an answer")
     add("--sharegpt-output-len", type=positive_int, help="tokens of an answer, in place of the data set's")
     add("--custom-output-len", type=positive_int, default=256, help="tokens of an answer")
     add("--sonnet-input-len", type=positive_int, default=550, help="tokens of a prompt")
@@ -68,6 +81,20 @@ def make_parser() -> FlagParser:
     add("--hf-subset", help="subset of the data set")
     add("--hf-split", help="split of the data set; train where none is given")
     add("--hf-output-len", type=positive_int, help="tokens of an answer, in place of the data set's")
+
+    group = parser.add_argument_group("sampling, of backends with OpenAI's fields")
+    add = group.add_argument
+    add("--temperature", type=float, help="0, which is greedy, where none is given")
+    add("--top-p", type=float, help="by default the server's, as are those that follow")
+    add("--top-k", type=int, help="number of tokens that are drawn from")
+    add("--min-p", type=float, help="share of the likeliest token's probability")
+    add("--frequency-penalty", type=float, help="of tokens, by how often the answer has them")
+    add("--presence-penalty", type=float, help="of tokens that the answer has")
+    add("--repetition-penalty", type=float, help="of tokens that the prompt or the answer has")
+    add(
+        "--extra-body",
+        help='fields of every request as JSON, as in {"chat_template_kwargs": {"enable_thinking": false}}',
+    )
 
     group = parser.add_argument_group("results")
     add = group.add_argument
@@ -89,8 +116,11 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.percentile_metrics = [each.strip() for each in args.percentile_metrics.split(",") if each.strip()]
     args.metric_percentiles = parse_percentiles(args.metric_percentiles)
     args.goodput = parse_goodput(args.goodput or [])
+    args.extra_body = parse_extra_body(args.extra_body)
     args.metadata = parse_metadata(args.metadata or [])
     refuse_contradictions(args)
+    given = {name: getattr(args, name) for name in SAMPLING}
+    args.extra_body = {name: value for name, value in given.items() if value is not None} | args.extra_body
     return args
 
 
@@ -116,11 +146,46 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise UsageError(f"--random-range-ratio {args.random_range_ratio}: it is greater than 0 and at most 1")
     if math.isinf(args.burstiness):
         raise UsageError("--burstiness inf: give a number")
-    if args.dataset_name != "random" and not args.dataset_path:
-        raise UsageError(f"--dataset-name {args.dataset_name} needs --dataset-path; random needs no file")
+    if args.dataset_name not in SYNTHETIC and not args.dataset_path:
+        needless = " and ".join(SYNTHETIC)
+        raise UsageError(f"--dataset-name {args.dataset_name} needs --dataset-path; {needless} need no file")
+    num_prefixes = args.prefix_repetition_num_prefixes
+    if args.dataset_name == "prefix_repetition" and num_prefixes > args.num_prompts:
+        raise UsageError(f"--prefix-repetition-num-prefixes {num_prefixes}: there are only {args.num_prompts} prompts")
+    fields = [name for name in SAMPLING if getattr(args, name) is not None]
+    if args.backend in OTHER_FIELDS and (fields or args.extra_body):
+        flag = (fields or ["extra_body"])[0].replace("_", "-")
+        raise UsageError(f"--{flag}: {args.backend} does not have OpenAI's fields; leave it out")
+    refuse_ramp_up(args)
     for flag in ("result_dir", "result_filename"):
         if getattr(args, flag) and not args.save_result:
             raise UsageError(f"--{flag.replace('_', '-')} says where a result goes: add --save-result")
+
+
+def refuse_ramp_up(args: argparse.Namespace) -> None:
+    given = [name for name in RAMP_UP if getattr(args, name) is not None]
+    if args.ramp_up_strategy is None:
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} needs --ramp-up-strategy, linear or exponential")
+        return
+    if len(given) < len(RAMP_UP):
+        raise UsageError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if math.inf in (args.ramp_up_start_rps, args.ramp_up_end_rps) or args.ramp_up_start_rps > args.ramp_up_end_rps:
+        raise UsageError("--ramp-up-start-rps and --ramp-up-end-rps: give two numbers, the second not less")
+    if args.request_rate != math.inf:
+        raise UsageError("--request-rate: the rate is that of --ramp-up-strategy; leave one of them out")
+
+
+def parse_extra_body(text: str | None) -> dict[str, Any]:
+    try:
+        body = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--extra-body {text}: this is not valid JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise UsageError(f'--extra-body {text}: write an object, as in {{"seed": 7}}')
+    if taken := body.keys() & {"stream", "stream_options"}:
+        raise UsageError(f"--extra-body: {min(taken)} is always set, since tokens are timed as they are streamed")
+    return body
 
 
 def parse_percentiles(text: str) -> list[float]:

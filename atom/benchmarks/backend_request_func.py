@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,6 +37,7 @@ class RequestFuncInput:
     output_len: int  # tokens asked for
     model: str
     ignore_eos: bool = False
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # fields that replace or follow the protocol's
 
 
 RequestFunc = Callable[[RequestFuncInput, "aiohttp.ClientSession"], Awaitable[RequestFuncOutput]]
@@ -151,7 +152,7 @@ async def post(
     """Send a request and have `read` fill the output; a failure becomes its error."""
     import aiohttp  # the session has it loaded
 
-    body = msgspec.json.encode(payload)
+    body = msgspec.json.encode({**payload, **request.extra_body})
     started = time.perf_counter()
     try:
         async with session.post(request.api_url, data=body, headers={"Content-Type": "application/json"}) as response:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 
 from atom.benchmarks import datasets, random_dataset
-from atom.benchmarks.arguments import TEXT_ONLY, read_arguments
+from atom.benchmarks.arguments import SYNTHETIC, TEXT_ONLY, read_arguments
 from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.benchmarks.benchmark_utils import (
     BenchmarkError,
@@ -81,7 +81,8 @@ def with_served_model(args: argparse.Namespace) -> argparse.Namespace:
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """Load the tokenizer; None where it is missing and not needed, since random prompts can be token ids."""
-    is_needed = args.tokenizer or args.dataset_name != "random" or args.use_chat_template or args.backend in TEXT_ONLY
+    is_file = args.dataset_name not in SYNTHETIC
+    is_needed = args.tokenizer or is_file or args.use_chat_template or args.backend in TEXT_ONLY
     try:
         return load_tokenizer(args.tokenizer or args.model, trust_remote_code=args.trust_remote_code)
     except UsageError as error:
@@ -94,19 +95,13 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[SampleRequest]:
     """Sample prompts and lengths from the data set of the arguments."""
     rng = numpy.random.default_rng(args.seed)
-    if args.dataset_name == "random":
-        ratio, prefix_len = args.random_range_ratio, args.random_prefix_len
-        inputs = random_dataset.draw_lengths(rng, args.num_prompts, args.random_input_len, range_ratio=ratio)
-        outputs = random_dataset.draw_lengths(rng, args.num_prompts, args.random_output_len, range_ratio=ratio)
-        if tokenizer is None:
-            size = random_dataset.find_vocab_size(args.model)
-            return random_dataset.sample_random_ids(rng, size, inputs, outputs, prefix_len=prefix_len)
-    assert tokenizer is not None, "only random prompts can do without"
+    if tokenizer is None:
+        return sample_synthetic(args, rng, None)
     form = PromptForm(tokenizer, is_chat=args.backend == "openai-chat", use_chat_template=args.use_chat_template)
     if args.use_chat_template and not tokenizer.has_template:
         raise UsageError(f"--use-chat-template: the tokenizer {args.tokenizer or args.model} has no chat template")
-    if args.dataset_name == "random":
-        return random_dataset.sample_random(rng, form, inputs, outputs, prefix_len=prefix_len)
+    if args.dataset_name in SYNTHETIC:
+        return sample_synthetic(args, rng, form)
     if args.dataset_name == "hf":
         names = {"subset": args.hf_subset, "split": args.hf_split, "num": args.num_prompts}
         conversations = datasets.read_hf(args.dataset_path, **names)
@@ -128,19 +123,46 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> li
     return datasets.sample_sharegpt(rng, form, args.num_prompts, conversations, output_len=args.sharegpt_output_len)
 
 
+def sample_synthetic(
+    args: argparse.Namespace, rng: numpy.random.Generator, form: PromptForm | None
+) -> list[SampleRequest]:
+    """Make random prompts: text where there is a form of it, else token ids."""
+    if args.dataset_name == "random":
+        prefix_len, num_prefixes, ratio = args.random_prefix_len, 1, args.random_range_ratio
+        inputs = random_dataset.draw_lengths(rng, args.num_prompts, args.random_input_len, range_ratio=ratio)
+        outputs = random_dataset.draw_lengths(rng, args.num_prompts, args.random_output_len, range_ratio=ratio)
+    else:
+        prefix_len, num_prefixes = args.prefix_repetition_prefix_len, args.prefix_repetition_num_prefixes
+        num = args.num_prompts // num_prefixes * num_prefixes
+        inputs, outputs = [args.prefix_repetition_suffix_len] * num, [args.prefix_repetition_output_len] * num
+    prefixes = {"prefix_len": prefix_len, "num_prefixes": num_prefixes}
+    if form is None:
+        size = random_dataset.find_vocab_size(args.model)
+        requests = random_dataset.sample_random_ids(rng, size, inputs, outputs, **prefixes)
+    else:
+        requests = random_dataset.sample_random(rng, form, inputs, outputs, **prefixes)
+    return requests if num_prefixes == 1 else [requests[at] for at in rng.permutation(len(requests))]
+
+
 def make_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> list[RequestFuncInput]:
     url, model = args.base_url + args.endpoint, args.served_model_name or args.model
     return [
-        RequestFuncInput(each.prompt, url, each.prompt_len, each.expected_output_len, model, args.ignore_eos)
+        RequestFuncInput(
+            each.prompt, url, each.prompt_len, each.expected_output_len, model, args.ignore_eos, args.extra_body
+        )
         for each in samples
     ]
 
 
 def describe_traffic(args: argparse.Namespace, num: int) -> str:
     limit = f", at most {args.max_concurrency} under way" if args.max_concurrency else ""
-    rate = "all at once" if args.request_rate == float("inf") else f"{args.request_rate:g} requests a second"
-    burst = "" if args.request_rate == float("inf") else f" (burstiness {args.burstiness:g})"
-    return f"{num} requests to {args.base_url}{args.endpoint}: {rate}{burst}{limit}"
+    burst = f" a second (burstiness {args.burstiness:g})"
+    if args.ramp_up_strategy:
+        growth = f"{args.ramp_up_start_rps:g} to {args.ramp_up_end_rps:g} requests"
+        rate = f"{args.ramp_up_strategy} from {growth}{burst}"
+    else:
+        rate = "all at once" if args.request_rate == float("inf") else f"{args.request_rate:g} requests{burst}"
+    return f"{num} requests to {args.base_url}{args.endpoint}: {rate}{limit}"
 
 
 def report_failures(outputs: Sequence[RequestFuncOutput]) -> None:
@@ -187,6 +209,10 @@ def make_result(
         "num_prompts": len(requests),
         "request_rate": args.request_rate,
         "burstiness": args.burstiness,
+        "ramp_up_strategy": args.ramp_up_strategy,
+        "ramp_up_start_rps": args.ramp_up_start_rps,
+        "ramp_up_end_rps": args.ramp_up_end_rps,
+        "extra_body": args.extra_body,
         "max_concurrency": args.max_concurrency,
         "metadata": args.metadata,
         "hardware": measured.hardware,
@@ -205,7 +231,10 @@ def save(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
     """Write the result file and, if the environment asks for them, records for PyTorch's benchmark database."""
     limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
     model = args.model.rstrip("/").rpartition("/")[2]
-    name = args.result_filename or f"{args.backend}-{args.request_rate:g}qps{limit}-{model}-{result['date']}.json"
+    rate = f"{args.request_rate:g}qps"
+    if args.ramp_up_strategy:
+        rate = f"ramp-up-{args.ramp_up_strategy}-{args.ramp_up_start_rps:g}qps-{args.ramp_up_end_rps:g}qps"
+    name = args.result_filename or f"{args.backend}-{rate}{limit}-{model}-{result['date']}.json"
     path = Path(args.result_dir or ".") / name
     write_json(path, result)
     say(f"wrote {path}")

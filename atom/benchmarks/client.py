@@ -23,7 +23,7 @@ import numpy
 
 from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
 from atom.benchmarks.benchmark_utils import BenchmarkError, one_line
-from atom.benchmarks.traffic import draw_arrivals, send_all
+from atom.benchmarks.traffic import draw_arrivals, ramp_rates, send_all
 from atom.measurement.hardware import describe_machine
 from atom.measurement.metrics import RequestFuncOutput
 
@@ -62,7 +62,10 @@ async def measure(args: argparse.Namespace, requests: Sequence[RequestFuncInput]
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     request_func = ASYNC_REQUEST_FUNCS[args.backend]
-    arrivals = draw_arrivals(len(requests), args.request_rate, args.burstiness, numpy.random.default_rng(args.seed))
+    rate = args.request_rate
+    if args.ramp_up_strategy:
+        rate = ramp_rates(len(requests), args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+    arrivals = draw_arrivals(len(requests), rate, args.burstiness, numpy.random.default_rng(args.seed))
     allow_connections(min(args.max_concurrency or len(requests), len(requests)))
     async with open_session() as session:
 

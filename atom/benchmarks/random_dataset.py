@@ -10,6 +10,7 @@ are added or removed until the count is right.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +43,13 @@ def sample_random(
     output_lens: Sequence[int],
     *,
     prefix_len: int = 0,
+    num_prefixes: int = 1,
 ) -> list[SampleRequest]:
-    """Make prompts of prefix_len + input_lens tokens; the prefix is the same text in all of them."""
+    """Make prompts of prefix_len + input_lens tokens. They take turns with the prefixes."""
     ids = find_stable_ids(rng, form.tokenizer)
-    prefix = form.tokenizer.decode(rng.choice(ids, prefix_len).tolist()) if prefix_len else ""
+    prefixes = [form.tokenizer.decode(rng.choice(ids, prefix_len).tolist()) for _ in range(num_prefixes)]
     requests = []
-    for input_len, output_len in zip(input_lens, output_lens, strict=True):
+    for input_len, output_len, prefix in zip(input_lens, output_lens, itertools.cycle(prefixes), strict=False):
         text, num_tokens = make_prompt(rng, form, ids, prefix, prefix_len + input_len)
         requests.append(SampleRequest(form.word(text), num_tokens, output_len))
     off = [each.prompt_len - wanted - prefix_len for each, wanted in zip(requests, input_lens, strict=True)]
@@ -97,12 +99,13 @@ def sample_random_ids(
     output_lens: Sequence[int],
     *,
     prefix_len: int = 0,
+    num_prefixes: int = 1,
 ) -> list[SampleRequest]:
     """The same as token ids, for a model without a tokenizer at hand."""
-    prefix = rng.integers(0, vocab_size, prefix_len).tolist()
+    prefixes = rng.integers(0, vocab_size, (num_prefixes, prefix_len)).tolist()
     return [
         SampleRequest(prefix + rng.integers(0, vocab_size, input_len).tolist(), prefix_len + input_len, output_len)
-        for input_len, output_len in zip(input_lens, output_lens, strict=True)
+        for input_len, output_len, prefix in zip(input_lens, output_lens, itertools.cycle(prefixes), strict=False)
     ]
 
 

@@ -2,6 +2,7 @@
 
     rng = numpy.random.default_rng(0)
     times = draw_arrivals(100, rate=5.0, burstiness=1.0, rng=rng)       # seconds after the start; all 0.0 for inf
+    rates = ramp_rates(100, "linear", 1.0, 10.0)                        # or one rate for each request
     outputs, seconds = await send_all(requests, send, times, max_concurrency=16)
 
 A burstiness of 1 is a Poisson process; below it requests come in bursts, above it more evenly.
@@ -10,10 +11,10 @@ A burstiness of 1 is a Poisson process; below it requests come in bursts, above 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -21,18 +22,28 @@ from numpy.typing import NDArray
 from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.measurement.metrics import RequestFuncOutput
 
+Strategy = Literal["linear", "exponential"]
 Send = Callable[[RequestFuncInput], Awaitable[RequestFuncOutput]]
 
 
-def draw_arrivals(num: int, rate: float, burstiness: float, rng: numpy.random.Generator) -> NDArray[numpy.float64]:
+def draw_arrivals(
+    num: int, rate: float | NDArray[numpy.float64], burstiness: float, rng: numpy.random.Generator
+) -> NDArray[numpy.float64]:
     """Draw the arrival times of requests, in seconds from the start, with gamma-distributed gaps of mean 1/rate.
 
-    rate: requests a second, or inf for all at once. burstiness: the gamma distribution's shape.
+    rate: requests a second, or inf for all at once; an array has the rate at which each request arrives after the one
+    before it. burstiness: the gamma distribution's shape.
     """
-    if math.isinf(rate):
+    rates = numpy.broadcast_to(rate, num)
+    if numpy.isinf(rates).all():
         return numpy.zeros(num)
-    gaps = rng.gamma(shape=burstiness, scale=1 / (rate * burstiness), size=num)
-    return numpy.concatenate([[0.0], numpy.cumsum(gaps)[:-1]])
+    gaps = rng.gamma(shape=burstiness, scale=1 / (rates * burstiness))
+    return numpy.concatenate([[0.0], numpy.cumsum(gaps[1:])])
+
+
+def ramp_rates(num: int, strategy: Strategy, start: float, end: float) -> NDArray[numpy.float64]:
+    """The rates of requests from start to end, growing by equal differences (linear) or ratios (exponential)."""
+    return (numpy.linspace if strategy == "linear" else numpy.geomspace)(start, end, num)
 
 
 async def send_all(

@@ -192,13 +192,16 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         raise CheckpointError(f"{checkpoint}: {stated} is not a {what}; mend it, or choose with model=NAME")
     matching = {file.name: file for name, file in known if name in names}
     if not matching:
-        listed = ", ".join(sorted({name for name, _ in known if name}))
+        all_names = {name for name, _ in known if name}
         stated = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
-        whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & {name for name, _ in known}
+        whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & all_names
         if whole:
             stated += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
-        ways = "docs/add-a-model.md shows how to add one, model=NAME takes a file as it is"
-        raise UnsupportedError(f"{checkpoint} has {stated}; known: {listed}; {ways}")
+        elif near := nearest_architectures(names, all_names):
+            stated += f"; the nearest known ones are {', '.join(near)}"
+        listed = f"docs/checkpoints.md lists all {len(all_names)}"
+        ways = "docs/add-a-model.md shows how to write a YAML file for another, model=NAME takes a file as it is"
+        raise UnsupportedError(f"{checkpoint} has {stated}; {listed}, {ways}")
     if is_gguf or len(matching) == 1:
         return next(iter(matching))
     exact = [name for name, file in matching.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
@@ -207,6 +210,13 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         both = f"{' and '.join(exact or matching)} list the architecture {', '.join(names)}"
         raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
     return exact[0]
+
+
+def nearest_architectures(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """At most three known architectures whose names are like one of these, the nearest first."""
+    stems = {re.sub(r"For[A-Z]\w+$", "", name).lower(): name for name in sorted(known)}
+    near = [difflib.get_close_matches(re.sub(r"For[A-Z]\w+$", "", name).lower(), stems, 3, 0.7) for name in names]
+    return list(dict.fromkeys(stems[stem] for each in near for stem in each))[:3]
 
 
 def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:

@@ -17,13 +17,15 @@ from atom.errors import ConfigError, UnsupportedError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # roles that name a tensor, the others a module
-TENSOR_ROLES = re.compile(r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?")
+TENSOR_ROLES = re.compile(r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?|alpha_[pn]")
 
 
 def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> ModelConfig:
     model = config.model
     if model.norm.bias and model.norm.kind != "layer":
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
+    if not model.norm.weight and (model.norm.bias or model.norm.offset):
+        raise ConfigError("model.norm.weight is false; bias and offset are of a norm that has one")
     if not (model.norm.before or model.norm.after):
         raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
     if model.residual != "sequential" and not model.norm.before:
@@ -123,6 +125,8 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
         raise ConfigError(f"{at}: {rotated} dims of {dims} would be rotated, an odd number or none")
     if rope.kind != "none" and rotated > dims:
         raise ConfigError(f"{at}.dims={rotated} is more than the {dims} dims of a head; set at most those")
+    if rope.query_growth and (rope.kind == "none" or rotated < dims):
+        raise UnsupportedError(f"{at}.query_growth: {rotated} of {dims} dims are rotated; all of them have to be")
     original = rope.original_max_position or max_position
     factor = max_position / original if rope.kind in ("yarn", "longrope") and not rope.factor else rope.factor
     if rope.kind in ("linear", "llama3") and not factor:
@@ -157,8 +161,8 @@ def rope_mscale(rope: RopeConfig) -> float:
 
 
 def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
-    if mlp.activation == "swigluoai" and mlp.kind != "moe":
-        raise UnsupportedError(f"{at}.activation=swigluoai is not built for kind {mlp.kind}; there is: moe")
+    if (only := {"swigluoai": "moe", "xielu": "plain"}.get(mlp.activation, mlp.kind)) != mlp.kind:
+        raise UnsupportedError(f"{at}.activation={mlp.activation} is not built for kind {mlp.kind}; there is: {only}")
     if mlp.kind != "moe":
         return mlp
     for name in ("experts", "top_k"):

@@ -53,6 +53,7 @@ MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
 class NormConfig:
     kind: str = one_of("rms", "layer")  # layer: with a mean
     eps: float = number(1e-6, 0)  # added to the variance
+    weight: bool = True  # false: none is stored
     bias: bool = False  # layer norm only
     offset: float = 0.0  # added to the stored weight
     before: bool = True  # of attention and mlp
@@ -75,6 +76,7 @@ class RopeConfig:
     attention_factor: float | None = number(None, 0, 1_000_000)  # yarn, longrope: scale of cos and sin; null derives it
     mscale: float | None = number(None, 0, 1_000_000)  # yarn
     mscale_all_dim: float | None = number(None, 0, 1_000_000)  # yarn
+    query_growth: float = number(0.0, 0)  # gqa: queries times 1 + it * ln(1 + position // original_max_position)
     truncate: bool = True  # yarn: whole dimensions at the ends of the ramp
     factors: list[float] | None = None  # factors: one divisor per frequency
     short_factor: list[float] | None = None  # longrope: factors where max_model_len is at most original_max_position
@@ -90,6 +92,7 @@ class AttentionConfig:
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
     qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
+    clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1)  # null: head_dim
@@ -126,7 +129,7 @@ class RouterConfig:
 class MLPConfig:
     kind: str = one_of("gated", "plain", "moe")  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts
     width: int = number(0, 1)  # of each expert
-    activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai")  # gelu: exact; relu2: relu²
+    activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "xielu")  # relu2: relu²
     limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False  # on its linears, those of experts too

@@ -21,6 +21,7 @@ class Rotary(NamedTuple):
     cos: Node
     sin: Node
     interleaved: bool
+    queries: tuple[Node, Node] | None = None  # cos and sin of queries, where these are others
 
 
 def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
@@ -30,6 +31,9 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
     by_head = heads if attention.qkv_by_head else 1
     q, k, v = writer.linears(h, rows, attention.bias, layer, by_head)
+    if attention.clip is not None:
+        clipped = zip((q, k, v), "qkv", strict=True)
+        q, k, v = (writer.call(ops.clamp, x, limit=attention.clip, name=name) for x, name in clipped)
     if attention.qk_norm == "whole":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     q, k, v = (
@@ -38,7 +42,11 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     )
     if attention.qk_norm == "per_head":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
-    q, k = rotate(writer, q, rotary, "q"), rotate(writer, k, rotary, "k")
+    if rotary is not None and rotary.queries is not None:
+        q = rotate(writer, q, Rotary(*rotary.queries, rotary.interleaved), "q")
+    else:
+        q = rotate(writer, q, rotary, "q")
+    k = rotate(writer, k, rotary, "k")
     if attention.qk_norm == "behind_rope":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     window = window_of(attention, layer)
@@ -96,8 +104,12 @@ def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rot
     ropes = [rope_of(writer.model.attention, layer) for layer in layers]
     made: dict[int, Rotary] = {}
     for key, rope in {id(rope): rope for rope in ropes if rope is not None}.items():
-        cos, sin = writer.call(ops.rotary, positions, rope_freqs(rope), scale=rotary_scale(rope), name=("cos", "sin"))
-        made[key] = Rotary(cos, sin, rope.interleaved)
+        freqs, scale, queries = rope_freqs(rope), rotary_scale(rope), None
+        cos, sin = writer.call(ops.rotary, positions, freqs, scale=scale, name=("cos", "sin"))
+        if rope.query_growth:
+            growth = {"growth": rope.query_growth, "period": required(rope.original_max_position)}
+            queries = writer.call(ops.rotary, positions, freqs, scale=scale, **growth, name=("q_cos", "q_sin"))
+        made[key] = Rotary(cos, sin, rope.interleaved, queries)
     return [None if rope is None else made[id(rope)] for rope in ropes]
 
 

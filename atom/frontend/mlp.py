@@ -28,7 +28,11 @@ def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, pref
 def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
     """down(act(up))."""
     up = writer.linear(h, "up", mlp.width, mlp.bias, layer)
-    m = writer.call(ops.activate, up, kind=mlp.activation, name="m")
+    if mlp.activation == "xielu":
+        alphas = [W(writer.name(role, layer), Type(writer.dtype, (1,))) for role in ("alpha_p", "alpha_n")]
+        m = writer.call(ops.xielu, up, *alphas, name="m")
+    else:
+        m = writer.call(ops.activate, up, kind=mlp.activation, name="m")
     return writer.linear(m, "down", writer.model.hidden, mlp.bias, layer)
 
 

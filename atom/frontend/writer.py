@@ -20,7 +20,7 @@ from torch.fx import Node
 from atom.checkpoint.quantization import format_of, matches
 from atom.config import ModelConfig, QuantConfig
 from atom.errors import ConfigError
-from atom.graph import KV, Dequantize, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
+from atom.graph import KV, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
 from atom.graph.formats import FormatError, act_of, fitted
 from atom.graph.ops import Op
 from atom.graph.recipe_ranges import cat
@@ -91,7 +91,7 @@ class Writer:
 
     def norm(self, x: Node, role: str, layer: int | None = None, name: str = "h") -> Node:
         norm, shape = self.model.norm, x.meta["type"].shape[-1:]
-        weight: Recipe = self.weight(role, shape, layer)
+        weight: Recipe = self.weight(role, shape, layer) if norm.weight else Full(1.0, Type(self.dtype, shape))
         if norm.offset:  # in float32, so that a small weight is not rounded away
             weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), norm.offset)
         bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []

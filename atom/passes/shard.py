@@ -351,9 +351,9 @@ def _reader(value: Node, is_wide: bool = False) -> Any:
 def _reader_behind(user: Node, value: Node, is_wide: bool) -> Any:
     if user.target is ops.linear:
         return ops.linear if is_wide else None
-    if user.target in (ops.activate, ops.mul):
+    if user.target in (ops.activate, ops.xielu, ops.mul):
         return _reader(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
-    if user.target in (ops.rms_norm, ops.layer_norm, ops.scale):
+    if user.target in (ops.rms_norm, ops.layer_norm, ops.scale, ops.clamp):
         return _reader(user, is_wide)
     return user if user.target is ops.split_heads and _is_by_head(user) else None
 
@@ -382,7 +382,9 @@ HANDLERS: dict[Any, Handler] = {
     ops.add: _Writer.add,
     ops.experts: _Writer.experts,
     ops.scale: _Writer.follow,
+    ops.clamp: _Writer.element_by_element,
     ops.activate: _Writer.element_by_element,
+    ops.xielu: _Writer.element_by_element,
     ops.split: _Writer.element_by_element,
     ops.rope: _Writer.element_by_element,
     ops.merge_heads: _Writer.element_by_element,

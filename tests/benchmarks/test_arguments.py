@@ -8,6 +8,7 @@ import pytest
 from atom.benchmarks.arguments import make_parser, parse_goodput, read_arguments
 from atom.benchmarks.benchmark_utils import UsageError
 
+RAMP = ["--ramp-up-strategy", "linear", "--ramp-up-start-rps"]
 MINIMAL = ["--model", "m", "--dataset-name", "random"]
 GUIDE = {  # the flags of ROCm/ATOM's guide and what they are without a word
     "backend": "vllm",
@@ -53,10 +54,27 @@ MORE = {
     "hf_split": None,
     "hf_output_len": None,
 }
+VLLM = {  # flags that only `vllm bench serve` has, with its defaults
+    "prefix_repetition_prefix_len": 256,
+    "prefix_repetition_suffix_len": 256,
+    "prefix_repetition_num_prefixes": 10,
+    "prefix_repetition_output_len": 128,
+    "ramp_up_strategy": None,
+    "ramp_up_start_rps": None,
+    "ramp_up_end_rps": None,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "min_p": None,
+    "frequency_penalty": None,
+    "presence_penalty": None,
+    "repetition_penalty": None,
+    "extra_body": None,
+}
 
 
 def test_the_flags_and_their_defaults():
-    assert vars(make_parser().read(["--model", "m"])) == GUIDE | MORE
+    assert vars(make_parser().read(["--model", "m"])) == GUIDE | MORE | VLLM
 
 
 @pytest.mark.parametrize(
@@ -96,6 +114,13 @@ def test_lists_are_parsed():
     assert args.goodput == {"ttft": 100.0, "tpot": 20.0}
 
 
+def test_fields_of_requests_are_sampling_parameters_and_then_the_extra_body():
+    argv = ["--temperature", "0.6", "--top-k", "20", "--extra-body", '{"top_k": 5, "chat_template_kwargs": {"a": 1}}']
+    args = read_arguments([*MINIMAL, *argv])
+    assert args.extra_body == {"temperature": 0.6, "top_k": 5, "chat_template_kwargs": {"a": 1}}
+    assert read_arguments(MINIMAL).extra_body == {}
+
+
 @pytest.mark.parametrize(
     ("argv", "mistake"),
     [
@@ -123,7 +148,19 @@ def test_lists_are_parsed():
         (["--backend", "deepspeed-mii", "--ignore-eos"], "--ignore-eos: the protocol of deepspeed-mii"),
         (["--backend", "deepspeed-mii", "--goodput", "ttft:5"], "deepspeed-mii answers in one piece"),
         (["--backend", "openai-chat", "--use-chat-template"], "--use-chat-template: openai-chat's server applies"),
-        (["--dataset-name", "sonnet"], "--dataset-name sonnet needs --dataset-path; random needs no file"),
+        (["--dataset-name", "sonnet"], "--dataset-name sonnet needs --dataset-path; random and prefix_repetition need"),
+        (["--dataset-name", "prefix_repetition", "--num-prompts", "9"], "num-prefixes 10: there are only 9 prompts"),
+        (["--ramp-up-start-rps", "1"], "--ramp-up-start-rps needs --ramp-up-strategy, linear or exponential"),
+        (["--ramp-up-strategy", "linear", "--ramp-up-end-rps", "1"], "needs --ramp-up-start-rps and --ramp-up-end-rps"),
+        ([*RAMP, "5", "--ramp-up-end-rps", "4"], "give two numbers, the second not less"),
+        ([*RAMP, "5", "--ramp-up-end-rps", "inf"], "give two numbers, the second not less"),
+        ([*RAMP, "0", "--ramp-up-end-rps", "4"], "argument --ramp-up-start-rps: 0 is not greater than 0"),
+        ([*RAMP, "1", "--ramp-up-end-rps", "4", "--request-rate", "3"], "--request-rate: the rate is that of"),
+        (["--extra-body", "{"], "--extra-body {: this is not valid JSON"),
+        (["--extra-body", "[1]"], "--extra-body [1]: write an object"),
+        (["--extra-body", '{"stream": false}'], "--extra-body: stream is always set"),
+        (["--backend", "tgi", "--top-p", "0.9"], "--top-p: tgi does not have OpenAI's fields"),
+        (["--backend", "tgi", "--extra-body", '{"a": 1}'], "--extra-body: tgi does not have OpenAI's fields"),
         (["--result-dir", "x"], "--result-dir says where a result goes: add --save-result"),
         (["--result-filename", "x"], "--result-filename says where a result goes: add --save-result"),
     ],
@@ -139,7 +176,7 @@ def test_help_shows_every_flag_and_the_defaults(capsys: pytest.CaptureFixture[An
         read_arguments(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE)
+    assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE | VLLM)
     assert "(default: 1024)" in shown and "(default: None)" not in shown and "(default: False)" not in shown
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,24 @@ def test_prompts_have_the_length_that_the_server_counts(tokenizer_folder: Path, 
         assert main(flags(stub, tokenizer_folder)) == 0
     prompts = [each.json()["prompt"] for each in stub.of("POST")]
     assert [len(reference_tokenizer.encode(each).ids) for each in prompts] == [12] * 7
+
+
+def test_prefixes_repeat_and_requests_ramp_up_with_the_fields_given(tokenizer_folder: Path, tmp_path: Path):
+    more = ["--dataset-name", "prefix_repetition", "--num-prompts", "7", "--prefix-repetition-num-prefixes", "3",
+            "--prefix-repetition-prefix-len", "30", "--prefix-repetition-suffix-len", "20",
+            "--prefix-repetition-output-len", "5", "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50",
+            "--ramp-up-end-rps", "100", "--temperature", "0.7", "--extra-body", '{"seed": 3}',
+            "--save-result", "--result-dir", str(tmp_path)]  # fmt: skip
+    with serving(answering(completion_events([" a"] * 5, prompt_tokens=50))) as stub:
+        assert main(flags(stub, tokenizer_folder, *more)) == 0
+    bodies = [each.json() for each in stub.of("POST")][1:]  # the first one warms up
+    starts = Counter(body["prompt"][:40] for body in bodies)
+    assert sorted(starts.values()) == [2, 2, 2]  # 7 // 3 of each, as in vLLM
+    assert {(body["temperature"], body["seed"], body["max_tokens"]) for body in bodies} == {(0.7, 3, 5)}
+    result = saved(tmp_path)
+    assert result["input_lens"] == [50] * 6 and result["extra_body"] == {"temperature": 0.7, "seed": 3}
+    assert (result["ramp_up_strategy"], result["ramp_up_start_rps"], result["ramp_up_end_rps"]) == ("linear", 50, 100)
+    assert next(tmp_path.glob("vllm-ramp-up-linear-50qps-100qps-*.json"))
 
 
 def test_a_last_token_without_text_is_timed(tmp_path: Path):

@@ -73,6 +73,13 @@ def test_the_prefix_is_the_same_and_comes_on_top(tokenizer: Tokenizer, reference
     assert 28 <= shared <= 33  # <s>, 30 tokens, the last of which may join the next
 
 
+def test_prompts_take_turns_with_the_prefixes(tokenizer: Tokenizer, reference_tokenizer: Reference):
+    requests = sample_random(rng(), PromptForm(tokenizer), [20] * 6, [1] * 6, prefix_len=30, num_prefixes=3)
+    starts = [tuple(reference_tokenizer.encode(each.prompt).ids[:28]) for each in requests]
+    assert starts[:3] == starts[3:] and len(set(starts)) == 3
+    assert len({each.prompt for each in requests}) == 6
+
+
 def test_the_same_seed_gives_the_same_prompts(tokenizer: Tokenizer):
     first, second = (sample_random(rng(), PromptForm(tokenizer), [40, 41], [1, 1]) for _ in range(2))
     assert first == second
@@ -121,6 +128,8 @@ def test_token_ids_stand_in_for_text_without_a_tokenizer():
     assert requests[0].prompt[:5] == requests[1].prompt[:5]
     assert requests[0].prompt[5:] != requests[1].prompt[5:15]
     assert all(0 <= token < 50 for each in requests for token in each.prompt)
+    starts = [each.prompt[:9] for each in sample_random_ids(rng(), 50, [5] * 4, [1] * 4, prefix_len=9, num_prefixes=2)]
+    assert starts[:2] == starts[2:] and starts[0] != starts[1]
 
 
 def test_the_vocabulary_is_that_of_the_config(tmp_path: Path):

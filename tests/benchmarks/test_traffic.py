@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from atom.benchmarks.backend_request_func import RequestFuncInput
-from atom.benchmarks.traffic import draw_arrivals, send_all
+from atom.benchmarks.traffic import Strategy, draw_arrivals, ramp_rates, send_all
 from atom.measurement.metrics import RequestFuncOutput
 
 REQUESTS = [RequestFuncInput(str(at), "", 1, 1, "m") for at in range(8)]
@@ -24,6 +24,22 @@ def test_gaps_between_arrivals_are_gamma_distributed(burstiness: float):
 
 def test_an_infinite_rate_sends_all_at_once():
     assert draw_arrivals(5, math.inf, 1.0, numpy.random.default_rng(0)).tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "start", "end", "rates"),
+    [("linear", 2, 10, [2, 4, 6, 8, 10]), ("exponential", 1, 16, [1, 2, 4, 8, 16]), ("linear", 3, 3, [3] * 5)],
+)
+def test_rates_grow_from_request_to_request(strategy: Strategy, start: float, end: float, rates: list[float]):
+    assert ramp_rates(5, strategy, start, end).tolist() == pytest.approx(rates)
+    assert ramp_rates(1, strategy, start, end).tolist() == [start]
+
+
+def test_arrivals_follow_the_rate_of_each_request():
+    rates = numpy.repeat([1.0, 100.0], 20_000)
+    gaps = numpy.diff(draw_arrivals(40_000, rates, 1.0, numpy.random.default_rng(0)))
+    assert gaps[:19_999].mean() == pytest.approx(1, rel=0.03)
+    assert gaps[19_999:].mean() == pytest.approx(1 / 100, rel=0.03)
 
 
 def test_the_first_request_does_not_wait_and_a_seed_fixes_the_others():

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
+from generated import DOCS, check_block
 from omegaconf.errors import ConfigKeyError
 
 from atom.config import Config
@@ -131,6 +133,18 @@ def test_a_model_that_reads_as_a_checkpoint_is_refused_with_checkpoint_as_hint(n
 def test_a_schema_lists_its_keys_and_plain_fields():
     assert {"model.mlp.0.width", "serve.block_size", "seed"} <= set(keys(Config))
     assert "seed" in plain_fields(Config) and "model" not in plain_fields(Config)
+
+
+def test_the_page_lists_the_architectures_of_all_model_files(request: pytest.FixtureRequest):
+    rows = {}
+    for path in sorted((DOCS.parent / "conf" / "model").glob("*.yaml")):
+        spec = yaml.safe_load(path.read_text())
+        for name in spec.get("architectures", []) if spec.get("auto", True) else []:
+            types = ", ".join(f"`{each}`" for each in spec.get("model_types", []))
+            rows[f"| `{name}` | `{path.stem}` | {types} |\n"] = name.lower()
+    table = "".join(sorted(rows, key=lambda row: (rows[row], row)))
+    heading = "| architecture | model file | only of `model_type` |\n|---|---|---|\n"
+    check_block("checkpoints.md", "architectures", heading + table, request)
 
 
 def test_an_unknown_key_is_sought_near_then_everywhere():

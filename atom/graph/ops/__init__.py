@@ -45,6 +45,7 @@ from atom.graph.ops.dense import (
     activate,
     add,
     add_rms_norm,
+    clamp,
     embedding,
     gated_activate,
     gumbel_argmax,
@@ -56,6 +57,7 @@ from atom.graph.ops.dense import (
     scale,
     softcap,
     split,
+    xielu,
 )  # fmt: skip
 from atom.graph.ops.fused import add_norm_linear, gated_linear, norm_linear, norm_rope_attention
 from atom.graph.ops.latent import (
@@ -72,11 +74,11 @@ VIEWS = (split, split_heads, merge_heads)  # ops that move no data
 __all__ = [
     "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "STAGES", "VIEWS", "Op", "activate", "add",
     "add_norm_linear", "add_norm_router", "add_rms_norm", "all_gather", "all_reduce", "attend", "attend_latent",
-    "attention", "causal_mask", "collect", "combine", "dispatch", "embedding", "ends_of_experts", "expand_lora",
-    "experts", "gated_activate", "gated_linear", "gather_tokens", "group", "grouped_linear", "grouped_lora",
-    "gumbel_argmax", "join", "layer_norm", "linear", "local_tokens", "lora", "mask_rows", "merge_heads",
-    "mla_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
+    "attention", "causal_mask", "clamp", "collect", "combine", "dispatch", "embedding", "ends_of_experts",
+    "expand_lora", "experts", "gated_activate", "gated_linear", "gather_tokens", "group", "grouped_linear",
+    "grouped_lora", "gumbel_argmax", "join", "layer_norm", "linear", "local_tokens", "lora", "mask_rows",
+    "merge_heads", "mla_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
     "norm_rope_write_latent", "paged_attention", "paged_mla_attention", "pair_adapters", "receive",
     "reduce_scatter", "rms_norm", "rope", "rotary", "router", "scale", "scale_by_rms", "send", "softcap", "split",
-    "split_heads", "sum_squares",
+    "split_heads", "sum_squares", "xielu",
 ]  # fmt: skip

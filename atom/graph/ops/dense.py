@@ -126,6 +126,12 @@ def softcap(x: Tensor, *, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
+@op(lambda x, *, limit: x)
+def clamp(x: Tensor, *, limit: float) -> Tensor:
+    """x [...] -> [...] from -limit to limit"""
+    return x.clamp(-limit, limit)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
@@ -145,6 +151,20 @@ def _activate(x: Type, *, kind: str) -> Type:
 def activate(x: Tensor, *, kind: str) -> Tensor:
     """x [...] -> [...]; kind is a key of ACTIVATIONS"""
     return ACTIVATIONS[kind](x)
+
+
+def _xielu(x: Type, alpha_p: Type, alpha_n: Type) -> Type:
+    need(alpha_p.shape == alpha_n.shape == (1,), f"alpha_p is {alpha_p}, alpha_n {alpha_n}; each has one number")
+    return x
+
+
+@op(_xielu)
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """x [...], alpha_p and alpha_n [1] -> [...], an activation with two trained numbers (Huang & Schlag 2024)"""
+    wide, beta = x.float(), 0.5
+    grown = F.softplus(alpha_p.float()) * wide * wide
+    bent = (beta + F.softplus(alpha_n.float())) * (torch.expm1(wide.clamp(max=-1e-6)) - wide)
+    return (torch.where(wide > 0, grown, bent) + beta * wide).to(x.dtype)
 
 
 def _join(*parts: Type) -> Type:

@@ -54,6 +54,20 @@ def activate_rounded(gates, ups, KIND: tl.constexpr, LIMIT: tl.constexpr = None,
 
 
 @jit
+def xielu(x, alpha_p, alpha_n):
+    """x fp32 and the stored numbers -> fp32, as the op `xielu`; exp(m) - 1 - m is a series near 0, where it cancels"""
+    m = tl.minimum(x, -1e-6)
+    series = 1 / 2 + m * (1 / 6 + m * (1 / 24 + m * (1 / 120 + m * (1 / 720 + m * (1 / 5040)))))
+    bent = tl.where(m > -0.5, m * m * series, tl.exp(m) - 1 - m) + (m - x)
+    return tl.where(x > 0, _softplus(alpha_p) * x * x, (0.5 + _softplus(alpha_n)) * bent) + 0.5 * x
+
+
+@jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@jit
 def _round(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 

@@ -32,7 +32,7 @@ MAX_WARPS = 16  # the most that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 IMPORTS = {  # what a module takes from those beside this one
-    "activations": ("activation", "gated", "tanh"),
+    "activations": ("activation", "gated", "tanh", "xielu"),
     "attention.common": ("wait_for_inputs",),
     "attention.rope": ("find_angle", "find_partner", "rotate"),
     "gpu": ("find_gpu",),
@@ -216,8 +216,18 @@ class _Kernel:
         share = self._rounded(node, f"{self._value(node.args[0], at, tile)} / {cap}", "share")
         return self._rounded(node, f"{self._rounded(node, f'tanh({share})', 'bent')} * {cap}")
 
+    def _clamp(self, node: Node, at: At, tile: _Tile) -> str:
+        limit = float(node.kwargs["limit"])
+        x = self._value(node.args[0], at, tile)
+        return self._rounded(node, f"tl.clamp({x}, -{limit}, {limit}, tl.PropagateNan.ALL)")
+
     def _activate(self, node: Node, at: At, tile: _Tile) -> str:
         return self._rounded(node, f'activation({self._value(node.args[0], at, tile)}, "{node.kwargs["kind"]}")')
+
+    def _xielu(self, node: Node, at: At, tile: _Tile) -> str:
+        x, *alphas = node.args
+        numbers = ", ".join(self._value(each, (0,), tile) for each in alphas)
+        return self._rounded(node, f"xielu({self._value(x, at, tile)}, {numbers})")
 
     def _gated_activate(self, node: Node, at: At, tile: _Tile) -> str:
         x, width = node.args[0], int(_type(node).shape[-1])
@@ -300,8 +310,11 @@ class _Kernel:
         if key not in self._values:
             position, freq = self._value(positions, at[:-1], tile), self._value(freqs, at[-1:], tile)
             self._values[key] = self._assign("angles", f"{position}.to(tl.float32) * {freq}")
-        trig = ("cos", "sin")[node.args[1]]
-        return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {float(call.kwargs.get('scale', 1.0))}")
+        trig, scale = ("cos", "sin")[node.args[1]], str(float(call.kwargs.get("scale", 1.0)))
+        if growth := float(call.kwargs.get("growth", 0.0)):
+            periods = f"({self._value(positions, at[:-1], tile)} // {int(call.kwargs['period'])}).to(tl.float32)"
+            scale += f" * (1.0 + {growth} * tl.log(1.0 + {periods}))"
+        return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {scale}")
 
     def _rope(self, node: Node, at: At, tile: _Tile) -> str:
         x, cos, sin = node.args
@@ -323,7 +336,9 @@ RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
     ops.mul: _Kernel._mul,
     ops.scale: _Kernel._scale,
     ops.softcap: _Kernel._softcap,
+    ops.clamp: _Kernel._clamp,
     ops.activate: _Kernel._activate,
+    ops.xielu: _Kernel._xielu,
     ops.gated_activate: _Kernel._gated_activate,
     ops.split: _Kernel._split,
     ops.split_heads: _Kernel._split_heads,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from graph.ops.checked import checked
 from torch.nn import functional as F
+from transformers.activations import XIELUActivation
 
 from atom.config import MLPConfig
 from atom.config.aliases import ACTIVATIONS as ALIASES
@@ -37,6 +38,20 @@ def test_softcap_keeps_what_is_small_and_bounds_what_is_large():
     x = torch.tensor([0.001, -0.001, 1e6, -1e6, 30.0])
     out = checked(ops.softcap, x, cap=30.0)
     torch.testing.assert_close(out, torch.tensor([0.001, -0.001, 30.0, -30.0, 22.847825]))
+
+
+def test_clamp_keeps_what_lies_within_the_limit():
+    x = torch.tensor([0.25, -0.25, 3.0, -3.0])
+    assert checked(ops.clamp, x, limit=0.5).tolist() == [0.25, -0.25, 0.5, -0.5]
+
+
+def test_xielu_is_that_of_transformers():
+    reference = XIELUActivation(dtype=torch.float32)
+    reference.alpha_p.data.fill_(0.3)
+    reference.alpha_n.data.fill_(-1.2)
+    x = torch.linspace(-6, 6, 97)
+    out = checked(ops.xielu, x, torch.tensor([0.3]), torch.tensor([-1.2]))
+    torch.testing.assert_close(out, reference._xielu_python(x).detach())
 
 
 def test_sigmoid_gates():

@@ -108,6 +108,13 @@ def piece(x0: {0}[A, 60], x1: {0}[A, 30], w0: {0}[30]):
     scale_1 = generated.scale(rms_norm, by=1.7)
     return scale, activate, add, mul, softcap, layer_norm, add_1, rms_norm, scale_1
 """,
+    "queries that grow, clipped columns and trained activations": """\
+def piece(x0: i64[A], x1: {0}[A, 37], w0: fp32[8], w1: {0}[1], w2: {0}[1]):
+    rotary, rotary_1 = generated.rotary(x0, w0, scale=1.5, growth=0.4, period=16)
+    clamp = generated.clamp(x1, limit=0.5)
+    xielu = generated.xielu(x1, w1, w2)
+    return rotary, rotary_1, clamp, xielu
+""",
     "rows of two kinds": """\
 def piece(x0: {0}[A, 6], x1: {0}[B, 8]):
     gated_activate = generated.gated_activate(x0, kind="silu")
@@ -291,7 +298,7 @@ def piece(x0: bf16[A, 48], x1: bf16[A, 48], w0: bf16[48]):
 import torch
 import triton.language as tl
 
-from atom.kernels.triton.activations import activation, gated, tanh
+from atom.kernels.triton.activations import activation, gated, tanh, xielu
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.attention.rope import find_angle, find_partner, rotate
 from atom.kernels.triton.gpu import find_gpu

@@ -328,7 +328,8 @@ def compile_options(
 
 
 def _current_gpu() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if is_used else None
 
 
 def _enter_context(gpu: int | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atom import weights
 from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Tokenizer
-from atom.compiler import mesh_of, semantic_graph
+from atom.compiler import whole_graph
 from atom.config import Config, ModelConfig
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import Graph, Recipe, W
@@ -23,11 +23,6 @@ def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
         graph = whole_graph(graph, config)
         weights.check(graph, checkpoint.tensors, left_out(config))
         weights.check_order(graph, checkpoint)
-
-
-def whole_graph(graph: Graph, config: Config) -> Graph:
-    """A graph with all weights and caches of the model: that of a stage is of some layers."""
-    return graph if mesh_of(config).pipeline == 1 else semantic_graph(config)
 
 
 def models_of(config: Config) -> dict[str, ModelConfig]:

@@ -14,7 +14,7 @@ import msgspec
 
 from atom.build import settings
 from atom.build.adapters import open_adapters, open_loras
-from atom.build.checks import check_same_tokens, check_weights, whole_graph
+from atom.build.checks import check_same_tokens, check_weights
 from atom.build.compiling import compile_with, digest_of
 from atom.build.kv_blocks import cache_kinds, kinds_of_all
 from atom.build.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
@@ -26,7 +26,7 @@ from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
 from atom.build.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
 from atom.checkpoint import Progress, stop_ids
-from atom.compiler import Compiled, mesh_of
+from atom.compiler import Compiled, mesh_of, whole_graph
 from atom.config import Config
 from atom.config.checkpoint import is_here
 from atom.gc_utils import no_collection

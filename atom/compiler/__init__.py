@@ -13,6 +13,7 @@ from atom.compiler.compile import (
     describe_piece,
     find_failure,
     pieces_of,
+    whole_graph,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "mesh_of",
     "pieces_of",
     "semantic_graph",
+    "whole_graph",
 ]

@@ -29,7 +29,7 @@ from atom.compiler.artifact import (
     read_artifact,
     semantic_graph,
 )
-from atom.compiler.saved_graph import check_ranks, check_runnable, read_saved
+from atom.compiler.saved_graph import check_ranks, check_runnable, check_stages, read_saved
 from atom.config import Config
 from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
@@ -67,10 +67,18 @@ def compile_graph(
     if config.job.graph is None:
         return lower_here(semantic_graph(config))
     graph, first = read_saved(Path(config.job.graph))
+    check_stages(graph, first, config.job.graph, mesh_of(config))
     graph = lower_here(graph, first=first)
     check_ranks(graph, config.job.graph, mesh_of(config))
     check_runnable(graph, config.job.graph, target, has_draft=has_draft(config), pools=pools(config))
     return graph
+
+
+def whole_graph(graph: Graph, config: Config) -> Graph:
+    """A graph with all weights and caches of the model, in place of this one, which may be of one stage's layers."""
+    if mesh_of(config).pipeline == 1:
+        return graph
+    return semantic_graph(config) if config.job.graph is None else read_saved(Path(config.job.graph))[0]
 
 
 WAITING = "another process is compiling these pieces"

@@ -21,6 +21,7 @@ from atom.graph.graph import ADAPTERS, NOISE, type_of
 from atom.graph.recipe_contents import ranked_parts
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
+from atom.passes.split_stages import split_stages
 from atom.runtime.types import INPUTS
 
 PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and the level of ops behind each
@@ -68,14 +69,23 @@ def _stage_of(graph: Graph) -> str:
     return "select_kernels" if any("kernel" in node.meta for node in _nodes(graph)) else "lower_attention"
 
 
+def check_stages(graph: Graph, first: str, path: str, mesh: Mesh) -> None:
+    """Raise ConfigError where a saved text is not of all pipeline stages. first: the pass that it continues with"""
+    instead = f"save the text of all stages with job.stage={WRITTEN}, of which each stage takes its layers"
+    if any(node.target in (ops.send, ops.receive) for node in _nodes(graph)):
+        raise ConfigError(f"job.graph={path} is of one pipeline stage; {instead}")
+    if mesh.pipeline > 1 and first != split_stages.__name__:
+        raise ConfigError(f"job.graph={path} is of a model without stages; {instead}")
+
+
 def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
     """Raise ConfigError where a saved text that is divided among ranks is of another mesh."""
     found = [part for recipe in graph.recipes() for part in ranked_parts(recipe)]
     sizes = {(part.axis, part.ranks) for part in found if not isinstance(part, Once)}
     if wrong := sorted(f"{ranks} along {axis}" for axis, ranks in sizes if mesh.size(axis) != ranks):
         raise ConfigError(f"job.graph={path} is of other ranks, {', '.join(wrong)}: set parallel as it was saved with")
-    if not found and mesh.num_ranks > 1:
-        raise ConfigError(f"job.graph={path} is of one rank, and parallel.tensor={mesh.num_ranks}: save it with that")
+    if not found and (ranks := mesh.ranks_per_stage) > 1:
+        raise ConfigError(f"job.graph={path} is of one rank, and parallel.tensor={ranks}: save it with that")
 
 
 def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool = False, pools: bool = False) -> None:

@@ -144,6 +144,39 @@ def test_a_text_of_ranks_runs_on_as_many(configure: Configure):
         )
 
 
+def of_stages(config: Config, num_stages: int) -> Config:
+    return replace(config, parallel=replace(config.parallel, pipeline=num_stages))
+
+
+def test_each_stage_takes_its_layers_of_a_text_of_all(configure: Configure):
+    text = texts_by_stage(configure("llama", 1), TARGETS["cpu"])[0]["semantic"]
+    edited = show_saved("semantic", text.replace('kind="silu"', 'kind="relu"', 1))  # in the first of three layers
+    for saved, num_edited in ((show_saved("semantic", text), [0, 0]), (edited, [1, 0])):
+        config = of_stages(configure("llama", 1, saved), 2)
+        stages = [compile_graph(config, target=TARGETS["cpu"], stage=stage) for stage in range(2)]
+        assert [show(each).count('kind="relu"') for each in stages] == num_edited
+        if not any(num_edited):
+            plain = of_stages(configure("llama", 1), 2)
+            made = [compile_graph(plain, target=TARGETS["cpu"], stage=stage) for stage in range(2)]
+            assert list(map(renamed, stages)) == list(map(renamed, made))
+
+
+def test_a_text_of_one_stage_and_one_behind_the_split_are_refused(configure: Configure):
+    staged, alone = (
+        texts_by_stage(each, TARGETS["cpu"])[0]["split_stages"]
+        for each in (of_stages(configure("llama", 1), 2), configure("llama", 1))
+    )
+    instead = "save the text of all stages with job.stage=semantic, of which each stage takes its layers"
+    for text, num_stages, what in (
+        (staged, 2, "one pipeline stage"),
+        (staged, 1, "one pipeline stage"),
+        (alone, 2, "a model without stages"),
+    ):
+        config = of_stages(configure("llama", 1, show_saved("split_stages", text)), num_stages)
+        with pytest.raises(ConfigError, match=f"mine.py is of {what}; {instead}"):
+            compile_graph(config, target=TARGETS["cpu"])
+
+
 def drafting(config: Config) -> Config:
     return replace(config, serve=replace(config.serve, method="mtp"), model=replace(config.model, mtp_layers=1))
 

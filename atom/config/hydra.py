@@ -319,7 +319,8 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
         value = value.get(part) if isinstance(value, Mapping) else None
     if value is None and is_attached and not default:
         needed = f"conf/model/{_root_.model.name}.yaml needs it for {_node_._get_full_key('')}"
-        raise CheckpointError(f"{_root_.checkpoint or 'the embedded checkpoint'}: config.json has no {key}; {needed}")
+        where = _root_.checkpoint or f"the embedded checkpoint is none of {_root_.model.name}, set checkpoint"
+        raise CheckpointError(f"{where}: config.json has no {key}; {needed}")
     return value if value is not None or not default else default[0]
 
 

@@ -81,10 +81,11 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     if parallel.launcher == "local":
         return parallel
     if parallel.replicas > 1:
-        instead = (
-            "start a server on each host, without it, behind a proxy (docs/parallel.md, Replicas on several machines)"
+        raise UnsupportedError(
+            f"parallel.replicas={parallel.replicas} with {at}: its processes end together, and a replica that dies is "
+            "started again; on one host leave parallel.launcher out, on several start a server for each replica, "
+            "behind a proxy (docs/parallel.md, Replicas on several machines)"
         )
-        raise UnsupportedError(f"parallel.replicas={parallel.replicas} with {at} is not built yet; {instead}")
     if parallel.num_ranks == 1:
         raise ConfigError(f"{at} starts several ranks, and this engine has one; set parallel=tp2 or more")
     if parallel.launcher == "torchrun":

@@ -140,10 +140,11 @@ def test_tokens_are_sent_to_experts_of_several_ranks_alone(checkpoints: Any):
         load([f"checkpoint={checkpoints('qwen3_moe')}", "parallel.data=2", "parallel.dispatch=dispatch"])
 
 
-def test_replicas_are_of_one_host():
-    stated, instead = "parallel.replicas=2 with parallel.launcher=ray", "start a server on each host, .* behind a proxy"
-    with pytest.raises(UnsupportedError, match=f"{stated} is not built yet; {instead}"):
-        load(["parallel=tp3", "parallel.replicas=2", "parallel.launcher=ray"])
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+def test_replicas_are_of_one_host(launcher: str):
+    instead = "on one host leave parallel.launcher out, on several start a server for each replica, behind a proxy"
+    with pytest.raises(UnsupportedError, match=f"parallel.replicas=2 with parallel.launcher={launcher}: .*; {instead}"):
+        load(["parallel=tp3", "parallel.replicas=2", f"parallel.launcher={launcher}"])
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610])

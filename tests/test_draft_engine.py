@@ -187,9 +187,13 @@ def test_tokens_are_those_of_none(
         ("mtp_glm4_moe", {"parallel.data": 2}),
         ("eagle3_own_embedding", {"tensor_parallel_size": 2}),
         ("draft_fewer_rows", {"tensor_parallel_size": 2}),
+        ("mtp_deepseek_v3", {"parallel.pipeline": 2}),
+        ("mtp_glm4_moe", {"parallel.pipeline": 2, "parallel.data": 2}),
+        ("draft_llama", {"parallel.pipeline": 3}),
+        ("draft_fewer_rows", {"parallel.pipeline": 2, "tensor_parallel_size": 2}),
     ],
 )
-def test_ranks_and_groups_draft_alike(
+def test_ranks_groups_and_stages_draft_alike(
     name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], case_of: Callable[[str], Case]
 ):
     """With the parts of another rank, they would draft other tokens; a group may have no sequence."""
@@ -201,7 +205,7 @@ def test_ranks_and_groups_draft_alike(
     assert tokens_of(engine, params, every) == expected
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens and stats.num_chunks > 0
-    if "tensor_parallel_size" in fields:
+    if "parallel.data" not in fields:
         assert stats.num_preemptions > 0
         assert (stats.num_drafts, stats.accepted_per_pos) == (counts.num_drafts, counts.accepted_per_pos)
     before = stats.num_accepted_tokens

@@ -48,7 +48,7 @@ class Meeting:
             return op(*tensors, axis=axis, **attributes)
         if op is ops.receive:
             sent = self.sent[peers[attributes["source"]], rank].get(timeout=60)
-            assert sent.shape == (len(tensors[0]), attributes["columns"])
+            assert sent.shape == (len(tensors[0]), *ops.row_shape(attributes["columns"]))
             assert sent.dtype == TORCH_DTYPES[attributes["dtype"]]
             return op(sent, axis=axis, **attributes)
         barrier = self.stages[self.mesh.stage(rank)]

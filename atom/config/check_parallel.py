@@ -58,7 +58,11 @@ def check_devices(config: Config, device: str) -> None:
         there = f"needs {needed} GPUs, one a rank, and this machine has {num_gpus}"
         raise UnsupportedError(f"{stated} {there}; set as many at most, or device=cpu")
     if config.tune and parallel.pipeline > 1:
-        raise UnsupportedError(f"tune=true with parallel.pipeline={parallel.pipeline} is not built yet; leave tune out")
+        instead = "tune without stages once, if need be with few layers (model.layers, load_dummy=true)"
+        raise UnsupportedError(
+            f"tune=true with parallel.pipeline={parallel.pipeline}: stages have other products each; {instead}: what "
+            "is measured is kept by shape, and stages use it"
+        )
 
 
 def check_pipeline(config: Config, model: ModelConfig) -> None:
@@ -71,11 +75,11 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
         return
     if num_stages > model.layers:
         raise ConfigError(f"{stated}: the model has {model.layers} layers; set parallel.pipeline to as many at most")
-    if method not in (None, "ngram"):
-        instead = "set serve.method=ngram, or divide each layer with parallel.tensor"
-        raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
-    if job.graph is not None:
-        raise ConfigError(f"job.graph={job.graph} is one text, and each stage has its own; set parallel.pipeline=1")
+    if method == "eagle3":
+        instead = "set serve.method to mtp, draft or ngram, or divide each layer with parallel.tensor"
+        raise UnsupportedError(
+            f"{stated} with serve.method=eagle3: it reads hidden states of several stages; {instead}"
+        )
 
 
 def check_files(config: Config) -> None:
@@ -83,8 +87,8 @@ def check_files(config: Config) -> None:
     parallel = config.parallel
     for name in ("tensor", "pipeline", "data"):
         if config.serve.kv_cache_dir is not None and (size := getattr(parallel, name)) > 1:
-            instead = "leave serve.kv_cache_dir out, or use parallel.replicas"
-            raise UnsupportedError(f"parallel.{name}={size} with serve.kv_cache_dir is not built yet; {instead}")
+            instead = "serve.swap_space alone keeps it in the memory of each rank's host; parallel.replicas have files"
+            raise UnsupportedError(f"parallel.{name}={size} with serve.kv_cache_dir: no rank has all KV; {instead}")
 
 
 def check_replicas(config: Config) -> None:

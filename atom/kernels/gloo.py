@@ -94,8 +94,8 @@ class GlooCommunicator:
         self._along[axis].send(x, to)
         return x
 
-    def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
-        x = torch.empty(len(like), columns, dtype=TORCH_DTYPES[dtype])
+    def receive(self, like: Tensor, *, axis: str, source: int, columns: int | None, dtype: str) -> Tensor:
+        x = torch.empty(len(like), *ops.row_shape(columns), dtype=TORCH_DTYPES[dtype])
         self._along[axis].receive(x, source)
         return x
 

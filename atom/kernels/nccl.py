@@ -207,8 +207,8 @@ class NcclCommunicator:
                 send(x)
         return x
 
-    def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
-        x = torch.empty(len(like), columns, dtype=TORCH_DTYPES[dtype], device=like.device)
+    def receive(self, like: Tensor, *, axis: str, source: int, columns: int | None, dtype: str) -> Tensor:
+        x = torch.empty(len(like), *ops.row_shape(columns), dtype=TORCH_DTYPES[dtype], device=like.device)
         if self._launches(x):
             self._receive(x, self._receivers[self._stages[source]])
         return x

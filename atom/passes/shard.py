@@ -91,7 +91,7 @@ def _is_logits(value: Node) -> bool:
     return all(
         user.op == "output"
         or user.target is ops.gumbel_argmax
-        or (user.target in (ops.scale, ops.softcap) and _is_logits(user))
+        or (user.target in (ops.scale, ops.softcap, ops.send) and _is_logits(user))
         for user in value.users
     )
 

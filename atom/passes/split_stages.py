@@ -12,7 +12,13 @@
 
 The body of the next stage begins with what it receives in place of `x`, and rotates positions by itself. The last stage
 computes logits, and sends them to all others, so that each draws the same tokens as the last one does; and likewise the
-vectors that embeddings are pooled of, where the text makes some.
+vectors that embeddings are pooled of, where the text makes some. It also has what drafts, which reads its hidden states
+alone, and sends the drafted tokens:
+
+    def draft(tokens, positions, hidden):                def draft(tokens):
+        …                                        ->          return tokens
+    def draft_head(drafted: bf16[R, …], keys, …):        def draft_head(drafted: i64[R], keys, …):
+        …                                                    tokens = receive(drafted, axis="pipeline", source=1, …)
 
 Layers are the calls that read a cache. Stages have as many of them; what remains goes to those before the last one,
 which has the head, as in vLLM. Two stages meet at the last value from which all that follows can be computed.
@@ -26,7 +32,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import BODY, DRAFT, HEAD, KV, POOL, Graph, Program, ops
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, Graph, Program, ops
 from atom.graph.graph import call_of, copy_calls, node_leaves
 from atom.passes.context import PassContext
 
@@ -35,8 +41,8 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     num_stages, stage = context.mesh.pipeline, context.stage
     if num_stages == 1:
         return graph
-    assert DRAFT not in graph.programs, "config.load refuses drafts"
-    body, of_rows = graph.programs[BODY], [name for name in (HEAD, POOL) if name in graph.programs]
+    body = graph.programs[BODY]
+    assert len(body.results) == 1, "config.load refuses drafts that read layers of several stages"
     layers = [call for call in body.nodes if any(isinstance(leaf, KV) for leaf in node_leaves(call))]
     counts = layers_of_stages(len(layers), num_stages)
     starts = [sum(counts[:number]) for number in range(num_stages)]
@@ -44,11 +50,18 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
     given = borders[stage - 1] if stage else None
     is_last = stage == num_stages - 1
     graph.programs[BODY] = _body_of_stage(body, given, body.results[0] if is_last else borders[stage], context)
-    for name in of_rows:
+    if not is_last:
+        graph.programs.pop(DRAFT_IN, None)
+    if not is_last and DRAFT in graph.programs:
+        graph.programs[DRAFT] = _given_tokens(graph.programs[DRAFT])
+    for name, source in ((HEAD, BODY), (POOL, BODY), (DRAFT_HEAD, DRAFT)):
+        if name not in graph.programs:
+            continue
         if is_last:
             _send_result(graph, graph.programs[name], num_stages)
         else:
-            graph.programs[name] = _received_result(graph.programs[name], borders[stage], num_stages - 1)
+            result = graph.programs[source].results[0]
+            graph.programs[name] = _received_result(graph.programs[name], result, num_stages - 1)
     graph.num_rewrites += 1
     return graph
 
@@ -98,20 +111,30 @@ def _body_of_stage(body: Program, given: Node | None, result: Node, context: Pas
     return made
 
 
-def _received_result(program: Program, hidden: Node, last: int) -> Program:
-    """The head, or what pools, of a stage before the last one: of rows of the body's result as many of its result."""
-    made = Program(program.name)
-    rows = program.inputs[0].meta["type"].shape[:1]
-    type = hidden.meta["type"]
-    like = made.input(program.inputs[0].name, replace(type, shape=(*rows, *type.shape[1:])))
+def _given_tokens(draft: Program) -> Program:
+    """What drafts in a stage before the last one: nothing, with a row for each token."""
+    made = Program(draft.name)
+    tokens = draft.inputs[0]
+    made.output(made.input(tokens.name, tokens.meta["type"]))
+    return made
+
+
+def _received_result(program: Program, result: Node, last: int) -> Program:
+    """A head of a stage before the last one: of rows of its body's result as many of what the last stage's gives."""
+    made, (first, *others) = Program(program.name), program.inputs
+    rows, type = first.meta["type"].shape[:1], result.meta["type"]
+    like = made.input(first.name, replace(type, shape=(*rows, *type.shape[1:])))
+    for node in others:
+        made.input(node.name, node.meta["type"])
     made.output(_receive(made, like, program.results[0], last))
     return made
 
 
 def _receive(program: Program, like: Node, value: Node, source: int) -> Node:
     type = value.meta["type"]
+    (columns,) = type.shape[1:] or (None,)
     received: Node = program.call(
-        ops.receive, like, axis=ops.STAGES, source=source, columns=type.shape[-1], dtype=type.dtype, name=value.name
+        ops.receive, like, axis=ops.STAGES, source=source, columns=columns, dtype=type.dtype, name=value.name
     )
     return received
 

@@ -13,7 +13,7 @@ from law import assert_same_logits
 
 from atom import weights
 from atom.checkpoint import SilentProgress
-from atom.compiler import semantic_graph
+from atom.compiler import compile_graph, semantic_graph
 from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.errors import UnsupportedError
@@ -80,6 +80,25 @@ def head(hidden: fp32[R, 4]):
     return logits_1"""
 
 
+DRAFT = """
+def draft(tokens: i64[T], positions: i64[T]):
+    x = embedding(tokens, W("embed", fp32[7, 4]))
+    return x
+
+def draft_head(hidden: fp32[R, 4], keys: i64[R], temperatures: fp32[R], depths: fp32[R]):
+    logits = linear(hidden, W("embed", fp32[7, 4]))
+    tokens = gumbel_argmax(logits, keys, temperatures, depths)
+    return tokens"""
+
+FIRST_DRAFT = """
+def draft(tokens: i64[T]):
+    return tokens
+
+def draft_head(hidden: i64[R], keys: i64[R], temperatures: fp32[R], depths: fp32[R]):
+    tokens = receive(hidden, axis="pipeline", source=1, columns=None, dtype="i64")
+    return tokens"""
+
+
 def plain(graph: Graph) -> str:
     """The text without comments."""
     return "\n".join(line.partition("    # ")[0] for line in show(graph).splitlines())
@@ -94,10 +113,55 @@ def test_a_stage_has_its_layers_and_the_values_at_its_ends():
     assert show(split_stages(parse(BEFORE), context(0, 1))) == show(parse(BEFORE))
 
 
+def test_the_last_stage_drafts_and_sends_the_tokens():
+    first, last = (plain(split_stages(parse(f"{BEFORE}\n{DRAFT}"), context(stage, 2))).strip() for stage in range(2))
+    assert first == f"{FIRST}\n{FIRST_DRAFT}"
+    sends = '    tokens_1 = send(tokens, axis="pipeline", to=0)\n    return tokens_1'
+    assert last == f"{LAST}\n{DRAFT.removesuffix('    return tokens')}{sends}"
+
+
+def test_the_ranks_of_the_last_stage_divide_its_head():
+    mesh = Mesh(tensor=2, pipeline=2)
+    context = PassContext.of(Target("cpu"), 0, mesh, stage=1)
+    head = plain(
+        shard(
+            split_stages(
+                parse(
+                    BEFORE.replace("heads=1", "heads=2").replace("[2, 1, 4]", "[2, 2, 2]").replace("freqs(4", "freqs(2")
+                ),
+                context,
+            ),
+            context,
+        )
+    ).partition("def head")[2]
+    assert head.splitlines()[1:] == [
+        '    logits = linear(hidden, share(W("embed", fp32[7, 4]), "tensor", 2))',
+        '    logits_1 = all_gather(logits, axis="tensor", size=7)',
+        '    logits_2 = send(logits_1, axis="pipeline", to=0)',
+        "    return logits_2",
+    ]
+
+
 def test_a_layer_that_reads_two_values_of_an_earlier_one_is_refused():
     crossing = BEFORE.replace("x_2 = add(x_1, a_3)", "b = merge_heads(a)\n    x_2 = add(b, a_3)")
     with pytest.raises(UnsupportedError, match=r"more than one value.*set parallel\.pipeline=1"):
         split_stages(parse(crossing), context(0, 2))
+
+
+def test_stages_multiply_in_no_shape_that_the_whole_model_does_not(checkpoints: Callable[[str], Path]):
+    """So that what `tune=true` measures without stages, even of a few layers, is all that stages look up."""
+    pytest.importorskip("triton")
+    from atom.kernels.triton.grouped_tune import products_of as products_of_experts
+    from atom.kernels.triton.linear.tune import products_of
+
+    def shapes(*fields: str, stage: int = 0) -> set[Any]:
+        config = load([f"checkpoint={checkpoints('qwen3_moe')}", "device=cpu", "dtype=bf16", "level=1", *fields])
+        graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})), stage=stage)
+        return {each._replace(num_calls=0) for each in (*products_of(graph), *products_of_experts(graph))}
+
+    known = shapes("parallel=tp2", "model.layers=1")
+    of_stages = [shapes("parallel=tp2_pp2", stage=stage) for stage in range(2)]
+    assert all(each and each <= known for each in of_stages)
 
 
 def test_layers_that_remain_go_before_the_last_stage():

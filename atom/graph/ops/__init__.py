@@ -36,6 +36,7 @@ from atom.graph.ops.collective import (
     mask_rows,
     receive,
     reduce_scatter,
+    row_shape,
     scale_by_rms,
     send,
     sum_squares,
@@ -79,6 +80,6 @@ __all__ = [
     "grouped_lora", "gumbel_argmax", "join", "layer_norm", "linear", "local_tokens", "lora", "mask_rows",
     "merge_heads", "mla_attention", "mul", "norm_linear", "norm_rope", "norm_rope_attention", "norm_rope_write",
     "norm_rope_write_latent", "paged_attention", "paged_mla_attention", "pair_adapters", "receive",
-    "reduce_scatter", "rms_norm", "rope", "rotary", "router", "scale", "scale_by_rms", "send", "softcap", "split",
-    "split_heads", "sum_squares", "xielu",
+    "reduce_scatter", "rms_norm", "rope", "rotary", "router", "row_shape", "scale", "scale_by_rms", "send", "softcap",
+    "split", "split_heads", "sum_squares", "xielu",
 ]  # fmt: skip

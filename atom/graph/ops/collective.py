@@ -136,14 +136,19 @@ def send(x: Tensor, *, axis: str, to: int) -> Tensor:
     return x
 
 
-def _receive(like: Type, *, axis: str, source: int, columns: int, dtype: str) -> Type:
-    return _send(Type(dtype, (like.shape[0], columns)), axis=axis, to=source)
+def _receive(like: Type, *, axis: str, source: int, columns: int | None, dtype: str) -> Type:
+    return _send(Type(dtype, (like.shape[0], *row_shape(columns))), axis=axis, to=source)
+
+
+def row_shape(columns: int | None) -> tuple[int, ...]:
+    """The shape of a row of so many columns; None: of a number."""
+    return () if columns is None else (columns,)
 
 
 @op(_receive, collective=True)
-def receive(sent: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
-    """A tensor [T, ...] of as many rows -> [T, columns], what the rank at this place on the axis sends; the body takes
-    what was sent"""
+def receive(sent: Tensor, *, axis: str, source: int, columns: int | None, dtype: str) -> Tensor:
+    """A tensor [T, ...] of as many rows -> [T, columns], or [T] for None: what the rank at this place of the axis
+    sends; the body takes what was sent"""
     return sent
 
 

@@ -138,7 +138,7 @@ class PeerCommunicator:
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
         return self.large.send(x, axis=axis, to=to)
 
-    def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
+    def receive(self, like: Tensor, *, axis: str, source: int, columns: int | None, dtype: str) -> Tensor:
         return self.large.receive(like, axis=axis, source=source, columns=columns, dtype=dtype)
 
     def take_held(self) -> list[Held]:

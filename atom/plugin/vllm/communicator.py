@@ -39,7 +39,7 @@ class GroupCommunicator:
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
         raise _unsupported("send")
 
-    def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
+    def receive(self, like: Tensor, *, axis: str, source: int, columns: int | None, dtype: str) -> Tensor:
         raise _unsupported("receive")
 
     def take_held(self) -> list[Held]:

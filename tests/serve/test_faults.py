@@ -239,19 +239,22 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_or_stops_ends_streams_with_an_error_and_the_server(
-    number: signal.Signals, start_server: Start
+    rank: int, number: signal.Signals, start_server: Start
 ):
+    """Rank 0 is the process of the engine, and drives."""
     server = start_server("parallel=tp2")
     processes = family(server)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes}
-    (rank,) = (pid for pid, command in commands.items() if b"RankLink" in command)
+    ranks = sorted(processes, key=lambda pid: (b"RankLink" in commands[pid], pid))
+    assert [b"RankLink" in commands[pid] for pid in ranks] == [False, True]
     with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
         stream.read_events(3)
-        os.kill(rank, number)
+        os.kill(ranks[rank], number)
         since = time.monotonic()
         *_, last = stream.read_events()
         assert last["error"]["code"] == "unavailable" and time.monotonic() - since < 20
     assert server.process.wait(20) == 1
     wire.wait_until(lambda: not any(map(is_alive, processes)))
-    assert "rank 1 has" in server.log.read_text()
+    assert (f"rank {rank} has" if rank else "the engine is dead") in server.log.read_text()

@@ -33,6 +33,7 @@ from atom.graph import (
     HEAD,
     Cat,
     Dequantize,
+    Full,
     Graph,
     Mesh,
     Quantize,
@@ -52,7 +53,7 @@ from atom.graph.recipes import leaves
 from atom.weights.gptq import Turns, plan_turns
 from atom.weights.packed_file import PackedFile
 from atom.weights.packed_store import describe_file
-from atom.weights.quantize import quantize
+from atom.weights.quantize import part_types, quantize
 
 MAX_TOKENS = 4096  # of the prompt
 MAX_LENGTH = 1024  # tokens of a sequence of it
@@ -191,8 +192,22 @@ class Calibration:
 
     def find(self, recipe: Recipe) -> dict[str, Recipe] | None:
         """The parts of a weight that is packed while it loads, as recipes of the rounded tensors; None: it has none."""
-        whole = _packed(recipe.part, self._types) if isinstance(recipe, Quantize) else None
-        if whole is None or whole.type.fmt != recipe.type.fmt:
+        if not isinstance(recipe, Quantize):
+            return None
+        match recipe.part:
+            case Cat((part, Full(0, padding)), dim):  # as of the last rank's part of a head
+                kept = self._find(part, str(recipe.fmt))
+                zeros = part_types(replace(padding, fmt=recipe.fmt))
+                is_of_blocks = int(part.type.shape[dim]) % block_of(replace(part.type, fmt=recipe.fmt))[dim] == 0
+                if kept is None or not is_of_blocks:
+                    return None
+                return {name: Cat((own, Full(0, zeros[name])), dim) for name, own in kept.items()}
+            case part:
+                return self._find(part, str(recipe.fmt))
+
+    def _find(self, part: Recipe, fmt: str) -> dict[str, Recipe] | None:
+        whole = _packed(part, self._types)
+        if whole is None or whole.type.fmt != fmt:
             return None
         with suppress(FormatError):  # blocks are cut
             return parts_of(whole)

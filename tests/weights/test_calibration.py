@@ -273,7 +273,7 @@ def test_every_range_of_a_stored_tensor_is_rounded_by_what_it_is_multiplied_with
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random model, with a tokenizer of bytes."""
-    monkeypatch.setitem(tiny.VARIANTS, "bytes", ("LlamaConfig", {"vocab_size": 300}))
+    monkeypatch.setitem(tiny.VARIANTS, "bytes", ("LlamaConfig", {"vocab_size": 301}))
     monkeypatch.setattr(planning, "MAX_TOKENS", 128)
     made = tiny.save("bytes", tmp_path / "checkpoint")
     add_tokenizer(made)
@@ -393,8 +393,9 @@ def test_weights_that_no_kernel_takes_are_rounded_the_same(folder: Path):
 
 
 def test_the_parts_of_ranks_are_those_of_one(folder: Path):
-    whole = loaded(folder, "level=0")
-    ranks = [loaded(folder, "level=0", "parallel.tensor=2", rank=rank) for rank in range(2)]
+    common = "level=0", "quant.head='int4[1, 16]'"
+    whole = loaded(folder, *common)
+    ranks = [loaded(folder, *common, "parallel.tensor=2", rank=rank) for rank in range(2)]
 
     def of(tensors: dict[str, Tensor], role: str) -> Tensor:
         (found,) = (tensor for recipe, tensor in tensors.items() if role in recipe)
@@ -404,6 +405,8 @@ def test_the_parts_of_ranks_are_those_of_one(folder: Path):
         halves = [of(tensors, role) for tensors in ranks]
         assert halves[0].shape[dim] * 2 == of(whole, role).shape[dim], role
         assert torch.equal(torch.cat(halves, dim), of(whole, role)), role
+    head = torch.cat([of(tensors, "lm_head") for tensors in ranks])
+    assert len(head) == 302 and torch.equal(head[:301], of(whole, "lm_head")) and not head[301].any()
 
 
 def test_a_checkpoint_without_a_tokenizer_is_rounded_to_the_nearest(folder: Path, capfd: pytest.CaptureFixture[str]):

@@ -77,6 +77,7 @@ PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 MAX_ROWS = BUCKETS[-1]
 MANY_ROWS = 1024  # of a product with gates, from which gate_hopper.py is faster on an H200
 MAX_STAGES = 9  # of a product of one row
+WARP = 32  # threads, of NVIDIA's
 MAX_TILES = 4096  # of a product whose columns are split
 MIN_BYTES = 32  # of a row of a packed weight in a group: of fewer no registers for tensor cores are filled
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
@@ -123,6 +124,16 @@ class Matrix(NamedTuple):
         if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
             tile = tile._replace(block_rows=max(16, tile.block_rows), stages=2)
         return tile
+
+    def num_sums(self, style: Style = PLAIN) -> int:
+        """float32 sums that a thread holds, of a tile as it is run: those of each scale of a group apart.
+
+        Triton gives each warp whole groups; where they are fewer than warps, several warps compute the same one.
+        """
+        columns = style.columns or self.block_inner
+        parts = self.block_inner // min(columns & -columns, self.block_inner)
+        of_group = self.block_out * self.block_rows * parts // WARP
+        return of_group // self.warps if self.groups == 1 else of_group * max(1, self.groups // self.warps)
 
 
 class TileError(Exception):

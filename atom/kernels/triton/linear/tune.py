@@ -37,6 +37,9 @@ MARGIN = 0.005
 ROUNDS = 3  # rounds in which two steps take turns; the best of each counts
 HOPELESS = 0.02  # of the step's time: an option slower by this in the first round is not timed again
 
+# Of a thread: of as many, some candidates spill registers already, and compile in 2 to 4 s; of more, some take minutes.
+MAX_SUMS = 128
+
 RINGS = ((1, 98304), (1, 131072), (1, 196608), (2, 32768), (2, 49152), (2, 98304))  # programs, bytes of each in flight
 ONE = (  # row, where the product is small
     Matrix(32, 256, 2, 4, 1, 1, 4), Matrix(32, 128, 2, 4, 1, 1, 4), Matrix(16, 64, 4, 6, 4, 1, 4),
@@ -110,7 +113,8 @@ def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, g
         tiles = PACKED if rows <= 64 else (*PACKED, *MANY)
     for tile, block_rows in itertools.product(tiles, heights):
         tile = tile._replace(block_rows=block_rows).as_run(rows, gpu, style)
-        found += _splits(tile, rows, out, inner, weight_size, gpu)
+        if tile.num_sums(style) <= MAX_SUMS:
+            found += _splits(tile, rows, out, inner, weight_size, gpu)
     return list(dict.fromkeys(found))
 
 

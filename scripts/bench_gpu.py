@@ -88,7 +88,6 @@ TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row fin
 TP2 = ("parallel=tp2",)
 AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
 OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
-PREFIXES = ("serve.enable_prefix_caching=false",)
 
 
 def decodes(
@@ -158,10 +157,6 @@ ROWS |= {
     **named("8b-eagle3", multiples("EAGLE-3 of 2.5 a step", "8b", SPEED_UPS, EAGLE3)),
     **named("8b-eagle3-table", multiples("the same, drafts by measured times", "8b", SPEED_UPS, TABLE)),
     **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
-    **named(
-        "8b-prefixes", multiples("prefix caching, nothing shared", "8b", dict.fromkeys((1, 32, 128), 0.995), PREFIXES)
-    ),
-    **named("0.6b-prefixes", multiples("prefix caching, nothing shared", "0.6b", {256: 0.995}, PREFIXES)),
     **named("glm-air-fp8", shares("GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR)),
     **named("v3-fp8", shares("DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3)),
     **named("v2-lite-mtp", multiples("MTP of 1.8 a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),

@@ -62,6 +62,8 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
     fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in stated.items())
     packed = [key for key, each in stated.items() if each and each not in words[key]]
     stored = {each.partition("[")[0] for each in (model.fmt, *model.formats.values()) if each}
+    if packed == ["quant.fmt"] and fmt and stored == {fmt.partition("[")[0]}:
+        fmt, packed = "auto", []  # the checkpoint has what is asked for
     if packed and stored - {*GGUF_FORMATS.values()}:  # GGUF's blocks are unpacked, and packed anew
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
         raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")

@@ -9,12 +9,12 @@
 A shared expert of twice an expert's width is two: each has half of the gates, of the ups and of the columns behind
 them. So it is computed beside the others, in their launches, and nothing is added behind them.
 
-Packed weights are joined as they are stored, or before they are packed. The activations of all experts are then in the
-format of the routed ones.
+Packed weights are joined as they are stored, or before they are packed.
 
 Declines where no kernel computes experts in one call, among several ranks, where its width is no whole number of
 theirs, where it has a gate of its own, where one of the two has a bias, where they are stored in different formats or
-cannot be joined without unpacking them, and where a format of activations was asked for that the routed ones lack.
+cannot be joined without unpacking them, where a format of activations was asked for that the routed ones lack,
+and where only its own products have kernels for theirs: prompts would take longer by more than decodes gain.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def _is_taken(experts: Node, context: PassContext) -> bool:
     return context.takes(ops.experts, *map(type_of, experts.args), **kwargs)
 
 
+def _has_acts(call: Node, context: PassContext) -> bool:
+    """Whether a kernel takes the activations of a call in the format that it states."""
+    return "act" in call.kwargs and context.takes(call.target, *map(type_of, call.args), **call.kwargs)
+
+
 def _shared_weights(experts: Node, total: Node, context: PassContext) -> tuple[Recipe, Recipe] | None:
     """Gates and ups [2 S, H], and downs [H, S], of what is added to the sum of experts."""
     h, _, _, gate_up, down, *biases = experts.args
@@ -73,10 +78,12 @@ def _shared_weights(experts: Node, total: Node, context: PassContext) -> tuple[R
     if not _is_alone(both) or both.args[0] is not h:
         return None
     acts = {call.kwargs.get("act") for call in (experts, both, shared)}
+    if (context.keeps_act and len(acts) > 1) or (_has_acts(both, context) and not _has_acts(experts, context)):
+        return None
     recipes = both.args[1], shared.args[1]
     are_alike = all(map(_are_stored_alike, recipes, (gate_up, down)))
     is_whole = int(recipes[1].type.shape[1]) % int(down.type.shape[2]) == 0
-    return recipes if are_alike and is_whole and (len(acts) == 1 or not context.keeps_act) else None
+    return recipes if are_alike and is_whole else None
 
 
 def _is_alone(node: Node) -> bool:

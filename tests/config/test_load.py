@@ -356,6 +356,17 @@ def test_older_modelopt_has_a_file_of_its_own(write: Write):
         load([f"checkpoint={folder}"])
 
 
+def test_the_format_that_a_checkpoint_is_stored_in_may_be_named(write: Write):
+    path = write(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    stored, named = (load([f"checkpoint={path}", *each]) for each in ([], ["quant=fp8"]))
+    assert (named.model.fmt, named.quant) == ("fp8[128, 128]", stored.quant)
+    for other in ("quant=int4", "quant.head=fp8"):
+        with pytest.raises(
+            ConfigError, match=r"packed already, as fp8\[128, 128\]; leave it out, or quant=none unpacks"
+        ):
+            load([f"checkpoint={path}", other])
+
+
 def test_modules_that_an_index_has_plain_are_plain(write: Write):
     folder = Path(str(write(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})))
     names = [

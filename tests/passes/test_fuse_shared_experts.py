@@ -189,3 +189,12 @@ def test_activations_are_in_the_routed_experts_format_unless_another_was_asked_f
     made = text_of(fuse_shared_experts(parse(text), GPU))
     assert "shared=1" in made and made.count("act=") == (1 if act else 0)
     assert_stays(text, replace(GPU, keeps_act=True))
+
+
+@pytest.mark.parametrize("act", ["", "fp8[1, *]"])
+def test_products_in_fp8_are_not_given_up_for_those_that_unpack(act: str):
+    """On Hopper a linear takes activations with a scale of each row, and experts do not."""
+    hopper = Target("cuda", frozenset({"nvidia", "sm_90", "gluon"}))
+    text = packed_text(128, "fp8[1, *]", None, act).replace("fp32[", "bf16[")
+    made = text_of(fuse_shared_experts(parse(text), context_of(hopper, "hopper", "triton", "torch", "reference")))
+    assert ("shared=4" in made) == (not act)

@@ -16,12 +16,18 @@ from atom.runtime.step_input import StepInput
 from atom.runtime.types import Sequence
 
 
+class WholePrompt(Sequence):
+    """A sequence whose prompt is computed, whatever the cache holds of it."""
+
+    needs_prompt = True
+
+
 @torch.inference_mode()
 def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
     """[T, V] at every position, on the host."""
     scheduler, builder, runner = engine._engine.scheduler, engine._engine.builder, engine._engine.runner
     assert isinstance(runner, Runner)
-    sequence = Sequence("probe", tokens, SamplingParams(max_tokens=1))
+    sequence = WholePrompt("probe", tokens, SamplingParams(max_tokens=1))
     scheduler.add(sequence)
     parts = []
     while not sequence.finish_reason:

@@ -645,7 +645,7 @@ def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str
             {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}},
             "rope of its own for sliding_attention, model.attention.window_rope is null",
         ),
-        ({"hidden_act": "xielu"}, "activation=xielu is not built yet"),
+        ({"hidden_act": "swish_glu"}, "activation=swish_glu is not built yet"),
         ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"hidden_size": 50}, "hidden=50 is not a multiple of model.attention.heads=4"),
         ({"head_dim": 7}, "model.attention.rope: 7 dims of 7 would be rotated, an odd number or none"),

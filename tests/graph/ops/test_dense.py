@@ -110,4 +110,5 @@ def test_a_gated_activation_takes_its_own_attributes_only():
 
 def test_every_activation_that_a_model_file_may_name_is_one_of_a_gate():
     (stated,) = (each.metadata["built"] for each in dataclasses.fields(MLPConfig) if each.name == "activation")
-    assert {*stated, *ALIASES.values(), "sigmoid"} == set(GATED_ACTIVATIONS)  # sigmoid is a shared expert's
+    named = {*stated, *ALIASES.values(), "sigmoid"} - {"xielu"}  # sigmoid is a shared expert's, xielu of no gate
+    assert named == set(GATED_ACTIVATIONS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from atom.graph import ops
+from atom.kernels.triton.grouping import group
 from atom.kernels.triton.lora import expand_lora, grouped_lora, lora
-from atom.kernels.triton.moe import group
 
 NUM, RANK = 3, 8
 

@@ -1,4 +1,4 @@
-"""The flags of the serving benchmark: ROCm/ATOM's names and defaults, and vLLM's where ROCm/ATOM has none.
+"""The flags of the serving benchmark: ROCm/ATOM's names and defaults, else vLLM's.
 
     args = read_arguments(["--model", "org/model", "--dataset_name=random", "--goodput", "ttft:200"])
     args.endpoint, args.base_url, args.goodput      # "/v1/completions", "http://127.0.0.1:8000", {"ttft": 200.0}

@@ -61,8 +61,10 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
     words = {"quant.fmt": ("auto", "none"), "quant.experts": ("plain",), "quant.head": ("plain",)}
     fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in stated.items())
     packed = [key for key, each in stated.items() if each and each not in words[key]]
-    stored = {each.partition("[")[0] for each in (model.fmt, *model.formats.values()) if each}
-    if packed == ["quant.fmt"] and fmt and stored == {fmt.partition("[")[0]}:
+    formats = {each for each in (model.fmt, *model.formats.values()) if each}
+    stored = {each.partition("[")[0] for each in formats}
+    is_named = len(stored) == 1 and fmt == ONLINE.get(*stored)  # quant=fp8 names fp8 of any block
+    if packed == ["quant.fmt"] and (is_named or formats == {fmt}):
         fmt, packed = "auto", []  # the checkpoint has what is asked for
     if packed and stored - {*GGUF_FORMATS.values()}:  # GGUF's blocks are unpacked, and packed anew
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"

@@ -255,7 +255,7 @@ def load_dummy(
     coordinates: Mapping[str, int] | None = None,
     place: Place | None = None,
 ) -> dict[Recipe, Loaded]:
-    """Make random weights, normal(0, 0.02), on the device, in place of stored ones; all ranks have the same.
+    """Make random weights as `RandomSource` does, on the device, in place of stored ones; all ranks have the same.
 
     place: as in `load`
     """

@@ -360,7 +360,9 @@ def test_the_format_that_a_checkpoint_is_stored_in_may_be_named(write: Write):
     path = write(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     stored, named = (load([f"checkpoint={path}", *each]) for each in ([], ["quant=fp8"]))
     assert (named.model.fmt, named.quant) == ("fp8[128, 128]", stored.quant)
-    for other in ("quant=int4", "quant.head=fp8"):
+    same = load([f"checkpoint={path}", "quant=fp8_block"])
+    assert (same.model.fmt, same.quant) == (named.model.fmt, named.quant)
+    for other in ("quant=int4", "quant.head=fp8", "quant.fmt='fp8[64, 64]'"):
         with pytest.raises(
             ConfigError, match=r"packed already, as fp8\[128, 128\]; leave it out, or quant=none unpacks"
         ):

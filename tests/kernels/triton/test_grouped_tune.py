@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +64,19 @@ def test_what_is_tried_of_shuffled_experts_fits_and_can_be_kept(style: Style):
             assert tiles.splits == 1 or rows * -(-out // 64) <= linear.MAX_TILES, "no counter for each"
             assert tuned.FITS["experts"](key_of(shape), to_entry(tiles))
             assert not tuned.FITS["experts"](key_of(shape._replace(style=PLAIN)), to_entry(tiles))
+
+
+def test_what_comes_with_atom_is_among_what_is_tried():
+    styles = {style.name: style for style in (PLAIN, *SHUFFLED)}
+    shipped = 0
+    for file in Path(tuned.__file__).parent.glob("*.json"):
+        for key, entry in json.loads(file.read_text()).get("experts", {}).items():
+            *sizes, name = key.replace("x", " ").split(" ", 5)
+            rows, experts, out, inner, gates = map(int, sizes)
+            shape = Shape(rows, experts, out, inner, gates, 2, styles[name])
+            assert grouped_tiles.from_entry(entry) in candidates(shape, H200), (file.name, key)
+            shipped += 1
+    assert shipped
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ def main() -> int:
         *options.overrides,
         f"serve.max_model_len={length}",
         f"serve.num_kvcache_blocks={options.fits * num_blocks}",
-        "serve.enable_prefix_caching=true",
     ]
     swap_space = size * (options.talks * num_blocks + 2)
     told = {

@@ -149,5 +149,5 @@ def test_the_bytes_are_divided_among_the_kinds():
 
 def test_without_prefixes_nothing_would_be_found_again(checkpoints: Any):
     fields = ["serve.swap_space=4096", "serve.enable_prefix_caching=false"]
-    with pytest.raises(ConfigError, match=r"serve.swap_space=4096 keeps KV .*set serve.enable_prefix_caching=true"):
+    with pytest.raises(ConfigError, match=r"serve.swap_space=4096 keeps KV .*leave serve.enable_prefix_caching=false"):
         load([f"checkpoint={checkpoints('llama')}", *fields])

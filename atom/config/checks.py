@@ -57,7 +57,7 @@ def check_kept(serve: ServeConfig) -> None:
     if serve.swap_space and not serve.enable_prefix_caching:
         raise ConfigError(
             f"serve.swap_space={serve.swap_space} keeps KV that is found again by its prefix; "
-            "set serve.enable_prefix_caching=true"
+            "leave serve.enable_prefix_caching=false out"
         )
     if serve.kv_cache_dir is not None and not serve.swap_space:
         raise ConfigError(

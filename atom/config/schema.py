@@ -353,7 +353,7 @@ class ServeConfig:
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
-    enable_prefix_caching: bool = False  # share the KV of prompts that begin alike
+    enable_prefix_caching: bool = True  # share the KV of prompts that begin alike
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
     tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
     pipeline_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.pipeline

@@ -154,10 +154,17 @@ def node_leaves(node: Node) -> Iterator[Recipe | KV]:
 
 def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type | tuple[Type, ...]:
     """The type of a call; PassError where the arguments do not fit the op."""
-
     types = [type_of(arg) for arg in args]
     try:
-        named = names_of(op, len(args), *kwargs)
+        return _infer(op, *types, **kwargs)
+    except TypeError:  # an argument without a hash
+        return _infer.__wrapped__(op, *types, **kwargs)
+
+
+@functools.lru_cache(1 << 14, typed=True)  # layers are alike, and every pass is verified
+def _infer(op: Op, /, *types: Any, **kwargs: Any) -> Type | tuple[Type, ...]:
+    try:
+        named = names_of(op, len(types), *kwargs)
         for place, (name, type) in enumerate(zip(named, types, strict=False)):
             if isinstance(type, Type) and type.fmt is not None and place not in op.weights:
                 raise ValueError(f"{name} cannot be stored as {type.fmt}: only a matrix of weights can")

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -69,12 +70,13 @@ class Cat:
         for part in self.parts[1:]:
             others = [(*each.shape[: self.dim], *each.shape[self.dim + 1 :]) for each in (first, part.type)]
             fits = first.dtype == part.type.dtype and others[0] == others[1]
-            need(fits, f"cat: {first} and {part.type} cannot be joined along dim {self.dim}")
+            if not fits:
+                raise ValueError(f"cat: {first} and {part.type} cannot be joined along dim {self.dim}")
             if first.fmt != part.type.fmt:
                 names = " and ".join(leaf.name for each in (self.parts[0], part) for leaf in islice(leaves(each), 1))
                 raise FormatError(f"cat: {names} are stored in different formats, {first} and {part.type}")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         first = self.parts[0].type
         shape = list(first.shape)
@@ -95,7 +97,7 @@ class Stack:
         is_range = _is_whole(self.start) and _is_whole(self.stop) and 0 <= self.start < self.stop
         need(is_range, f"stack: {self.start!r} to {self.stop!r} is no range of experts")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return replace(self.part.type, shape=(self.stop - self.start, *self.part.type.shape))
 
@@ -122,7 +124,7 @@ class Slice:
         need(is_range, f"slice: {self.start!r} to {self.stop!r} is no range of the {size} in dim {self.dim}")
         need(_is_whole(self.step) and self.step > 0, f"slice: step={self.step!r} is no whole number from 1")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         shape = list(self.part.type.shape)
         shape[self.dim] = -(-(self.stop - self.start) // self.step)
@@ -142,7 +144,7 @@ class Transpose:
         need(len(self.part.type.shape) >= -self.dim, f"transpose: {self.part.type} has no two dims to swap")
         need(self.dim == -2 or self.part.type.fmt is None, f"transpose: {self.part.type} has blocks in its last dims")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         shape, fmt = list(self.part.type.shape), self.part.type.fmt
         shape[self.dim : len(shape) + self.dim + 2] = shape[self.dim + 1], shape[self.dim]
@@ -160,7 +162,7 @@ class Shift:
         _need_part("shift", self.part)
         need(_is_number(self.by), f"shift: {self.by!r} is no number")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return self.part.type
 
@@ -175,7 +177,7 @@ class Dequantize:
         is_packed = isinstance(self.part, Recipe) and self.part.type.fmt is not None
         need(is_packed, 'dequantize takes a stored tensor with a format, W("…", …, fmt="…")')
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return self.part.type.plain
 
@@ -194,7 +196,7 @@ class Quantize:
         need(bool(formats.parse_format(self.fmt).parts), f"quantize: nothing packs to {self.fmt}")
         formats.check_columns(self.type)
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return replace(self.part.type, fmt=self.fmt)
 
@@ -213,7 +215,7 @@ class Regroup:
         for size, of in zip(formats.block_of(self.type), formats.block_of(self.part.type), strict=True):
             need(of % size == 0, f"regroup: blocks of {self.part.type.fmt} are no whole number of {self.fmt}")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return replace(self.part.type, fmt=self.fmt)
 
@@ -233,7 +235,7 @@ class Repeat:
         has = int(self.part.type.shape[self.dim]) * self.times
         need(0 < self.size <= has, f"repeat: {self.times} times {self.part.type} has no {self.size} in dim {self.dim}")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         shape = list(self.part.type.shape)
         shape[self.dim] = self.size
@@ -282,7 +284,7 @@ class Shuffle:
         _need_part("shuffle", self.part)
         need(isinstance(self.layout, str), f"shuffle: a layout is a string, not {self.layout!r}")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return self.part.type
 
@@ -312,7 +314,7 @@ class Share:
         """How much a rank has along the dim."""
         return -(-int(self.part.type.shape[self.dim]) * self.copies // self.ranks)
 
-    @property
+    @cached_property
     def type(self) -> Type:
         shape = list(self.part.type.shape)
         shape[self.dim] = self.size
@@ -334,7 +336,7 @@ class Once:
         need(self.part.type.fmt is None, f"once: {self.part.type} is packed")
         need(self.axis in AXES, f"once: there is no axis {self.axis!r}; axes: {', '.join(AXES)}")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return self.part.type
 
@@ -351,7 +353,7 @@ class Offset:
         _need_axis("offset", self.axis, self.ranks)
         need(_is_whole(self.size) and self.size > 0, f"offset: size={self.size!r} is no whole number from 1")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return Type("i64", (1,))
 
@@ -403,7 +405,7 @@ class RopeFreqs:
             is_whole = is_list and len(self.factors or ()) == dim // 2
             need(is_whole, f"rope_freqs: kind factors needs a list of {dim // 2} numbers")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return Type("fp32", (self.dim // 2,))
 
@@ -417,7 +419,7 @@ class Measured:
     def __post_init__(self) -> None:
         need(isinstance(self.name, str), f"measured: a scale's name is a string, not {self.name!r}")
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return Type("fp32", (1,))
 
@@ -521,16 +523,18 @@ def renamed(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
 
 
 def _need_part(name: str, part: Any) -> None:
-    need(isinstance(part, Recipe), f"{name} takes a tensor, not {part!r}")
+    if not isinstance(part, Recipe):
+        raise ValueError(f"{name} takes a tensor, not {part!r}")
 
 
 def _need_type(type: Any, name: str) -> None:
-    is_type = isinstance(type, Type) and all(_is_whole(dim) and dim >= 0 for dim in type.shape)  # type: ignore[operator]
-    need(is_type, f"{name}: {type} is no type of a tensor whose dims are numbers")
+    if not isinstance(type, Type) or not all(_is_whole(dim) and dim >= 0 for dim in type.shape):  # type: ignore[operator]
+        raise ValueError(f"{name}: {type} is no type of a tensor whose dims are numbers")
 
 
 def _need_dim(name: str, dim: Any, type: Type) -> None:
-    need(_is_whole(dim) and 0 <= dim < len(type.shape), f"{name}: {type} has no dim {dim!r}")
+    if not _is_whole(dim) or not 0 <= dim < len(type.shape):
+        raise ValueError(f"{name}: {type} has no dim {dim!r}")
 
 
 def _is_whole(value: Any) -> bool:

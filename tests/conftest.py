@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
+from xxhash import xxh64_intdigest
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup, likewise
@@ -224,9 +226,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, so that no process is left with one at the end."""
+    """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+    cases: dict[tuple[str, bool], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault((item.nodeid.split("[")[0], item.get_closest_marker("gpu") is None), []).append(item)
+    for of_test in cases.values():
+        mark = of_test[0].get_closest_marker("sampled")
+        assert mark is not None
+        # those that run have all kinds of values, and are the same each time
+        of_test.sort(key=lambda item: xxh64_intdigest(item.nodeid.encode()))
+        for item in of_test[ceil(len(of_test) / mark.args[0]) :]:
+            item.add_marker("slow")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -120,6 +120,7 @@ def open_engine() -> Iterator[Open]:
         engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_a_cache_that_rounds(

@@ -109,6 +109,7 @@ def test_on_a_gpu_too(level: int, checkpoint: Path):
         assert relative_error(logits(checkpoint, *overrides), exact) < 0.15
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("room", ["", "serve.max_num_batched_tokens=40", "serve.max_model_len=50"])
 def test_a_scale_holds_twice_the_largest_number_of_the_prompt(
     room: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
@@ -154,6 +155,7 @@ def test_a_second_start_measures_nothing_and_answers_alike(
     assert "measured" in start()[2], "another file"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model.layers.0.k_scale": 1.0}', "nan"])
 def test_what_is_kept_and_is_none_is_measured_again(content: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     open_engine(checkpoint).close()

@@ -44,6 +44,7 @@ def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model
         tiny.assert_greedy(answer, prompt, model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "level"),
     [
@@ -129,6 +130,7 @@ def test_an_answer_is_a_prefix_for_the_next_turn(open_engine: Open, references: 
     assert engine.metrics.scheduler.num_prefix_hit_tokens >= 72, "blocks that decoding filled were found"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (30, 25, 41)]
@@ -138,6 +140,7 @@ def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, re
         assert engine.metrics.scheduler.num_preemptions > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "level"),
     [
@@ -351,6 +354,7 @@ def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, 
     assert engine.is_finished()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", tiny.MODEL_FILES)
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(
     name: str, open_engine: Open, checkpoints: Any, references: Any

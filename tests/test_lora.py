@@ -36,6 +36,7 @@ def fresh(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
     return lambda name: tiny.reference(checkpoints(name))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, level, fields", [
     ("llama", 0, {}),
     ("llama", 1, {"use_rslora": True, "r": 3, "lora_alpha": 5}),

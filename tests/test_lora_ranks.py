@@ -27,6 +27,7 @@ MLA = ["q_proj", "kv_a_proj_with_mqa", "o_proj"]
 MIXTURE = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "level", "divided", "fields"),
     [
@@ -76,6 +77,7 @@ def test_room_for_adapters_changes_no_random_weights(thread_ranks: list[ThreadRa
     assert found["token_ids"] == wanted["token_ids"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "divided"),
     [

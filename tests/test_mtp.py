@@ -196,6 +196,7 @@ def test_the_lowered_text_drafts_as_the_double(
     assert_steps_draft(graph, config, case)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("left_plain", [None, "eh_proj", "model.layers.3."])
 @pytest.mark.parametrize(
     ("name", "layout"),

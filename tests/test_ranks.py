@@ -71,6 +71,7 @@ EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max
             "enable_prefix_caching": True}  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
 )
@@ -125,6 +126,7 @@ def test_groups_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -227,6 +229,7 @@ def test_each_rank_writes_a_trace_of_its_own(
         assert names.count("atom::norm_rope_write") >= 3 * GREEDY.max_tokens, "of each layer and step"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")]
@@ -398,6 +401,7 @@ def even_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize(
     "fields", [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 4}]
@@ -417,6 +421,7 @@ def test_ranks_multiply_by_the_packed_numbers_of_one(
     assert found[1] == pytest.approx(found[0], abs=1e-4) and len(thread_ranks) == 1
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_compiled_model_compile_nothing(
     thread_ranks: list[ThreadRanks], tmp_path: Path, one_compiler: None, monkeypatch: pytest.MonkeyPatch
 ):

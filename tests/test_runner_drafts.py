@@ -64,6 +64,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run_ahead", RUN_AHEADS)
 @pytest.mark.parametrize("limits", [{}, EVENTFUL, BUSY], ids=["roomy", "eventful", "busy"])
 def test_looked_up_tokens_are_those_of_none(
@@ -104,6 +105,7 @@ def test_padded_steps_give_the_tokens_of_none(
 TURNS = {"right": [[True] * 3], "wrong": [[False] * 3], "mixed": [[True, False, True], [True] * 3, [False], [True] * 2]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "kind", "run_ahead"),  # each two of them meet
     [

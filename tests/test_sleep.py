@@ -32,6 +32,7 @@ def tokens_of(engine: LLMEngine) -> list[list[int]]:
     return [each["token_ids"] for each in engine.generate(PROMPTS, GREEDY)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "fields"), [("llama", {}), ("qwen3_moe", {}), ("llama", {"quant": "int8"}), ("llama", {"method": "ngram"})]
 )

@@ -81,6 +81,7 @@ def test_packed_tensors_are_those_that_they_round_to(
     assert_same_logits(made[1], made[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])  # each expert by its name; one tensor for all
 def test_experts_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:

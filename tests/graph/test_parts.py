@@ -97,6 +97,7 @@ def compute(recipe: Recipe, plain: Callable[[W], Tensor]) -> Tensor:
     raise AssertionError(recipe)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", MADE.values(), ids=MADE)
 def test_slices_at_all_offsets_are_those_of_what_is_unpacked(recipe: Recipe):
     checkpoint, plain = stored(recipe)
@@ -126,6 +127,7 @@ OTHERS = ("fp8[16, 32]", "fp8[1, *]", "ct_fp8[*, *]", "ct_int8[1, *]", "ct_packe
           "ct_mxfp4", "quark_mxfp4", "ct_nvfp4", "modelopt_nvfp4")  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fmt", OTHERS)
 @pytest.mark.parametrize(
     "make",

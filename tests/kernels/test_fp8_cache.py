@@ -64,6 +64,7 @@ def expected(case: Case, pair: tuple[float | None, float | None], **attributes: 
     return ops.paged_attention.body(*change(case, rounded), **attributes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair", SCALES)
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "group", "block_size"), [(8, 1, 1, 16), (20, 2, 3, 3), (64, 1, 8, 16), (80, 3, 2, 1)]
@@ -77,6 +78,7 @@ def test_entries_are_numbers_of_fp8_times_their_scale(
     assert_equal(out, expected(case, pair, scale=0.2))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair", SCALES[:2])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -138,6 +140,7 @@ def test_what_is_written_is_divided_by_its_scale_and_rounded(kernels: Kernels, p
         assert (written[untouched] == 7).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pair", SCALES[:2])
 @pytest.mark.parametrize("prefills", [[], [(5, 21), (40, 40)]])
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (17, 1.5, True)])

@@ -85,6 +85,7 @@ def check(kernels: Kernels, case: LatentCase, scale: float | None = 0.7) -> None
     assert_equal(run(kernels, case, scale), expected(case, scale))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("heads", "rank", "rotated", "plain", "value", "block_size"), [
     (1, 18, 8, 12, 10, 16), (4, 11, 6, 1, 1, 1), (3, 1, 2, 7, 9, 3), (20, 36, 10, 12, 12, 16),
@@ -104,6 +105,7 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels):
     check(kernels, make_latent_case(decodes, prefills, heads=3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("behind", [[], [(9, 12)]])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (3, 20)])
 def test_leading_sequences_of_several_queries_each(kernels: Kernels, query_len: int, heads: int, behind: Any):
@@ -127,6 +129,7 @@ def test_in_half_precision_it_is_as_near_to_the_truth_as_the_op(kernels: Kernels
     assert_as_near(run(kernels, case, 0.7), run(body, case, 0.7), expected(case, 0.7), factor=2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rank", "rotated", "has_norm", "has_rope", "interleaved"), [

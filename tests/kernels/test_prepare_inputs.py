@@ -193,6 +193,7 @@ def test_decodes_with_drafts(place: Place, block_size: int, num_drafts: int, num
     assert ((inputs.slots[:, padding] >= 0) & (inputs.slots[:, padding] < block_size)).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("num_kinds", [1, 2])
 @pytest.mark.parametrize("more", [(0, 0, 0, 0), (1, 1, 0, 0), (140, 4, 3, 0), (2, 2, 2, 2), (140, 9, 3, 3)], ids=str)

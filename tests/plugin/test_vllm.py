@@ -104,6 +104,7 @@ def logits_of(model: Any, prompts: list[list[int]], chunk: int = 7) -> list[Tens
 PROMPTS = [tiny.prompt(45), tiny.prompt(19, seed=1)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "mixtral_window_stacked", "deepseek_v3_plain_q_odd", "gpt_oss_odd"]
 )

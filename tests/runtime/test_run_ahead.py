@@ -528,6 +528,7 @@ Serving.TestCase.settings = settings(
 TestServing = Serving.TestCase
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 7, 14, 14], strict=True)])
 def test_a_tiny_pool_under_load_ends_every_sequence(

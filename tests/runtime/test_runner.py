@@ -139,6 +139,7 @@ EVERY_WAY: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_every_way_to_sample_gives_the_tokens_of_the_cpu(checkpoints: Any, place: Place, depth: int):
     asked = [(tiny.prompt(1 + 2 * at, seed=at), SamplingParams(**{"max_tokens": 4, "seed": 7 + at, **params}))
@@ -189,6 +190,7 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "level"), [("qwen3", 0), ("qwen3", 1), ("qwen3_moe", 0), ("deepseek_v3", 0)])
 def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
     checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, name: str, level: int
@@ -355,6 +357,7 @@ TORCH_LACKS = torch.OutOfMemoryError("out of memory")
 TRITON_LACKS = RuntimeError("Triton Error [CUDA]: out of memory")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("verb", "error"),
     [
@@ -436,6 +439,7 @@ class FailingAllocations(TorchDispatchMode):
         return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
     checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, depth: int

@@ -90,6 +90,7 @@ def test_the_page_has_a_place_for_the_table():
     assert replaced.partition(END)[2] == text.partition(END)[2]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
     row = ROWS[name]

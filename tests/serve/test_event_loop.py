@@ -204,6 +204,7 @@ def longest_hold(watched: Watched, data: bytes) -> tuple[wire.Answer, float]:
         return answer, max(map(float, file), default=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_no_body_holds_the_event_loop(watched: Watched, name: str):
     path, make, status = BODIES[name]

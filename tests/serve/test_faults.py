@@ -238,6 +238,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_or_stops_ends_streams_with_an_error_and_the_server(

@@ -234,6 +234,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_a_megabyte_brings_nothing_down(name: str, server: Server):
     path, more = LARGE[name]

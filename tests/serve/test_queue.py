@@ -106,6 +106,7 @@ def test_an_answer_ends_where_the_total_of_tokens_does(narrow: Server):
     assert answer["usage"]["total_tokens"] == 100 and answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "body", [{"stream": True}, {"stream": False}, {"stream": True, "n": 3}, {"stream": False, "n": 3}]
 )

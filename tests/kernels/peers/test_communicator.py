@@ -31,6 +31,7 @@ def exact_sum(ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.stack([of(rank, shape, dtype).double() for rank in range(ranks)]).sum(0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("is_in_parts", [False, True], ids=["one shot", "two shots"])
 def test_a_sum_is_rounded_once_and_the_same_on_each_rank(is_in_parts: bool, ranks: int, tmp_path: Path,

@@ -64,6 +64,7 @@ def assert_drawn_from(expected: list[float], tokens: list[int]) -> None:
     assert torch.special.gammaincc(torch.tensor(degrees / 2).double(), torch.tensor(statistic / 2).double()) > 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "params",
     [
@@ -89,6 +90,7 @@ def test_the_chi_square_test_notices_a_wrong_distribution():
         assert_drawn_from(probabilities(LOGITS, temperature=1.05), draws(LOGITS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("params", "warper"),
     [

@@ -127,6 +127,7 @@ def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(triton_device):
         assert_equal(run(chunk, triton_device, scale=0.3, window=40), expected[first:last])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("parameters", [None, SMALL_PARTS], ids=["whole", "parts"])
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (17, 1.5, True), (2, None, False)])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 6), (4, 2), (4, 12), (7, 14)])

@@ -196,6 +196,7 @@ def hold(text: str, run: Callable[..., list[Tensor]], inputs: Mapping[str, Tenso
         assert theirs.dtype == torch.float32 or error <= 1.1 * allowed + step / 10
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PIECES)
 def test_a_piece_gives_what_the_bodies_of_its_ops_give(name: str, load: Load, triton_device: str):
     for dtype in ["fp32", *(HALVES if triton_device == "cuda" else HALVES[:1])]:

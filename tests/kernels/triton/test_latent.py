@@ -54,6 +54,7 @@ def check(case: LatentCase, device: str, scale: float = 0.3) -> None:
         assert error <= 2 * allowed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(("heads", "rank", "rotated", "plain", "value", "block_size"), [
     (1, 18, 8, 12, 10, 16), (4, 11, 6, 1, 1, 1), (3, 1, 2, 7, 9, 3), (20, 35, 10, 12, 12, 16),
@@ -109,6 +110,7 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
     check(make_latent_case([40 * 32, 300]), triton_device, scale=3.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("behind", [[], [(9, 12)]])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (4, 7), (2, 16), (3, 20)])
 def test_leading_sequences_of_several_queries_each(query_len, heads, behind, splits, triton_device):

@@ -79,6 +79,7 @@ def test_one_row_is_added_normed_multiplied_and_gated_like_the_ops(triton_device
                 assert torch.equal(total, a if b is None else a + b)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [None, "silu"])
 @pytest.mark.parametrize("rows", [2, 16, 33, 65, 127, kernels.MAX_ROWS])
 def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):

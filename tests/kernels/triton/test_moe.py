@@ -112,6 +112,7 @@ FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]"
 SHAPES = [([0, 1, 0], 7, 96), ([2, 0, 0], 130, 576), ([3, 0, 17, 1], 33, 96), ([0, 70], 5, 192)]  # few rows, and more
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fmt", "shape"), [(fmt, 2 * more + at % 2) for at, fmt in enumerate(FORMATS) for more in (0, 1)]
 )
@@ -183,6 +184,7 @@ def test_gates_of_grouped_linears_equal_the_reference(counts, width, inner, dtyp
     check_gated(x, weight, ends, bias, weight.float(), triton_device, gate)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("at", "fmt"),
     [*enumerate(["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"])],
@@ -255,6 +257,7 @@ def test_tokens_are_grouped_as_by_the_reference(tokens, top_k, experts, width, i
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [0, 4, 20])  # of 5 experts here, of 12; the last has none of them
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (43, 6), (90, 3)])
 def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, triton_device, monkeypatch):
@@ -319,6 +322,7 @@ TOKENS = [1, 3, 4, 5, 17]  # few, and more, which are grouped
 FEW_HALVES = {(1, COUNTS[1]), (3, COUNTS[3]), (4, COUNTS[2]), (5, COUNTS[1]), (17, COUNTS[2])}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -340,6 +344,7 @@ def test_experts_have_any_gate(kind, triton_device):
         check_experts(tokens, 2, (4, 10, 24), torch.float32, triton_device, kind)
 
 
+@pytest.mark.sampled(4)
 @GATES
 @pytest.mark.parametrize("first", [None, 0, 5, 20])  # of 4 experts here, of 12; the last has none of them
 @pytest.mark.parametrize("is_counted", [False, True])

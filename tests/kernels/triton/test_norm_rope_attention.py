@@ -80,6 +80,7 @@ def assert_right(case: Case, device: str, attend: NormRopeAttention | None = Non
     assert torch.equal(cache.nan_to_num(), before.nan_to_num())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dim", "turned", "kv_heads", "group", "block_size"),
     [(8, 8, 1, 1, 16), (20, 14, 2, 3, 3), (64, 64, 1, 8, 16), (80, 80, 3, 2, 1), (96, 24, 1, 1, 32),

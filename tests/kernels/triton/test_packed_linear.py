@@ -96,6 +96,7 @@ def assert_near(y, expected, tolerance=1e-5):
     assert (y.float() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("turn", "rows"), [*enumerate([1, 8, 9, 33])])
 def test_rows_are_multiplied_like_the_op(triton_device, turn, rows, fmt):
@@ -142,6 +143,7 @@ def all_calls(products, a, b, norm, weight, bias, act=None, turn=None):
         yield call(), arguments
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=["vector", "matrix", "library"])
 def test_every_op_gives_what_its_body_gives(triton_device, fmt, parameters):

@@ -254,6 +254,7 @@ def walk(tmp_path: Path, checkpoints: Any, run: Callable[..., Any]) -> Callable[
     return walk
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("qwen3", ALL), ("qwen3", [1, 2]), ("gpt_oss", ALL), ("gpt_oss", []), ("deepseek_v3", ALL), ("deepseek_v3", [])],
@@ -286,6 +287,7 @@ def test_kernels_of_packed_experts_are_compiled_ahead_too(walk: Any):
     assert "_packed_grouped_linear_kernel" in kernels and "_grouped_linear_kernel" not in kernels
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "sizes", "method", "changed"),
     [

@@ -67,6 +67,7 @@ def check_norm(tokens: int, experts: int, inner: int, dtype: torch.dtype, device
         assert_equal(weights, expected)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("rule", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("units", [1, 100])  # with 100 the columns are summed in parts

@@ -101,6 +101,44 @@ def test_each_event_counts_the_tokens_so_far_where_a_request_wants_it(config: Co
     )
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "said", "arguments"),
+    [
+        ("required", ["[{", '"na'], []),
+        ("required", ['[{"name": "f", "arg', 'uments": {"city": "Pa', "ri"], ['{"city": "Pari']),
+        ("required", ['[{"name": "f", "arguments": {}}', ', {"na'], ["{}"]),
+        ("required", ['[{"name": "f", "arguments": {}}', ', {"name": "f", "arguments": {"a'], ["{}", '{"a']),
+        (NAMED, ["{", '"city": "Pa', "ri"], ['{"city": "Pari']),
+        (NAMED, [" "], []),
+    ],
+)
+def test_a_forced_call_that_max_tokens_cuts_off_is_a_call_and_no_content(
+    config: Config, choice: Any, said: list[str], arguments: list[str], streams: bool
+):
+    body = ASKED[CHAT] | FORCED | {"tool_choice": choice, "stream": streams}
+    response, _ = scripted.post(config, Said(said, "max_tokens"), body, CHAT)
+    if not streams:
+        (told,) = response.json()["choices"]
+        message, calls = told["message"], [call["function"] for call in told["message"].get("tool_calls", [])]
+        content = message["content"] or ""
+    else:
+        chunks = [json.loads(line[6:]) for line in response.text.strip().split("\n\n")[:-1]]
+        calls, content = list[dict[str, Any]](), ""
+        for (told,) in (chunk["choices"] for chunk in chunks):
+            content += told["delta"].get("content", "")
+            for delta in told["delta"].get("tool_calls", []):
+                if "id" in delta:
+                    calls.append({"name": delta["function"]["name"], "arguments": ""})
+                calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
+    assert content.strip() == ""
+    assert calls == [{"name": "f", "arguments": each} for each in arguments]
+    assert told["finish_reason"] == ("tool_calls" if arguments == ["{}"] else "length")
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_empty_lines_break_the_silence_before_each_token(config: Config, path: str):
     response, _ = scripted.post(config, Said(["a", "b"], pause=0.2), ASKED[path] | {"stream": True}, path)

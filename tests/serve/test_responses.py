@@ -190,11 +190,14 @@ def test_every_event_of_a_stream(configure: Callable[..., Config]):
 
 
 def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config]):
-    said = Said(["One", " moment", CALL[:30]], "max_tokens")
+    said = Said(["One", " moment", CALL[:55]], "max_tokens")
     answer, _ = scripted.post(configure(), said, ASK | {"tools": [TOOL], "stream": True}, PATH)
     last = read_events(answer.text)[-1]
-    assert last["type"] == "response.incomplete"
-    assert [item["status"] for item in last["response"]["output"]][-1] == "incomplete"
+    whole = scripted.post(configure(), said, ASK | {"tools": [TOOL]}, PATH)[0].json()
+    assert (last["type"], whole["status"]) == ("response.incomplete", "incomplete")
+    for message, call in (last["response"]["output"], whole["output"]):
+        assert (message["type"], message["content"][0]["text"]) == ("message", "One moment")
+        assert (call["type"], call["arguments"], call["status"]) == ("function_call", '{"word": "', "incomplete")
 
 
 def test_a_conversation_is_that_of_a_chat(configure: Callable[..., Config], talker: Path):

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from msgspec import json
+from pydantic_core import from_json
 
 from atom.serve.output.output_parser import Answer, Delta, ToolDelta
 from atom.serve.sse import event
@@ -30,6 +31,8 @@ def content_blocks(answer: Answer) -> list[dict[str, Any]]:
         blocks.append(text_block(answer.content))
     for call in answer.calls:  # arguments are the text of a JSON object already
         blocks.append(tool_block(call.id, call.name, msgspec.Raw(call.arguments.encode())))
+    if answer.calls and not answer.has_whole_calls:  # of one that was cut off, what Anthropic's SDK reads from a stream
+        blocks[-1]["input"] = from_json(answer.calls[-1].arguments or "{}", allow_partial=True)
     return blocks
 
 
@@ -47,7 +50,6 @@ def tool_block(id: str, name: str, input: Any) -> dict[str, Any]:
 
 class BlockStream:
     def __init__(self) -> None:
-        self.num_calls = 0  # started so far
         self._num_blocks = 0
         self._open: str | None = None  # type of the block that is not closed
 
@@ -78,7 +80,6 @@ class BlockStream:
     def _push_call(self, call: ToolDelta) -> bytes:
         data = b""
         if call.id is not None:
-            self.num_calls += 1
             data = self.close() + self._begin("tool_use", tool_block(call.id, call.name or "", {}))
         return data + self._add(b"input_json_delta", b"partial_json", call.arguments) if call.arguments else data
 

@@ -80,7 +80,8 @@ class MessageResponder(Responder):
         (choice,) = choices
         answer = self._talk.read(choice.text, self._prompt)
         assert choice.finish is not None, "it is done"
-        return self._message(usage, content_blocks(answer), *stop_reason(choice.finish, has_calls=bool(answer.calls)))
+        stop = stop_reason(choice.finish, has_calls=answer.has_whole_calls)
+        return self._message(usage, content_blocks(answer), *stop)
 
     def _message(
         self, usage: dict[str, Any], content: list[dict[str, Any]], reason: str | None = None, stop: str | None = None
@@ -101,8 +102,8 @@ class MessageResponder(Responder):
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
         assert self._finish is not None, "it is done"
-        is_whole = self._parser is not None and self._parser.num_tool_calls >= self._blocks.num_calls > 0
-        reason, stop = stop_reason(self._finish, has_calls=is_whole)
+        has_calls = self._parser is not None and self._parser.has_whole_calls
+        reason, stop = stop_reason(self._finish, has_calls=has_calls)
         delta = {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
         yield self._blocks.close() + event(delta, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")

@@ -93,7 +93,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
         if self.body.return_token_ids:
             fields["token_ids"] = choice.tokens
-        return fields | {"finish_reason": "tool_calls" if answer.calls else finish_reason(choice)}
+        return fields | {"finish_reason": "tool_calls" if answer.has_whole_calls else finish_reason(choice)}
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         ids = {"prompt_token_ids": self._prompts[0]} if self.body.return_token_ids else {}
@@ -117,7 +117,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             delta = b'{"content":%s}' % json.encode(text) if text else b"{}"
         else:
             delta = json.encode(self._talk.delta(parser, text, is_last=output.finish is not None))
-            has_calls = parser.num_tool_calls > 0
+            has_calls = parser.has_whole_calls
         if self.body.logprobs:
             self._held[index] += output.logprobs or []
         if self.body.return_token_ids:

@@ -113,7 +113,7 @@ class ChannelReader(CallReader):
                 raise ParseError
             self._end_call()
         except ParseError:
-            self._move_to_content()
+            self._give_up_call()
 
     def _read_body(self, out: list[str]) -> Reading[bool]:
         """Read a message's text up to its end; whether another message may follow."""

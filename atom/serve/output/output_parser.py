@@ -6,7 +6,7 @@
     for text in answer:
         delta = parser.push(text)          # Delta(content="", reasoning="Let me", tools=[])
     delta = parser.finish()                # what was held back
-    parser.num_tool_calls                  # > 0: the answer ends with tool_calls
+    parser.has_whole_calls                 # True: the answer ends with tool_calls
 
     gather([parser.push(text), parser.finish()])     # the same for an answer that is not streamed
 
@@ -60,7 +60,8 @@ class Answer(NamedTuple):
 
     content: str
     reasoning: str
-    calls: list[ToolCall]
+    calls: list[ToolCall]  # the last one is incomplete where the answer was cut off within its arguments
+    has_whole_calls: bool = False  # there are calls, and all of them are complete
 
 
 def markers(tool_format: ToolFormat | None, reasoning: tuple[str, str] | None) -> list[str]:
@@ -77,17 +78,22 @@ class OutputParser:
         reader: CallReader | None,
         *,
         is_marked: bool = False,
+        is_parallel: bool = True,
     ) -> None:
         """splitter: None where reasoning is not parsed; reader: None where calls are not
 
         is_marked: the text has a MARK before some special tokens, which is left out of the answer
+        is_parallel: the answer may have several calls; else those after the first are left out
         """
-        self._splitter, self._reader, self._is_marked = splitter, reader, is_marked
+        self._splitter, self._reader = splitter, reader
+        self._is_marked, self._is_parallel = is_marked, is_parallel
 
     @property
-    def num_tool_calls(self) -> int:
-        """The number of complete calls."""
-        return self._reader.num_calls if self._reader else 0
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls so far, all of them complete: no client must act on one that was cut off."""
+        if self._reader is None:
+            return False
+        return self._reader.num_calls >= (self._reader.num_started if self._is_parallel else 1) > 0
 
     def push(self, text: str) -> Delta:
         """Parse the next text; the new part of the answer."""
@@ -97,22 +103,25 @@ class OutputParser:
         if self._reader and text:
             text, tools = self._reader.push(text)
             reasoning += self._reader.take_reasoning()
-        return self._unmarked(Delta(text, reasoning, tools))
+        return self._delta(text, reasoning, tools)
 
     def finish(self) -> Delta:
         """End the text; the rest of the answer."""
         reasoning, content = self._splitter.finish() if self._splitter else ("", "")
         if not self._reader:
-            return self._unmarked(Delta(content, reasoning, []))
+            return self._delta(content, reasoning, [])
         content, tools = self._reader.push(content)
         rest, more = self._reader.finish()
-        return self._unmarked(Delta(content + rest, reasoning + self._reader.take_reasoning(), tools + more))
+        return self._delta(content + rest, reasoning + self._reader.take_reasoning(), tools + more)
 
-    def _unmarked(self, delta: Delta) -> Delta:
+    def _delta(self, content: str, reasoning: str, tools: list[ToolDelta]) -> Delta:
+        """Without marks, and without calls that are one too many."""
+        if not self._is_parallel:
+            tools = [tool for tool in tools if not tool.index]
         if not self._is_marked:
-            return delta
-        tools = [tool._replace(arguments=tool.arguments.replace(MARK, "")) for tool in delta.tools]
-        return Delta(delta.content.replace(MARK, ""), delta.reasoning.replace(MARK, ""), tools)
+            return Delta(content, reasoning, tools)
+        tools = [tool._replace(arguments=tool.arguments.replace(MARK, "")) for tool in tools]
+        return Delta(content.replace(MARK, ""), reasoning.replace(MARK, ""), tools)
 
 
 def gather(deltas: Iterable[Delta]) -> Answer:

@@ -144,15 +144,23 @@ class Talk:
             tools = self._schemas if self._format and self._format.channels else {}
             channels = ChannelReader(self._channels, tools, self._new_id, prompt=prompt, is_streamed=is_streamed)
             if tools:
-                return OutputParser(None, channels, is_marked=self._is_marked)
+                return OutputParser(None, channels, is_marked=self._is_marked, is_parallel=self._is_parallel)
             splitter = ChannelSplitter(channels)
         elif tags := self._reasoning:
             plain = tags[0].replace(MARK, ""), tags[1]
             splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, plain))
         if self.tools:
-            call_format = self._format if not self._named else None
-            reader = CallReader(call_format, self._schemas, self._new_id, named=self._named, is_streamed=is_streamed)
-        return OutputParser(splitter, reader, is_marked=self._is_marked) if splitter or reader else None
+            reader = CallReader(
+                self._format if not self._named else None,
+                self._schemas,
+                self._new_id,
+                named=self._named,
+                is_forced=self._schema is not None,
+                is_streamed=is_streamed,
+            )
+        if not splitter and not reader:
+            return None
+        return OutputParser(splitter, reader, is_marked=self._is_marked, is_parallel=self._is_parallel)
 
     def _mark_prompt(self, prompt: str) -> str:
         """The end of a prompt, where the template has opened a message, with marks."""
@@ -171,7 +179,7 @@ class Talk:
         if parser is None:
             return Answer(text, "", [])
         answer = gather([parser.push(text), parser.finish()])
-        return answer if self._is_parallel else answer._replace(calls=answer.calls[:1])
+        return answer._replace(has_whole_calls=parser.has_whole_calls)
 
     def next(self, parser: OutputParser, text: str, *, is_last: bool) -> Delta:
         """Parse the next text; the new part of the answer."""
@@ -179,9 +187,7 @@ class Talk:
         if is_last:
             rest = parser.finish()
             delta = Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tools + rest.tools)
-        if self._is_parallel:
-            return delta
-        return delta._replace(tools=[call for call in delta.tools if not call.index])
+        return delta
 
     def delta(self, parser: OutputParser, text: str, *, is_last: bool) -> dict[str, Any]:
         """Parse the next text; the new part as the delta of a chunk, {} where all of it is held back."""

@@ -6,9 +6,9 @@
     content, deltas = reader.push("1}}</tool_call>")
     content, deltas         # "", [ToolDelta(index=0, id=None, name=None, arguments="1}")]
 
-A call counts once it is complete. If its text breaks off or is no valid call, all of that text is content, so that the
-content is the same with and without streamed arguments. What was streamed stays an incomplete call, which is not
-counted.
+A call counts once it is complete. An answer that ends within the arguments of a call ends with an incomplete one, which
+has the arguments so far and does not count; its text is not content too. Text that is no valid call is content, so that
+the content is the same with and without streamed arguments; what was streamed of it stays an incomplete call.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Call:
     id: str | None = None  # the model's own
     arguments: str | None = None  # JSON, once it is complete
     has_begun: bool = False  # its arguments have, so that it is of no other form
-    sent: int | None = None  # arguments are sent up to this index of the text; None: they are not streamed
+    sent: int | None = None  # its arguments are sent up to this index of the text; None: they are no part of the text
 
 
 def new_call_id() -> str:
@@ -117,27 +117,28 @@ class CallReader:
         new_id: Callable[[], str] = new_call_id,
         *,
         named: str | None = None,
+        is_forced: bool = False,
         is_streamed: bool = True,
     ) -> None:
         """
         tools: the functions that can be called, and the JSON schemas of their parameters, by which texts become
             values; a call of any other is content. None: any function
         named: the whole text is the arguments of this function; it has no format
-        is_streamed: arguments are returned while they arrive; else only complete calls are, and one that breaks off is
-            content
+        is_forced: the answer is constrained to calls, so that an unfinished one is no content, however little there is
+        is_streamed: arguments are returned while they arrive; else once the call or the text ends
         """
         assert (tool_format is None) != (named is None), "a text has a format or is the arguments of one function"
         self.num_calls = 0  # complete ones
+        self.num_started = 0  # complete or not
         self._format = tool_format
         self._tools = tools
         self._schemas = tools if isinstance(tools, Mapping) else {}
         self._new_id = new_id
-        self._is_streamed = is_streamed
+        self._is_forced, self._is_streamed = is_forced, is_streamed
         self._text = TextBuffer()
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._deltas: list[ToolDelta] = []
-        self._num_started = 0
         self._call = Call()
         self._reading = self._read_named(named) if named is not None else self._read()
 
@@ -149,7 +150,7 @@ class CallReader:
         self._send()
         content, deltas = "".join(self._content), self._deltas
         self._content.clear()
-        self._deltas = []
+        self._deltas = [] if self._is_streamed or not self._call.has_begun else [deltas.pop()]
         return content, deltas
 
     def take_reasoning(self) -> str:
@@ -207,7 +208,7 @@ class CallReader:
                 yield from text.skip(form.between)
                 is_call = yield from self._is_call(tool_format, form)
         except ParseError:
-            self._move_to_content()
+            self._give_up_call()
             return
         if (end := (yield from text.starts_with_any(tool_format.end))) is not None:
             text.at += len(end)
@@ -350,13 +351,13 @@ class CallReader:
         self._end_call()
 
     def _read_arguments(self) -> Reading[None]:
-        """Read an object. Where arguments are streamed and the name is known, send it while it arrives."""
+        """Read an object. Where the name is known, send it while it arrives."""
         text, call, start = self._text, self._call, self._text.at
         if (yield from text.peek()) != "{":
             raise ParseError
         if call.name is not None:
             self._begin_call()
-            call.sent = start if self._is_streamed else None
+            call.sent = start
         yield from read_json(text)
         self._send()
         call.arguments = text.text[start : text.at]
@@ -391,7 +392,7 @@ class CallReader:
             yield from text.skip(SPACE)
             text.take(text.at)
         except ParseError:
-            self._move_to_content()
+            self._give_up_call()
         yield from self._read_content()
 
     def _check_name(self, name: str) -> str:
@@ -400,18 +401,18 @@ class CallReader:
         return check_unicode(name)
 
     def _begin_call(self) -> None:
-        """Note that a call of this name has arguments, and send its id and name if arguments are streamed."""
-        if self._is_streamed and not self._call.has_begun:
+        """Note that a call of this name has arguments, and send its id and name."""
+        if not self._call.has_begun:
             self._start_call("")
         self._call.has_begun = True
 
     def _start_call(self, arguments: str) -> None:
         """Send the id and the name of a call, with these arguments."""
-        self._deltas.append(ToolDelta(self._num_started, self._call.id or self._new_id(), self._call.name, arguments))
-        self._num_started += 1
+        self._deltas.append(ToolDelta(self.num_started, self._call.id or self._new_id(), self._call.name, arguments))
+        self.num_started += 1
 
     def _send(self) -> None:
-        """Send the new part of the streamed arguments."""
+        """Send the new part of the arguments that are part of the text."""
         if self._call.sent is None or self._call.arguments is not None:
             return
         piece = self._text.text[self._call.sent : self._text.at]
@@ -419,20 +420,18 @@ class CallReader:
         self._send_piece(piece)
 
     def _send_piece(self, piece: str) -> None:
-        """Send the next piece of the arguments of the call that was started last, if they are streamed."""
+        """Send the next piece of the arguments of the call that was started last."""
         last = self._deltas[-1] if self._deltas else None
-        if not self._is_streamed:
-            return
-        if last is not None and last.index == self._num_started - 1:
+        if last is not None and last.index == self.num_started - 1:
             self._deltas[-1] = last._replace(arguments=last.arguments + piece)
         elif piece:
-            self._deltas.append(ToolDelta(self._num_started - 1, None, None, piece))
+            self._deltas.append(ToolDelta(self.num_started - 1, None, None, piece))
 
     def _end_call(self) -> None:
         """Count the complete call, and drop its text."""
         call = self._call
         assert call.arguments is not None, "a whole call has arguments"
-        if not (call.has_begun and self._is_streamed):
+        if not call.has_begun:
             self._start_call(call.arguments)
         elif call.sent is None:
             self._send_piece("}")
@@ -440,11 +439,17 @@ class CallReader:
         self.num_calls += 1
         self._text.take(self._text.at)
 
-    def _move_to_content(self) -> None:
-        """Give up the call: the text since the last complete call is content."""
+    def _give_up_call(self) -> None:
+        """End the call that is being read as incomplete if the text has ended; else its text is content."""
         self._send()
-        self._call = Call()
-        self._content.append(self._text.take(self._text.at))
+        text, call, self._call = self._text, self._call, Call()
+        if text.is_ended and (call.has_begun or self._is_forced):
+            text.take(len(text.text))
+            return
+        if call.has_begun and not self._is_streamed:
+            self._deltas.pop()
+            self.num_started -= 1
+        self._content.append(text.take(text.at))
 
 
 def check_unicode(text: str) -> str:

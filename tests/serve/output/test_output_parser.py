@@ -30,37 +30,38 @@ def make(
     reasoning: tuple[str, str] | None = TAGS,
     is_in_reasoning: bool = False,
     tools: list[str] | None = None,
+    is_parallel: bool = True,
     **options: Any,
 ) -> OutputParser:
     splitter = ReasoningSplitter(reasoning, is_inside=is_in_reasoning) if reasoning else None
     has_calls = tool_format or "named" in options
     reader = CallReader(read_format(tool_format) if tool_format else None, tools, **options) if has_calls else None
-    return OutputParser(splitter, reader)
+    return OutputParser(splitter, reader, is_parallel=is_parallel)
 
 
-def parse(pieces: list[str], tool_format: str | None = "tagged_json", **options: Any) -> tuple[Answer, int]:
-    """The answer, and how many calls count. Ids are call_1, call_2 …"""
+def parse(pieces: list[str], tool_format: str | None = "tagged_json", **options: Any) -> tuple[Answer, bool]:
+    """The answer, and whether it ends with calls. Ids are call_1, call_2 …"""
     numbers = itertools.count(1)
     parser = make(tool_format, **{"tools": ["f"], "new_id": lambda: f"call_{next(numbers)}", **options})
-    return gather([*map(parser.push, pieces), parser.finish()]), parser.num_tool_calls
+    return gather([*map(parser.push, pieces), parser.finish()]), parser.has_whole_calls
 
 
 def test_an_answer_has_reasoning_then_content_and_calls():
     text = f"<think>\nI need f.\n</think>\n\nOne moment.\n{CALL}\n"
     expected = Answer("One moment.", "I need f.", [ToolCall("f", '{"a": 1}', "call_1")])
-    assert parse([text]) == (expected, 1)
-    assert parse(list(text)) == (expected, 1)
+    assert parse([text]) == (expected, True)
+    assert parse(list(text)) == (expected, True)
 
 
 def test_a_call_within_reasoning_is_reasoning():
-    assert parse([f"<think>I could say {CALL}</think>No."]) == (Answer("No.", f"I could say {CALL}", []), 0)
-    assert parse([f"I could say {CALL}"], is_in_reasoning=True) == (Answer("", f"I could say {CALL}", []), 0)
+    assert parse([f"<think>I could say {CALL}</think>No."]) == (Answer("No.", f"I could say {CALL}", []), False)
+    assert parse([f"I could say {CALL}"], is_in_reasoning=True) == (Answer("", f"I could say {CALL}", []), False)
 
 
 def test_a_bare_call_may_follow_reasoning():
     text = '<think>Hm.</think>\n\n{"name": "f", "parameters": {}}'
     for tool_format in ("json", "python_tag"):
-        assert parse(list(text), tool_format) == (Answer("", "Hm.", [ToolCall("f", "{}", "call_1")]), 1)
+        assert parse(list(text), tool_format) == (Answer("", "Hm.", [ToolCall("f", "{}", "call_1")]), True)
 
 
 def test_nothing_is_looked_for_where_nothing_is_asked():
@@ -71,7 +72,7 @@ def test_nothing_is_looked_for_where_nothing_is_asked():
         Delta("<", "", []),
         Delta("", "", []),
     ]
-    assert parser.num_tool_calls == 0
+    assert not parser.has_whole_calls
 
 
 def test_deltas_of_a_stream_carry_what_is_new():
@@ -79,10 +80,10 @@ def test_deltas_of_a_stream_carry_what_is_new():
     assert parser.push("Hm") == Delta("", "Hm", [])
     assert parser.push(".</think>\n\nSo") == Delta("So", ".", [])
     assert parser.push(CALL[:-14]) == Delta("", "", [ToolDelta(0, "call_x", "f", '{"a": 1}')])
-    assert parser.num_tool_calls == 0
+    assert not parser.has_whole_calls
     assert parser.push(CALL[-14:]) == Delta("", "", [])
     assert parser.finish() == Delta("", "", [])
-    assert parser.num_tool_calls == 1
+    assert parser.has_whole_calls
 
 
 def test_what_was_held_back_comes_at_the_end():
@@ -96,12 +97,17 @@ def test_what_was_held_back_comes_at_the_end():
 
 def test_an_answer_may_be_one_functions_arguments():
     expected = Answer("", "", [ToolCall("g", '{"a": 1}', "call_1")])
-    assert parse(list('{"a": 1}'), None, reasoning=None, named="g") == (expected, 1)
+    assert parse(list('{"a": 1}'), None, reasoning=None, named="g") == (expected, True)
 
 
-def test_a_call_that_is_cut_short_is_content_where_answers_are_not_streamed():
-    text = CALL[:-20]
-    assert parse([text], is_streamed=False) == (Answer(text, "", []), 0)
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_answer_that_is_cut_off_does_not_end_with_calls(is_streamed: bool):
+    cut_off = CALL[: CALL.index(" 1}")]
+    for before, calls in (("", []), (CALL, [ToolCall("f", '{"a": 1}', "call_1")])):
+        cut = ToolCall("f", '{"a":', f"call_{len(calls) + 1}")
+        assert parse([before + cut_off], is_streamed=is_streamed) == (Answer("", "", [*calls, cut]), False)
+    one = parse([CALL + cut_off], is_streamed=is_streamed, is_parallel=False)
+    assert one == (Answer("", "", [ToolCall("f", '{"a": 1}', "call_1")]), True), "the second is left out"
 
 
 def test_deltas_add_up_to_an_answer():

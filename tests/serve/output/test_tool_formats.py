@@ -115,7 +115,7 @@ def test_a_text_that_breaks_off_is_never_lost(name: str):
     assert "nobody" in broken[0] and "Paris" in broken[0]
     for cut in range(len(text)):
         part = read(tool_format, [text[:cut]], is_streamed=False)
-        assert part[3] or part[0] + part[1] == text[:cut].strip() or tool_format.channels or part[0] == text[:cut]
+        assert part[2] or part[0] + part[1] == text[:cut].strip() or tool_format.channels or part[0] == text[:cut]
 
 
 WORDS = sorted(
@@ -135,7 +135,8 @@ def test_calls_do_not_depend_on_where_a_text_is_cut(text: str, name: str, cuts: 
     assert read(tool_format, list(text), is_streamed=is_streamed) == whole
     content, reasoning, calls, num_calls = read(tool_format, [text], is_streamed=False)
     assert (content, reasoning, num_calls) == (whole[0], whole[1], whole[3])
-    assert len(calls) == num_calls and all(isinstance(json.loads(each), dict) for *_, each in calls)
+    assert len(calls) <= num_calls + 1, "the last one may be cut off"
+    assert all(isinstance(json.loads(each), dict) for *_, each in calls[:num_calls])
     assert calls or tool_format.channels or content == text
 
 

@@ -31,7 +31,18 @@ SYNTHETIC = ("random", "prefix_repetition")  # need no file, and no tokenizer wh
 DATASETS = (*SYNTHETIC, "sharegpt", "sonnet", "burstgpt", "hf", "custom")
 SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty")
 OTHER_FIELDS = ("tgi", "tensorrt-llm", "deepspeed-mii")  # backends with other fields than OpenAI's
+DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")  # of each request
 RAMP_UP = ("ramp_up_start_rps", "ramp_up_end_rps")
+
+
+class RefuseEndpointType(argparse.Action):
+    """An older name of --backend in vLLM."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, **options | {"default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        raise UsageError(f"--endpoint-type is called --backend: write --backend {values}")
 
 
 def make_parser() -> FlagParser:
@@ -54,7 +65,10 @@ def make_parser() -> FlagParser:
     add("--ramp-up-start-rps", type=positive_float, help="requests a second at the start")
     add("--ramp-up-end-rps", type=positive_float, help="requests a second at the end")
     add("--max-concurrency", type=positive_int, help="requests under way at most; by default any number")
-    add("--num-warmups", type=positive_int, default=1, help="requests before those that count")
+    add("--num-warmups", type=count_int, default=1, help="requests before those that count")
+    add("--ready-check-timeout-sec", type=count_int, default=0, help="seconds to wait for the server to answer")
+    add("--request-id-prefix", help="send x-request-id: this text and the request's number, from 0")
+    add("--endpoint-type", action=RefuseEndpointType, help=argparse.SUPPRESS)
     add("--ignore-eos", action="store_true", help="ask for answers of full length")
     add("--seed", type=count_int, default=0, help="of prompts, lengths and arrivals")
     add("--profile", action="store_true", help="POST /start_profile before and /stop_profile after")
@@ -102,8 +116,10 @@ def make_parser() -> FlagParser:
     add("--metric-percentiles", default="99", help="as in 25,50,75,99")
     add("--goodput", nargs="+", metavar="KEY:MS", help="objectives, as in ttft:200 tpot:50 e2el:5000 (milliseconds)")
     add("--save-result", action="store_true", help="write a JSON file")
+    add("--save-detailed", action="store_true", help=f"add to it, by request: {', '.join(DETAILS)}")
     add("--result-dir", help="its folder; by default the current one")
-    add("--result-filename", help="its name; by default made of backend, rate, concurrency, model and date")
+    add("--result-filename", help="its name; by default made of label, rate, concurrency, model and date")
+    add("--label", help="kept in the JSON file; its name begins with it, in place of --backend")
     add("--metadata", nargs="*", metavar="KEY=VALUE", help="kept in the JSON file")
     return parser
 
@@ -157,9 +173,9 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         flag = (fields or ["extra_body"])[0].replace("_", "-")
         raise UsageError(f"--{flag}: {args.backend} does not have OpenAI's fields; leave it out")
     refuse_ramp_up(args)
-    for flag in ("result_dir", "result_filename"):
+    for flag in ("result_dir", "result_filename", "save_detailed", "label"):
         if getattr(args, flag) and not args.save_result:
-            raise UsageError(f"--{flag.replace('_', '-')} says where a result goes: add --save-result")
+            raise UsageError(f"--{flag.replace('_', '-')} is about the result's file: add --save-result")
 
 
 def refuse_ramp_up(args: argparse.Namespace) -> None:

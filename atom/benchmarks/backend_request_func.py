@@ -38,6 +38,7 @@ class RequestFuncInput:
     model: str
     ignore_eos: bool = False
     extra_body: Mapping[str, Any] = field(default_factory=dict)  # fields that replace or follow the protocol's
+    id: str = ""  # sent as x-request-id; empty: the server makes one
 
 
 RequestFunc = Callable[[RequestFuncInput, "aiohttp.ClientSession"], Awaitable[RequestFuncOutput]]
@@ -153,9 +154,10 @@ async def post(
     import aiohttp  # the session has it loaded
 
     body = msgspec.json.encode({**payload, **request.extra_body})
-    started = time.perf_counter()
+    headers = {"Content-Type": "application/json"} | ({"x-request-id": request.id} if request.id else {})
+    output.started = started = time.perf_counter()
     try:
-        async with session.post(request.api_url, data=body, headers={"Content-Type": "application/json"}) as response:
+        async with session.post(request.api_url, data=body, headers=headers) as response:
             if response.status != 200:
                 text = (await response.text(errors="replace"))[:ERROR_LENGTH]
                 raise protocols.ProtocolError(f"HTTP {response.status} {response.reason}: {text}")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 
 from atom.benchmarks import datasets, random_dataset
-from atom.benchmarks.arguments import SYNTHETIC, TEXT_ONLY, read_arguments
+from atom.benchmarks.arguments import DETAILS, SYNTHETIC, TEXT_ONLY, read_arguments
 from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.benchmarks.benchmark_utils import (
     BenchmarkError,
@@ -28,7 +28,7 @@ from atom.benchmarks.benchmark_utils import (
     say,
     write_json,
 )
-from atom.benchmarks.client import Measurement, ask_model, measure, run_loop
+from atom.benchmarks.client import Measurement, ask_model, measure, retry, run_loop
 from atom.benchmarks.prompts import PromptForm, SampleRequest
 from atom.benchmarks.tokenizer import Tokenizer, load_tokenizer
 from atom.measurement.conversations import read_sharegpt
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def with_served_model(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments with the server's first model, whose tokenizer is at its `root`."""
-    name, root = run_loop(ask_model(args.base_url))
+    name, root = run_loop(retry(lambda: ask_model(args.base_url), args.ready_check_timeout_sec))
     say(f"the server has {name}")
     return argparse.Namespace(
         **{**vars(args), "model": root, "served_model_name": args.served_model_name or name},
@@ -146,11 +146,10 @@ def sample_synthetic(
 
 def make_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> list[RequestFuncInput]:
     url, model = args.base_url + args.endpoint, args.served_model_name or args.model
+    prefix, options = args.request_id_prefix, (args.ignore_eos, args.extra_body)
     return [
-        RequestFuncInput(
-            each.prompt, url, each.prompt_len, each.expected_output_len, model, args.ignore_eos, args.extra_body
-        )
-        for each in samples
+        RequestFuncInput(each.prompt, url, each.prompt_len, each.expected_output_len, model, *options, id)
+        for each, id in ((each, "" if prefix is None else f"{prefix}{number}") for number, each in enumerate(samples))
     ]
 
 
@@ -199,11 +198,11 @@ def make_result(
     metrics: BenchmarkMetrics,
 ) -> dict[str, Any]:
     """Make the content of a result file. Metadata is under its own names too, where these are free."""
-    outputs = measured.outputs
-    return {
+    result = {
         **args.metadata,
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,
+        "label": args.label,
         "model_id": args.model,
         "tokenizer_id": (args.tokenizer or args.model) if tokenizer else None,
         "num_prompts": len(requests),
@@ -218,13 +217,17 @@ def make_result(
         "hardware": measured.hardware,
         "hardware_of": measured.hardware_of,
         **flatten_metrics(metrics),
-        "input_lens": [output.prompt_len for output in outputs],
-        "output_lens": [output.output_tokens or 0 for output in outputs],
-        "ttfts": [output.ttft for output in outputs],
-        "itls": [output.itl for output in outputs],
-        "generated_texts": [output.generated_text for output in outputs],
-        "errors": [output.error for output in outputs],
     }
+    return result | (detail(measured.outputs) if args.save_detailed else {})
+
+
+def detail(outputs: Sequence[RequestFuncOutput]) -> dict[str, Any]:
+    """What is known of each request, in the order in which they were made."""
+    values = (
+        (each.prompt_len, each.output_tokens or 0, each.started, each.ttft, each.itl, each.generated_text, each.error)
+        for each in outputs
+    )
+    return dict(zip(DETAILS, map(list, zip(*values, strict=True)), strict=True))
 
 
 def save(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
@@ -234,7 +237,7 @@ def save(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
     rate = f"{args.request_rate:g}qps"
     if args.ramp_up_strategy:
         rate = f"ramp-up-{args.ramp_up_strategy}-{args.ramp_up_start_rps:g}qps-{args.ramp_up_end_rps:g}qps"
-    name = args.result_filename or f"{args.backend}-{rate}{limit}-{model}-{result['date']}.json"
+    name = args.result_filename or f"{args.label or args.backend}-{rate}{limit}-{model}-{result['date']}.json"
     path = Path(args.result_dir or ".") / name
     write_json(path, result)
     say(f"wrote {path}")

@@ -37,7 +37,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows only meaningful defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        is_none = action.default is None or action.default is False
+        return action.help if is_none else super()._get_help_string(action)
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -15,15 +15,16 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
 
 from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
-from atom.benchmarks.benchmark_utils import BenchmarkError, one_line
-from atom.benchmarks.traffic import draw_arrivals, ramp_rates, send_all
+from atom.benchmarks.benchmark_utils import BenchmarkError, one_line, say
+from atom.benchmarks.traffic import Send, draw_arrivals, ramp_rates, send_all
 from atom.measurement.hardware import describe_machine
 from atom.measurement.metrics import RequestFuncOutput
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 LONGEST = 6 * 3600  # seconds that a request may take
 KEEP_ALIVE = 3  # seconds that an idle connection is kept: servers close theirs after 5
+RETRY = 1.0  # seconds between two attempts to reach a server
 SPARE_FILES = 64  # descriptors beside those of the connections
 
 
@@ -72,7 +74,11 @@ async def measure(args: argparse.Namespace, requests: Sequence[RequestFuncInput]
         async def send(request: RequestFuncInput) -> RequestFuncOutput:
             return await request_func(request, session)
 
-        await warm_up([requests[at % len(requests)] for at in range(args.num_warmups)], send)
+        unnamed = [replace(each, id="") for each in requests[: max(1, args.num_warmups)]]
+        if args.ready_check_timeout_sec:
+            await retry(lambda: send_test(unnamed[0], send), args.ready_check_timeout_sec)
+        if args.num_warmups:
+            await warm_up([unnamed[at % len(unnamed)] for at in range(args.num_warmups)], send)
         hardware, hardware_of = await ask_hardware(session, args.base_url)
         troubles: list[str] = []
         async with profiling(session, args.base_url, troubles) if args.profile else contextlib.nullcontext():
@@ -96,13 +102,34 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-async def warm_up(requests: Sequence[RequestFuncInput], send: Any) -> None:
+async def retry(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Repeat what raises a BenchmarkError until that many seconds have passed, to wait for a server."""
+    deadline = time.monotonic() + seconds
+    is_waiting = False
+    while True:
+        try:
+            return await attempt()
+        except BenchmarkError as error:
+            if time.monotonic() + RETRY > deadline:
+                raise
+            if not is_waiting:
+                say(f"waiting {seconds:g} s for the server at most: {error}")
+                is_waiting = True
+        await asyncio.sleep(RETRY)
+
+
+async def warm_up(requests: Sequence[RequestFuncInput], send: Send) -> None:
     """Send warm-up requests, the first one alone, so that a server that cannot answer fails early."""
-    first = await send(requests[0])
-    outputs = [first, *await asyncio.gather(*map(send, requests[1:]))] if first.success else [first]
-    if failed := [output.error for output in outputs if not output.success]:
+    await send_test(requests[0], send)
+    await asyncio.gather(*(send_test(each, send) for each in requests[1:]))
+
+
+async def send_test(request: RequestFuncInput, send: Send) -> None:
+    """BenchmarkError where this request fails."""
+    output = await send(request)
+    if not output.success:
         raise BenchmarkError(
-            f"a test request to {requests[0].api_url} failed: {failed[0]}; is the server up, and are --backend, "
+            f"a test request to {request.api_url} failed: {output.error}; is the server up, and are --backend, "
             "--endpoint and --model what it expects?"
         )
 

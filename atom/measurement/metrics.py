@@ -29,6 +29,7 @@ WIDTH = 50  # characters of the table, as in vLLM's
 class RequestFuncOutput:
     generated_text: str = ""
     success: bool = False
+    started: float = 0.0  # when it was sent, in seconds of time.perf_counter
     latency: float = 0.0  # seconds from sending to the end of the answer
     ttft: float | None = None  # seconds from sending to the first token; None where the protocol does not stream
     itl: list[float] = field(default_factory=list)  # seconds between the arrivals of tokens

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import argparse
 import math
 from typing import Any
 
 import pytest
+from generated import check_block
 
 from atom.benchmarks.arguments import make_parser, parse_goodput, read_arguments
 from atom.benchmarks.benchmark_utils import UsageError
@@ -54,6 +56,7 @@ MORE = {
     "hf_split": None,
     "hf_output_len": None,
 }
+ROCM = {"save_detailed": False}  # that its guide does not name
 VLLM = {  # flags that only `vllm bench serve` has, with its defaults
     "prefix_repetition_prefix_len": 256,
     "prefix_repetition_suffix_len": 256,
@@ -70,11 +73,14 @@ VLLM = {  # flags that only `vllm bench serve` has, with its defaults
     "presence_penalty": None,
     "repetition_penalty": None,
     "extra_body": None,
+    "label": None,
+    "ready_check_timeout_sec": 0,
+    "request_id_prefix": None,
 }
 
 
 def test_the_flags_and_their_defaults():
-    assert vars(make_parser().read(["--model", "m"])) == GUIDE | MORE | VLLM
+    assert vars(make_parser().read(["--model", "m"])) == GUIDE | MORE | ROCM | VLLM
 
 
 @pytest.mark.parametrize(
@@ -161,8 +167,13 @@ def test_fields_of_requests_are_sampling_parameters_and_then_the_extra_body():
         (["--extra-body", '{"stream": false}'], "--extra-body: stream is always set"),
         (["--backend", "tgi", "--top-p", "0.9"], "--top-p: tgi does not have OpenAI's fields"),
         (["--backend", "tgi", "--extra-body", '{"a": 1}'], "--extra-body: tgi does not have OpenAI's fields"),
-        (["--result-dir", "x"], "--result-dir says where a result goes: add --save-result"),
-        (["--result-filename", "x"], "--result-filename says where a result goes: add --save-result"),
+        (["--result-dir", "x"], "--result-dir is about the result's file: add --save-result"),
+        (["--result-filename", "x"], "--result-filename is about the result's file: add --save-result"),
+        (["--save-detailed"], "--save-detailed is about the result's file: add --save-result"),
+        (["--label", "x"], "--label is about the result's file: add --save-result"),
+        (["--endpoint-type", "openai-chat"], "--endpoint-type is called --backend: write --backend openai-chat"),
+        (["--endpoint_type=vllm"], "--endpoint-type is called --backend: write --backend vllm"),
+        (["--ready-check-timeout-sec", "-1"], "argument --ready-check-timeout-sec: -1 is less than 0"),
     ],
 )
 def test_mistakes_are_named_with_what_to_do(argv: list[str], mistake: str):
@@ -176,8 +187,18 @@ def test_help_shows_every_flag_and_the_defaults(capsys: pytest.CaptureFixture[An
         read_arguments(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE | VLLM)
+    assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE | ROCM | VLLM)
     assert "(default: 1024)" in shown and "(default: None)" not in shown and "(default: False)" not in shown
+
+
+def test_the_table_of_the_page_is_that_of_the_parser(request: pytest.FixtureRequest):
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for action in make_parser()._actions:
+        if action.dest != "help" and action.help != argparse.SUPPRESS:
+            choices = f": {', '.join(f'`{each}`' for each in action.choices)}" if action.choices else ""
+            default = "" if action.default is None or action.default is False else f"`{action.default}`"
+            lines.append(f"| `{action.option_strings[0]}` | {default} | {action.help}{choices} |")
+    check_block("benchmarks.md", "flags", "\n".join(lines) + "\n", request)
 
 
 def test_objectives_are_read_and_mistakes_in_them_named():

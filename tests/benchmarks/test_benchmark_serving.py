@@ -15,6 +15,7 @@ import pytest
 from benchmarks.stub_server import Answer, Asked, Reply, Stub, answering, completion_events, obeying, serving
 from tokenizers import Tokenizer as Reference
 
+from atom.benchmarks import client
 from atom.benchmarks.benchmark_serving import main
 
 SMALL = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "5", "--disable-tqdm"]
@@ -32,7 +33,8 @@ def saved(folder: Path) -> dict[str, Any]:
 
 def test_a_measurement_from_flags_to_file(tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     more = ["--ignore-eos", "--max_concurrency", "2", "--goodput", "e2el:60000", "--metric-percentiles", "50,90",
-            "--percentile-metrics", "ttft,e2el", "--metadata", "version=7", "--save-result", "--result-dir"]  # fmt: skip
+            "--percentile-metrics", "ttft,e2el", "--metadata", "version=7", "--save-result", "--save-detailed",
+            "--result-dir"]  # fmt: skip
     with serving(answering(completion_events([" a"] * 5, prompt_tokens=12))) as stub:
         assert main(flags(stub, tokenizer_folder, *more, str(tmp_path))) == 0
     shown = capsys.readouterr()
@@ -49,6 +51,8 @@ def test_a_measurement_from_flags_to_file(tokenizer_folder: Path, tmp_path: Path
         "input_lens": [12] * 6, "output_lens": [5] * 6, "generated_texts": [" a" * 5] * 6, "errors": [""] * 6,
     }  # fmt: skip
     assert {key: result[key] for key in stated} == stated
+    starts = result["start_times"]
+    assert len(starts) == 6 and 0 <= max(starts) - min(starts) < result["duration"]
     duration = result["duration"]
     assert result["request_throughput"] == result["request_goodput"] == pytest.approx(6 / duration)
     assert result["output_throughput"] == pytest.approx(30 / duration)
@@ -59,6 +63,46 @@ def test_a_measurement_from_flags_to_file(tokenizer_folder: Path, tmp_path: Path
     assert result["mean_itl_ms"] == pytest.approx(sum(map(sum, itls)) / 24 * 1000)
     every = {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p50", "p90", "p99") for name in ("ttft", "tpot", "itl", "e2el")}  # fmt: skip
     assert every <= result.keys() and len(result["hardware"]) > 4 and len(result["date"]) == 15
+
+
+def test_lists_of_requests_are_saved_where_they_are_asked_for(tokenizer_folder: Path, tmp_path: Path):
+    """As `vllm bench serve` does (vllm/benchmarks/serve.py removes these keys where --save-detailed is not given)."""
+    lists = {"input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"}
+    more = ["--save-result", "--label", "mine", "--result-dir"]
+    with serving(answering(completion_events([" a"] * 5, prompt_tokens=12))) as stub:
+        assert main(flags(stub, tokenizer_folder, *more, str(tmp_path / "few"))) == 0
+        assert main(flags(stub, tokenizer_folder, "--save-detailed", *more, str(tmp_path / "all"))) == 0
+    few, all_of_it = saved(tmp_path / "few"), saved(tmp_path / "all")
+    assert all_of_it.keys() - few.keys() == lists and few["label"] == "mine"
+    assert next((tmp_path / "few").glob("mine-infqps-*.json"))
+
+
+def test_requests_are_numbered_behind_the_prefix(tmp_path: Path):
+    with serving(obeying()) as stub:
+        assert main(flags(stub, tmp_path, "--request-id-prefix", "run-7-")) == 0
+        first, *rest = [each.headers.get("x-request-id") for each in stub.of("POST")]
+        assert (first, sorted(map(str, rest))) == (None, [f"run-7-{at}" for at in range(6)]), "the first one warms up"
+        assert main(flags(stub, tmp_path)) == 0
+        assert not any("x-request-id" in each.headers for each in stub.of("POST")[7:])
+
+
+@pytest.mark.parametrize("names_model", [True, False])
+def test_a_server_that_is_starting_is_waited_for(
+    names_model: bool, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(client, "RETRY", 0.05)
+    models = {"data": [{"id": "served", "root": str(tokenizer_folder)}]}
+    with serving(failing(0, 2), version=json.dumps(models).encode()) as stub:
+        argv = ["--base-url", stub.url, "--dataset-name", "random", *SMALL, "--num-warmups", "0"]
+        argv += ["--model", str(tokenizer_folder)] if names_model else []
+        assert main([*argv, "--ready-check-timeout-sec", "20"]) == 0
+        assert len(stub.of("POST")) == 3 + 1 + 6
+        assert capsys.readouterr().err.count("waiting 20 s for the server at most: a test request to ") == 1
+        assert main(argv) == 0
+        assert len(stub.of("POST")) == 3 + 1 + 6 + 6, "nobody waits, nothing warms up"
+    argv = ["--port", "1", "--dataset-name", "random", *SMALL, "--ready-check-timeout-sec", "1"]
+    assert main([*argv, "--model", str(tokenizer_folder)] if names_model else argv) == 1
+    assert "is the server up" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_prompts_have_the_length_that_the_server_counts(tokenizer_folder: Path, reference_tokenizer: Reference):
@@ -73,7 +117,7 @@ def test_prefixes_repeat_and_requests_ramp_up_with_the_fields_given(tokenizer_fo
             "--prefix-repetition-prefix-len", "30", "--prefix-repetition-suffix-len", "20",
             "--prefix-repetition-output-len", "5", "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50",
             "--ramp-up-end-rps", "100", "--temperature", "0.7", "--extra-body", '{"seed": 3}',
-            "--save-result", "--result-dir", str(tmp_path)]  # fmt: skip
+            "--save-result", "--save-detailed", "--result-dir", str(tmp_path)]  # fmt: skip
     with serving(answering(completion_events([" a"] * 5, prompt_tokens=50))) as stub:
         assert main(flags(stub, tokenizer_folder, *more)) == 0
     bodies = [each.json() for each in stub.of("POST")][1:]  # the first one warms up
@@ -100,7 +144,7 @@ def test_a_last_token_without_text_is_timed(tmp_path: Path):
         await reply.end()
 
     with serving(answer) as stub:
-        more = ["--random-output-len", "2", "--save-result", "--result-dir", str(tmp_path)]
+        more = ["--random-output-len", "2", "--save-result", "--save-detailed", "--result-dir", str(tmp_path)]
         assert main(flags(stub, tmp_path, *more)) == 0
     result = saved(tmp_path)
     assert (result["output_lens"], result["itls"]) == ([2] * 6, [[]] * 6)
@@ -147,7 +191,8 @@ def test_tokens_are_counted_by_the_tokenizer_where_the_server_does_not(
     count = len(reference_tokenizer.encode("".join(texts), add_special_tokens=False).ids)
     assert count > 3
     with serving(answering(completion_events(texts, prompt_tokens=None))) as stub:
-        assert main(flags(stub, tokenizer_folder, "--save-result", "--result-dir", str(tmp_path))) == 0
+        argv = flags(stub, tokenizer_folder, "--save-result", "--save-detailed", "--result-dir", str(tmp_path))
+        assert main(argv) == 0
     assert saved(tmp_path)["output_lens"] == [count] * 6
 
 
@@ -173,7 +218,7 @@ def failing(first: int, last: int) -> Answer:
 
 def test_failed_requests_are_counted_and_the_first_error_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with serving(failing(1, 2)) as stub:
-        assert main(flags(stub, tmp_path, "--save-result", "--result-dir", str(tmp_path))) == 0
+        assert main(flags(stub, tmp_path, "--save-result", "--save-detailed", "--result-dir", str(tmp_path))) == 0
     shown = capsys.readouterr()
     assert "2 of 6 requests failed; the first error: HTTP 500 Told: kaputt" in shown.err
     assert "Failed requests:                         2" in shown.out

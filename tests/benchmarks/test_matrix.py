@@ -29,7 +29,7 @@ def flags(tmp_path: Path) -> list[str]:
     model.mkdir()
     return ["--model", str(model), "--result-dir", str(tmp_path / "results"), "--server-command", STUB,
             "--input-len", "16", "--output-len", "4", "--num-prompts-per-concurrency", "2", "--health-timeout", "30",
-            "--bench-args", "--disable-tqdm"]  # fmt: skip
+            "--bench-args", "--disable-tqdm --save-detailed"]  # fmt: skip
 
 
 def put(folder: Path, name: str, text: str) -> Path:

@@ -44,6 +44,14 @@ from atom.plugins import CONF as CONF_PACKAGES
 from atom.plugins import named
 
 SEARCHPATH = "hydra.searchpath="
+PLUGINS = {  # of Hydra, which run sweeps here: config group -> choice -> the package that brings it
+    "hydra/launcher": {
+        "joblib": "hydra-joblib-launcher",
+        "submitit_local": "hydra-submitit-launcher",
+        "submitit_slurm": "hydra-submitit-launcher",
+    },
+    "hydra/sweeper": {"optuna": "hydra-optuna-sweeper"},
+}
 COMPOSING = threading.Lock()  # Hydra composes through a singleton
 
 
@@ -371,8 +379,7 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             name = choice[1].removeprefix(f"{group}/")
             if group == "model" and may_be_checkpoint(name):
                 return no_model(name)
-            names = re.findall(r"^\t([\w./-]+)$", text, re.MULTILINE)
-            return ConfigError(f"{group}={name}: {no_such('choice', name, names, 'choices: ')}")
+            return no_choice(group, name, re.findall(r"^\t([\w./-]+)$", text, re.MULTILINE))
         if key and re.match(r"Key '.*' (not in|is not in struct)", text):
             return unknown_key(key, schema)
         if key and re.search(r"is not a ListConfig, list or tuple", text):
@@ -380,6 +387,18 @@ def explain(error: BaseException, schema: Any) -> AtomError:
         if key:
             return ConfigError(f"{key}: {text.splitlines()[0]}")
     return ConfigError(one_line(error))
+
+
+def no_choice(group: str, name: str, names: Sequence[str]) -> ConfigError:
+    """The error of a choice that a config group does not have. A plugin of Hydra is named with its package."""
+    packages = PLUGINS.get(group, {})
+    if name in packages:
+        return ConfigError(f"{group}={name} is a plugin of Hydra that is not installed: pip install {packages[name]}")
+    known = {each: f"{each} (pip install {package})" for each, package in packages.items()} | {
+        each: each for each in names
+    }
+    listed = f"; choices: {', '.join(known[each] for each in sorted(known))}" if known else ""
+    return ConfigError(f"{group}={name}: there is no such choice{did_you_mean(name, known)}{listed}")
 
 
 def unknown_key(key: str, schema: Any) -> ConfigError:

@@ -15,7 +15,7 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from atom.config import Config
-from atom.config.hydra import SEARCHPATH, make_search_path, one_line_errors, register, search_path_of
+from atom.config.hydra import SEARCHPATH, make_search_path, no_choice, one_line_errors, register, search_path_of
 from atom.config.overrides import parse, plain, rewrite
 from atom.config.schema import plain_fields
 from atom.config.spelling import override
@@ -59,6 +59,7 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
     sweeper, launcher = (chosen(texts, f"hydra/{kind}") for kind in ("sweeper", "launcher"))
     dirs = [str(Path(folder).absolute()) for folder in dirs]
     with one_line_errors(Config), open_hydra(search_path_of(texts, dirs)) as hydra:
+        check_plugins({"hydra/sweeper": sweeper, "hydra/launcher": launcher}, hydra)
         if sweeper == "basic":
             check_choices(choices(texts, hydra), texts, dirs)
         else:
@@ -116,6 +117,14 @@ def check_fields(texts: Sequence[str], dirs: Sequence[str]) -> None:
     for path in [Path(folder, name) for folder in dirs for name in plain_fields(Config)]:
         if path.is_dir():
             raise ConfigError(f"{path} makes a config group of the field {path.name}: move it, or leave out -m")
+
+
+def check_plugins(chosen: Mapping[str, str], hydra: Hydra) -> None:
+    """Raise ConfigError for a sweeper or launcher that is not there, before the sweep has a folder."""
+    for group, name in chosen.items():
+        names = hydra.config_loader.get_group_options(group)
+        if name not in names:
+            raise no_choice(group, name, names)
 
 
 def check_choices(jobs: Iterable[Sequence[str]], texts: Sequence[str], dirs: Sequence[str]) -> None:

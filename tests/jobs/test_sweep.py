@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -158,6 +159,33 @@ def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_s
     assert ended.returncode == 2
     assert "atom-run: RequestError: prompt 0: 999 in the prompt is not a token id" in ended.stderr
     assert ended.stderr.endswith("atom-run: 1 of 2 jobs failed: job 0\n") and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("launcher=joblib", " is a plugin of Hydra that is not installed: pip install hydra-joblib-launcher"),
+        ("launcher=submitit_slurm", " is a plugin of Hydra that is not installed: pip install hydra-submitit-launcher"),
+        ("sweeper=optuna", " is a plugin of Hydra that is not installed: pip install hydra-optuna-sweeper"),
+        (
+            "launcher=jobliv",
+            ": there is no such choice, did you mean joblib?; choices: basic, joblib (pip install "
+            "hydra-joblib-launcher), submitit_local (pip install hydra-submitit-launcher), ",
+        ),
+        ("launcher=submitit", ": there is no such choice, did you mean submitit_local?; choices: "),
+        ("sweeper=optun", ": there is no such choice, did you mean optuna?; choices: basic, optuna (pip "),
+    ],
+)
+@pytest.mark.skipif("hydra_plugins" in {each.name for each in pkgutil.iter_modules()}, reason="plugins are installed")
+@pytest.mark.parametrize("options", [["-m"], []])
+def test_a_plugin_that_is_not_installed_is_named_with_its_package(
+    typed: str, message: str, options: list[str], capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([*options, f"hydra/{typed}", "job=explain", "level=0"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"atom-run: ConfigError: hydra/{typed}{message}") and told.count("\n") == 1
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):

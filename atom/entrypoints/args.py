@@ -143,7 +143,10 @@ class EngineArgs:
     )
     data_parallel_size: int | None = flag("parallel.replicas", "engines behind one server", "-dp")
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
-    enable_prefix_caching: bool | None = flag("serve.enable_prefix_caching", "share the KV of prompts that begin alike")
+    enable_prefix_caching: bool | None = flag(
+        "serve.enable_prefix_caching",
+        "share the KV of prompts that begin alike, as by default; --no-enable-prefix-caching does not",
+    )
     port: int | None = flag("serve.port", "of the engine itself, which listens on none", accepted=(8006,), of=(ROCM,))
     kv_cache_dtype: str | None = flag(
         "serve.kv_cache_dtype", "of the KV cache: bf16, fp16, fp32, fp8; auto: the model's"

@@ -32,6 +32,7 @@ MEANS = {
     "-dp 2": "parallel.replicas=2",
     "--enforce-eager": "serve.enforce_eager=true",
     "--enable-prefix-caching": "serve.enable_prefix_caching=true",
+    "--no-enable-prefix-caching": "serve.enable_prefix_caching=false",
     "--port 8007": "serve.port=8007",
     "--kv-cache-dtype fp8": "serve.kv_cache_dtype='fp8'",
     "--block-size 32": "serve.block_size=32",

@@ -5,7 +5,7 @@ Any other field is refused by name.
     MessagesRequest.model_validate({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]})
 
 Fields that can only be null are in Anthropic's own answers, which clients send back unchanged. cache_control changes
-nothing: serve.enable_prefix_caching caches all prompts; `usage` has the cached tokens.
+nothing: all prompts are cached, unless serve.enable_prefix_caching is off; `usage` has the cached tokens.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ async def retry(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
         try:
             return await attempt()
         except BenchmarkError as error:
-            if time.monotonic() + RETRY > deadline:
+            if time.monotonic() >= deadline:
                 raise
             if not is_waiting:
                 say(f"waiting {seconds:g} s for the server at most: {error}")

@@ -394,9 +394,8 @@ def no_choice(group: str, name: str, names: Sequence[str]) -> ConfigError:
     packages = PLUGINS.get(group, {})
     if name in packages:
         return ConfigError(f"{group}={name} is a plugin of Hydra that is not installed: pip install {packages[name]}")
-    known = {each: f"{each} (pip install {package})" for each, package in packages.items()} | {
-        each: each for each in names
-    }
+    known = {each: f"{each} (pip install {package})" for each, package in packages.items()}
+    known |= {each: each for each in names}
     listed = f"; choices: {', '.join(known[each] for each in sorted(known))}" if known else ""
     return ConfigError(f"{group}={name}: there is no such choice{did_you_mean(name, known)}{listed}")
 

@@ -119,9 +119,9 @@ def check_fields(texts: Sequence[str], dirs: Sequence[str]) -> None:
             raise ConfigError(f"{path} makes a config group of the field {path.name}: move it, or leave out -m")
 
 
-def check_plugins(chosen: Mapping[str, str], hydra: Hydra) -> None:
+def check_plugins(plugins: Mapping[str, str], hydra: Hydra) -> None:
     """Raise ConfigError for a sweeper or launcher that is not there, before the sweep has a folder."""
-    for group, name in chosen.items():
+    for group, name in plugins.items():
         names = hydra.config_loader.get_group_options(group)
         if name not in names:
             raise no_choice(group, name, names)

@@ -172,7 +172,7 @@ def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_s
             ": there is no such choice, did you mean joblib?; choices: basic, joblib (pip install "
             "hydra-joblib-launcher), submitit_local (pip install hydra-submitit-launcher), ",
         ),
-        ("launcher=submitit", ": there is no such choice, did you mean submitit_local?; choices: "),
+        ("launcher=submitit", ": there is no such choice, did you mean submitit_slurm?; choices: "),
         ("sweeper=optun", ": there is no such choice, did you mean optuna?; choices: basic, optuna (pip "),
     ],
 )

@@ -164,7 +164,7 @@ class Engine:
     def submit(self, sequences: list[Sequence], callback: StreamCallback | None = None) -> str:
         """Queue the sequences of `prepare`; the request's id. RequestError where another request runs under it."""
         first = sequences[0]
-        if self.is_running(first.request_id):
+        if first.request_id in self._requests:
             raise RequestError(f"the request id {first.request_id} is in use, choose another")
         if first.adapter is not None:
             self.loras.acquire(first.adapter)

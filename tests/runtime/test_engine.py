@@ -220,6 +220,17 @@ def test_an_id_is_refused_while_another_request_runs_under_it():
     assert finish(engine)["a-0"].text == "xy"
 
 
+def test_an_id_is_free_as_soon_as_its_request_is_aborted():
+    engine = make_engine(Script({"a": "xy"}))
+    submit(engine, "a")
+    engine.step()
+    engine.abort("a")
+    again = submit(engine, "a")  # ahead of the step that returns the aborted one
+    ended = [*engine.step(), *engine.step(), *engine.step()]
+    assert [sequence.finish_reason for sequence in ended] == ["abort", "eos"]
+    assert ended[1] is again and again.text == "xy"
+
+
 @pytest.mark.parametrize(
     ("salts", "num_cached"), [([b"", b""], 8), ([b"x", b"x"], 8), ([b"x", b"y"], 0), ([b"", b"y"], 0)]
 )

@@ -93,7 +93,8 @@ class EngineClient(asyncio.Protocol):
         self.idle.set()
         self._config = config
         self._clock = clock
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream] = {}  # by the ids of prompts in the engine
+        self._ids: set[str] = set()  # of the requests that have these
         self._numbers = itertools.count()
         self._asked: dict[str, asyncio.Future[str]] = {}  # what operators wait for, by id
         self._frames: Frames[FromEngine] = from_engine()
@@ -156,10 +157,12 @@ class EngineClient(asyncio.Protocol):
             raise RequestError(f"{num_sequences} answers in a request; at most {limit} may wait (serve.http.max_queue)")
         if not self.has_room(num_sequences, tenant):
             raise QueueFullError(self.num_waiting, self.retry_after())
-        ids = [id if len(prompts) == 1 else f"{id}-{index}" for index in range(len(prompts))]
-        if taken := next((each for each in ids if each in self._streams), None):
-            raise RequestError(f"the request id {taken} is in use; choose another")
-        stream = RequestStream(ids, num_sequences)
+        if id in self._ids:
+            raise RequestError(f"the request id {id} is in use; choose another")
+        # numbered, so that what the engine still sends of an aborted request is not taken for that of its id's next one
+        ids = [f"{id}#{number}" for number in range(self._num_sent + 1, self._num_sent + 1 + len(prompts))]
+        stream = RequestStream(id, ids, num_sequences)
+        self._ids.add(id)
         self.idle.clear()
         self.num_sequences += num_sequences
         for each, prompt, one in zip(ids, prompts, params, strict=True):
@@ -177,12 +180,10 @@ class EngineClient(asyncio.Protocol):
     def abort(self, stream: RequestStream) -> None:
         """Abort a request; its blocks are freed within a step."""
         stream.stop_timer()
-        ids = [id for id in stream.prompt_index if self._streams.pop(id, None) is not None]
+        if ids := self._forget(stream):
+            self.num_sequences -= stream.num_running
         for id in ids:
             self._send(Abort(id))
-        if ids:
-            self.num_sequences -= stream.num_running
-        self._note_idle()
 
     async def profile(self, *, starts: bool) -> str:
         """Start or stop the profiler; return the path of the trace. RequestError where that fails."""
@@ -289,15 +290,21 @@ class EngineClient(asyncio.Protocol):
         stream.push(output, now)
         self.num_sequences -= output.finish is not None
         if output.finish is not None and not stream.num_running:
-            for id in stream.prompt_index:
-                self._streams.pop(id, None)
-            self._note_idle()
+            self._forget(stream)
 
     def _note_seen(self, num_seen: int, num_waiting: dict[str, int]) -> None:
         self._num_waiting = num_waiting
         while self._unseen and self._unseen[0][0] <= num_seen:
             _, tenant, num_sequences = self._unseen.popleft()
             self._num_unseen[tenant] -= num_sequences
+
+    def _forget(self, stream: RequestStream) -> list[str]:
+        """Free a request's id; the ids of its prompts in the engine, none if they were forgotten before."""
+        ids = [id for id in stream.prompt_index if self._streams.pop(id, None) is not None]
+        if ids:
+            self._ids.discard(stream.id)
+        self._note_idle()
+        return ids
 
     def _note_idle(self) -> None:
         if not self._streams:
@@ -317,6 +324,7 @@ class EngineClient(asyncio.Protocol):
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(reason))
         self._streams.clear()
+        self._ids.clear()
         self._unseen.clear()
         self._num_unseen, self._num_waiting, self.num_sequences = Counter(), {}, 0
         self.stats = replace(self.stats, num_running=0, num_waiting=0, num_blocks_used=0)

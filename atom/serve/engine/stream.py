@@ -29,8 +29,10 @@ class UnreadError(AtomError):
 class RequestStream:
     """The outputs of one request, which may have several prompts. One task reads it."""
 
-    def __init__(self, ids: list[str], num_sequences: int) -> None:
-        self.prompt_index = {id: index for index, id in enumerate(ids)}  # by the id of an output
+    def __init__(self, id: str, prompt_ids: list[str], num_sequences: int) -> None:
+        """prompt_ids: of its prompts in the engine"""
+        self.id = id
+        self.prompt_index = {each: index for index, each in enumerate(prompt_ids)}  # by the id of an output
         self.num_running = num_sequences
         self.is_done = False  # all outputs have been read
         self.engine = 0  # the number of the replica that serves it

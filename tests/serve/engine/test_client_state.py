@@ -108,10 +108,10 @@ def test_requests_that_the_engine_has_not_heard_of_count_as_waiting():
             client.submit([[1]], [ONE], id="r3")
         assert refused.value.retry_after == 1
         await asyncio.sleep(0.02)
-        assert [message.id for message in engine.heard() if isinstance(message, Submit)] == ["r0", "r1", "r2"]
-        await engine.tell(Outputs([token("r0")], num_seen=2, num_waiting={}))
+        assert [message.id for message in engine.heard() if isinstance(message, Submit)] == ["r0#1", "r1#2", "r2#3"]
+        await engine.tell(Outputs([token("r0#1")], num_seen=2, num_waiting={}))
         assert client.num_waiting == 1
-        await engine.tell(Outputs([token("r0", "eos")], num_seen=3, num_waiting={"": 1}))
+        await engine.tell(Outputs([token("r0#1", "eos")], num_seen=3, num_waiting={"": 1}))
         assert client.num_waiting == 1
         assert [output.text for output in await streams[0].next()] == ["a", "a"] and streams[0].is_done
         client.submit([[1]], [ONE], id="r4")
@@ -131,7 +131,7 @@ def test_a_request_that_can_never_wait_is_the_clients_fault():
 def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomError]):
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
         stream = client.submit([[1], [2]], [ONE, ONE], id="r")
-        await engine.tell(Refused("r-1", told), Outputs([token("r-0")], 2, {}))
+        await engine.tell(Refused("r#2", told), Outputs([token("r#1")], 2, {}))
         with pytest.raises(kind, match=told or "could not prepare") as refused:
             await stream.next()
         assert type(refused.value) is kind
@@ -145,13 +145,44 @@ def test_an_answer_that_nobody_reads_ends_alone_and_takes_no_more_memory():
         unread, other = (client.submit([[1]], [SamplingParams(n=1)], id=id) for id in ("unread", "other"))
         engine.heard()
         for _ in range(9):
-            await engine.tell(Outputs([token("unread")] * 2000, 2, {}))
+            await engine.tell(Outputs([token("unread#1")] * 2000, 2, {}))
         with pytest.raises(UnreadError, match="16384 pieces of its answer unread") as refused:
             await unread.next()
         assert status_of(refused.value) == 408 and unread.is_done
-        assert [message.id for message in engine.heard() if isinstance(message, Abort)] == ["unread"]
-        await engine.tell(Outputs([token("other", "eos")], 2, {}))
+        assert [message.id for message in engine.heard() if isinstance(message, Abort)] == ["unread#1"]
+        await engine.tell(Outputs([token("other#2", "eos")], 2, {}))
         assert len(await other.next()) == 1 and client.num_sequences == 0 and client.idle.is_set()
+
+    run(body)
+
+
+def test_the_next_request_of_an_id_is_not_taken_for_the_one_that_was_aborted():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        left = client.submit([[1]], [ONE], id="same")
+        client.abort(left)
+        stream = client.submit([[2]], [ONE], id="same")
+        await asyncio.sleep(0.02)
+        first, aborted, second = engine.heard()
+        assert isinstance(first, Submit) and isinstance(aborted, Abort) and isinstance(second, Submit)
+        assert aborted.id == first.id
+        await engine.tell(Outputs([token(first.id), token(first.id, "abort")], 2, {}))  # which were on their way
+        client.abort(left)  # once its answer is written, as far as it came
+        await engine.tell(Outputs([token(second.id, "eos")], 2, {}))
+        (output,) = await asyncio.wait_for(stream.next(), 20)
+        assert output.finish is not None and output.finish.reason == "eos" and stream.is_done
+        assert client.num_sequences == 0 and client.idle.is_set()
+
+    run(body)
+
+
+def test_an_id_is_refused_while_a_request_has_it():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        stream = client.submit([[1], [2]], [ONE, ONE], id="same")
+        with pytest.raises(RequestError, match="the request id same is in use"):
+            client.submit([[3]], [ONE], id="same")
+        await engine.tell(Outputs([token("same#1", "eos"), token("same#2", "eos")], 2, {}))
+        assert len(await stream.next()) == 2
+        client.submit([[3]], [ONE], id="same")
 
     run(body)
 

@@ -127,7 +127,7 @@ def test_a_load_is_of_sequences_that_wait_and_run(monkeypatch: pytest.MonkeyPatc
         many = engines.submit([[1], [2]], [SamplingParams(n=2, max_tokens=4)] * 2, id="many", pin=0)
         more = engines.submit([[3]], [ONE], id="more", pin=0)
         assert engines[0].load == (5, 0) and engines[1].load == (0, 0)
-        done = Output("many-1", 1, "a", [1], None, Finish("eos", 1, 0, 0.0))
+        done = Output("many#2", 1, "a", [1], None, Finish("eos", 1, 0, 0.0))
         engines[0].theirs.sendall(encode(Outputs([done], num_seen=3, num_waiting={"": 1})))  # type: ignore[attr-defined]
         await until(lambda: engines[0].load == (1, 3))
         engines.abort(many)

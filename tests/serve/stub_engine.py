@@ -47,6 +47,7 @@ class Options:
     names: bool = False  # the text of a token is the number of the replica
     caches: bool = False  # it reports prefix hits, as an engine that evicts nothing
     profiles: bool = False  # it has a profiler
+    breaks_profiler: bool = False  # which fails in a way that nobody has foreseen
     broken: list[int] = field(default_factory=list)  # replicas that fail at every start
     pause_seconds: float = 1.0  # before the server starts a dead replica again
     holds: str | None = None  # a file: how long the HTTP process's event loop was held, a line for each time
@@ -188,6 +189,8 @@ class StubEngine:
         raise RequestError("a stub cannot sleep")
 
     def start_profile(self) -> None:
+        if self.options.breaks_profiler:
+            raise RuntimeError("a fault")
         if not self.options.profiles or self.is_profiling:
             raise RequestError("a stub has no profiler")
         self.is_profiling = True

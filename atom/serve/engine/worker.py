@@ -28,7 +28,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
 from atom.config import Config
@@ -200,8 +201,8 @@ class Worker:
                 return lambda: self._count(work)
             case Abort(id):
                 return lambda: self._abort(id)
-            case Profile():
-                return lambda: self._profile(message)
+            case Profile(id, starts):
+                return lambda: self._answer(id, self.engine.start_profile if starts else self.engine.stop_profile)
             case LoadAdapter():
                 return self._prepare_adapter(message)
             case UnloadAdapter(id, name):
@@ -275,29 +276,17 @@ class Worker:
             return lambda: self._answer(message.id, lambda: _raise(reason))
         return lambda: self._answer(message.id, lambda: self.engine.loras.load(message.name, files))
 
-    def _answer(self, id: str, work: Work) -> None:
-        """Do what an operator has asked for, and answer."""
+    def _answer(self, id: str, work: Callable[[], Path | None]) -> None:
+        """Do what an operator has asked for, and answer with the file that it has written, if any."""
         try:
-            work()
+            written = work()
         except (AtomError, OSError) as error:
             self._link.send(Done(id, "", str(error)))
         except Exception:
             LOG.exception("what an operator asked for has failed")
             self._link.send(Done(id, "", "internal error, the engine's log has it"))
         else:
-            self._link.send(Done(id, ""))
-
-    def _profile(self, message: Profile) -> None:
-        try:
-            trace = ""
-            if message.starts:
-                self.engine.start_profile()
-            else:
-                trace = str(self.engine.stop_profile())
-        except (AtomError, OSError) as error:  # a fault of the folder or the disk
-            self._link.send(Done(message.id, "", str(error)))
-        else:
-            self._link.send(Done(message.id, trace))
+            self._link.send(Done(id, "" if written is None else str(written)))
 
     def _queue_output(self, output: RequestOutput) -> None:
         """The engine's callback: queue the new output of one sequence for `_send_outputs`."""
@@ -334,7 +323,7 @@ class Worker:
             self._link.send(Outputs([portion], *self._sent_state))
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: Exception) -> NoReturn:
     raise error
 
 

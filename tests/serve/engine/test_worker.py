@@ -20,7 +20,7 @@ from atom.config.load import load
 from atom.kernels import find_piece_compiler
 from atom.serve.engine.link import Link
 from atom.serve.engine.process import EngineProcess
-from atom.serve.engine.protocol import Beat, Failed, Ready, Start, encode, from_engine
+from atom.serve.engine.protocol import Beat, Done, Failed, Profile, Ready, Start, encode, from_engine
 from atom.serve.engine.worker import Worker
 
 STUB = (sys.executable, str(serving.STUB), "{}", "--engine")
@@ -105,6 +105,21 @@ def test_what_is_no_message_ends_the_engine_with_a_reason(garbage: bytes):
         told += frames.feed(data)
     assert isinstance(told[-1], Failed) and told[-1].error
     assert ended(engine) != 0
+
+
+def test_a_profiler_that_fails_ends_no_engine():
+    engine, frames, told = EngineProcess((*STUB[:2], '{"breaks_profiler": true}', "--engine")), from_engine(), []
+    engine.connection.sendall(encode(Start(load([]))))
+    engine.connection.settimeout(20)
+    while not any(isinstance(message, Ready) for message in told):
+        told += frames.feed(engine.connection.recv(1 << 16))
+    for id in ("first", "second"):
+        engine.connection.sendall(encode(Profile(id, True)))
+        while Done(id, "", "internal error, the engine's log has it") not in told:
+            assert (data := engine.connection.recv(1 << 16)), "the engine has ended"
+            told += frames.feed(data)
+    engine.connection.close()
+    assert ended(engine) == 0
 
 
 def test_signals_to_the_group_leave_the_engine_to_the_http_process():

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from atom.build import open_engine
@@ -206,12 +207,16 @@ class _Request:
     def push(self, output: RequestOutput) -> None:
         """Take an output; of any thread."""
         self._outputs.append(output)
-        self._loop.call_soon_threadsafe(self._new.set)
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """End with an error; of any thread."""
         self._fault = error
-        self._loop.call_soon_threadsafe(self._new.set)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the event loop is closed, so that nobody waits
+            self._loop.call_soon_threadsafe(self._new.set)
 
     async def outputs(self) -> AsyncIterator[dict[str, Any]]:
         while self.num_running:

@@ -91,6 +91,22 @@ def test_who_leaves_or_aborts_ends_the_request(engine: AsyncLLMEngine):
     assert stats.finish_reasons["abort"] == 2 and not engine._requests
 
 
+def test_an_engine_outlives_the_event_loop_of_a_request(engine: AsyncLLMEngine):
+    loop, endless = asyncio.new_event_loop(), SamplingParams(max_tokens=8000, ignore_eos=True)
+    left = [engine.generate(prompt, endless) for prompt in PROMPTS]
+    for each in left:
+        loop.run_until_complete(anext(each))
+    loop.close()
+
+    async def run() -> list[dict[str, Any]]:
+        outputs = await collect(engine, "Hello")
+        for each in left:
+            await each.aclose()
+        return outputs
+
+    assert len(asyncio.run(run())[-1]["token_ids"]) == 24
+
+
 def test_what_cannot_be_served_is_raised_and_others_go_on(engine: AsyncLLMEngine):
     async def run() -> None:
         for prompt, message in (

@@ -113,8 +113,7 @@ def run_job(sweep: Sweep, number: int, overrides: Sequence[str]) -> Result:
         result = replace(result, numbers=json.loads(numbers.read_text()))
         numbers.unlink()
     if code:
-        was_ended = f"it was ended by {signal.Signals(code - SIGNALED).name}" if code > SIGNALED else None
-        result = replace(result, error=was_ended or last_line(log))
+        result = replace(result, error=describe_signal(code) or last_line(log))
     write_result(path, result)
     return result
 
@@ -291,6 +290,12 @@ def write_result(path: Path, result: Result) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(asdict(result), indent=1))
     temporary.replace(path)
+
+
+def describe_signal(code: int) -> str | None:
+    """What has ended a job, where its exit code is that of a signal."""
+    names = {SIGNALED + each.value: each.name for each in signal.Signals}
+    return f"it was ended by {names[code]}" if code in names else None
 
 
 def last_line(path: Path) -> str | None:

@@ -96,6 +96,14 @@ def test_a_job_that_a_signal_ends_has_failed(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / result.log).read_text() == ""
 
 
+def test_a_job_may_end_with_a_code_that_is_no_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start = sweep_job.start_python
+    ends = "import os; os.write(2, b'no memory'); os._exit(255)"
+    monkeypatch.setattr(sweep_job, "start_python", lambda code, **options: start(ends, **options))
+    result = run_job(sweep_in(tmp_path), 0, ["prompts=hi"])
+    assert (result.code, result.error) == (255, "no memory")
+
+
 def test_a_job_ends_with_its_sweep(checkpoints: Any, tmp_path: Path):
     argv = [f"checkpoint={checkpoints('qwen3')}", "level=0", "sampling.ignore_eos=true", "sampling.max_tokens=100000"]
     argv += ["prompts=[[1]]", "serve.kv_cache_memory=67108864"]

@@ -17,7 +17,7 @@ import atom
 from atom.cli import main
 from atom.config import Config
 from atom.config.recipes import read_recipe
-from atom.config.schema import keys
+from atom.config.schema_keys import keys
 from atom.errors import EngineDeadError
 
 ROOT = Path(__file__).parents[1]

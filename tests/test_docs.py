@@ -36,7 +36,7 @@ from atom.benchmarks import benchmark_serving
 from atom.compiler import compile_graph
 from atom.config import Config
 from atom.config.load import load
-from atom.config.schema import keys
+from atom.config.schema_keys import keys
 from atom.config.spelling import ALIASES
 from atom.entrypoints.args import EngineArgs
 from atom.graph.ops import OPS

@@ -17,7 +17,7 @@ import pytest
 
 import atom
 from atom.config import Config
-from atom.config.schema import keys
+from atom.config.schema_keys import keys
 from atom.jobs.start import JOBS
 from atom.sampling_params import SamplingParams
 

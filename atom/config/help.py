@@ -10,7 +10,8 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NamedTuple
 
 from atom.config.folders import CONF
-from atom.config.schema import SET_BY_LOAD, Config, block_of, blocks, jobs_of, types_of
+from atom.config.schema import SET_BY_LOAD, Config
+from atom.config.schema_keys import block_of, blocks, jobs_of, types_of
 from atom.config.spelling import spelled
 
 HELP = """\

@@ -28,7 +28,8 @@ from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
 from atom.config.overrides import SECRET, is_for_sweep, rewrite
 from atom.config.resolve import derive
-from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys, types_of
+from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig
+from atom.config.schema_keys import keys, types_of
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spelled
 from atom.config.tool_formats import read_format
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line

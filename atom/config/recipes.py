@@ -19,7 +19,8 @@ import yaml
 
 from atom.checkpoint import fetch_file
 from atom.config.folders import project_folder
-from atom.config.schema import Config, keys
+from atom.config.schema import Config
+from atom.config.schema_keys import keys
 from atom.config.spelling import did_you_mean, override
 from atom.errors import ConfigError, one_line
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origi
 
 import atom
 from atom.config import Config
-from atom.config.schema import fields_along, keys, types_of
+from atom.config.schema_keys import fields_along, keys, types_of
 from atom.config.spelling import did_you_mean, override, spelled
 from atom.entrypoints.refused_flags import refusal_of
 from atom.errors import AtomError, ConfigError, UnsupportedError

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
-from atom.config.schema import SET_BY_LOAD, Config, keys
+from atom.config.schema import SET_BY_LOAD, Config
+from atom.config.schema_keys import keys
 from atom.errors import ConfigError
 
 VLLM_FLAGS = {"-tp": "parallel.tensor", "-pp": "parallel.pipeline", "-dp": "parallel.replicas", "-q": "quant.method"}

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from atom.config.schema import Jobs, jobs_of
+from atom.config.schema import Jobs
+from atom.config.schema_keys import jobs_of
 from atom.config.spelling import ALIASES
 from atom.errors import ConfigError
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from atom.config import Config
 from atom.config.load import load
 from atom.config.overrides import rewrite
-from atom.config.schema import jobs_of
+from atom.config.schema_keys import jobs_of
 from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
 from atom.jobs import module_of

@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from atom.config import Config
 from atom.config.hydra import SEARCHPATH, make_search_path, no_choice, one_line_errors, register, search_path_of
 from atom.config.overrides import parse, plain, rewrite
-from atom.config.schema import plain_fields
+from atom.config.schema_keys import plain_fields
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError, one_line
 from atom.jobs.kind import keys_of

@@ -11,7 +11,7 @@ from generated import DOCS, check_block
 
 from atom.config import Config
 from atom.config.help import FieldHelp, describe_block
-from atom.config.schema import blocks, jobs_of, keys
+from atom.config.schema_keys import blocks, jobs_of, keys
 from atom.sampling_params import describe_limits
 
 BAR = r"\|"  # within a cell

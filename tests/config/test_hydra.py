@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigKeyError
 from atom.config import Config
 from atom.config.hydra import choose_model, compose, explain, find_source, model_files, resolve, unknown_key
 from atom.config.load import load
-from atom.config.schema import keys, plain_fields
+from atom.config.schema_keys import keys, plain_fields
 from atom.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from atom.cli import main
 from atom.config import Config
 from atom.config.load import load
 from atom.config.overrides import rewrite, write_recipe
-from atom.config.schema import jobs_of, keys
+from atom.config.schema_keys import jobs_of, keys
 from atom.errors import ConfigError
 from atom.jobs import bench, generate
 from atom.jobs.start import JOBS, check_objective, choose_job, load_job

@@ -116,7 +116,8 @@ def test_a_profiler_that_fails_ends_no_engine():
     for id in ("first", "second"):
         engine.connection.sendall(encode(Profile(id, True)))
         while Done(id, "", "internal error, the engine's log has it") not in told:
-            assert (data := engine.connection.recv(1 << 16)), "the engine has ended"
+            data = engine.connection.recv(1 << 16)
+            assert data, "the engine has ended"
             told += frames.feed(data)
     engine.connection.close()
     assert ended(engine) == 0

@@ -1,0 +1,85 @@
+"""Look up fields of the schema by dotted key: type, jobs, block.
+
+keys(Config)                             # ("model.name", …, "serve.block_size", …)
+jobs_of("job.stage")                     # Jobs(names=("explain",), implied="explain")
+*_, field = fields_along("serve.http.port")
+for at, block in blocks(Config): …       # "serve.http.", HTTPConfig
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass
+from types import MappingProxyType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from atom.config.schema import SET_BY_LOAD, Config, Jobs
+
+
+def types_of(kind: Any) -> Mapping[str, Any]:
+    """The type of each field of a block, read from its text once."""
+    return _types_of(kind)  # to mypy, the class of a dataclass cannot be hashed
+
+
+@functools.cache
+def _types_of(kind: Any) -> Mapping[str, Any]:
+    return MappingProxyType(get_type_hints(kind))
+
+
+def fields_along(key: str) -> Iterator[Field[Any]]:
+    """The fields along a dotted key, the field itself last, as far as they exist."""
+    kind: Any = Config
+    for name in key.split("."):
+        config_field = next((each for each in fields(kind) if each.name == name), None) if is_dataclass(kind) else None
+        if config_field is None:
+            return
+        yield config_field
+        kind = types_of(kind)[name]
+
+
+def jobs_of(key: str) -> Jobs | None:
+    """The jobs that a key is for; None where it is for all jobs, or does not exist."""
+    return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)
+
+
+@functools.cache
+def keys(kind: Any) -> tuple[str, ...]:
+    """Every dotted key of a schema; an entry of a list has the number 0."""
+    return tuple(
+        f"{at}{name}"
+        for at, block in blocks(kind)
+        for name, each in types_of(block).items()
+        if block_of(each) is None or f"{at}{name}" in SET_BY_LOAD
+    )
+
+
+def blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Every block of a schema, itself first: the beginning of its keys, its class."""
+    yield at, kind
+    for name, each in types_of(kind).items():
+        key, inner = f"{at}{name}", block_of(each)
+        if inner is not None and key not in SET_BY_LOAD:
+            yield from blocks(inner, f"{key}.0." if get_origin(each) is list else f"{key}.")
+
+
+def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """The blocks of a schema that may be null or are entries of a list: key, class, whether in a list."""
+    for name, each in types_of(kind).items():
+        inner = block_of(each)
+        if inner is not None:
+            if inner is not each:
+                yield f"{at}{name}", inner, get_origin(each) is list
+            yield from inner_blocks(inner, f"{at}{name}.")
+
+
+def block_of(kind: Any) -> Any:
+    """The class of a block, of one that may be null, or of the entries of a list; None where a type is no block."""
+    while get_origin(kind) in (UnionType, list):
+        kind = get_args(kind)[0]
+    return kind if is_dataclass(kind) else None
+
+
+def plain_fields(schema: Any) -> list[str]:
+    """The fields of a schema that are no blocks."""
+    return [name for name, kind in types_of(schema).items() if not is_dataclass(kind)]

@@ -34,7 +34,7 @@ from atom.runtime.kv_cache import Cached, KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.speculation import Drafter, RunnerDrafter, is_drafted
 from atom.runtime.step_input import NUM_REPORTED
-from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence, StepLimits
+from atom.runtime.types import Logprobs, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
@@ -48,6 +48,19 @@ def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
     if len(sequence.output) >= params.max_tokens or sequence.num_tokens >= max_model_len:
         return "max_tokens"
     return None
+
+
+def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
+    """Take in what a step reports of the prompt of a row: log probabilities, and what is pooled for an embedding."""
+    sequence = row.sequence
+    if place in sampled.prompt_logprobs:
+        known = sequence.prompt_logprobs or [None]
+        sequence.prompt_logprobs = [*known[: row.start + 1], *sampled.prompt_logprobs[place]]
+    if place in sampled.pooled:
+        pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
+        if sequence.pooled is not None and row.start:  # else it may have been preempted
+            pooled += sequence.pooled
+        sequence.pooled = pooled
 
 
 _priority = attrgetter("priority")
@@ -182,38 +195,8 @@ class Scheduler:
         self.cache.take_fetched()
         if not self._in_flight:
             self._step_began = self._clock()
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
-        for sequence in self.running:
-            if num_left := self._num_left(sequence):
-                (decodes if num_left == 1 else prompts).append(sequence)
-        decodes.sort(key=_priority)
-        prompts.sort(key=_priority)
-        if self._num_stages > 1:
-            num_decodes = len(decodes) + sum(sequence.num_pending > 0 for sequence in self.running)
-            del decodes[-(-num_decodes // self._num_stages) :]
-        planned: dict[Sequence, int] = {}
-        budget = self.limits.max_num_batched_tokens
-        kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
-        most_drafts = self._most_drafts(len(decodes))
-        for at, sequence in enumerate(decodes + prompts):
-            if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
-                continue
-            if self._drafter is not None:
-                self._draft(sequence, most_drafts, budget - max(len(decodes) - at, 1) - kept)
-            while not (num_tokens := self._extend(sequence, budget)):
-                if sequence.num_unverified:  # its commit may leave it behind what has no room
-                    break
-                free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
-                last = max(free, key=_priority)
-                if last is sequence:
-                    budget += self._ask_to_leave(sequence, planned)
-                    break  # skips this step and keeps its blocks, until an earlier sequence needs them
-                budget += planned.pop(last, 0)
-                self._preempt(last)
-            if num_tokens:
-                planned[sequence] = num_tokens
-                budget -= num_tokens
+        planned: dict[Sequence, int] = {}  # the tokens of each in the step
+        budget = self._plan_running(planned)
         if not self.is_paused and not self._is_delayed():
             self._admit(planned, budget)
         decode_rows: list[ScheduledRequest] = []
@@ -241,6 +224,7 @@ class Scheduler:
         self._step_began = now
         ended = []
         answers = enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
+        has_reports = bool(sampled.prompt_logprobs or sampled.pooled)
         for place, row in enumerate(plan.rows):
             sequence = row.sequence
             self._land(row)
@@ -251,24 +235,14 @@ class Scheduler:
                 continue
             sequence.num_computed = sequence.num_tokens if row.samples else row.start + row.num_tokens
             self.cache.commit(sequence)
-            if place in sampled.prompt_logprobs:
-                known = sequence.prompt_logprobs or [None]
-                sequence.prompt_logprobs = [*known[: row.start + 1], *sampled.prompt_logprobs[place]]
-            if place in sampled.pooled:
-                pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
-                if sequence.pooled is not None and row.start:  # else it may have been preempted
-                    pooled += sequence.pooled
-                sequence.pooled = pooled
+            if has_reports:
+                take_reports(row, place, sampled)
             if answer is None:
                 self.stats.num_chunks += 1
             else:
                 at, (token, logprobs) = answer
-                if logprobs is not None:
-                    sequence.logprobs.append(logprobs)
                 tokens = [token, *sampled.accepted[at]] if at in sampled.accepted else [token]
-                sequence.num_planned -= 1 + len(row.drafts) - len(tokens)  # the rest was rejected
-                self._acceptance.count(len(row.drafts), len(tokens) - 1)
-                if self._take(sequence, tokens, sampled.num_drafted.get(at, 0), finish):
+                if self._take(row, tokens, logprobs, sampled.num_drafted.get(at, 0), finish):
                     ended.append(sequence)
             if sequence in self._leaving and sequence not in self._in_flight:
                 self._preempt(sequence)
@@ -288,6 +262,56 @@ class Scheduler:
         for sequence in reversed(self.running.copy()):
             self._preempt(sequence)
         self.cache.forget()
+
+    def _plan_running(self, planned: dict[Sequence, int]) -> int:
+        """Plan the running sequences, decodes first; the tokens of the step that are left."""
+        decodes, prompts = self._find_ready()
+        budget = self.limits.max_num_batched_tokens
+        kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
+        most_drafts = self._most_drafts(len(decodes))
+        for at, sequence in enumerate(decodes + prompts):
+            if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
+                continue
+            if self._drafter is not None:
+                self._draft(sequence, most_drafts, budget - max(len(decodes) - at, 1) - kept)
+            num_tokens = self._extend(sequence, budget)
+            if not num_tokens:
+                num_tokens, budget = self._make_room(sequence, budget, planned)
+            if num_tokens:
+                planned[sequence] = num_tokens
+                budget -= num_tokens
+        return budget
+
+    def _find_ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences that need not wait for a commit: decodes, where there are stages a part of them, and
+        prompts."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            if num_left := self._num_left(sequence):
+                (decodes if num_left == 1 else prompts).append(sequence)
+        decodes.sort(key=_priority)
+        prompts.sort(key=_priority)
+        if self._num_stages > 1:
+            num_decodes = len(decodes) + sum(sequence.num_pending > 0 for sequence in self.running)
+            del decodes[-(-num_decodes // self._num_stages) :]
+        return decodes, prompts
+
+    def _make_room(self, sequence: Sequence, budget: int, planned: dict[Sequence, int]) -> tuple[int, int]:
+        """Preempt later sequences until a running one has room for its next tokens.
+
+        Gives how many tokens have it, 0 where the sequence skips this step and keeps its blocks, and the budget then.
+        """
+        while not sequence.num_unverified:  # else its commit may leave it behind what has no room
+            free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
+            last = max(free, key=_priority)
+            if last is sequence:
+                return 0, budget + self._ask_to_leave(sequence, planned)
+            budget += planned.pop(last, 0)
+            self._preempt(last)
+            if num_tokens := self._extend(sequence, budget):
+                return num_tokens, budget
+        return 0, budget
 
     def _is_delayed(self) -> bool:
         """Whether those that wait should wait for more, as by vLLM's scheduler_delay_factor."""
@@ -346,15 +370,20 @@ class Scheduler:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
             self.waiting.charge(sequence, num_prompt=len(sequence.prompt) - num_cached - num_forked)
-        if self.cache.enable_prefix_caching and not sequence.needs_prompt:
-            self.stats.num_prefix_queries += sequence.num_tokens
-            if self.cache.host_pools:
-                num_loading = self.cache.num_loading(sequence)
-                self.stats.num_host_queries += sequence.num_tokens - num_cached + num_loading
-                self.stats.num_host_hit_tokens += num_loading
-        self.stats.num_prefix_hit_tokens += num_cached
-        self.stats.num_forked_tokens += num_forked
+        self._count_hits(sequence, num_cached, num_forked)
         return num_tokens
+
+    def _count_hits(self, sequence: Sequence, num_cached: int, num_forked: int) -> None:
+        """Count the tokens that an admitted sequence need not compute."""
+        stats, cache = self.stats, self.cache
+        if cache.enable_prefix_caching and not sequence.needs_prompt:
+            stats.num_prefix_queries += sequence.num_tokens
+            if cache.host_pools:
+                num_loading = cache.num_loading(sequence)
+                stats.num_host_queries += sequence.num_tokens - num_cached + num_loading
+                stats.num_host_hit_tokens += num_loading
+        stats.num_prefix_hit_tokens += num_cached
+        stats.num_forked_tokens += num_forked
 
     def _keep_for_prompts(self, has_prompts: bool) -> int:
         """The tokens of a step that are not for drafts."""
@@ -439,9 +468,19 @@ class Scheduler:
         return ScheduledRequest(sequence, start, num_tokens, samples, drafts)
 
     def _take(
-        self, sequence: Sequence, tokens: list[int], num_drafted: int, finish: Callable[[Sequence], str | None]
+        self,
+        row: ScheduledRequest,
+        tokens: list[int],
+        logprobs: Logprobs | None,
+        num_drafted: int,
+        finish: Callable[[Sequence], str | None],
     ) -> bool:
-        """Append what was drawn, up to the end of the answer; whether it has ended."""
+        """Append what was drawn for a row, up to the end of the answer; whether it has ended."""
+        sequence = row.sequence
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        sequence.num_planned -= 1 + len(row.drafts) - len(tokens)  # the rest was rejected
+        self._acceptance.count(len(row.drafts), len(tokens) - 1)
         num_taken, reason = 0, None
         for token in tokens:
             sequence.output.append(token)

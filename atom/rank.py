@@ -41,6 +41,7 @@ from atom.compiler import mesh_of
 from atom.errors import ArtifactError, AtomError, ConfigError, RequestError
 from atom.gc_utils import no_collection, settle
 from atom.kernels import Rendezvous, connect_rank
+from atom.messages import say
 from atom.runtime.driver import WAIT
 from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.profiler import Profiler
@@ -144,7 +145,7 @@ def profile(profiler: Profiler, told: Profile) -> None:
     try:
         profiler.start() if told.starts else profiler.stop()
     except (ConfigError, RequestError) as error:
-        print(f"atom-run: a rank has no trace: {error}", file=sys.stderr)
+        say(f"a rank has no trace: {error}")
 
 
 @no_collection()
@@ -166,10 +167,7 @@ def open_rank(link: RankLink) -> tuple[Rank, bool]:
             )
         tensors = load_weights(compiled.graph, checkpoint, config, progress, opening.rank)
     if num_compiled := compiled.report.compiled:
-        print(
-            f"atom-run: rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have",
-            file=sys.stderr,
-        )
+        say(f"rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have")
     adapters = open_adapters(compiled.graph, tensors, config, opening.rank)
     stages = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors, adapters)), mesh)
     kinds_of = [stage.kinds for stage in stages]

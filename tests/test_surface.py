@@ -160,7 +160,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | gc_utils | devices | dtypes | openmp | child_process | measurement
+errors | messages | gc_utils | devices | dtypes | openmp | child_process | measurement
 cache | checkpoint | sampling_params
 plugins
 config | graph

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atom.build.report import log
 from atom.cache import Cache
 from atom.checkpoint import Checkpoint, Tokenizer
 from atom.compiler import semantic_graph
@@ -15,6 +14,7 @@ from atom.graph import HEAD, Graph, Quantize
 from atom.graph.recipe_contents import packed_to
 from atom.graph.recipes import leaves
 from atom.kernels import Target
+from atom.messages import say
 from atom.passes.context import PassContext
 from atom.passes.lower_moe import lower_moe
 from atom.runtime.kv_scales import PROMPT
@@ -47,7 +47,7 @@ def plan_calibration(
     if not tokens:
         if config.quant.calibration != "auto":
             raise ConfigError(f"quant.calibration={config.quant.calibration}: the checkpoint has {why}; leave it out")
-        log(f"{formats[0]}: the checkpoint has {why}; weights are rounded to the nearest")
+        say(f"{formats[0]}: the checkpoint has {why}; weights are rounded to the nearest")
         return None
     rounded = {
         leaf.name: recipe.fmt
@@ -57,7 +57,7 @@ def plan_calibration(
     }
     calibration = Calibration(plain_graph(config), rounded, tokens, checkpoint, cache, sources)
     if config.quant.calibration == "auto" and (obstacle := calibration.find_obstacle()):
-        log(f"{formats[0]}: calibrated weights cannot be kept: {obstacle}; weights are rounded to the nearest")
+        say(f"{formats[0]}: calibrated weights cannot be kept: {obstacle}; weights are rounded to the nearest")
         return None
     return calibration
 

@@ -9,7 +9,6 @@ from atom.build import settings
 from atom.build.checks import check_weights
 from atom.build.kv_blocks import cache_kinds, plan_kv
 from atom.build.loading import open_checked
-from atom.build.report import log
 from atom.cache import Cache, digest
 from atom.checkpoint import Checkpoint, Progress
 from atom.compiler import Compiled, compile_model
@@ -17,6 +16,7 @@ from atom.config import Config
 from atom.config.checkpoint import is_here
 from atom.errors import UnsupportedError
 from atom.graph import Graph, show
+from atom.messages import say
 from atom.passes.quantize import leaves_act
 from atom.runtime import memory
 
@@ -40,12 +40,12 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
             checkpoint = open_checked(config, progress, opened)
         compiled = compile_model(config, progress, cache, check=check, stage=stage)
         for line in left_plain(compiled.graph, config):
-            log(f"quant.act={config.quant.act}: {line}")
+            say(f"quant.act={config.quant.act}: {line}")
         return compiled
     finally:
         opened.close()
         for line in cache.warnings:
-            log(line)
+            say(line)
         cache.close()
 
 

@@ -20,7 +20,7 @@ from atom.build.kv_blocks import cache_kinds, kinds_of_all
 from atom.build.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
 from atom.build.loading import load_weights, open_checked
 from atom.build.ranks import RankModel, compare_ranks, connect, describe_rank, place_ranks, start_processes, start_ranks
-from atom.build.report import log, report_engine
+from atom.build.report import report_engine
 from atom.build.runner import open_runner
 from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
 from atom.build.sleep import open_sleeper, stable_memories
@@ -33,6 +33,7 @@ from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe
 from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
+from atom.messages import say
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver, RanksProfiler
 from atom.runtime.engine import Engine
@@ -97,7 +98,7 @@ def open_engine(
             sleeper=open_sleeper(runner, graph, model.tensors, config, num_blocks, *model.memories),
         )
         clock.stop("engine")
-        log(f"opened in {clock.describe()}")
+        say(f"opened in {clock.describe()}")
         weakref.finalize(engine, started.pop_all().close)  # what the stack would end now ends with the engine
         return engine
 

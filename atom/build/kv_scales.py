@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 from torch import Tensor
 
-from atom.build.report import log
 from atom.config import Config
 from atom.errors import ArtifactError, RequestError
 from atom.graph import Mesh, ops
 from atom.kernels import Communicator
+from atom.messages import say
 from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore
 from atom.runtime.model import Model
 from atom.runtime.vocabulary import Vocabulary
@@ -29,7 +29,7 @@ def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, config: Config) ->
     except RequestError as error:
         prompt, why = [], f"the checkpoint has none, and its tokenizer cannot be used to measure them: {error}"
     if not prompt:
-        log(f"kv scales: {why}; 1.0 is used")
+        say(f"kv scales: {why}; 1.0 is used")
     return ScalePlan(tokens=prompt)
 
 
@@ -65,5 +65,5 @@ def keep_kv_scales(store: ScaleStore, values: Mapping[str, float], num_tokens: i
         store.cache.warnings.append(f"the next start measures them again: {error}")
     what = f"kv scales: the checkpoint has none, measured over {num_tokens} tokens"
     for line in (*store.cache.warnings, what):
-        log(line)
+        say(line)
     store.cache.close()

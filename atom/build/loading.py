@@ -8,13 +8,13 @@ from atom import weights
 from atom.build import settings
 from atom.build.calibration import plan_calibration
 from atom.build.checks import check_draft_tokens, check_kv_scales
-from atom.build.report import log
 from atom.cache import Cache
 from atom.checkpoint import Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
 from atom.compiler import mesh_of
 from atom.config import Config
 from atom.config.checkpoint import open_with_draft
 from atom.graph import Graph, Recipe
+from atom.messages import say
 from atom.pieces import sources_of
 from atom.weights.evaluate import Loaded, Place
 
@@ -65,7 +65,7 @@ def load_weights(
         calibration=calibration,
     )
     for line in cache.warnings:
-        log(line)
+        say(line)
     check_kv_scales(tensors, config)
     check_draft_tokens(tensors, config)
     return tensors

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 from atom.build import settings
 from atom.config import Config
+from atom.messages import say
 from atom.runtime.host_blocks import HostBlocks
 from atom.runtime.kv_plan import num_blocks_needed
 from atom.runtime.types import CacheKind
-
-
-def log(line: str) -> None:
-    print(f"atom-run: {line}", file=sys.stderr)
 
 
 def report_engine(
     kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], host: HostBlocks | None, config: Config
 ) -> None:
     """Print what an engine has room for, and what of its checkpoint is not plain from the configuration."""
-    log(_describe_pool(kinds, num_blocks, config))
+    say(_describe_pool(kinds, num_blocks, config))
     if host is not None:
-        log(_describe_host(host, config.serve.block_size))
+        say(_describe_host(host, config.serve.block_size))
     if "vision_config" in config.hf:
-        log(f"{config.checkpoint} also reads images; here its text model runs alone")
+        say(f"{config.checkpoint} also reads images; here its text model runs alone")
     if text := _describe_sampling(config):
-        log(text)
+        say(text)
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], config: Config) -> str:

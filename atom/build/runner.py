@@ -11,7 +11,6 @@ import msgspec
 from atom.build import settings
 from atom.build.compiling import digest_of
 from atom.build.kv_blocks import cache_kinds, kinds_of_all, plan_host, plan_kv, plan_stages, take_least
-from atom.build.report import log
 from atom.checkpoint import Progress
 from atom.compiler import Compiled, mesh_of
 from atom.config import Config
@@ -19,6 +18,7 @@ from atom.graph import HEAD, Recipe, ops
 from atom.kernels import Communicator, find_tuners
 from atom.kernels.stable_memory import StableMemory
 from atom.measurement.phases import PhaseClock
+from atom.messages import say
 from atom.runtime import memory
 from atom.runtime.draft_table import DraftTable
 from atom.runtime.host_blocks import HostBlocks
@@ -124,14 +124,14 @@ def use_parameters(model: Model, config: Config, progress: Progress, exchange: E
     exchange: that of all ranks, which do so at the same time
     """
     tuners, cache = find_tuners(config.device, model.device), settings.cache_of(config)
-    use_measured(model, tuners, cache, log)
+    use_measured(model, tuners, cache, say)
     for tuner in [each for each in tuners if each.products(model.graph)] or tuners[:1] if config.tune else ():
-        tune(model, tuner, cache, progress, log, exchange=exchange)
+        tune(model, tuner, cache, progress, say, exchange=exchange)
     if tuners and settings.has_draft_table(config):
         # until steps are measured any number of drafts may pay, so that kernels are compiled for each
         trial = DraftTable({model.limits.max_decodes: [1.0] * (1 + model.num_drafts)})
         text = digest_of(model.graph)
-        table = trial if config.tune else use_measured_drafts(model, tuners[0], cache, text, log, exchange=exchange)
+        table = trial if config.tune else use_measured_drafts(model, tuners[0], cache, text, say, exchange=exchange)
         model.limits = replace(model.limits, draft_table=table)
 
 
@@ -143,5 +143,5 @@ def measure_drafts(model: Model, config: Config, exchange: Exchange) -> None:
     tuners = find_tuners(config.device, model.device)
     if tuners and config.tune and settings.has_draft_table(config):
         text = digest_of(model.graph)
-        table = tune_drafts(model, tuners[0], settings.cache_of(config), text, log, exchange=exchange)
+        table = tune_drafts(model, tuners[0], settings.cache_of(config), text, say, exchange=exchange)
         model.limits = replace(model.limits, draft_table=table)

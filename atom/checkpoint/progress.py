@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from atom.messages import say
+
 if TYPE_CHECKING:
     import rich.progress
 
@@ -130,19 +132,16 @@ def _show_bar(description: str, total: int | None, *, in_bytes: bool) -> Iterato
 def _show_lines(description: str, total: int | None, *, in_bytes: bool) -> Iterator[Task]:
     task, start, ended = _CountedTask(description, total, in_bytes), time.monotonic(), threading.Event()
 
-    def print_line(line: str) -> None:
-        print(f"atom-run: {line}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print too
-
     def print_regularly() -> None:
         while not ended.wait(LINE_SECONDS):
-            print_line(f"{task}, {time.monotonic() - start:.0f} s so far")
+            say(f"{task}, {time.monotonic() - start:.0f} s so far")
 
-    print_line(description)
+    say(description)
     printer = threading.Thread(target=print_regularly, name="progress", daemon=True)
     printer.start()
     try:
         yield task
-        print_line(f"{description}: done in {time.monotonic() - start:.1f} s")
+        say(f"{description}: done in {time.monotonic() - start:.1f} s")
     finally:
         ended.set()
         printer.join()

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +36,7 @@ from atom.jobs.tables import make_table
 from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
 from atom.measurement.hardware import describe_cpus
 from atom.measurement.metrics import METRICS, RequestFuncOutput, calculate_metrics, finish_outputs, flatten_metrics
+from atom.messages import say
 from atom.runtime.engine import Engine
 
 PERCENTILES = (50, 90, 99)
@@ -101,7 +101,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         show(result)
     if result["failed"]:
         failed = next(output.error for run in runs for output in run.outputs if not output.success)
-        print(f"atom-run: {result['failed']} requests failed, the first one with {failed}", file=sys.stderr)
+        say(f"{result['failed']} requests failed, the first one with {failed}")
     return 1 if result["failed"] else 0
 
 

@@ -25,6 +25,7 @@ from atom.cache.files import Unfit, reason_of
 from atom.config import Config, JobConfig
 from atom.errors import ArtifactError, ConfigError
 from atom.jobs.tables import make_table
+from atom.messages import say
 
 SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 RECIPE = "recipe.yaml"  # of an artifact: the overrides that start its launch
@@ -53,7 +54,7 @@ def run(config: Config) -> int:
         do(cache, job)
     finally:
         for line in cache.warnings:
-            _warn(line)
+            say(line)
     return 0
 
 
@@ -153,7 +154,7 @@ def _export(cache: Cache, job: JobConfig) -> None:
     if is_for_gpu(artifact):
         from atom.kernels import tuned  # imports torch, which a listing does not need
 
-        measured = tuned.read_all(cache.folder, _warn)
+        measured = tuned.read_all(cache.folder, say)
     _show(export(cache, artifact, Path(job.export).expanduser(), measured), job, cache, "exported")
     _show_measured({gpu: sum(map(len, tables.values())) for gpu, tables in measured.items()}, job)
 
@@ -201,10 +202,6 @@ def _show_measured(counts: Mapping[str, int], job: JobConfig) -> None:
     """Print a line for each GPU with tuned parameters."""
     for gpu, count in counts.items() if job.output != "json" else ():
         print(f"with what tune=true found on {gpu}: {count} {'entry' if count == 1 else 'entries'}")
-
-
-def _warn(line: str) -> None:
-    print(f"atom-run: {line}", file=sys.stderr)
 
 
 def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:

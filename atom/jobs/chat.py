@@ -22,6 +22,7 @@ from atom.config import Config
 from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine
 from atom.measurement.phases import PhaseClock, seconds_since_exec
+from atom.messages import say
 from atom.runtime.types import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.serve.output.parsers import Talk
@@ -76,7 +77,7 @@ class Chat:
             self.messages.append({"role": "assistant", "content": self.answer()})
         except RequestError as error:
             self.messages.pop()
-            print(f"atom-run: RequestError: {error}", file=sys.stderr)
+            say(f"RequestError: {error}")
 
     def answer(self) -> str:
         """Show the answer to the messages; its content, as far as it came before Ctrl-C."""

@@ -7,7 +7,6 @@ atom-run job=compile job.output=json          # key, hit, reason, pieces, compil
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from atom.build import compile_with, open_runner
@@ -17,6 +16,7 @@ from atom.compiler import Report, compile_model
 from atom.compiler.artifact import level_of, mesh_of
 from atom.config import Config
 from atom.errors import ConfigError
+from atom.messages import say
 from atom.weights import load_dummy
 
 
@@ -50,7 +50,7 @@ def compile_for_cpu(config: Config, stage: int) -> Report:
         return compile_model(config, RichProgress(), cache, stage=stage).report
     finally:
         for line in cache.warnings:
-            print(f"atom-run: {line}", file=sys.stderr)
+            say(line)
         cache.close()
 
 

@@ -20,6 +20,7 @@ from atom.config import Config
 from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine, answer
 from atom.measurement.phases import PhaseClock, seconds_since_exec
+from atom.messages import say
 from atom.runtime.types import RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
@@ -50,7 +51,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
             (request_id,) = engine.add_request([tokens], params, show)
             indices[request_id] = index
         except RequestError as error:
-            print(f"atom-run: RequestError: prompt {index}: {error}", file=sys.stderr)
+            say(f"RequestError: prompt {index}: {error}")
     ended: list[Sequence] = []
     waiting = deque(indices)  # requests whose answers are printed next
     done: dict[str, list[Sequence]] = {id: [] for id in indices}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from atom.config.recipes import list_recipes, read_recipe
 from atom.config.schema import ParallelConfig
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError
+from atom.messages import say
 
 COLUMNS = ("recipe", "what for", "model", "layout", "quant", "measured")
 SHORT = ("recipe", "layout", "quant")  # columns of the table; the others have lines of their own
@@ -44,7 +44,7 @@ def run(config: Config) -> int:
     if rows:
         print_table(rows)
     for fault in faults:
-        print(f"atom-run: {fault}", file=sys.stderr)
+        say(fault)
     return ConfigError.exit_code if faults else 0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from atom.errors import AtomError, one_line
+from atom.messages import say
 from atom.openmp import bound_spinning
 
 
@@ -58,7 +59,7 @@ def fail(message: str, code: int) -> int:
         log.error(one_line(message))
     elif message:
         with contextlib.suppress(OSError):
-            print(f"atom-run: {one_line(message)}", file=sys.stderr)
+            say(one_line(message))
     let_go(sys.stdout)
     return code
 

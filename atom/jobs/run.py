@@ -5,7 +5,6 @@ run(["job=explain", "checkpoint=/models/qwen3"])         # the exit code
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from atom.gc_utils import no_collection
 from atom.jobs import module_of
 from atom.jobs.save_recipe import save_recipe
 from atom.jobs.start import choose_job, has_objectives, load_job
+from atom.messages import say
 from atom.runtime.remote_ranks import serve_rank
 
 IN_PROCESS = ("generate", "chat", "bench", "profile")  # jobs that run an engine in this process
@@ -43,7 +43,7 @@ def run(
     texts = rewrite(overrides, config_dirs=dirs)
     if config.job.save_recipe and save_recipe(config, texts):
         line = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
-        print(f"atom-run: {line}", file=sys.stderr)
+        say(line)
     numbers: dict[str, Any] = {}
     code: int = job.run(config, numbers.update) if has_objectives(config.job.kind) else job.run(config)
     name = config.job.objective

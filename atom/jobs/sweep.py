@@ -41,6 +41,7 @@ from atom.jobs.kind import keys_of
 from atom.jobs.start import check_objective, choose_job, has_objectives, load_job
 from atom.jobs.sweep_job import Result, Sweep, own_overrides, read_results, run_job
 from atom.jobs.sweep_report import report_results
+from atom.messages import say
 
 FOLDERS = "multirun"  # where sweeps have their folders, by date and time
 ASKED = "asked.json"  # of a sweep: what it was asked for
@@ -77,7 +78,7 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
         )
         jobs.folder.mkdir(parents=True, exist_ok=True)
         (folder / ASKED).write_text(json.dumps(fixed_part(texts)))
-        print(f"atom-run: what the sweep writes is in {folder}", file=sys.stderr, flush=True)
+        say(f"what the sweep writes is in {folder}")
         own = [override("hydra.sweep.dir", str(folder)), "hydra.mode=MULTIRUN"]
         others = [text for text in texts if not text.startswith("hydra.sweep.dir=")]
         code = 0
@@ -86,10 +87,7 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
         except JobEndedError as error:
             code = error.exit_code
         except KeyboardInterrupt:
-            print(
-                "atom-run: the sweep was interrupted; the same line with job.resume=true goes on with it",
-                file=sys.stderr,
-            )
+            say("the sweep was interrupted; the same line with job.resume=true goes on with it")
             raise
         except Exception as error:
             if sweeper == launcher == "basic" or isinstance(error, AtomError | HydraException | OmegaConfBaseException):
@@ -102,7 +100,7 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
                 show_outputs(results, jobs)
             report_results(results, folder)
             if failed := [f"job {result.number}" for result in results if result.code]:
-                print(f"atom-run: {len(failed)} of {len(results)} jobs failed: {', '.join(failed)}", file=sys.stderr)
+                say(f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)}")
             if (found := folder / FOUND).is_file():
                 print(found.read_text("utf-8"), end="")
     if sweeper == "basic":
@@ -154,7 +152,7 @@ def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Pa
     if is_resumed and earlier:
         return earlier[-1].parent.absolute()
     if is_resumed:
-        print(f"atom-run: {FOLDERS}/ has no such sweep to go on with, so a new one begins", file=sys.stderr)
+        say(f"{FOLDERS}/ has no such sweep to go on with, so a new one begins")
     return Path(FOLDERS, started.strftime("%Y-%m-%d/%H-%M-%S")).absolute()
 
 
@@ -225,7 +223,7 @@ def run_one(sweep: Sweep, is_basic: bool, _: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     overrides += search_path_overrides(OmegaConf.to_container(hydra.overrides.hydra, resolve=False))
-    print(heading(hydra.job.num, own_overrides(overrides)), file=sys.stderr, flush=True)
+    say(heading(hydra.job.num, own_overrides(overrides)))
     result = run_job(sweep, hydra.job.num, overrides)
     if sweep.is_shown:
         show_ending(result, sweep)
@@ -237,7 +235,7 @@ def run_one(sweep: Sweep, is_basic: bool, _: DictConfig) -> float | None:
 
 
 def heading(number: int, overrides: Iterable[str]) -> str:
-    return f"atom-run: job {number}: {' '.join(overrides)}"
+    return f"job {number}: {' '.join(overrides)}"
 
 
 def show_ending(result: Result, sweep: Sweep) -> None:
@@ -250,13 +248,13 @@ def show_ending(result: Result, sweep: Sweep) -> None:
     if result.objective is not None:
         about.append(f"{result.objective_name} {result.objective:g}")
     line = f"job {result.number}: {', '.join(about)}; log: {sweep.folder / result.log}"
-    print(f"atom-run: {line}", file=sys.stderr, flush=True)
+    say(line)
 
 
 def show_outputs(results: Sequence[Result], sweep: Sweep) -> None:
     """Show what jobs have written that nobody has seen yet, one after the other."""
     for result in results:
-        print(heading(result.number, result.overrides), file=sys.stderr)
+        say(heading(result.number, result.overrides))
         for suffix, stream in ((".err", sys.stderr), (".out", sys.stdout)) if not result.is_resumed else ():
             with (sweep.folder / result.log).with_suffix(suffix).open(encoding="utf-8", errors="replace") as file:
                 shutil.copyfileobj(file, stream)

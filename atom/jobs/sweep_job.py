@@ -38,6 +38,7 @@ from atom.jobs.report import report
 from atom.jobs.run import run
 from atom.jobs.start import choose_job, load_job
 from atom.measurement.hardware import describe_machine, package_versions
+from atom.messages import PREFIX
 
 PACKAGE = Path(__file__).parents[1]
 # values that no number of a job follows from
@@ -301,4 +302,4 @@ def describe_signal(code: int) -> str | None:
 def last_line(path: Path) -> str | None:
     """The last line of a log that is not blank, without the command's name."""
     lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line.strip()] if path.is_file() else []
-    return lines[-1].removeprefix("atom-run: ") if lines else None
+    return lines[-1].removeprefix(PREFIX) if lines else None

@@ -22,6 +22,7 @@ from rich.console import Console
 from atom.jobs.sweep_job import Result
 from atom.jobs.tables import make_table
 from atom.measurement.plot import Point, Series, write_html
+from atom.messages import say
 
 LOWER_IS_BETTER = re.compile(r".*(_ms|seconds)|duration|failed|num_preemptions|phases\.\w+\.steps")
 COLUMNS = (  # of the table, where the jobs have them
@@ -53,7 +54,7 @@ def report_results(results: Sequence[Result], folder: Path) -> None:
         write_page(ordered, rows, folder / "results.html")
     except ModuleNotFoundError as error:
         written = f"results.csv and results.json; no page: {error}"
-    print(f"atom-run: {folder}: {written}", file=sys.stderr, flush=True)
+    say(f"{folder}: {written}")
 
 
 def sort_results(results: Sequence[Result]) -> list[Result]:

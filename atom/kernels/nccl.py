@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import sys
 import threading
 import time
 import weakref
@@ -39,6 +38,7 @@ from atom.graph import TORCH_DTYPES, Mesh, ops
 from atom.kernels import peers
 from atom.kernels.backend import Backend, Communicator, Held, Rendezvous, collective_kernel
 from atom.kernels.dispatch import Exchange, Plan, collect_rows, dispatch_rows, parts_of, plan_rows
+from atom.messages import say
 
 LIBRARIES = ("libnccl.so.2", "librccl.so.1")  # which torch has loaded
 # of all ranks: a multicast object that one of them leaves behind can take the links of a whole machine down
@@ -339,7 +339,7 @@ def connect(rendezvous: Rendezvous) -> Communicator:
         if rendezvous.collectives == "peers":
             raise
         if rendezvous.rank == 0:
-            print(f"atom-run: ranks meet through NCCL alone: {error}", file=sys.stderr)
+            say(f"ranks meet through NCCL alone: {error}")
         return whole
 
 

@@ -20,7 +20,6 @@ import contextlib
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from atom.config import Config
 from atom.config.parallel import UNIX, bracketed, own_device, read_key
 from atom.config.schema import ParallelConfig
 from atom.errors import ConfigError, EngineDeadError
+from atom.messages import say
 from atom.runtime.ranks import (
     BEAT_SECONDS,
     LOOPBACK,
@@ -312,11 +312,6 @@ def find_driver(
             if time.monotonic() > end:
                 raise EngineDeadError(f"rank {rank} finds no driver at {address}: {error}") from None
         time.sleep(RETRY_SECONDS)
-
-
-def say(line: str) -> None:
-    """Print a line on stderr in one write, since several threads may."""
-    sys.stderr.write(f"atom-run: {line}\n")
 
 
 def _tell(process: RankProcess, frames: queue.SimpleQueue[bytes]) -> None:

@@ -21,8 +21,9 @@ from typing import Any, TextIO
 
 import msgspec
 
+from atom.messages import PREFIX
+
 LOG = logging.getLogger("atom.process")
-PREFIX = "atom-run: "  # of lines that this program prints without a logger
 MAX_LINE = 1000  # characters of a line that is not ours, or of a traceback
 
 

@@ -12,7 +12,6 @@ whole stored tensors [.., O, I]: recipes take ranges of them and join them as th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -50,6 +49,7 @@ from atom.graph.formats import FormatError, block_of
 from atom.graph.interpret import Weights, interpret_ranks
 from atom.graph.parts import parts_of
 from atom.graph.recipes import leaves
+from atom.messages import say
 from atom.weights.gptq import Turns, plan_turns
 from atom.weights.packed_file import PackedFile
 from atom.weights.packed_store import describe_file
@@ -246,7 +246,7 @@ class Calibration:
             raise ArtifactError(f"calibrated weights cannot be kept in {self._cache.folder}: {error}; {fix}") from None
         finally:
             self._file.discard()
-        print(f"atom-run: calibrated {len(self._types)} weights on {len(self._tokens)} tokens", file=sys.stderr)
+        say(f"calibrated {len(self._types)} weights on {len(self._tokens)} tokens")
         if (kept := self._file.open()) is None:
             raise ArtifactError(f"calibrated weights are gone from {self._cache.folder}; start again")
         return kept

@@ -14,7 +14,6 @@ its memory, and a file that is removed stays until the last of them ends.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from atom.checkpoint import Checkpoint, JoinedCheckpoint
 from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
 from atom.graph.recipe_contents import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
+from atom.messages import say
 from atom.weights.evaluate import view
 from atom.weights.packed_file import PackedFile
 from atom.weights.quantize import part_types
@@ -121,7 +121,7 @@ class PackedStore:
 
     def _give_up(self, error: OSError) -> None:
         if not self._has_failed:
-            print(f"atom-run: packed weights are not kept for the next start: {error}", file=sys.stderr)
+            say(f"packed weights are not kept for the next start: {error}")
         self._has_failed = True
 
 

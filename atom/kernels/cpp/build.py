@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES
 from atom.errors import ArtifactError
 from atom.kernels.cpu import instruction_set, libraries
+from atom.messages import say
 
 FOLDER = Path(__file__).parent
 SOURCES = PLAIN, PACKED, ATTENTION = "plain.cpp", "packed.cpp", "attention.cpp"
@@ -68,7 +68,7 @@ def load_library(source: str) -> bool:
                     torch.ops.load_library(file.name)  # type: ignore[no-untyped-call]
                 _Process.loaded[source] = content
             except (ArtifactError, OSError) as error:
-                print(f"atom-run: {error}; without it this is slower", file=sys.stderr)
+                say(f"{error}; without it this is slower")
                 _Process.loaded[source] = None
         return _Process.loaded[source] is not None
 
@@ -109,7 +109,7 @@ def _compile(source: str) -> bytes:
     compiler, torch_folder = find_compiler(), Path(torch.__file__).parent
     if compiler is None:
         raise ArtifactError(f"{source} cannot be compiled: there is no C++ compiler; install g++")
-    print(f"atom-run: compiling {source}\n", end="", file=sys.stderr)  # one write: another thread may print too
+    say(f"compiling {source}")
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
         made = Path(folder) / LIBRARY

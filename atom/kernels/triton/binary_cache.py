@@ -36,6 +36,7 @@ from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES, MANIFEST
+from atom.messages import say
 
 KEPT = {".json", ".cubin", ".hsaco"}  # the files that a launch reads; intermediate representations are not kept
 
@@ -140,7 +141,7 @@ class BinaryCache:
             new = self.cache.warnings[self._num_printed :]
             self._num_printed += len(new)
         for line in new:
-            print(f"atom-run: {line}", file=sys.stderr)
+            say(line)
 
 
 def _files_in(folder: Path) -> dict[str, str]:

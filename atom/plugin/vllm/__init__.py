@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from atom.config.hydra import model_files, search_path_of
 from atom.errors import AtomError
+from atom.messages import say
 
 MODEL = "atom.plugin.vllm.model:AtomForCausalLM"
 PLATFORM = "atom.plugin.vllm.platform.AtomPlatform"
@@ -30,7 +30,7 @@ def register_model() -> None:
         return
     if is_too_old():
         needed = ".".join(map(str, OLDEST))
-        say(f"atom's need vLLM {needed} or newer, and this is {version('vllm')} (pip install 'atom-run[vllm]')")
+        warn(f"atom's need vLLM {needed} or newer, and this is {version('vllm')} (pip install 'atom-run[vllm]')")
         return
     from vllm import ModelRegistry
 
@@ -52,15 +52,14 @@ def architectures() -> list[str]:
     try:
         files = [file for file in model_files(search_path_of(())) if file.spec.get("auto", True)]
     except AtomError as error:  # of a user's package: vLLM, which calls this at every start, goes on
-        say(str(error))
+        warn(str(error))
         return []
     names = dict.fromkeys(name for file in files for name in file.spec.get("architectures") or ())
     return [name for name in names if not name.endswith(WITH_IMAGES)]
 
 
-def say(why: str) -> None:
-    line = f"vLLM runs its own models: {why}; {DISABLE}=1 leaves out this line"
-    print(f"atom-run: {line}", file=sys.stderr)
+def warn(why: str) -> None:
+    say(f"vLLM runs its own models: {why}; {DISABLE}=1 leaves out this line")
 
 
 def is_disabled() -> bool:

@@ -7,7 +7,6 @@ atom's: written from YAML, rewritten by passes, run by kernels and compiled piec
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from atom.config.stored_names import stacked_parts
 from atom.errors import AtomError, UnsupportedError
 from atom.graph import BODY, HEAD, Graph, Recipe
 from atom.kernels import compile_launches, find_tuners
+from atom.messages import say
 from atom.plugin.vllm import DISABLE
 from atom.plugin.vllm.communicator import GroupCommunicator, NoCommunicator
 from atom.plugin.vllm.config import overrides_of
@@ -99,7 +99,7 @@ class AtomForCausalLM(nn.Module):
         self._tensors = tensors
         self.attention.load(self._graph, tensors)
         tuners = find_tuners(self._config.device, torch.device(self._device))
-        kernels = {**measured_kernels(tuners, Path(str(self._config.cache)), log), **self.attention.kernels()}
+        kernels = {**measured_kernels(tuners, Path(str(self._config.cache)), say), **self.attention.kernels()}
         communicator = GroupCommunicator() if self._coordinates else None
         bindings = Bindings(tensors, self._code, kernels=kernels, communicator=communicator)
         if self._device != "cpu":
@@ -151,7 +151,7 @@ def compile_for(config: Config) -> Compiled:
         return compile_model(config, SILENT, cache, check=check)
     finally:
         for line in cache.warnings:
-            log(line)
+            say(line)
         cache.close()
 
 
@@ -177,7 +177,3 @@ def precompile(graph: Graph, bindings: Bindings, steps: Iterable[tuple[int, int]
             numbers = torch.zeros(num_tokens, dtype=torch.int64, device=device)
             (hidden,) = body({"tokens": numbers, "positions": numbers})
             score(head, (hidden[:num_logits],))
-
-
-def log(line: str) -> None:
-    print(f"atom-run: {line}", file=sys.stderr)

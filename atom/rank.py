@@ -74,9 +74,9 @@ def main(link: RankLink) -> None:
 
 
 def find_running(steps: Iterable[Pending]) -> list[Pending]:
-    """Those that a device is not through with.
+    """The steps that the device has not ended.
 
-    They are to be held until then: it writes log probabilities into memory of the host that they own.
+    They own memory of the host that the device writes log probabilities to, so they are kept until then.
     """
     return [step for step in steps if not step.is_over]
 
@@ -150,9 +150,9 @@ def profile(profiler: Profiler, told: Profile) -> None:
 
 @no_collection()
 def open_rank(link: RankLink) -> tuple[Rank, bool]:
-    """Open the model of the opening that the driver sends, and connect to the other ranks.
+    """Open the model that the driver's opening describes, and connect to the other ranks.
 
-    Gives also whether the driver needs what it samples, as that of a data group beside its own.
+    Also gives whether the driver reads what this rank samples, as it does of the first rank of each other data group.
     """
     opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
     config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)

@@ -141,11 +141,7 @@ def tune_drafts(
                 rows = _admit(model, min(size, model.limits.max_decodes))
                 known[size] = _time_drafts(model, rows, capture)
                 if len(rows) == size:
-                    entry = {_key_of_drafts(size, text): known[size]}
-                    try:
-                        tuned.keep(tuner.gpu, cache, tuned.DRAFTS, entry)
-                    except (Unfit, OSError) as error:
-                        log(f"{cache} takes no file ({reason_of(error)}): what is found is for this run alone")
+                    _keep(tuner.gpu, cache, tuned.DRAFTS, {_key_of_drafts(size, text): known[size]}, log)
     return _describe_table(known, log)
 
 
@@ -182,6 +178,16 @@ def _split_drafts(model: Model, known: tuned.Table, text: str) -> tuple[dict[int
 
 def _key_of_drafts(size: int, text: str) -> str:
     return f"{size} {text[:16]}"
+
+
+def _keep(gpu: str, cache: Path, table: str, entry: tuned.Table, log: Log) -> bool:
+    """Keep what was measured; False, with a line for the user, where the cache folder takes no file."""
+    try:
+        tuned.keep(gpu, cache, table, entry)
+    except (Unfit, OSError) as error:
+        log(f"{cache} takes no file ({reason_of(error)}): what is found is for this run alone")
+        return False
+    return True
 
 
 def _describe_table(times: dict[int, list[float]], log: Log) -> DraftTable:
@@ -274,11 +280,8 @@ class _Tuning:
 
     def keep(self, key: str, parameters: Any) -> None:
         if self.is_kept:
-            try:
-                tuned.keep(self.tuner.gpu, self.cache, self.tuner.table, {key: self.tuner.to_entry(parameters)})
-            except (Unfit, OSError) as error:
-                self.is_kept = False
-                self.log(f"{self.cache} takes no file ({reason_of(error)}): what is found is for this run alone")
+            entry = {key: self.tuner.to_entry(parameters)}
+            self.is_kept = _keep(self.tuner.gpu, self.cache, self.tuner.table, entry, self.log)
 
 
 @dataclass

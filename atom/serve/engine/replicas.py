@@ -1,4 +1,4 @@
-"""Run the server's engines, route requests to them, start anew what dies.
+"""Run the server's engines, route requests to them, restart those that die.
 
     engines = Replicas(config)
     await engines.start()
@@ -7,9 +7,9 @@
     engines.abort(stream)
     engines.check()                                                  # regularly: silence is death
 
-A replica is an engine with a process, a client and a KV cache of its own. One that dies ends its streams with an error
-and is started again, while others serve; after `MOST_FAILURES` starts in a row that come to nothing it stays dead. With
-all of them dead, the server is. One replica is no special case: there is no other that serves meanwhile.
+A replica is an engine with a process, a client and a KV cache of its own. When one dies, its streams end with an error
+and it is started again while others serve; after `MOST_FAILURES` starts in a row that fail it stays dead. When all are
+dead, the server ends. A single replica takes the same path: no other serves meanwhile.
 """
 
 from __future__ import annotations

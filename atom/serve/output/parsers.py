@@ -71,7 +71,6 @@ class Talk:
         self._named = choice.function.name if isinstance(choice, NamedTool) else None
         self._plain = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         self._schema: dict[str, Any] | None = None
-        self._is_constrained = False
         is_forced = bool(self.tools) and (self._named is not None or choice == "required")
         try:
             self._names = tool_names(self._plain) if self.tools else []

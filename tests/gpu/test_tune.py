@@ -17,7 +17,7 @@ from probe import logits_of
 from atom import LLMEngine
 from atom.cache import Cache
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear import tiles
 from atom.kernels.triton.linear.tune import candidates
 
 pytestmark = ON_GPU
@@ -77,8 +77,8 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
     assert len(found) == 2 * 5, "qkv, o, gate_up, down, head, for one row and for 8"
     for key, entry in found.items():
         rows, out, inner, gates = map(int, key.split()[:4])
-        assert linear.from_entry(entry) in [
-            linear.choose(rows, out, inner, 2, gates, gpu),
+        assert tiles.from_entry(entry) in [
+            tiles.choose(rows, out, inner, 2, gates, gpu),
             *candidates(rows, out, inner, 2, gates, gpu),
         ]
 

@@ -15,7 +15,7 @@ import atom
 from atom.cache.files import Unfit
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
-from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear import tiles
 from atom.kernels.triton.linear.tune import candidates
 
 FOLDER = Path(tuned.__file__).parent
@@ -24,9 +24,9 @@ H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 
 def test_what_was_measured_goes_before_the_rule_and_a_gpu_nobody_has_measured_has_none():
     measured = json.loads((FOLDER / "nvidia_h200.json").read_text())["linear"]["8 4096 4096 1"]
-    assert linear.find(5, 4096, 4096, 2, 1, H200) == linear.Matrix(*measured[1:])
-    assert linear.find(5, 4096, 4096, 2, 1, H200._replace(name="Other GPU")) == linear.choose(5, 4096, 4096, 2, 1, H200)
-    assert linear.find(1, 4096, 4096, 4, 1, H200) == linear.choose(1, 4096, 4096, 4, 1, H200)  # fp32 was not measured
+    assert tiles.find(5, 4096, 4096, 2, 1, H200) == tiles.Matrix(*measured[1:])
+    assert tiles.find(5, 4096, 4096, 2, 1, H200._replace(name="Other GPU")) == tiles.choose(5, 4096, 4096, 2, 1, H200)
+    assert tiles.find(1, 4096, 4096, 4, 1, H200) == tiles.choose(1, 4096, 4096, 4, 1, H200)  # fp32 was not measured
     assert tuned.parameters("Other GPU", "linear", "1 4096 4096 1") is None
     assert tuned.parameters("NVIDIA H200", "linear", "1 3 3 1") is None
 
@@ -34,11 +34,11 @@ def test_what_was_measured_goes_before_the_rule_and_a_gpu_nobody_has_measured_ha
 def test_more_than_32_rows_are_the_librarys_where_nobody_has_measured():
     other = H200._replace(name="Other GPU")
     for rows in (33, 64, 65):
-        assert isinstance(linear.find(rows, 4096, 1024, 2, 1, H200), linear.Matrix)
-        assert linear.find(rows, 4096, 1024, 2, 1, other) is None
-    assert isinstance(linear.find(32, 4096, 1024, 2, 1, other), linear.Matrix)
-    assert linear.find(33, 6144, 4096, 2, 1, H200) is None, "measured, and the library was the fastest"
-    assert linear.find(65, 4096, 4096, 2, 1, H200) is None
+        assert isinstance(tiles.find(rows, 4096, 1024, 2, 1, H200), tiles.Matrix)
+        assert tiles.find(rows, 4096, 1024, 2, 1, other) is None
+    assert isinstance(tiles.find(32, 4096, 1024, 2, 1, other), tiles.Matrix)
+    assert tiles.find(33, 6144, 4096, 2, 1, H200) is None, "measured, and the library was the fastest"
+    assert tiles.find(65, 4096, 4096, 2, 1, H200) is None
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.json")), ids=lambda file: file.stem)
@@ -50,14 +50,14 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
     for key, (style, *numbers) in tables.get("linear", {}).items():
         rows, out, inner, gates = map(int, key.split())
         assert rows in tuned.BUCKETS and gates in (1, 2)
-        found = linear.find(rows, out, inner, 2, gates, H200)
+        found = tiles.find(rows, out, inner, 2, gates, H200)
         if style == "library":
             assert found is None and not numbers
             continue
-        assert isinstance(found, {"vector": linear.Vector, "matrix": linear.Matrix}[style]) and tuple(found)[
+        assert isinstance(found, {"vector": tiles.Vector, "matrix": tiles.Matrix}[style]) and tuple(found)[
             : len(numbers)
         ] == tuple(numbers)
-        assert not isinstance(found, linear.Vector) or rows == 1
+        assert not isinstance(found, tiles.Vector) or rows == 1
 
 
 VERSIONS = {"atom": atom.__version__, "triton": triton.__version__}
@@ -78,10 +78,10 @@ def test_a_user_s_own_file_goes_before_what_comes_with_atom(tmp_path: Path):
     packaged = json.loads((FOLDER / "nvidia_h200.json").read_text())["linear"]
     found = tuned.read("NVIDIA H200", tmp_path, pytest.fail)["linear"]
     assert found == {**packaged, **OWN["linear"]} != packaged
-    find = linear.finder(found)
-    assert find(5, 4096, 4096, 2, 1, H200) == linear.Matrix(16, 16, 1, 2)
+    find = tiles.finder(found)
+    assert find(5, 4096, 4096, 2, 1, H200) == tiles.Matrix(16, 16, 1, 2)
     assert find(5, 3, 3, 2, 1, H200) is None
-    assert find(5, 4096, 4096, 4, 1, H200) == linear.choose(5, 4096, 4096, 4, 1, H200)
+    assert find(5, 4096, 4096, 4, 1, H200) == tiles.choose(5, 4096, 4096, 4, 1, H200)
     assert tuned.read("Other GPU", tmp_path, pytest.fail) == {"linear": {}, "experts": {}, "drafts": {}}
 
 
@@ -260,10 +260,10 @@ def test_an_entry_that_no_kernel_takes_is_ignored_by_itself_with_a_line_and_kept
 @pytest.mark.parametrize("rows", tuned.BUCKETS)
 def test_whatever_a_search_can_find_is_read_again(rows: int, gates: int, tmp_path: Path):
     for out, inner in ((64, 32), (4096, 16), (6144, 4096), (151936, 1024), (4096, 12288)):
-        key = linear.key_of(rows, out, inner, gates)
-        options = [linear.choose(rows, out, inner, 2, gates, H200), *candidates(rows, out, inner, 2, gates, H200)]
+        key = tiles.key_of(rows, out, inner, gates)
+        options = [tiles.choose(rows, out, inner, 2, gates, H200), *candidates(rows, out, inner, 2, gates, H200)]
         for option in set(options):
-            entry = linear.to_entry(option)
+            entry = tiles.to_entry(option)
             path = write(tmp_path / "each", json.dumps({"versions": VERSIONS, "linear": {key: entry}}))
             assert tuned.read_own("NVIDIA H200", tmp_path / "each", pytest.fail) == {"linear": {key: entry}}
             path.unlink()

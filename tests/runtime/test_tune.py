@@ -24,10 +24,10 @@ from atom.kernels import Target, tuned
 from atom.kernels.triton import grouped_tiles, grouped_tune
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Tiles
-from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear import linear, matrix, tiles
 from atom.kernels.triton.linear import tune as kernels
-from atom.kernels.triton.linear.linear import Matrix, Parameters
-from atom.kernels.triton.linear.packed import PLAIN
+from atom.kernels.triton.linear.style import PLAIN
+from atom.kernels.triton.linear.tiles import Matrix, Parameters
 from atom.runtime import tune as tuning
 from atom.runtime.cuda_graphs import Graphs
 from atom.runtime.model import Model
@@ -44,11 +44,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes one thread; two ways to try, one that gives another result, and one that cannot be run."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here, not interpreted")
-    multiply = linear.multiply_matrix
+    multiply = matrix.multiply_matrix
 
     def multiply_somehow(x: Any, weight: Any, bias: Any, kind: Any, counters: Any, parameters: Matrix) -> torch.Tensor:
         if parameters == UNFIT:
-            raise linear.TileError("it does not fit")
+            raise tiles.TileError("it does not fit")
         y = multiply(x, weight, bias, kind, counters, parameters)
         return y + 1 if parameters == WRONG else y
 
@@ -227,7 +227,7 @@ def test_an_option_that_memory_does_not_suffice_for_is_skipped(opened: Any, tmp_
 
     tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, capture)
     entries = tuned.read("Test GPU", tmp_path)["linear"].values()
-    assert len(entries) == 5 and linear.to_entry(FAST) not in entries
+    assert len(entries) == 5 and tiles.to_entry(FAST) not in entries
 
 
 def test_steps_that_run_out_of_memory_are_logged_with_the_field_that_sets_their_size(
@@ -293,7 +293,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
     use_measured(model, tmp_path, pytest.fail)
     assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == SLOW
     launched: list[Matrix] = []
-    multiply = linear.multiply_matrix
+    multiply = matrix.multiply_matrix
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(linear, "multiply_matrix", lambda *args: launched.append(args[-1]) or multiply(*args))
         model.decode(torch.tensor([0, 1], dtype=torch.int32))
@@ -330,7 +330,7 @@ def test_products_by_experts_are_measured_beside_linears(
 
     lines: list[str] = []
     tuning.use_measured(model, tuners, tmp_path, lines.append)
-    linears = tuners[0].kernels(linear.find)
+    linears = tuners[0].kernels(tiles.find)
     model.use(linears)
     tuning.tune(model, tuners[1], tmp_path, SilentProgress(), lines.append, capture)
     written = json.loads((tmp_path / "tuned" / f"{GPU.name.lower().replace(' ', '_')}.json").read_text())["experts"]

@@ -27,7 +27,6 @@ from atom.graph import PackedWeight
 from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
-from atom.kernels.triton.linear.packed import PLAIN, Style, style_of
 from atom.kernels.triton.linear.packed_hopper import (
     BYTES,
     UP_EXPONENT,
@@ -37,7 +36,8 @@ from atom.kernels.triton.linear.packed_hopper import (
     barrier,
     gated_shape,
 )
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.linear.style import PLAIN, Style, style_of_weight
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its rows, and bytes or plain numbers of each
 TOKENS = gl.constexpr(8)  # rows of x in a box, which a product by mma has at least
@@ -295,7 +295,7 @@ def _parts(weight: Tensor | PackedWeight) -> tuple[Tensor, Tensor | None, Tensor
     if isinstance(weight, Tensor):
         return weight, None, None, PLAIN
     parts = weight.parts
-    return parts["values"], parts["scales"], parts.get("zeros"), style_of(str(weight.type.fmt), weight.shape[1])
+    return parts["values"], parts["scales"], parts.get("zeros"), style_of_weight(weight)
 
 
 def suits_few(x: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight) -> bool:
@@ -313,8 +313,7 @@ def multiply_gates(
     """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W]"""
     values, scales, zeros, style = _parts(weight)
     experts, out, inner = weight.shape
-    if x.data_ptr() % 16 or x.stride(0) % 8:
-        x = x.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
+    x = align_rows(x)
     columns, tiles = columns_of(style), -(-out // ROWS.value)
     # as of a power of two tokens, for which kernels are compiled ahead
     ring = ring or choose_ring(tiles * next_power_of_2(len(ids)) * ids.shape[1], inner, style, find_gpu(x.device))

@@ -19,7 +19,6 @@ from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.grouped_hopper import ENTRY, Plan, _find_place, make_plan
-from atom.kernels.triton.linear.packed import Style, style_of
 from atom.kernels.triton.linear.packed_hopper import (
     BLOCK_O,
     BOX,
@@ -36,6 +35,7 @@ from atom.kernels.triton.linear.packed_hopper import (
     _x_descriptors,
     gated_weights,
 )
+from atom.kernels.triton.linear.style import Style, style_of_weight
 
 ROWS = gl.constexpr(128)  # of x in a tile
 COLUMNS = gl.constexpr(128)  # of a stage
@@ -200,7 +200,7 @@ def multiply(x: Tensor, weight: PackedWeight, plan: Plan, bias: Tensor | None = 
              limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
     """x [P, I], sorted by expert, a shuffled weight [E, O, I], bias [E, O] -> [P, O], or [P, O / 2] with gates"""
     (experts, out, inner), rows = weight.shape, len(x)
-    style, values = style_of(str(weight.type.fmt), out), weight.parts["values"]
+    style, values = style_of_weight(weight), weight.parts["values"]
     width = values.shape[-1]
     y = x.new_empty(rows, out if kind is None else out // 2)
     if kind is None:

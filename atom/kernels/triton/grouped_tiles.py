@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
-from atom.kernels.triton.linear.packed import Style
 from atom.kernels.triton.linear.shuffled import Wgmma, choose_grouped
+from atom.kernels.triton.linear.style import Style
 
 FOLDED = 32  # columns that share a scale, up to which it multiplies the numbers, not their sums
 NUM_BUCKETS = 3  # sizes, each twice the one before, that measured tiles of a larger product are looked for in

@@ -28,10 +28,10 @@ from atom.graph.types import BITS, Type
 from atom.kernels.triton import grouped_tiles
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.grouped_tiles import Find, Parameters, Shape, Tiles, key_of, with_whole_groups
-from atom.kernels.triton.linear.packed import Style, style_of
 from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
+from atom.kernels.triton.linear.style import Style, Weight, style_of
 from atom.kernels.triton.linear.tune import agrees, is_unfit, search, specialized, take_turns
-from atom.kernels.triton.moe import Experts, ShuffledExperts, Weight, describe
+from atom.kernels.triton.moe import Experts, ShuffledExperts, describe
 
 BACKENDS: Mapping[str, type[Experts]] = {"triton": Experts, "hopper": ShuffledExperts}  # whose kernels these are
 OPS = (ops.grouped_linear, ops.experts)

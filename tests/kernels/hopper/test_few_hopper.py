@@ -19,8 +19,9 @@ from atom.graph import PackedWeight, ops
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton import few_hopper, moe
 from atom.kernels.triton.few_hopper import FEW_PACKED, FEW_PLAIN
+from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.linear import packed_hopper
-from atom.kernels.triton.linear.packed import PLAIN, style_of
+from atom.kernels.triton.linear.style import PLAIN, style_of
 
 EXPERTS = (None, *FORMATS)  # None: plain
 
@@ -122,7 +123,7 @@ def poisoned(weight: torch.Tensor | PackedWeight, chosen: set[int]) -> torch.Ten
 
 
 def plain_of(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
-    return weight.double() if isinstance(weight, torch.Tensor) else moe.unpack_experts(weight, torch.float32).double()
+    return weight.double() if isinstance(weight, torch.Tensor) else unpack_experts(weight, torch.float32).double()
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -17,11 +17,12 @@ from atom.kernels import Target, find_kernel
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
 from atom.kernels.triton import grouped_tune, moe
 from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.grouped_tune import ExpertsTuner, Product, Recording
-from atom.kernels.triton.linear import linear, packed, row_kernels, shuffled
+from atom.kernels.triton.linear import packed, row_kernels, shuffled, tiles
 from atom.kernels.triton.linear.linear import Products
-from atom.kernels.triton.linear.packed import style_of
 from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.linear.style import style_of
 from atom.kernels.triton.linear.tune import candidates
 from atom.runtime.tune import compile_options
 from atom.weights import load_dummy
@@ -119,7 +120,7 @@ class TestLayout:
     def test_experts_unpacked_are_what_they_were(self, triton_device: str, fmt: str, inner: int):
         weight = draw(fmt, 3, 16, inner, dtype="fp32", device=triton_device)
         for each in (weight, shuffle(weight)):
-            assert torch.equal(moe.unpack_experts(each, torch.float32), weight.unpack())
+            assert torch.equal(unpack_experts(each, torch.float32), weight.unpack())
 
     @pytest.mark.parametrize("span", [128, 384])
     def test_rows_are_quantized_in_the_order_of_the_weight(self, triton_device: str, span: int):
@@ -181,19 +182,19 @@ class TestChoice:
     def test_all_tiles_fit(self, fmt: str, rows: int):
         for out, inner in ((6144, 4096), (24576, 4096), (4096, 12288), (64, 128), (151936, 4096)):
             style = style_of(fmt, out, None, True)
-            chosen = linear.choose(rows, out, inner, 2, 1, H200, style)
+            chosen = tiles.choose(rows, out, inner, 2, 1, H200, style)
             assert isinstance(chosen, Wgmma)
             tried = [each for each in candidates(rows, out, inner, 2, 1, H200, style) if isinstance(each, Wgmma)]
             assert chosen in tried or out == 64
-            for tiles in (chosen, *tried, shuffled.choose_grouped(rows, 8, out, inner, style, H200)):
-                ring = tiles.stages * tiles.boxes * shuffled.box_bytes(tiles.block_rows, style)
-                assert ring <= H200.shared_memory - 8192 and tiles.block_rows >= 8
-                assert tiles.boxes * GROUP * 8 // style.bits % (style.columns or 1) == 0, "a stage has whole blocks"
+            for each in (chosen, *tried, shuffled.choose_grouped(rows, 8, out, inner, style, H200)):
+                ring = each.stages * each.boxes * shuffled.box_bytes(each.block_rows, style)
+                assert ring <= H200.shared_memory - 8192 and each.block_rows >= 8
+                assert each.boxes * GROUP * 8 // style.bits % (style.columns or 1) == 0, "a stage has whole blocks"
 
     def test_many_rows_of_quantized_activations_are_the_librarys(self):
         style = style_of("fp8[1, *]", 4096, "fp8", True)
-        assert isinstance(linear.choose(64, 4096, 4096, 2, 1, H200, style), Wgmma)
-        assert linear.choose(65, 4096, 4096, 2, 1, H200, style) is None
+        assert isinstance(tiles.choose(64, 4096, 4096, 2, 1, H200, style), Wgmma)
+        assert tiles.choose(65, 4096, 4096, 2, 1, H200, style) is None
 
 
 COMPILE = """
@@ -233,7 +234,7 @@ for fmt in FORMATS:
     experts = shuffle(draw(fmt, 4, 256, 512))
     for rows in (3, 40):
         moe.ShuffledExperts().grouped_linear(x[:rows], experts, torch.zeros(4, dtype=torch.int64))
-    moe.ShuffledExperts().grouped_gated_linear(x[:40], experts, torch.zeros(4, dtype=torch.int64), kind="swigluoai", limit=7.0, alpha=1.7)
+    moe.ShuffledExperts().multiply(x[:40], experts, torch.zeros(4, dtype=torch.int64), kind="swigluoai", limit=7.0, alpha=1.7)
 """
 
 
@@ -314,7 +315,7 @@ class TestOnHopper:
         experts, out = 24, 256
         counts = [*counts, *[0] * (experts - 3)]
         weight, bias = draw(fmt, experts, out, inner, device="cuda"), make(experts, out)
-        plain = moe.unpack_experts(weight, torch.float32).double()
+        plain = unpack_experts(weight, torch.float32).double()
         bad = replace(weight, parts={name: part.clone() for name, part in weight.parts.items()})
         for expert, count in enumerate(counts):
             if not count:
@@ -327,7 +328,7 @@ class TestOnHopper:
             [rows.double() @ plain[expert].t() + bias[expert].double() for expert, rows in enumerate(parts)]
         )
         y = moe.ShuffledExperts().grouped_linear(x, shuffle(bad), ends, bias)
-        m = moe.ShuffledExperts().grouped_gated_linear(x, shuffle(bad), ends, bias, **CLAMPED)
+        m = moe.ShuffledExperts().multiply(x, shuffle(bad), ends, bias, **CLAMPED)
         if sum(counts):
             assert_near(y[: sum(counts)].double(), truth)
             expected = ops.gated_activate.body(truth.bfloat16(), **CLAMPED).double()

@@ -14,11 +14,11 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from atom.kernels.triton import few_experts, grouping, lora, moe, router, sampling, speculation
+from atom.kernels.triton import few_experts, grouped_linear, grouping, lora, moe, router, sampling, speculation
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
-from atom.kernels.triton.linear import linear, packed, row_kernels
+from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, tiles, vector
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
 from atom.graph import Batch, PackedWeight, PagedCache, Type
@@ -72,10 +72,11 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, few_experts, grouping, prepare_inputs, linear, lora, packed, row_kernels, moe, router, prefill, rope, sampling, speculation):
+for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
+               row_kernels, moe, router, prefill, rope, sampling, speculation, vector):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
-    for name in NAMES[module.__name__.rpartition(".")[2]].split():
+    for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
         setattr(module, name, Compile(getattr(module, name)))
 
 decode.suits_hopper = lambda *args: False  # Gluon's kernels have tests of their own
@@ -89,9 +90,9 @@ for rows in (1, 5, 30):
     linear.Products().linear(x, weight)
     linear.Products().add_norm_linear(x, x, norm, weight, eps=1e-6, kind="silu")
 x = bf16(100, 1024)
-for parameters in (linear.Matrix(128, 64, 8, 3), linear.Matrix(64, 64, 4, 3, splits=2, block_rows=32),
-                   linear.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
-    linear.multiply_matrix(x, weight, None, "silu", linear.make_counters(x.device), parameters)
+for parameters in (tiles.Matrix(128, 64, 8, 3), tiles.Matrix(64, 64, 4, 3, splits=2, block_rows=32),
+                   tiles.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
+    matrix.multiply_matrix(x, weight, None, "silu", matrix.make_counters(x.device), parameters)
 linear.activate_gates(bf16(100, 2048), "silu")
 formats = ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]", "int4[1, 128]", "awq_int4[1, 32]", "mxfp4", "ct_nvfp4", "q4_1")
 stored = {fmt: PackedWeight(Type("bf16", (2048, 1024), fmt), quantize(fmt, torch.ones(2048, 1024))) for fmt in formats}
@@ -99,7 +100,7 @@ for fmt, rows in packed_shapes(formats, (1, 16, 32, 60)):
     x = bf16(rows, 1024)
     linear.Products().add_norm_linear(x, x, bf16(1024), stored[fmt], eps=1e-6, kind="silu")
 for fmt, _ in packed_shapes(formats, ("", )):
-    linear.multiply_vector(bf16(1, 1024), None, None, stored[fmt], None, 0.0, None, linear.Vector(8, 4, 3, 1))
+    vector.multiply_vector(bf16(1, 1024), None, None, stored[fmt], None, 0.0, None, tiles.Vector(8, 4, 3, 1))
     packed.unpack(stored[fmt], torch.bfloat16)
 if gpu.capability == (9, 0):
     for span in (128, 1024):
@@ -108,7 +109,7 @@ if gpu.capability == (9, 0):
         row_kernels.quantize_gated(bf16(9, 2048), "silu", span, span == 128)
 row_kernels.quantize_rows(bf16(9, 1024), 1024, torch.int8)
 for bias in (None, bf16(2048)):
-    packed._scale_kernel[(2, 9)](torch.zeros(32, 2048).int(), torch.ones(32), torch.ones(2048), bias, bf16(9, 2048), 2048, 1024, **gpu.options)
+    quantized._scale_kernel[(2, 9)](torch.zeros(32, 2048).int(), torch.ones(32), torch.ones(2048), bias, bf16(9, 2048), 2048, 1024, **gpu.options)
 q, k, cache = bf16(9, 8, 128), bf16(9, 2, 128), PagedCache(bf16(4, 16, 2, 2, 128), "full")
 angle = torch.zeros(9, 64)
 slots = torch.arange(9)
@@ -159,7 +160,7 @@ many = torch.zeros(1100, 2, dtype=torch.int64)
 grouping.group(bf16(1100, 256), many, many[0, :1], experts=8)
 grouped, order, ends = grouping.group(x, ids, experts=8)
 moe.Experts().grouped_linear(grouped, experts, ends)
-moe.Experts().grouped_gated_linear(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
+moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
 grouping.combine(bf16(14, 256), weights, order)
 grouping.combine(bf16(2200, 256), torch.zeros(1100, 2), torch.arange(2200))
 for tokens in (1, 7):
@@ -171,13 +172,15 @@ for fmt, rows in packed_shapes(formats, (14, 200, 1000)):
 NAMES = {
     "decode": "_decode",
     "prepare_inputs": "_prepare _extend",
-    "linear": "_vector_kernel _matrix_kernel",
+    "matrix": "_matrix_kernel",
+    "vector": "_vector_kernel",
     "lora": "_expand_kernel",
-    "packed": "_unpack_kernel _scale_kernel",
+    "packed": "_unpack_kernel",
+    "quantized": "_scale_kernel",
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
     "router": "_logits_kernel _choose_kernel _route_few_kernel",
     "grouping": "_group_kernel _count_kernel _place_kernel _combine_kernel _sum_rows_kernel",
-    "moe": "_grouped_linear_kernel _packed_grouped_linear_kernel",
+    "grouped_linear": "_grouped_linear_kernel _packed_grouped_linear_kernel",
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",

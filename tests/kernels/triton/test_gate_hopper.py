@@ -13,7 +13,8 @@ from kernels.compiling import compile_for_hopper
 from atom.kernels.triton import gpu as module
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear
-from atom.kernels.triton.linear.linear import MANY_ROWS, MAX_ROWS, suits_hopper
+from atom.kernels.triton.linear.linear import MANY_ROWS, suits_hopper
+from atom.kernels.triton.linear.tiles import MAX_ROWS
 
 H200 = Gpu(132, 227 << 10, (9, 0))
 

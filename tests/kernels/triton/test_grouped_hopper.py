@@ -14,7 +14,8 @@ from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw, make
 from atom.graph import PackedWeight, ops
 from atom.graph.quantize_rows import round_rows
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton import grouped_hopper, moe, warp_groups
+from atom.kernels.triton import grouped_hopper, warp_groups
+from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 
 COMPILE = """
@@ -182,7 +183,7 @@ class TestOnHopper:
         from atom.kernels.triton import grouped_packed_hopper
 
         weight, x, bias = scaled(fmt, len(counts), 384, 640), make(sum(counts), 640), make(len(counts), 384)
-        plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
+        plain, shuffled = unpack_experts(weight, torch.float32), shuffle(weight)
         plan = grouped_packed_hopper.plan_tiles(ends_of(counts), len(x))
         for each in (None, bias):
             check(
@@ -195,7 +196,7 @@ class TestOnHopper:
     @pytest.mark.parametrize(("width", "inner"), [(192, 256), (768, 640)])
     def test_both_may_be_in_fp8(self, counts: list[int], width: int, inner: int, gate: Any):
         weight, x = scaled("fp8[128, 128]", len(counts), 2 * width, inner), make(sum(counts), inner)
-        plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
+        plain, shuffled = unpack_experts(weight, torch.float32), shuffle(weight)
         plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x)), round_rows(x, "fp8[1, 128]")
         values, scales, *_ = quantize_rows(x, 128, FP8, is_shuffled=True)
         kernel_gate = None if gate is None else grouped_hopper.gate_of(**gate)
@@ -208,7 +209,7 @@ class TestOnHopper:
         counts, tokens = [100, 0, 333, 79], make(256, 640)
         order = torch.randperm(512, device="cuda")
         weight = scaled("fp8[128, 128]", len(counts), 384, 640)
-        plain, shuffled = moe.unpack_experts(weight, torch.float32), shuffle(weight)
+        plain, shuffled = unpack_experts(weight, torch.float32), shuffle(weight)
         plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), 512), round_rows(tokens, "fp8[1, 128]")
         values, scales, *_ = quantize_rows(tokens, 128, FP8, is_shuffled=True)
         rows = values[order // 2]

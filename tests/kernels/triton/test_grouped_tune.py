@@ -19,10 +19,10 @@ from atom.kernels.triton import grouped_tiles, moe
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Shape, Tiles, finder, key_of, to_entry
 from atom.kernels.triton.grouped_tune import ExpertsTuner, Product, Recording, Trial, candidates, products_of
-from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear import tiles as linear_tiles
 from atom.kernels.triton.linear import tune as linears
-from atom.kernels.triton.linear.packed import PLAIN, Style
 from atom.kernels.triton.linear.shuffled import BOX, Wgmma, box_bytes
+from atom.kernels.triton.linear.style import PLAIN, Style
 from atom.weights.quantize import quantize
 
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
@@ -61,7 +61,7 @@ def test_what_is_tried_of_shuffled_experts_fits_and_can_be_kept(style: Style):
             assert tiles.stages * tiles.boxes * box_bytes(tiles.block_rows, style) < H200.shared_memory
             assert tiles.boxes * BOX * 8 // style.bits % (style.columns or 1) == 0
             assert tiles.splits == 1 or rows <= experts, "rows of an expert that share a tile"
-            assert tiles.splits == 1 or rows * -(-out // 64) <= linear.MAX_TILES, "no counter for each"
+            assert tiles.splits == 1 or rows * -(-out // 64) <= linear_tiles.MAX_TILES, "no counter for each"
             assert tuned.FITS["experts"](key_of(shape), to_entry(tiles))
             assert not tuned.FITS["experts"](key_of(shape._replace(style=PLAIN)), to_entry(tiles))
 
@@ -85,8 +85,8 @@ def test_what_comes_with_atom_is_among_what_is_tried():
 @pytest.mark.parametrize("rows", [1, 16, 128])
 def test_what_is_tried_of_linears_can_be_kept(rows: int, style: Style):
     for parameters in linears.candidates(rows, 6144, 4096, 2, 1, H200, style):
-        key = linear.key_of(rows, 6144, 4096, 1, style)
-        assert tuned.FITS["linear"](key, linear.to_entry(parameters)), (key, parameters)
+        key = linear_tiles.key_of(rows, 6144, 4096, 1, style)
+        assert tuned.FITS["linear"](key, linear_tiles.to_entry(parameters)), (key, parameters)
 
 
 def make(fmt: str | None, counts: list[int], out: int, inner: int, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 from atom.graph import ops
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
-from atom.kernels.triton.linear.linear import Matrix, Vector
+from atom.kernels.triton.linear import matrix, tiles, vector
+from atom.kernels.triton.linear.tiles import Matrix, Vector
 
 LARGE = Gpu(132, 227 << 10, (9, 0), "large")
 SMALL = Gpu(128, 99 << 10, (8, 9), "small")
@@ -67,14 +68,14 @@ def test_one_row_is_added_normed_multiplied_and_gated_like_the_ops(triton_device
         for out, inner in SHAPES[triton_device]:
             for parameters in VECTOR_PARAMETERS:
                 row_size = 2 ** (inner - 1).bit_length() * dtype.itemsize
-                if (parameters.stages - 1) * parameters.block_out * row_size > kernels.MEMORY[0]:
+                if (parameters.stages - 1) * parameters.block_out * row_size > tiles.MEMORY[0]:
                     continue
                 a, b = make(triton_device, dtype, 2, 1, inner)
                 b = b if ahead == "add and norm" else None
                 norm = None if ahead == "nothing" else make(triton_device, dtype, inner)
                 weight = make(triton_device, dtype, out * (1 if kind is None else 2), inner)
                 bias = make(triton_device, dtype, len(weight))
-                y, total = kernels.multiply_vector(a, b, norm, weight, bias, EPS, kind, parameters)
+                y, total = vector.multiply_vector(a, b, norm, weight, bias, EPS, kind, parameters)
                 assert_like_the_ops(y, a, b, norm, weight, bias, kind)
                 assert torch.equal(total, a if b is None else a + b)
 
@@ -89,7 +90,7 @@ def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
                 x = make(triton_device, dtype, rows, inner + 8)[:, :inner]  # rows lie apart
                 weight = make(triton_device, dtype, out * (1 if kind is None else 2), inner)
                 bias = make(triton_device, dtype, len(weight))
-                y = kernels.multiply_matrix(x, weight, bias, kind, kernels.make_counters(x.device), parameters)
+                y = matrix.multiply_matrix(x, weight, bias, kind, matrix.make_counters(x.device), parameters)
                 assert_like_the_ops(y, x, None, None, weight, bias, kind)
 
 
@@ -142,7 +143,7 @@ def test_every_gate_is_activated_like_the_op(triton_device, kind):
             ops.gated_activate.body(x.float(), kind=kind),
         )
         weight, row = torch.eye(32, device=triton_device, dtype=dtype), x[:1, :32].contiguous()
-        y, _ = kernels.multiply_vector(row, None, None, weight, None, EPS, kind, Vector(4, 4, stages=2, programs=2))
+        y, _ = vector.multiply_vector(row, None, None, weight, None, EPS, kind, Vector(4, 4, stages=2, programs=2))
         assert_as_near(y, ops.gated_activate.body(row, kind=kind), ops.gated_activate.body(row.float(), kind=kind))
 
 
@@ -150,12 +151,12 @@ def test_every_gate_is_activated_like_the_op(triton_device, kind):
 def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
     weight = make(triton_device, torch.float16, 50, 200)
     x = make(triton_device, torch.float16, 7, 200)
-    counters = kernels.make_counters(x.device)
-    together = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
-    assert torch.equal(kernels.multiply_matrix(x[2:4], weight, None, None, counters, parameters), together[2:4])
+    counters = matrix.make_counters(x.device)
+    together = matrix.multiply_matrix(x, weight, None, None, counters, parameters)
+    assert torch.equal(matrix.multiply_matrix(x[2:4], weight, None, None, counters, parameters), together[2:4])
 
     x[3, 5] = float("nan")
-    spoilt = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
+    spoilt = matrix.multiply_matrix(x, weight, None, None, counters, parameters)
     others = [0, 1, 2, 4, 5, 6]
     assert spoilt[3].isnan().all()
     assert torch.equal(spoilt[others], together[others])
@@ -164,17 +165,17 @@ def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
 def test_splits_add_up_the_same_each_time(triton_device):
     x, weight = make(triton_device, torch.float32, 9, 190), make(triton_device, torch.float32, 20, 190)
     parameters = Matrix(16, 16, warps=4, stages=2, splits=5, block_rows=8)
-    counters = kernels.make_counters(x.device)
-    first = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
+    counters = matrix.make_counters(x.device)
+    first = matrix.multiply_matrix(x, weight, None, None, counters, parameters)
     for _ in range(3):
-        assert torch.equal(kernels.multiply_matrix(x, weight, None, None, counters, parameters), first)
+        assert torch.equal(matrix.multiply_matrix(x, weight, None, None, counters, parameters), first)
     assert counters.count_nonzero() == 0
 
 
 def test_a_product_of_too_many_tiles_is_not_split():
-    x, weight = (torch.empty(num, 64, device="meta") for num in (3, 16 * kernels.MAX_TILES + 1))
-    with pytest.raises(kernels.TileError, match=f"1 x {kernels.MAX_TILES + 1} tiles"):
-        kernels.multiply_matrix(x, weight, None, None, x, Matrix(16, 16, warps=4, stages=2, splits=2))
+    x, weight = (torch.empty(num, 64, device="meta") for num in (3, 16 * tiles.MAX_TILES + 1))
+    with pytest.raises(tiles.TileError, match=f"1 x {tiles.MAX_TILES + 1} tiles"):
+        matrix.multiply_matrix(x, weight, None, None, x, Matrix(16, 16, warps=4, stages=2, splits=2))
 
 
 def test_the_way_of_one_row_is_not_taken_for_two(triton_device):
@@ -204,20 +205,20 @@ def test_gates_of_more_rows_than_a_grid_has_in_its_second_dim():
 def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, gpu):
     out, inner = shape
     for element_size, gates in itertools.product((2, 4), (1, 2)):
-        chosen = kernels.choose(rows, out, inner, element_size, gates, gpu)
+        chosen = tiles.choose(rows, out, inner, element_size, gates, gpu)
         if chosen is None:
             assert element_size == 4  # float32 has no tensor core that is exact
             continue
-        if isinstance(chosen, kernels.Vector):
+        if isinstance(chosen, tiles.Vector):
             size = 2 ** (inner - 1).bit_length() * element_size
             assert rows == 1
             assert chosen.block_out % gates == 0
             assert chosen.stages > 1
             assert (chosen.stages - 1) * chosen.block_out * size < gpu.shared_memory
             continue
-        tiles, step = -(-out // chosen.block_out), chosen.block_inner * chosen.groups
-        assert tiles * chosen.splits >= min(120, out * inner * element_size / 2**16)
-        assert chosen.splits == 1 or tiles <= kernels.MAX_TILES
+        num_tiles, step = -(-out // chosen.block_out), chosen.block_inner * chosen.groups
+        assert num_tiles * chosen.splits >= min(120, out * inner * element_size / 2**16)
+        assert chosen.splits == 1 or num_tiles <= tiles.MAX_TILES
         assert chosen.stages * step * (chosen.block_out + 2 ** (rows - 1).bit_length()) * element_size <= 99 * 1024
         assert inner > (chosen.splits - 1) * step  # no split without columns
 

@@ -10,7 +10,7 @@ from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import few_experts, grouping, moe
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Shape, choose_tiles
-from atom.kernels.triton.linear.packed import PLAIN
+from atom.kernels.triton.linear.style import PLAIN
 from atom.kernels.triton.router import Router
 from atom.weights.quantize import quantize
 
@@ -168,7 +168,7 @@ def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Te
         truth = ops.gated_activate.body(products, **gate)
         expected = ops.gated_activate.body(ops.grouped_linear.body(x, weight, ends, each), **gate)
         own = None if each is None else each.to(device)
-        y = moe.Experts().grouped_gated_linear(x.to(device), moved, ends.to(device), own, **gate)
+        y = moe.Experts().multiply(x.to(device), moved, ends.to(device), own, **gate)
         assert_as_near(y.cpu(), expected, truth)
 
 

@@ -20,8 +20,9 @@ from atom.kernels import Target, find_target
 from atom.kernels.triton import KERNELS
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
-from atom.kernels.triton.linear import packed, row_kernels
-from atom.kernels.triton.linear.linear import Matrix, Vector
+from atom.kernels.triton.linear import matrix, packed, quantized, row_kernels, tiles, vector
+from atom.kernels.triton.linear.style import style_of
+from atom.kernels.triton.linear.tiles import Matrix, Vector
 from atom.kernels.triton.linear.tune import Product, Trial, agrees, candidates, is_unfit
 from atom.weights.quantize import quantize
 
@@ -106,19 +107,19 @@ def test_rows_are_multiplied_like_the_op(triton_device, turn, rows, fmt):
     bias = torch.randn(out, device=triton_device)
     truth = expected(x, None, None, weight, bias, None)
     turn += list(FORMATS).index(fmt)  # each format has all tiles, one for each number of rows
-    counters = kernels.make_counters(x.device)
+    counters = matrix.make_counters(x.device)
     try:
-        y = kernels.multiply_matrix(x, weight, bias, None, counters, MATRICES[turn % 3])
+        y = matrix.multiply_matrix(x, weight, bias, None, counters, MATRICES[turn % 3])
     except OutOfResources:  # float32 takes twice the shared memory that bf16 does
         assert triton_device != "cpu" and turn % 3
-        y = kernels.multiply_matrix(x, weight, bias, None, counters, MATRICES[0])
+        y = matrix.multiply_matrix(x, weight, bias, None, counters, MATRICES[0])
     assert_near(y, truth)
     for parameters in VECTORS if rows == 1 else []:
         if "96]" in fmt:
-            with pytest.raises(kernels.TileError, match="96 columns share a scale"):
-                kernels.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
+            with pytest.raises(tiles.TileError, match="96 columns share a scale"):
+                vector.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
             continue
-        y, _ = kernels.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
+        y, _ = vector.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
         assert_near(y, truth)
 
 
@@ -175,9 +176,9 @@ def test_numbers_at_the_ends_of_a_format_are_exact(triton_device):
         parts = {"values": numbers.to(triton_device), "scales": torch.full((16, 1), size, device=triton_device)}
         weight = PackedWeight(Type("fp32", (16, 47), "fp8[1, *]"), parts)
         x = torch.eye(47, device=triton_device)
-        y = kernels.multiply_matrix(x, weight, None, None, kernels.make_counters(x.device), MATRICES[0])
+        y = matrix.multiply_matrix(x, weight, None, None, matrix.make_counters(x.device), MATRICES[0])
         assert torch.equal(y, numbers.float().mT.to(triton_device) * size)
-        row, _ = kernels.multiply_vector(x[7:8], None, None, weight, None, EPS, None, VECTORS[0])
+        row, _ = vector.multiply_vector(x[7:8], None, None, weight, None, EPS, None, VECTORS[0])
         assert torch.equal(row, y[7:8])
     halves = torch.arange(16, dtype=torch.uint8).repeat(2)
     for exponent in (100, 127, 140):
@@ -185,9 +186,9 @@ def test_numbers_at_the_ends_of_a_format_are_exact(triton_device):
         parts = {"values": values.to(triton_device), "scales": scales.to(triton_device)}
         weight = PackedWeight(Type("fp32", (1, 32), "mxfp4"), parts)
         x = torch.eye(32, device=triton_device)
-        y = kernels.multiply_matrix(x, weight, None, None, kernels.make_counters(x.device), MATRICES[0])
+        y = matrix.multiply_matrix(x, weight, None, None, matrix.make_counters(x.device), MATRICES[0])
         assert torch.equal(y.mT, weight.unpack())
-        half = kernels.multiply_matrix(x.half(), weight, None, None, kernels.make_counters(x.device), MATRICES[0])
+        half = matrix.multiply_matrix(x.half(), weight, None, None, matrix.make_counters(x.device), MATRICES[0])
         assert torch.equal(half.mT, weight.unpack().half()) or exponent == 100
 
 
@@ -227,7 +228,7 @@ def test_what_is_tried_gives_the_product_in_bf16(every, rows, fmt):
     weight = make_weight("cuda", fmt, out, inner, "bf16")
     x = torch.randn(rows, inner).to("cuda", torch.bfloat16)
     truth, gpu = expected(x, None, None, weight, None, None), kernels.find_gpu(x.device)
-    tried = [each for each in candidates(rows, out, inner, 2, 1, gpu, packed.style_of(fmt, out)) if each is not None]
+    tried = [each for each in candidates(rows, out, inner, 2, 1, gpu, style_of(fmt, out)) if each is not None]
     chosen = tried[list(FORMATS).index(fmt) % min(every, len(tried)) :: every]
     num_run = 0
     for at, each in enumerate([*chosen, *(each for each in tried if each not in chosen)]):
@@ -250,8 +251,8 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
     for rows, (out, inner), gates in itertools.product(
         (1, 8, 32, 64, 256), ((4096, 4096), (24576, 4096), (4096, 12288)), (1, 2)
     ):
-        style = packed.style_of(fmt, out)
-        tried = [kernels.choose(rows, out, inner, 2, gates, gpu, style)]
+        style = style_of(fmt, out)
+        tried = [tiles.choose(rows, out, inner, 2, gates, gpu, style)]
         tried += candidates(rows, out, inner, 2, gates, gpu, style)
         assert len(tried) <= 80
         for each in tried:
@@ -262,28 +263,28 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
                 if style.columns is not None:
                     unit = style.columns & -style.columns
                     assert unit % each.block_inner == 0 or each.block_inner <= 4 * unit
-                assert each.splits == 1 or -(-out // each.block_out) <= kernels.MAX_TILES
+                assert each.splits == 1 or -(-out // each.block_out) <= tiles.MAX_TILES
             elif isinstance(each, Vector):
                 assert "96]" not in fmt
 
 
 def test_a_key_says_how_a_packed_weight_holds_numbers():
     def key(fmt):
-        return kernels.key_of(5, 6144, 4096, 1, packed.style_of(fmt, 6144))
+        return tiles.key_of(5, 6144, 4096, 1, style_of(fmt, 6144))
 
-    assert kernels.key_of(5, 6144, 4096, 1) == "8 6144 4096 1"
+    assert tiles.key_of(5, 6144, 4096, 1) == "8 6144 4096 1"
     assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
     assert key("int4[1, 128]") == key("ct_packed_int4") == "8 6144 4096 1 u4[1,128]"
     assert key("awq_int4[1, 128]") == "8 6144 4096 1 u4z[1,128]"
     assert (key("q4_0"), key("q4_1")) == ("8 6144 4096 1 u4[1,32]", "8 6144 4096 1 u4m[1,32]")
-    by_fp8 = packed.style_of("fp8[1, *]", 6144, "fp8[1, *]")
-    assert kernels.key_of(5, 6144, 4096, 1, by_fp8) == "8 6144 4096 1 e4m3[1,*] fp8"
+    by_fp8 = style_of("fp8[1, *]", 6144, "fp8[1, *]")
+    assert tiles.key_of(5, 6144, 4096, 1, by_fp8) == "8 6144 4096 1 e4m3[1,*] fp8"
     assert key("mxfp4") == key("quark_mxfp4") == "8 6144 4096 1 e2m1[1,32]"
-    find = kernels.finder({"8 6144 4096 1": ["library"], "8 6144 4096 1 e4m3[1,*]": ["matrix", 16, 64, 4, 2]})
+    find = tiles.finder({"8 6144 4096 1": ["library"], "8 6144 4096 1 e4m3[1,*]": ["matrix", 16, 64, 4, 2]})
     assert find(5, 6144, 4096, 2, 1, H200) is None
-    assert find(5, 6144, 4096, 2, 1, H200, packed.style_of("fp8[1, *]", 6144)) == Matrix(16, 64, 4, 2)
-    blocks = packed.style_of("fp8[128, 128]", 6144)
-    assert find(5, 6144, 4096, 2, 1, H200, blocks) == kernels.choose(5, 6144, 4096, 2, 1, H200, blocks)
+    assert find(5, 6144, 4096, 2, 1, H200, style_of("fp8[1, *]", 6144)) == Matrix(16, 64, 4, 2)
+    blocks = style_of("fp8[128, 128]", 6144)
+    assert find(5, 6144, 4096, 2, 1, H200, blocks) == tiles.choose(5, 6144, 4096, 2, 1, H200, blocks)
     trial = Trial(find)
     trial.chosen["8 6144 4096 1 e4m3[128,128]"] = Matrix(32, 64, 4, 2)
     assert trial(5, 6144, 4096, 2, 1, H200, blocks) == Matrix(32, 64, 4, 2)
@@ -297,7 +298,7 @@ def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):
     weight = make_weight(triton_device, "int4[1, 128]", 38, 384, "fp16")
     x = torch.randn(3, 384).to(triton_device, torch.float16)
     assert agrees(partial(products.linear, x, weight), MATRICES[0])
-    product = Product(38, 384, 1, 2, packed.style_of("int4[1, 128]", 38))
+    product = Product(38, 384, 1, 2, style_of("int4[1, 128]", 38))
     assert product.num_elements == 38 * 384 * 2
 
 
@@ -353,7 +354,7 @@ def test_the_library_multiplies_activations_of_8_bits_where_it_can():
 
 @pytest.mark.parametrize("rows", [1, 33, 70])
 def test_the_library_multiplies_rows_of_integers(triton_device, rows, monkeypatch):
-    monkeypatch.setattr(packed, "INT8_ROWS", 40)
+    monkeypatch.setattr(quantized, "INT8_ROWS", 40)
     weight = make_weight(triton_device, "int8[1, *]", 48, 96)
     x, bias = torch.randn(rows, 96, device=triton_device), torch.randn(48, device=triton_device)
     scales = x.abs().amax(1, keepdim=True) / 127

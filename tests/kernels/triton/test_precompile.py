@@ -56,13 +56,13 @@ from atom.config.load import engine_overrides, load
 from atom.graph import TORCH_DTYPES, PackedWeight
 from atom.graph.parts import parts_of
 from atom.kernels import Target
-from atom.kernels.triton import few_experts, grouping, moe, router, sampling
+from atom.kernels.triton import few_experts, grouped_linear, grouping, moe, router, sampling
 from atom.kernels.triton import precompile
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
 from atom.kernels.triton.attention import latent
-from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear import linear, matrix, vector
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
 from atom.kernels.triton.gpu import Gpu
@@ -75,7 +75,7 @@ from atom.runtime.runner import Runner
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.types import Plan, ScheduledRequest, Sequence, StepLimits
 
-for module in (decode, few_experts, grouping, latent, linear, moe, prefill, rope, router):
+for module in (decode, few_experts, grouped_linear, grouping, latent, linear, matrix, moe, prefill, rope, router, vector):
     module.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
 folder = sys.argv[1]
 fields = {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True, **json.loads(sys.argv[3])}

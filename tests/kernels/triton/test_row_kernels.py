@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from atom.graph import PackedWeight, Type, ops
 from atom.graph.quantize_rows import quantize_rows
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton.linear import linear, packed, row_kernels
+from atom.kernels.triton.linear import linear, quantized, row_kernels
 from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows
 from atom.weights.quantize import quantize
 
@@ -96,7 +96,7 @@ def test_the_rows_of_gates_reach_the_next_linear_quantized(triton_device, exact_
         return (values * spans)[: x.rows] @ plain.t()
 
     if triton_device == "cpu":
-        monkeypatch.setattr(packed, "_multiply_fp8", multiply)
+        monkeypatch.setattr(quantized, "_multiply_fp8", multiply)
         monkeypatch.setattr(linear, "MAX_ROWS", 13)  # a program for each row is interpreted
     dtype, act = ("fp32", "bf16")[triton_device != "cpu"], "fp8[1, *]" if "*" in fmt else "fp8[1, 128]"
     weights, stored = [], {}

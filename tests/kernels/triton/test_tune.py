@@ -19,8 +19,8 @@ from triton.errors import TritonError
 from atom.graph import ops, parse
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
-from atom.kernels.triton.linear import linear
-from atom.kernels.triton.linear.linear import Matrix, Parameters, Vector
+from atom.kernels.triton.linear import linear, matrix, tiles
+from atom.kernels.triton.linear.tiles import Matrix, Parameters, Vector
 from atom.kernels.triton.linear.tune import MARGIN, Product, Trial, agrees, candidates, products_of, search
 
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
@@ -56,13 +56,13 @@ def test_what_is_tried_is_little_and_fits(rows: int, gpu: Gpu):
         for each in tried:
             if isinstance(each, Vector):
                 row_size = 2 ** (inner - 1).bit_length() * 2
-                assert rows == 1 and each.block_out % gates == 0 and 2 <= each.stages <= linear.MAX_STAGES
+                assert rows == 1 and each.block_out % gates == 0 and 2 <= each.stages <= tiles.MAX_STAGES
                 assert (each.stages - 1) * each.block_out * row_size * each.programs <= gpu.shared_memory
             elif isinstance(each, Matrix):
                 step, block_rows = each.block_inner * each.groups, min(max(8, rows), each.block_rows)
                 assert (each.stages - 1) * step * (each.block_out + block_rows) * 2 <= gpu.shared_memory
                 assert inner > (each.splits - 1) * step, "no split without columns"
-                assert each.splits == 1 or -(-rows // block_rows) * -(-out // each.block_out) <= linear.MAX_TILES
+                assert each.splits == 1 or -(-rows // block_rows) * -(-out // each.block_out) <= tiles.MAX_TILES
                 assert each.block_rows <= 128
 
 
@@ -83,14 +83,14 @@ def test_no_two_that_are_tried_launch_the_same_and_what_they_launch_fits(
 ):
     launches = Launches()
     monkeypatch.setattr(torch.version, "hip", "7.0" if gpu is AMD else None)
-    monkeypatch.setattr(linear, "find_gpu", lambda device: gpu)
-    monkeypatch.setattr(linear, "_matrix_kernel", launches)
+    monkeypatch.setattr(matrix, "find_gpu", lambda device: gpu)
+    monkeypatch.setattr(matrix, "_matrix_kernel", launches)
     for out, inner in SHAPES[:5]:
         launches.seen.clear()
         x, weight = (torch.empty(num, inner, dtype=torch.bfloat16, device="meta") for num in (rows, out))
         tried = [each for each in candidates(rows, out, inner, 2, 1, gpu) if isinstance(each, Matrix)]
         for each in tried:
-            linear.multiply_matrix(x, weight, None, None, x, each)
+            matrix.multiply_matrix(x, weight, None, None, x, each)
         assert len(set(launches.seen)) == len(launches.seen) == len(tried) > 0
         for _, _, _, _, block_rows, block_out, block_inner, stages, groups, _, prefetch, *_ in launches.seen:
             assert (stages - 1) * groups * block_inner * (block_out + block_rows) * 2 <= gpu.shared_memory
@@ -156,23 +156,23 @@ def test_a_text_s_products_are_those_of_its_kernels_with_16_bits_and_the_largest
 
 
 def test_what_is_chosen_goes_before_what_is_known_and_that_before_the_rule():
-    trial = Trial(linear.finder({"8 64 32 1": ["matrix", 16, 64, 4, 2], "8 64 32 2": ["library"]}))
+    trial = Trial(tiles.finder({"8 64 32 1": ["matrix", 16, 64, 4, 2], "8 64 32 2": ["library"]}))
     assert trial(5, 64, 32, 2, 1, H200) == Matrix(16, 64, 4, 2)
     assert trial(5, 64, 32, 2, 2, H200) is None
     trial.chosen["8 64 32 1"] = Matrix(32, 64, 4, 2)
     assert trial(8, 64, 32, 2, 1, H200) == Matrix(32, 64, 4, 2)
     trial.chosen["8 64 32 1"] = None
     assert trial(8, 64, 32, 2, 1, H200) is None
-    rule = linear.choose(8, 64, 32, 4, 1, H200)
+    rule = tiles.choose(8, 64, 32, 4, 1, H200)
     assert trial(8, 64, 32, 4, 1, H200) == rule, "of 32 bits nothing is tried"
-    assert trial(9, 64, 32, 2, 1, H200) == linear.choose(9, 64, 32, 2, 1, H200) is not None
+    assert trial(9, 64, 32, 2, 1, H200) == tiles.choose(9, 64, 32, 2, 1, H200) is not None
 
 
 def test_parameters_are_read_as_they_are_written():
     for parameters in (None, Vector(4, 8, 5, 1), Matrix(64, 128, 4, 4, splits=2, block_rows=32)):
-        assert linear.from_entry(json.loads(json.dumps(linear.to_entry(parameters)))) == parameters
-    assert linear.to_entry(None) == ["library"] and linear.to_entry(Vector(4, 8, 5, 1)) == ["vector", 4, 8, 5, 1]
-    assert linear.from_entry(["matrix", 64, 128, 4, 4]) == Matrix(64, 128, 4, 4, 1, 1, 0, 128)
+        assert tiles.from_entry(json.loads(json.dumps(tiles.to_entry(parameters)))) == parameters
+    assert tiles.to_entry(None) == ["library"] and tiles.to_entry(Vector(4, 8, 5, 1)) == ["vector", 4, 8, 5, 1]
+    assert tiles.from_entry(["matrix", 64, 128, 4, 4]) == Matrix(64, 128, 4, 4, 1, 1, 0, 128)
 
 
 START, OTHER, THIRD = Matrix(16, 16, 1, 2), Matrix(32, 16, 1, 2), Matrix(64, 16, 1, 2)
@@ -213,7 +213,7 @@ def test_within_the_margin_the_current_one_stays():
     assert search(START, [OTHER, THIRD], Clock(steps).prepare) == THIRD
 
 
-@pytest.mark.parametrize("error", [linear.TileError, TritonError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [tiles.TileError, TritonError, torch.OutOfMemoryError])
 def test_what_cannot_be_run_is_skipped_and_counted(error: type[Exception]):
     counted: list[None] = []
     clock = Clock({START: 1.0, THIRD: 0.5}, error=error)
@@ -245,7 +245,7 @@ def test_the_hopeless_is_timed_once():
 
 
 def call_of(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., Any]:
-    def call(*, parameters: linear.Find) -> torch.Tensor:
+    def call(*, parameters: tiles.Find) -> torch.Tensor:
         y = x @ weight.T
         if parameters(len(x), *weight.shape, 2, 1, H200) == OTHER:
             y[-1, 3] += 0.1 * y[-1].abs().max()
@@ -274,7 +274,7 @@ def test_another_result_than_the_library_s_is_noticed_wherever_it_is():
     norm = torch.ones(64).half()
     for parameters, rows in ((Matrix(16, 16, 4, 2), 5), (Vector(2, 4, 2, 1), 1)):
 
-        def run(*, parameters: linear.Find, rows: int = rows) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(*, parameters: tiles.Find, rows: int = rows) -> tuple[torch.Tensor, torch.Tensor]:
             return linear.Products().add_norm_linear(
                 x[-rows:], x[-rows:], norm, weight, eps=1e-6, parameters=parameters
             )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from atom.kernels.triton.attention.common import LOG2E, NOTHING, cap_scores, score_factor, wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 ROWS = gl.constexpr(128)  # of a tile: queries times heads
@@ -459,8 +458,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     num_prefills = num_sequences - num_decodes
     # the keys and values of long sequences stay in L2 for some heads at a time; of an odd number one by one
     together = 2 - kv_heads % 2 if num_tokens - num_decodes >= LONG * num_prefills else kv_heads
-    if q.data_ptr() % 16 or q.stride(0) % 8:
-        q = q.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
+    q = align_rows(q)
     queries = _query_descriptors(group).find(q, (num_tokens, heads, dim), (q.stride(0), dim, 1))
     pieces = _piece_descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
     num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1

@@ -1,8 +1,6 @@
 """Unpack the weights of linears, in registers or whole.
 
-    operand = operand_of(weight)                 # a plain weight's, or a packed one's parts, and how they hold numbers
     dense = unpack(weight, torch.bfloat16)       # [O, I]
-    y = multiply_quantized(x, weight, None, "fp8[1, *]")     # by the library, of x quantized too, or already
 
 A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
 own, so that nothing is interleaved. fp8 and fp4 become floats by their bits alone, which makes them smaller by a power
@@ -11,103 +9,16 @@ of 2: the result is multiplied by it, and x by another one ahead, so that no sum
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.dtypes import DTYPES
-from atom.graph.formats import parse_format
 from atom.graph.packed import PackedWeight
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
+from atom.kernels.triton.linear.style import operand_of
 from atom.kernels.triton.unpack import offsets_of
-
-INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each
-LEAST_INT8_ROWS = 32  # that the library multiplies
-
-
-class Style(NamedTuple):
-    """How a weight holds numbers: arguments of a kernel that it is compiled for."""
-
-    values: str | None = None  # e4m3, i8, u8, u4, e2m1; None: plain
-    rows: int = 1  # that share a scale
-    columns: int | None = None  # that share a scale; None: all
-    offset: str = ""  # of each block: z, a zero point, or m, a minimum
-    factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
-    act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
-    is_shuffled: bool = False  # in the layout of hopper/shuffle.py
-
-    @property
-    def name(self) -> str:
-        """In keys of measured parameters; empty of a plain weight."""
-        if self.values is None:
-            return ""
-        by = f" {self.act}" if self.act else ""
-        layout = " wgmma" if self.is_shuffled else ""
-        return f"{self.values}{self.offset}[{self.rows},{self.columns or '*'}]{by}{layout}"
-
-    @property
-    def bits(self) -> int:
-        """Of a number; 16 of a plain weight, though it may be float32."""
-        return {None: 16, "u4": 4, "e2m1": 4}.get(self.values, 8)
-
-    @property
-    def per_byte(self) -> int:
-        return 2 if self.bits == 4 else 1
-
-    @property
-    def constants(self) -> tuple[str | int | None, ...]:
-        """The constants that a kernel of linears takes in the end."""
-        return self.values, self.per_byte, self.rows, self.columns, self.factor
-
-
-PLAIN = Style()
-
-
-class Operand(NamedTuple):
-    """A weight as a kernel takes it."""
-
-    values: Tensor
-    scales: Tensor | None = None
-    zeros: Tensor | None = None  # zero points, u8, or minima, in floating point
-    factor: Tensor | None = None
-    style: Style = PLAIN
-
-
-def operand_of(weight: Tensor | PackedWeight) -> Operand:
-    """A plain weight [O, I], or a packed one's parts, bytes as u8."""
-    if isinstance(weight, Tensor):
-        return Operand(weight)
-    parts, style = weight.parts, style_of(str(weight.type.fmt), weight.shape[0], None, weight.layout is not None)
-    factor = next((parts[name] for name in ("factor", "divisor") if name in parts), None)
-    if factor is not None and factor.numel() > 1:
-        style = style._replace(factor=f"{style.factor}s")
-    values = parts["values"]
-    values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
-    scales = parts["scales"]
-    scales = scales.view(torch.uint8) if scales.dtype == FP8 else scales
-    return Operand(values, scales, parts.get("zeros", parts.get("mins")), factor, style)
-
-
-@cache
-def style_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: bool = False) -> Style:
-    """How a weight of this format holds numbers, and what the library multiplies x in."""
-    if fmt is None:
-        return PLAIN
-    known = parse_format(fmt)
-    rows, columns = known.block
-    values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
-    factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
-    by = None if act is None else act.partition("[")[0]
-    offset = "z" if "zeros" in known.parts else "m" if "mins" in known.parts else ""
-    return Style(values.get(known.kind, "e2m1"), rows or out, columns, offset, factor, by, is_shuffled)
-
 
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
 E4M3_ASM = tl.constexpr("""{
@@ -398,66 +309,3 @@ def _unpack_kernel(
     column = (tl.program_id(0) * 1024 + tl.arange(0, 1024))[None, :]
     y = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
-
-
-def multiply_quantized(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None, act: str) -> Tensor:
-    """x [T, I] -> [T, O], by the library, with x quantized to this format, as `accepts_linear` takes it.
-
-    Rows that come quantized are in fp8, in the order of the weight's columns.
-    """
-    if isinstance(x, Tensor) and act.startswith("int8"):
-        return _multiply_int8(x, weight, bias)
-    is_shuffled = weight.layout is not None
-    if isinstance(x, Tensor):
-        x = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=is_shuffled)
-    assert x.is_shuffled == is_shuffled, "the columns of x and of the weight are in other orders"
-    y = _multiply_fp8(x, weight)
-    return y if bias is None else y.add_(bias)
-
-
-def _multiply_fp8(x: QuantizedRows, weight: PackedWeight) -> Tensor:
-    values, scales = weight.parts["values"].view(FP8), weight.parts["scales"]
-    dtype = getattr(torch, DTYPES[weight.type.dtype].name)
-    if parse_format(str(weight.type.fmt)).block[0] == 1:
-        y = F.scaled_mm(
-            x.values, values.t(), x.scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
-            output_dtype=dtype, use_fast_accum=True,
-        )  # fmt: skip
-    else:
-        padded = F.pad(scales, (0, -scales.shape[1] % 4))  # as the library wants it, and as all known models have it
-        y = F.scaled_mm(
-            x.values, values.t(), x.scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
-            output_dtype=dtype,
-        )  # fmt: skip
-    return y[: x.rows]
-
-
-def _multiply_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Sums in int32, of some rows at a time, scaled by row and column."""
-    values, scales, gpu = weight.parts["values"], weight.parts["scales"], find_gpu(x.device)
-    out = len(values)
-    y = x.new_empty(len(x), out)
-    for some, part in zip(x.split(INT8_ROWS), y.split(INT8_ROWS), strict=True):
-        q, q_scales, *_ = quantize_rows(some, x.shape[1], torch.int8, LEAST_INT8_ROWS)
-        sums = torch._int_mm(q, values.t())
-        _scale_kernel[(-(-out // 1024), len(some))](
-            sums, q_scales, scales, bias, part, out, 1024, num_warps=4, **gpu.options
-        )
-    return y
-
-
-@jit
-def _scale_kernel(sums_ptr, row_scales_ptr, scales_ptr, bias_ptr, y_ptr, OUT: tl.constexpr, BLOCK: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """Sums of a row by its scale and those of columns, and a bias."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < OUT
-    sums = tl.load(sums_ptr + row * OUT + column, mask=mask, other=0).to(tl.float32)
-    y = sums * tl.load(row_scales_ptr + row) * tl.load(scales_ptr + column, mask=mask, other=0.0)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * OUT + column, y.to(y_ptr.dtype.element_ty), mask=mask)

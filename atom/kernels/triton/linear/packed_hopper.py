@@ -32,9 +32,9 @@ from atom.graph import PackedWeight
 from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.linear import shuffled
-from atom.kernels.triton.linear.packed import style_of
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.linear.style import style_of_weight
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
@@ -397,7 +397,7 @@ _gated_descriptors = TensorDescriptors((BLOCK_O.value // 16, 2, 8, BOX.value), G
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, kind: str | None, counters: Tensor,
              tiles: Wgmma) -> Tensor:  # fmt: skip
     """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with gates. counters: of
-    `linear.make_counters`; calls that share them must run one after another."""
+    `matrix.make_counters`; calls that share them must run one after another."""
     return _launch(x, weight, bias, None, kind, None, None, counters, tiles)
 
 
@@ -431,9 +431,8 @@ def _launch(
     (*leading, out, inner), rows = weight.shape, len(x)
     experts, gates = (leading[0] if leading else None), (1 if kind is None else 2)
     block_rows, boxes, stages, splits = tiles
-    style = style_of(str(weight.type.fmt), out)
-    if x.data_ptr() % 16 or x.stride(0) % 8:
-        x = x.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
+    style = style_of_weight(weight)
+    x = align_rows(x)
     values = weight.parts["values"]
     width = values.shape[-1]
     if kind is None:

@@ -27,10 +27,22 @@ from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
 from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu, find_gpu
-from atom.kernels.triton.linear import linear, shuffled
-from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
-from atom.kernels.triton.linear.packed import PLAIN, Style, operand_of, style_of
+from atom.kernels.triton.linear import shuffled
+from atom.kernels.triton.linear.linear import BACKENDS, PRODUCTS, Products
 from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.linear.style import PLAIN, Style, operand_of, style_of, style_of_weight
+from atom.kernels.triton.linear.tiles import (
+    MAX_STAGES,
+    MAX_TILES,
+    Find,
+    Matrix,
+    Parameters,
+    TileError,
+    Vector,
+    finder,
+    key_of,
+    to_entry,
+)
 
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
@@ -84,7 +96,7 @@ def products_of(graph: Graph) -> list[Product]:
     counts: dict[tuple[int, int, int, Style], int] = {}
     for program in (program for name, program in graph.programs.items() if name in (BODY, HEAD)):
         for node in program.nodes:
-            if node.target in linear.PRODUCTS and node.meta.get("kernel") in linear.BACKENDS:
+            if node.target in PRODUCTS and node.meta.get("kernel") in BACKENDS:
                 type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
@@ -241,7 +253,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._calls: dict[tuple[int, int, int, Style], dict[Any, Call]] = {}
-        self.kernels = {(op, name): self._note(op, run) for (op, name), run in linear.Products().kernels().items()}
+        self.kernels = {(op, name): self._note(op, run) for (op, name), run in Products().kernels().items()}
 
     def calls_of(self, product: Product) -> list[Call]:
         return [*self._calls[*product[:3], product.style].values()]
@@ -249,10 +261,8 @@ class Recording:
     def _note(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             weight = args[op.weight]
-            (out, inner), style = weight.shape, PLAIN
-            if isinstance(weight, PackedWeight):
-                style = style_of(weight.type.fmt, out, kwargs.get("act"), weight.layout is not None)
-            calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2, style), {})
+            style = style_of_weight(weight, kwargs.get("act"))
+            calls = self._calls.setdefault((*weight.shape, 1 if kwargs.get("kind") is None else 2, style), {})
             calls.setdefault((op, *kwargs.items(), *map(specialized, args)), partial(run, *args, **kwargs))
             return run(*args, **kwargs)
 
@@ -271,7 +281,7 @@ class LinearTuner:
 
     table, what = "linear", "linears"
     products, trial, recording = staticmethod(products_of), Trial, Recording
-    known, to_entry = staticmethod(linear.finder), staticmethod(linear.to_entry)
+    known, to_entry = staticmethod(finder), staticmethod(to_entry)
     agrees, is_unfit = staticmethod(agrees), staticmethod(is_unfit)
     search, take_turns = staticmethod(search), staticmethod(take_turns)
 
@@ -283,7 +293,7 @@ class LinearTuner:
         return key_of(rows, *product[:3], product.style)
 
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
-        return linear.Products(find).kernels()
+        return Products(find).kernels()
 
     def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
         out, inner, gates, _, style = product

@@ -1,0 +1,102 @@
+"""How weights of linears hold numbers, and their parts as kernels take them.
+
+style = style_of("int4[1, 128]", 6144)       # Style("u4", 1, 128, "z"): a format, of a weight of 6,144 rows
+operand = operand_of(weight)                 # a plain weight, or the parts of a packed one, and its style
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atom.graph.formats import parse_format
+from atom.graph.packed import PackedWeight
+
+Weight = Tensor | PackedWeight
+
+
+class Style(NamedTuple):
+    """How a weight holds numbers: arguments of a kernel that it is compiled for."""
+
+    values: str | None = None  # e4m3, i8, u8, u4, e2m1; None: plain
+    rows: int = 1  # that share a scale
+    columns: int | None = None  # that share a scale; None: all
+    offset: str = ""  # of each block: z, a zero point, or m, a minimum
+    factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
+    act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
+    is_shuffled: bool = False  # in the layout of hopper/shuffle.py
+
+    @property
+    def name(self) -> str:
+        """In keys of measured parameters; empty of a plain weight."""
+        if self.values is None:
+            return ""
+        by = f" {self.act}" if self.act else ""
+        layout = " wgmma" if self.is_shuffled else ""
+        return f"{self.values}{self.offset}[{self.rows},{self.columns or '*'}]{by}{layout}"
+
+    @property
+    def bits(self) -> int:
+        """Of a number; 16 of a plain weight, though it may be float32."""
+        return {None: 16, "u4": 4, "e2m1": 4}.get(self.values, 8)
+
+    @property
+    def per_byte(self) -> int:
+        return 2 if self.bits == 4 else 1
+
+    @property
+    def constants(self) -> tuple[str | int | None, ...]:
+        """The constants that a kernel of linears takes in the end."""
+        return self.values, self.per_byte, self.rows, self.columns, self.factor
+
+
+PLAIN = Style()
+
+
+class Operand(NamedTuple):
+    """A weight as a kernel takes it."""
+
+    values: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None  # zero points, u8, or minima, in floating point
+    factor: Tensor | None = None
+    style: Style = PLAIN
+
+
+def operand_of(weight: Weight) -> Operand:
+    """A plain weight [O, I], or a packed one's parts, bytes as u8."""
+    if isinstance(weight, Tensor):
+        return Operand(weight)
+    parts, style = weight.parts, style_of_weight(weight)
+    factor = next((parts[name] for name in ("factor", "divisor") if name in parts), None)
+    if factor is not None and factor.numel() > 1:
+        style = style._replace(factor=f"{style.factor}s")
+    values = parts["values"]
+    values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
+    scales = parts["scales"]
+    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
+    return Operand(values, scales, parts.get("zeros", parts.get("mins")), factor, style)
+
+
+def style_of_weight(weight: Weight, act: str | None = None) -> Style:
+    """`style_of` of a weight [O, I] or, of experts, [E, O, I]."""
+    if isinstance(weight, Tensor):
+        return PLAIN
+    return style_of(str(weight.type.fmt), weight.shape[-2], act, weight.layout is not None)
+
+
+@cache
+def style_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: bool = False) -> Style:
+    """How a weight of this format holds numbers, and what the library multiplies x in."""
+    if fmt is None:
+        return PLAIN
+    known = parse_format(fmt)
+    rows, columns = known.block
+    values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
+    factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
+    by = None if act is None else act.partition("[")[0]
+    offset = "z" if "zeros" in known.parts else "m" if "mins" in known.parts else ""
+    return Style(values.get(known.kind, "e2m1"), rows or out, columns, offset, factor, by, is_shuffled)

@@ -1,0 +1,204 @@
+"""Choose the tiles of linears of few rows, measured or by a rule.
+
+tiles = find(32, 6144, 4096, 2, 1, gpu)                     # 32 rows by a weight [6144, 4096], as packaged for this GPU
+find = finder({"32 6144 4096 1": ["matrix", 64, 128, 4, 4]})    # a lookup with other measured ones
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from atom.kernels import tuned
+from atom.kernels.triton.gpu import Gpu, next_power_of_2
+from atom.kernels.triton.linear import shuffled
+from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.linear.style import PLAIN, Style
+from atom.kernels.tuned import BUCKETS
+
+MAX_ROWS = BUCKETS[-1]
+MAX_STAGES = 9  # of a product of one row
+WARP = 32  # threads, of NVIDIA's
+MAX_TILES = 4096  # of a product whose columns are split
+MIN_BYTES = 32  # of a row of a packed weight in a group: of fewer no registers for tensor cores are filled
+MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
+# where there are more: so much that two programs never share a processor, while attention still keeps another one
+LARGE_MEMORY = 131072, 32768
+# the same of a step of four programs on a processor, where a weight has few rows for each
+FEW_MEMORY = 16384
+
+
+class Vector(NamedTuple):
+    """Tiles of a product of one row."""
+
+    block_out: int  # rows of the weight in a step of a program; where gated, half of them gates
+    warps: int
+    stages: int  # steps in memory at a time, all but one on their way
+    programs: int  # for each processor
+
+
+class Matrix(NamedTuple):
+    """Tiles of a product of several rows."""
+
+    block_out: int  # rows of the weight that a program takes; where gated, half of them gates
+    block_inner: int  # columns of the weight that a group reads in a step
+    warps: int
+    stages: int  # steps in memory at a time, all but one on their way
+    groups: int = 1  # of warps, which share out the columns of a step
+    splits: int = 1  # programs that share out the columns
+    prefetch: int = 0  # lines of 128 bytes of each row to send for while the kernel ahead still runs
+    block_rows: int = 128  # rows that a program takes at most
+
+    def as_run(self, rows: int, gpu: Gpu, style: Style = PLAIN) -> Matrix:
+        """The parameters to run a product of so many rows with on this GPU.
+
+        Where columns share a scale, a group reads those of one, but at least MIN_BYTES.
+        """
+        columns = style.columns or self.block_inner
+        share = min(max(columns & -columns, MIN_BYTES * style.per_byte), self.block_inner)
+        tile = self._replace(
+            block_rows=min(max(8, next_power_of_2(rows)), self.block_rows),
+            prefetch=self.prefetch if gpu.has_dependent_launch else 0,
+            block_inner=share,
+            groups=self.groups * self.block_inner // share,
+        )
+        if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
+            tile = tile._replace(block_rows=max(16, tile.block_rows), stages=2)
+        return tile
+
+    def num_sums(self, style: Style = PLAIN) -> int:
+        """float32 sums that a thread holds, of a tile as it is run: those of each scale of a group apart.
+
+        Triton gives each warp whole groups; where they are fewer than warps, several warps compute the same one.
+        """
+        columns = style.columns or self.block_inner
+        parts = self.block_inner // min(columns & -columns, self.block_inner)
+        of_group = self.block_out * self.block_rows * parts // WARP
+        return of_group // self.warps if self.groups == 1 else of_group * max(1, self.groups // self.warps)
+
+
+class TileError(Exception):
+    """A product cannot be tiled with these parameters."""
+
+
+Parameters = Vector | Matrix | Wgmma | None  # None: the vendor's library multiplies
+Find = Callable[[int, int, int, int, int, Gpu, Style], Parameters]  # what `choose` takes
+
+
+@cache
+def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN) -> Parameters:
+    """Look up the packaged parameters of such a product on such a GPU, else `choose` them."""
+    measured = functools.partial(tuned.parameters, gpu.name, "linear")
+    return _find(measured, rows, out, inner, element_size, gates, gpu, style)
+
+
+def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
+    """Make a lookup like `find` with these measured parameters of a GPU, by key."""
+    return cache(functools.partial(_find, measured.get))
+
+
+def _find(measured: Callable[[str], Sequence[Any] | None], rows: int, out: int, inner: int, element_size: int,
+          gates: int, gpu: Gpu, style: Style = PLAIN) -> Parameters:  # fmt: skip
+    # of 32 bits nobody measures
+    entry = measured(key_of(rows, out, inner, gates, style)) if element_size == 2 else None
+    return choose(rows, out, inner, element_size, gates, gpu, style) if entry is None else from_entry(entry)
+
+
+def key_of(rows: int, out: int, inner: int, gates: int, style: Style = PLAIN) -> str:
+    """The key of such a product's parameters."""
+    bucket = next(size for size in BUCKETS if size >= rows)
+    return f"{bucket} {out} {inner} {gates} {style.name}".rstrip()
+
+
+def from_entry(entry: Sequence[Any]) -> Parameters:
+    """["matrix", 64, 128, 4, 4] -> Matrix(64, 128, 4, 4)"""
+    style, *numbers = entry
+    return None if style == "library" else {"vector": Vector, "matrix": Matrix, "wgmma": Wgmma}[style](*numbers)
+
+
+def to_entry(parameters: Parameters) -> list[Any]:
+    """The inverse of `from_entry`."""
+    return ["library"] if parameters is None else [type(parameters).__name__.lower(), *parameters]
+
+
+def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN
+           ) -> Parameters:  # fmt: skip
+    """Choose the tiles of a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library.
+
+    element_size is that of x. gates is 2 where half of the outputs are gates, else 1.
+    """
+    if style.is_shuffled:
+        return None if style.act is not None and rows > 64 else shuffled.choose(rows, out, inner, style, gpu)
+    if style.values is not None:
+        return choose_packed(rows, out, inner, element_size, gpu, style)
+    tiles = choose_vector(out, inner, element_size, gates, gpu) if rows == 1 else None
+    return tiles or choose_matrix(rows, out, inner, element_size, gpu)
+
+
+def choose_vector(out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Vector | None:
+    """`choose` for one row by a plain weight; None where a row of the weight is too large."""
+    columns = next_power_of_2(inner)
+    row_size = columns * element_size
+    is_large = gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0]
+    memory, step = LARGE_MEMORY if is_large else MEMORY
+    if is_large and out < 64 * gpu.units and row_size * gates <= FEW_MEMORY:
+        # measured on an H200 with 2,048 to 6,144 rows of 2,880 and 4,096 columns
+        return Vector(_step_rows(FEW_MEMORY // row_size, gates, out, 4 * gpu.units), warps=4, stages=3, programs=4)
+    if row_size * gates > memory:
+        return None
+    block_out = _step_rows(step // row_size, gates, out, 2 * gpu.units)
+    stages = min(1 + memory // (block_out * row_size), MAX_STAGES)
+    return Vector(block_out, warps=min(max(columns // 256, 1), 8), stages=stages, programs=1)
+
+
+def _step_rows(most: int, least: int, out: int, num_steps: int) -> int:
+    """Rows of a weight in a step: at most so many, halved down to the least until there are enough steps."""
+    rows = max(least, most)
+    while rows > least and out < rows * num_steps:
+        rows //= 2
+    return rows
+
+
+def choose_matrix(rows: int, out: int, inner: int, element_size: int, gpu: Gpu) -> Matrix | None:
+    """`choose` for some rows by a plain weight."""
+    if element_size > 2 or rows > 32:  # at 64 rows of layers of Qwen3 the library beat what follows
+        return None
+    # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows
+    block_out, block_inner, warps, at_least = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.4)
+    tiles, splits = -(-out // block_out), 1
+    while splits < 8 and tiles * splits < at_least * gpu.units and inner >= 4 * splits * block_inner:
+        splits *= 2
+    return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
+
+
+def choose_packed(rows: int, out: int, inner: int, element_size: int, gpu: Gpu, style: Style) -> Parameters:
+    """`choose` of a packed weight: a row too goes through tensor cores, which leave others free to unpack."""
+    parts = -(-MIN_BYTES * style.per_byte // (style.columns & -style.columns)) if style.columns else 1
+    if element_size > 2 or rows * parts > 64:
+        return None
+    # what an H200 does fastest with the layers of Qwen3-8B; each warp of a group unpacks columns of its own
+    tiles, units = -(-out // 16), gpu.units
+    if rows <= 16:
+        if style.bits == 8 and out >= 2.5 * 64 * units:
+            tile = Matrix(64, 256, 4, 4, 1, 1, 4) if style.columns is None else Matrix(32, 128, 2, 4, 2, 1, 4)
+        elif style.bits == 4 and out >= 2.5 * 64 * units:
+            tile = Matrix(32, 128, 4, 4, 4, 1, 4)
+        elif style.bits == 4 and inner >= 8192:
+            tile = Matrix(32, 128, 4, 4, 4, 2, 4)
+        else:
+            tile = Matrix(16, 128, 4, 4, 4, 2 if tiles < 2.5 * units and inner >= 2048 else 1, 4)
+    elif style.act is not None and out >= 40 * units:  # the library multiplies 8-bit numbers faster
+        return None
+    elif out >= 2.5 * 64 * units:
+        tile = Matrix(64, 128, 4 if style.bits == 8 else 2, 6, 1, 1, 4)
+    else:
+        tile = Matrix(32, 128, 4, 4 if style.bits == 8 else 3, 4, 2 if inner >= 8192 and style.bits == 4 else 1, 4)
+    # stages of a group's columns of the weight and of x, which blocks of few columns widen
+    width = tile.block_out * style.bits // 8 + max(16, next_power_of_2(rows)) * 2 * parts
+    if tile.stages * tile.block_inner * tile.groups * width > gpu.shared_memory:
+        tile = Matrix(64, 128, 4, 3, 1, 1, 4)
+    return tile if tile.splits == 1 or -(-out // tile.block_out) <= MAX_TILES else tile._replace(splits=1)

@@ -20,9 +20,10 @@ from atom.checkpoint.stacked import unstack
 from atom.errors import UnsupportedError
 from atom.graph import TORCH_DTYPES, Recipe
 from atom.graph.parts import stored_tensors
-from atom.weights import check_stored, check_surplus, make_all
+from atom.weights.checks import check_stored, check_surplus
 from atom.weights.evaluate import Loaded, copy, view
 from atom.weights.localize import localize
+from atom.weights.make import make_all
 from atom.weights.sources import WeightSource
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -18,6 +18,7 @@ from atom.cache import Cache
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
 from atom.graph import Cat, Dequantize, LaidOut, PackedWeight, Quantize, Recipe, Regroup, Shuffle, Stack, Type, W
 from atom.weights import stream
+from atom.weights.make import make_all
 from atom.weights.packed_store import PackedStore
 from atom.weights.stream import StreamedSource
 
@@ -170,7 +171,7 @@ def test_a_folder_that_takes_nothing_is_a_line_and_no_fault(tmp_path: Path):
 
 def test_a_stream_packs_what_it_has_brought(tmp_path: Path):
     checkpoint, device = save(tmp_path / "model", 1), torch.device("cpu")
-    streamed = weights.make_all(RECIPES, StreamedSource(checkpoint, device, lambda _: None), "cpu")
+    streamed = make_all(RECIPES, StreamedSource(checkpoint, device, lambda _: None), "cpu")
     mapped = weights.load(RECIPES, checkpoint, SILENT)
     for recipe in RECIPES:
         one, other = streamed[recipe], mapped[recipe]
@@ -189,7 +190,7 @@ def test_a_stream_joins_and_unpacks_what_is_kept_once_it_has_arrived(tmp_path: P
     with PackedStore(recipes, checkpoint, cache) as store:
         source = StreamedSource(store.checkpoint, torch.device("cpu"), lambda _: None)
         source.packed = store
-        second = weights.make_all(recipes, source, "cpu")
+        second = make_all(recipes, source, "cpu")
     joined, others = first[recipes[0]], second[recipes[0]]
     assert isinstance(joined, PackedWeight) and isinstance(others, PackedWeight)
     assert are_same([*joined.parts.values()], [*others.parts.values()])

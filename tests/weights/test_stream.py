@@ -39,6 +39,7 @@ from atom.graph import (
 from atom.kernels import Target
 from atom.passes.pipeline import lower
 from atom.weights import stream
+from atom.weights.make import make_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
@@ -128,7 +129,7 @@ def load_staged(
     recipes: Sequence[Recipe], checkpoint: Checkpoint, device: str = "cpu", advance: Callable[[int], object] = id
 ) -> dict[Recipe, Tensor]:
     source = stream.StreamedSource(checkpoint, torch.device(device), advance)
-    tensors = weights.make_all(recipes, source, device)
+    tensors = make_all(recipes, source, device)
     assert {tensor.device.type for tensor in tensors.values()} <= {device}
     return {recipe: tensor.cpu() for recipe, tensor in tensors.items()}
 
@@ -202,7 +203,7 @@ def test_a_kernels_layout_is_made_of_what_has_arrived(folder: Path, monkeypatch:
     set_readers(monkeypatch, 3, 20)
     experts, whole = Shuffle(stored("experts", 3, 4, 6), "onednn"), Shuffle(stored("tall", 33, 3), "onednn")
     source = stream.StreamedSource(open_checkpoint(str(folder)), torch.device("cpu"), id)
-    tensors = weights.make_all([experts, whole], source, "cpu")
+    tensors = make_all([experts, whole], source, "cpu")
     assert_same_bits(tensors[whole].to_dense(), TALL)
     assert_same_bits(torch.stack([each.to_dense() for each in tensors[experts]]), EXPERTS)
 

@@ -1,0 +1,189 @@
+"""Make the tensors of recipes from a source of values.
+
+    made = make_all(recipes, source, "cuda")        # CapacityError where they do not fit
+
+A tensor is allocated here, and the source fills its parts (`evaluate.py`). A weight that is packed or laid out while it
+loads is made in memory first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from atom.errors import naming_a_lack_of_memory
+from atom.graph import (
+    TORCH_DTYPES,
+    Cat,
+    Dequantize,
+    Full,
+    LaidOut,
+    PackedWeight,
+    Quantize,
+    Recipe,
+    Regroup,
+    RopeFreqs,
+    Shuffle,
+    Slice,
+    Type,
+    W,
+)
+from atom.graph.formats import block_of, parse_format
+from atom.graph.parts import parts_of
+from atom.graph.recipe_contents import held_bytes, lora_stack_of, packed_while_loading, shuffled_alone
+from atom.graph.recipes import Measured
+from atom.kernels import shuffle
+from atom.weights.evaluate import Loaded, Place, split_recipe
+from atom.weights.quantize import quantize
+from atom.weights.rope import rope_freqs
+from atom.weights.sources import WeightSource
+
+LARGE = 256 << 20  # bytes of a plain tensor whose memory is given back once it is packed, so that no weight stays there
+
+
+def make_all(
+    recipes: Sequence[Recipe], source: WeightSource, device: str, place: Place | None = None
+) -> dict[Recipe, Loaded]:
+    """Make the tensors of recipes from a source. CapacityError where they do not fit. place: as in `load`"""
+
+    def make(recipe: Recipe) -> Loaded:
+        made = _make(recipe, source, device)
+        if place is None:
+            return made
+        source.flush()  # it has arrived
+        return place(recipe, made)
+
+    with _within_memory(recipes, device):
+        return dict(zip(recipes, source.map(make, recipes), strict=True))
+
+
+@contextmanager
+def _within_memory(recipes: Iterable[Recipe], device: str) -> Iterator[None]:
+    """Raise a CapacityError with the sizes where the device runs out of memory."""
+    has = "the system has less"
+    if device != "cpu":
+        free, total = torch.cuda.mem_get_info(device)
+        has = f"device={device} had {free} free of {total}"
+    size = sum(map(held_bytes, recipes))
+    with naming_a_lack_of_memory(
+        f"the weights take {size} bytes, {has}: end what else uses it, or set checkpoint= to a smaller model"
+    ):
+        yield
+
+
+@torch.inference_mode()
+def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
+    """Make a recipe's tensor; the source fills it, maybe after the return."""
+    if isinstance(recipe, RopeFreqs):
+        return rope_freqs(recipe).to(device)
+    if isinstance(recipe, Measured):
+        return torch.ones(1, device=device)
+    if isinstance(recipe, Shuffle):
+        return _shuffled(recipe, source, device)
+    if recipe.type.fmt is not None:
+        return _packed(recipe, source, device)
+    return _fill(recipe, _empty(recipe.type, device), source)
+
+
+def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
+    """Make a packed weight: of its stored parts, or of the plain tensor, which is in memory meanwhile."""
+    if isinstance(recipe, Cat | Regroup | Slice) and any(packed_while_loading(recipe)) and not source.is_random:
+        parts_of_it = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
+        joined = [_packed(part, source, device) for part in parts_of_it]
+        source.flush()
+        return _joined(recipe, joined)
+    parts = source.find(recipe)
+    if source.is_random or (isinstance(recipe, Quantize) and parts is None):
+        plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
+        tensor = _fill(plain, _empty(plain.type, device), source)
+        source.flush()
+        made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
+        if source.packed and isinstance(recipe, Quantize):
+            source.packed.write(recipe, made.parts)
+        if tensor.is_cuda and tensor.nbytes >= LARGE:
+            del tensor
+            torch.cuda.empty_cache()
+        return made
+    parts = parts or parts_of(recipe)
+    filled = {name: _fill(part, _empty(part.type, device), source) for name, part in parts.items()}
+    return PackedWeight(recipe.type, filled)
+
+
+def _joined(recipe: Cat | Regroup | Slice, made: Sequence[PackedWeight]) -> PackedWeight:
+    """Join weights, take a range of one, or repeat its scales, as `graph.parts` does with recipes."""
+    parts = dict(made[0].parts)
+    if isinstance(recipe, Cat):
+        parts = {name: torch.cat([each.parts[name] for each in made], recipe.dim) for name in parts}
+    elif isinstance(recipe, Slice):
+        size, known = block_of(recipe.part.type)[recipe.dim], parse_format(str(recipe.type.fmt)).parts
+        for name, kind in known.items():
+            of = 1 if kind.holds == "elements" else size
+            if kind.holds in ("elements", "blocks", "bytes"):
+                first, last = recipe.start // of, -(-recipe.stop // of)
+                parts[name] = parts[name].narrow(recipe.dim, first, last - first)
+    else:
+        blocks = zip(block_of(recipe.type), block_of(recipe.part.type), strict=True)
+        for dim, (size, larger) in enumerate(blocks):
+            num_blocks = -(-int(recipe.type.shape[dim]) // size)
+            parts["scales"] = parts["scales"].repeat_interleave(-(-larger // size), dim).narrow(dim, 0, num_blocks)
+    return PackedWeight(recipe.type, {name: part.contiguous() for name, part in parts.items()})
+
+
+def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
+    """Make a tensor in a kernel's layout, part by part, so that not all experts are in memory twice."""
+    part, parts = recipe.part, shuffled_alone(recipe)
+    is_whole = len(part.type.shape) == 2 or parts[0] is part
+    made: list[Tensor | LaidOut | PackedWeight] = []
+    if part.type.fmt is not None:
+        for each in parts:
+            made.append(_laid_out(Shuffle(each, recipe.layout), source, device))
+        return made[0] if is_whole else made
+    plain = _empty(parts[0].type, device)  # one buffer for all, to avoid fragmentation
+    for each in parts:
+        _fill(each, plain, source)
+        source.flush()
+        made.append(shuffle(plain.view(plain.shape[-2:]), recipe.layout))
+    return made[0] if is_whole else made
+
+
+def _laid_out(recipe: Shuffle, source: WeightSource, device: str) -> Tensor | LaidOut | PackedWeight:
+    """Make a packed weight in a kernel's layout, or map it where an earlier start has kept it."""
+    if source.packed and (mapped := source.packed.map(recipe)) is not None:
+        return mapped
+    packed = _packed(recipe.part, source, device)
+    source.flush()
+    made = shuffle(packed, recipe.layout)
+    if source.packed and isinstance(made, LaidOut):
+        source.packed.write(recipe, {"": made.tensor})
+    return made
+
+
+def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
+    for part, target in split_recipe(recipe, tensor):
+        if (rounded := _rounded(part, source, str(target.device))) is not None:
+            target.copy_(rounded)
+        elif isinstance(part, Full):
+            target.fill_(part.value)
+        elif lora_stack_of(part) is not None:
+            target.zero_()
+        else:
+            source.fill(part, target)
+    return tensor
+
+
+def _rounded(recipe: Recipe, source: WeightSource, device: str) -> Tensor | None:
+    """A plain tensor, or a range of one, that is packed and unpacked again; None where a recipe is none."""
+    if isinstance(recipe, Dequantize) and any(packed_while_loading(recipe.part)):
+        packed = _packed(recipe.part, source, device)
+        source.flush()
+        return packed.unpack()
+    if isinstance(recipe, Slice) and (whole := _rounded(recipe.part, source, device)) is not None:
+        return whole[(slice(None),) * recipe.dim + (slice(recipe.start, recipe.stop, recipe.step),)]
+    return None
+
+
+def _empty(type: Type, device: str) -> Tensor:
+    return torch.empty([int(dim) for dim in type.shape], dtype=TORCH_DTYPES[type.dtype], device=device)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from atom.checkpoint.tokenizer import load_tokenizer
+from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.serve.app import create_app
 from atom.serve.context import Context

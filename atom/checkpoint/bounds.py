@@ -2,11 +2,10 @@ r"""Bound the time and tokens that a tokenizer may take for a text.
 
 The bounds are read off its components before it gets any text.
 
-    bounds = measure(backend)
+    bounds = find_bounds(backend, folder)       # CheckpointError where it is refused
     bounds.growth           # bytes that one byte may become on the way to the model: 3 where " " becomes "▁"
     bounds.is_linear        # time and memory grow with the text alone
     bounds.longest          # characters of its longest token
-    check_decoder(backend)  # CheckpointError where tokens may become far more text than they are
 
 A tokenizer.json is an untrusted program: a chain of replacements doubles a text with each link, and a regular
 expression may take forever for a few lines. A tokenizer that is not known to be harmless is not refused: it runs in a
@@ -20,6 +19,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atom.errors import CheckpointError
@@ -59,6 +59,15 @@ class Bounds(NamedTuple):
     growth: float
     is_linear: bool
     longest: int
+
+
+def find_bounds(backend: Any, folder: Path) -> Bounds:
+    """Measure the backend's bounds. CheckpointError, with the folder, where it is refused."""
+    try:
+        check_decoder(backend)
+        return measure(backend)
+    except CheckpointError as error:
+        raise CheckpointError(f"the tokenizer of {folder}: {error}") from None
 
 
 def measure(backend: tokenizers.Tokenizer) -> Bounds:

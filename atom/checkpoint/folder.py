@@ -19,7 +19,8 @@ from typing import Any
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor, normalize_rope, read_json
 from atom.checkpoint.files import MAX_DESCRIPTION, MAX_INDEX, map_file, read_file
-from atom.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from atom.checkpoint.tokenizer import Tokenizer
+from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.dtypes import BY_SAFETENSORS, DTYPES
 from atom.errors import CheckpointError, UnsupportedError
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from atom.checkpoint import quantization
 from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.gguf_config import FACTORS, make_config, whole_number
 from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, dequantize_blocks, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.gguf_types import SIZES, Type
+from atom.checkpoint.modules import generalize
+from atom.checkpoint.stated import KEY
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
@@ -94,7 +95,7 @@ class GGUFCheckpoint(Checkpoint):
         divisors = {name: np.frombuffer(tensor.data, np.float32).tolist() for name, tensor in factors.items()}
         self.config = make_config(path, self._metadata, self.tensors, divisors)
         if formats := find_formats({name: each for name, each in self._stored.items() if name in self.tensors}):
-            self.config[quantization.KEY] = {"quant_method": "gguf", "formats": formats}
+            self.config[KEY] = {"quant_method": "gguf", "formats": formats}
         keys = [
             key for key in (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")) if key in self._metadata
         ]
@@ -183,12 +184,12 @@ def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
     found = {name: GGUF_FORMATS[tensor.type.name] if blocks_shape(tensor) else None for name, tensor in tensors.items()}
     of_layers: dict[str, set[str | None]] = {}
     for name, fmt in found.items():
-        of_layers.setdefault(quantization.generalize(name), set()).add(fmt)
+        of_layers.setdefault(generalize(name), set()).add(fmt)
     formats = {}
     for name, fmt in found.items():
         if fmt is not None:
-            module, is_one = name.removesuffix(".weight"), len(of_layers[quantization.generalize(name)]) == 1
-            pattern = quantization.generalize(module) if is_one and ".layers." in name else re.escape(module)
+            module, is_one = name.removesuffix(".weight"), len(of_layers[generalize(name)]) == 1
+            pattern = generalize(module) if is_one and ".layers." in name else re.escape(module)
             pattern = pattern.replace(r"\.experts\.", r"\.experts\.([0-9]+\.)?")
             formats[module if pattern == re.escape(module) else f"re:{pattern}$"] = fmt
     return formats

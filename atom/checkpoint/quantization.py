@@ -11,16 +11,15 @@ AMD's Quark as vLLM 0.26 reads them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from typing import Any
 
+from atom.checkpoint.modules import check_pattern, text_pattern
+from atom.checkpoint.stated import KEY, UNPACKED, Stated
 from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
-KEY = "quantization_config"
 # of activations, which stay in the model's dtype
 INPUTS = ["*.input_scale", "*.input_zero_point", "*.input_global_scale", "*.activation_scale"]
 CACHE_SCALES = ["*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale", "*.output_scale"]  # of fp8 entries
@@ -33,158 +32,6 @@ class Quantization:
     unread: list[str] = field(default_factory=list)  # patterns of tensors that are not needed
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> another format; plain goes first
     act: str | None = None  # int8 where linears of 8-bit integers are to multiply activations in these too
-
-
-def find_packed(names: Collection[str], formats: Collection[str], unread: Collection[str]) -> set[str]:
-    """The modules of a file that have scales, or other parts of these formats; unread: patterns of other tensors.
-
-    Experts that are stored as one tensor are one module.
-    """
-    parts = [part for fmt in formats for part in FORMATS[fmt.partition("[")[0]].parts.values()]
-    suffixes = {part.suffix for part in parts} - {""}
-    packed = set()
-    for name, suffix in ((name, suffix) for name in names for suffix in suffixes if name.endswith(suffix)):
-        stem = name.removesuffix(suffix)
-        if suffix.startswith(".") or stem.endswith(".weight") or not any(fnmatch(name, each) for each in unread):
-            packed.add(stem.removesuffix(".weight"))
-    return packed
-
-
-def find_plain(names: Collection[str], packed: Collection[str]) -> list[str]:
-    """Patterns of the modules of a file that have a weight and are not packed.
-
-    Layers that predict further tokens, for one, are plain in many a checkpoint that does not say so.
-    """
-    if not packed:
-        return []
-    plain = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}.difference(packed)
-    mixed = {generalize(module) for module in packed}
-    patterns = {module if generalize(module) in mixed else f"re:{generalize(module)}$" for module in plain}
-    return sorted(patterns)
-
-
-def find_kv_scales(names: Collection[str], weights: Mapping[str, str]) -> dict[str, str]:
-    """The roles k_scale and v_scale, of keys and values in fp8, by what a file of these tensors calls them; {} where it
-    has neither. Of one alone, the other gets the usual name, which is then found missing.
-
-    weights: the names of other roles. A scale is the attention's own (compressed-tensors), the projection's (modelopt),
-    its output's (Quark), or one for both. Latent attention's are named alike, as if it had projections of keys and
-    values; that of the keys is the latents'.
-    """
-    stored = {re.sub("[0-9]+", "{layer}", name) for name in names if name.endswith("_scale")}
-    found, usual = dict[str, str](), dict[str, str]()
-    for role in ("k", "v"):
-        module = weights.get(role) or weights.get("kv_b", "").replace("kv_b", role)
-        attention, scale = module.rpartition(".")[0], f"{role}_scale"
-        usual[scale] = f"{attention}.{scale}"
-        for name in (usual[scale], f"{module}.{scale}", f"{module}.output_scale", f"{attention}.kv_scale"):
-            if re.sub("[0-9]+", "{layer}", name) in stored:
-                found.setdefault(scale, name)
-    return usual | found if found else {}
-
-
-def generalize(module: str) -> str:
-    """A regular expression of the modules of this name in all layers."""
-    return re.sub("[0-9]+", "[0-9]+", re.escape(module))
-
-
-def format_of(module: str, fmt: str | None, plain: Collection[str], formats: Mapping[str, str]) -> str | None:
-    """The stored format of a module's weight, None for a plain one."""
-    if any(matches(module, pattern) for pattern in plain):
-        return None
-    return next((own for pattern, own in formats.items() if matches(module, pattern)), fmt)
-
-
-def matches(module: str, pattern: str) -> bool:
-    """Whether a pattern of quantization_config is of a module.
-
-    It is the name of the module or of an outer one, with wildcards, or `re:` and a regular expression.
-    """
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return f".{pattern}." in f".{module}." or fnmatch(module, pattern) or fnmatch(module, f"{pattern}.*")
-
-
-class Stated:
-    """An object of config.json, read with types; a CheckpointError names what is malformed, an UnsupportedError what
-    is not known."""
-
-    def __init__(self, values: Mapping[str, Any], at: str = KEY, names: Collection[str] = ()) -> None:
-        """names: of the checkpoint's tensors, where they are known"""
-        self.values, self.at, self.names = values, at, names
-
-    def get(self, key: str, kind: type, what: str) -> Any:
-        """A value of this type, None for null."""
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise CheckpointError(f"{self.at}.{key}={json.dumps(value)} in its config.json is not {what}; mend it")
-        return value
-
-    def object(self, key: str) -> Stated | None:
-        """The object at a key, None for null or an empty one."""
-        value = self.get(key, dict, "an object")
-        return Stated(value, f"{self.at}.{key}") if value else None
-
-    def text(self, key: str) -> str | None:
-        value: str | None = self.get(key, str, "a string")
-        return value
-
-    def whole(self, key: str, default: int | None = None, *, or_all: bool = False) -> int:
-        """A whole number from 1, or -1 where it is a group size that may be a whole row."""
-        value = self.values.get(key, default)
-        if type(value) is not int or (value < 1 and not (or_all and value == -1)):
-            choices = "from 1" + (", or -1" if or_all else "")
-            named = f"{self.at}.{key}={json.dumps(value)}"
-            raise CheckpointError(f"{named} in its config.json is not a whole number {choices}; mend it")
-        return value
-
-    def block(self, key: str) -> str:
-        """The rows and columns of a block, as a format's name has them."""
-        value = self.values.get(key)
-        if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
-            named = f"{self.at}.{key}={json.dumps(value)}"
-            raise CheckpointError(f"{named} in its config.json is not two whole numbers from 1; mend it")
-        return str(value)
-
-    def patterns(self, *keys: str) -> list[str]:
-        """The patterns of the first of these lists that has any."""
-        for key in keys:
-            patterns: list[Any] = self.get(key, list, "a list of strings") or []
-            for pattern in patterns:
-                check_pattern(pattern, f"{self.at}.{key}", CheckpointError)
-            if patterns:
-                return patterns
-        return []
-
-    def check_keys(self, *known: str) -> Stated:
-        """Raise UnsupportedError for a key that is not one of these and has a value; itself otherwise."""
-        for key, value in self.values.items():
-            if key not in known and value not in (None, False, {}, []):
-                raise self.unknown(key)
-        return self
-
-    def one_of(self, key: str, *choices: str | None) -> str | None:
-        """A string that is one of these, None for null. UnsupportedError for others."""
-        value = self.text(key)
-        if value not in choices:
-            raise self.unknown(key)
-        return value
-
-    def unknown(self, key: str) -> UnsupportedError:
-        value = json.dumps(self.values.get(key))
-        return UnsupportedError(
-            f"{self.at}.{key}={value if len(value) < 100 else value[:99] + '…'} is not known yet; {UNPACKED}"
-        )
-
-
-def check_pattern(pattern: Any, at: str, error: type[Exception]) -> None:
-    """Raise the error where a pattern is no string, or what follows `re:` no regular expression."""
-    if not isinstance(pattern, str):
-        raise error(f"{at}: {json.dumps(pattern)} is not a string; mend it")
-    try:
-        re.compile(pattern[3:] if pattern.startswith("re:") else "")
-    except (re.error, RecursionError, OverflowError) as fault:
-        raise error(f"{at}: {pattern} is not a regular expression ({fault}); mend it") from None
 
 
 def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
@@ -204,17 +51,6 @@ def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
         return read
     formats = {text_pattern(pattern): fmt for pattern, fmt in read.formats.items()}
     return replace(read, plain=[text_pattern(pattern) for pattern in read.plain], formats=formats)
-
-
-LANGUAGE_MODEL = re.compile(r"\.?language_model$|language_model(?:\\\.|\[\.\]|\.(?![*+?{]))?")
-
-
-def text_pattern(pattern: str) -> str:
-    """A pattern of a model that also reads images, for the names that its text model has by itself.
-
-    `model.language_model.layers.*.mlp` becomes `model.layers.*.mlp`, and so does a regular expression.
-    """
-    return LANGUAGE_MODEL.sub("", pattern) or "model"
 
 
 def read_fp8(stated: Stated) -> Quantization:
@@ -457,5 +293,4 @@ READERS: dict[str, Callable[[Stated], Quantization]] = {
     "gptq": read_gptq,
     "gguf": read_gguf,
 }
-UNPACKED = "take the checkpoint that it was made of, which quant= packs"
 HINTS = {"bitsandbytes": UNPACKED, "hqq": UNPACKED, "aqlm": UNPACKED, "quip": UNPACKED, "eetq": UNPACKED}

@@ -1,32 +1,23 @@
-"""Tokenize texts and render chats, from the tokenizer files of a checkpoint.
+"""Tokenize texts and render chats with the tokenizer of a checkpoint.
 
-    tokenizer = load_tokenizer(Path("/models/tiny"))
     tokenizer.decode(tokenizer.encode("Hello"))
     tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
 
-tokenizer.json is read by `tokenizers`, the template rendered by jinja2 in its sandbox, both by the rules of
-transformers 5 (`TokenizersBackend`, `apply_chat_template`). Decoded text is not cleaned up, so that it can be streamed.
+Chats are rendered by the rules of transformers 5 (`apply_chat_template`). Decoded text is not cleaned up, so that it
+can be streamed.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache, partial
-from pathlib import Path
-from types import SimpleNamespace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import tokenizers
-from tokenizers import AddedToken
-
-from atom.checkpoint.base import read_json
-from atom.checkpoint.bounds import MAX_TOKEN, Bounds, check_decoder, measure
+from atom.checkpoint.bounds import MAX_TOKEN, Bounds
+from atom.checkpoint.chat_template import compile_template, end_behind, find_variables, with_arguments
 from atom.checkpoint.encoder import EncoderProcess
-from atom.checkpoint.files import MAX_DESCRIPTION, MAX_TOKENIZER, open_file, read_file
-from atom.errors import CheckpointError, RequestError, first_line
+from atom.errors import RequestError, first_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -35,20 +26,6 @@ BREAK = "\ufdd0"  # occurs in no text: a noncharacter of Unicode
 MAX_GROWN = 16 << 20  # bytes that a text may become in this process: they take some 2 GB
 MAX_SPELLED = 16 << 20  # characters of tokens that are decoded at once
 LONG = 4096  # characters or tokens that take longer than other threads should wait
-OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
-
-
-class Arguments(dict[str, Any]):
-    """The arguments of a call: an object, and its JSON where a template joins it to other texts, as DeepSeek's do."""
-
-    def __add__(self, other: Any) -> Any:
-        return self._text() + other
-
-    def __radd__(self, other: Any) -> Any:
-        return other + self._text()
-
-    def _text(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
 
 
 class TokenizerBackend(Protocol):
@@ -230,29 +207,6 @@ class Tokenizer:
         return compile_template(source)
 
 
-def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have `Arguments`."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    whole = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            call = call | {"function": function | {"arguments": Arguments(function["arguments"])}}
-        whole.append(call)
-    return message | {"tool_calls": whole}
-
-
-def end_behind(prompt: str, content: str) -> str:
-    """A rendered chat up to the end of its last message, as transformers' continue_final_message cuts it."""
-    start, found = content.lstrip(), prompt.rfind(content.strip())
-    if found < 0:
-        raise RequestError("the chat template changes the last message, which cannot be continued then")
-    is_kept = prompt.startswith(start, found)  # with the spaces at its end, which many templates strip
-    return prompt[: found + len(start if is_kept else content.strip())]
-
-
 def control_texts(backend: TokenizerBackend) -> re.Pattern[str] | None:
     """A pattern of the backend's special tokens, the longest first; None where it has none."""
     added = backend.get_added_tokens_decoder().values()
@@ -260,217 +214,6 @@ def control_texts(backend: TokenizerBackend) -> re.Pattern[str] | None:
         (token.content for token in added if token.special and len(token.content) > 1), key=len, reverse=True
     )
     return re.compile("|".join(map(re.escape, texts))) if texts else None
-
-
-@lru_cache(maxsize=16)
-def compile_template(source: str) -> jinja2.Template:
-    """Compile a chat template in transformers' environment: trimmed blocks, loop controls, functions, `generation`."""
-    import jinja2
-    from jinja2 import ext, nodes, sandbox
-    from jinja2.parser import Parser
-
-    class GenerationTag(ext.Extension):  # marks an answer's text for training; here it is just its text
-        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # jinja's own escapes HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise CheckpointError(f"the checkpoint's chat template is not valid jinja: {first_line(error)}") from None
-
-
-@lru_cache(maxsize=16)
-def find_variables(source: str) -> frozenset[str]:
-    """The variables that a chat template reads, without those that it has set before."""
-    from jinja2 import meta
-
-    return frozenset(meta.find_undeclared_variables(compile_template(source).environment.parse(source)))
-
-
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer | None:
-    """Load the tokenizer of a folder; None where it has none.
-
-    Without a tokenizer.json this needs transformers, and `trust_remote_code` for a tokenizer that is code.
-    """
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
-    if not (folder / "tokenizer.json").exists():
-        code = find_code(config)
-        if code is None and not any((folder / name).exists() for name in OTHER_FORMATS):
-            return None
-        if code is not None and not trust_remote_code:
-            raise CheckpointError(
-                f"the tokenizer of {folder} is code of the checkpoint's own: read it, then set trust_remote_code=true"
-            )
-        return load_with_transformers(folder, code)
-
-    if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():
-        config |= read_json(folder / "special_tokens_map.json")
-    special_tokens = {key: text for key, value in config.items() if key.endswith("_token") and (text := content(value))}
-    try:
-        backend = read_backend(folder / "tokenizer.json", config, special_tokens)
-        templates = read_templates(folder, config)
-        return Tokenizer(
-            backend, special_tokens=special_tokens, templates=templates, bounds=find_bounds(backend, folder)
-        )
-    except CheckpointError:
-        raise
-    except (
-        BaseException
-    ) as error:  # the Rust library raises plain Exception, a malformed tokenizer_config.json much else
-        if not (isinstance(error, Exception) or is_panic(error)):
-            raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"cannot read the tokenizer files of {folder} ({reason}); download them again") from error
-
-
-def find_bounds(backend: Any, folder: Path) -> Bounds:
-    """Measure the backend's bounds. CheckpointError, with the folder, where it is refused."""
-    try:
-        check_decoder(backend)
-        return measure(backend)
-    except CheckpointError as error:
-        raise CheckpointError(f"the tokenizer of {folder}: {error}") from None
-
-
-def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json, which alone decides the tokens around a text: the config's add_bos_token is ignored."""
-    backend = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER))
-    backend.no_truncation()
-    backend.no_padding()
-    add_tokens(backend, config, special_tokens)
-    return backend
-
-
-def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Read chat templates by name: from their own files, else from tokenizer_config.json."""
-    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
-    if (folder / "chat_template.jinja").exists():
-        files["default"] = folder / "chat_template.jinja"
-    if files:
-        return {name: read_file(path, MAX_DESCRIPTION).decode() for name, path in files.items()}
-    return named_templates(config.get("chat_template"))
-
-
-def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Add the tokens that only tokenizer_config.json has, and make the named ones special."""
-    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        if entry["content"] not in added:
-            backend.add_tokens([AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra = extra.values() if isinstance(extra, dict) else extra
-    for token in (*special_tokens.values(), *filter(None, map(content, extra))):
-        if backend.token_to_id(token) is not None and not (token in added and added[token].special):
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-
-
-def find_code(config: Mapping[str, Any]) -> str | None:
-    """The class "module.Name" of a tokenizer in tokenizer_config.json: the fast one, else the other."""
-    named = config.get("auto_map")
-    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
-    names = classes if isinstance(classes, list) else [classes]
-    return next((name for name in reversed(names) if isinstance(name, str)), None)
-
-
-def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
-    """Load a tokenizer in a format that only transformers reads, or of the class `code` in the checkpoint's own file.
-
-    No other code of the checkpoint is run: AutoTokenizer would also run that of config.json.
-    """
-    for path in folder.iterdir():
-        if path.exists() and not path.is_dir():
-            open_file(path).close()  # transformers would block on a pipe
-    try:
-        if code is None:
-            from transformers import AutoTokenizer
-
-            theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        else:
-            from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-            own = get_class_from_dynamic_module(code, str(folder), local_files_only=True)
-            theirs = own.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-        backend: TokenizerBackend = (
-            theirs.backend_tokenizer if theirs.is_fast and not code else TransformersBackend(theirs)
-        )
-        templates = named_templates(theirs.chat_template)
-        render = find_render(theirs) if code else None
-        bounds = None if isinstance(backend, TransformersBackend) else find_bounds(backend, folder)
-        special_tokens = theirs.special_tokens_map
-        return Tokenizer(backend, special_tokens=special_tokens, templates=templates, render=render, bounds=bounds)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the checkpoint's own code may raise anything
-        raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {first_line(error)}") from error
-
-
-def find_render(theirs: Any) -> Callable[..., str] | None:
-    """The function that renders chats, where a tokenizer's code overrides its template."""
-    from transformers import PreTrainedTokenizerBase
-
-    if type(theirs).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
-        return None
-    return lambda messages, **values: str(theirs.apply_chat_template(messages, tokenize=False, **values))
-
-
-class TransformersBackend:
-    """Adapts a tokenizer of transformers, which may be written in Python, to the methods of `tokenizers`."""
-
-    def __init__(self, theirs: Any) -> None:
-        self._theirs = theirs
-        self._ids: dict[str, int] = {
-            **theirs.get_vocab(),
-            **theirs.added_tokens_encoder,
-        }  # a class may leave out what was added
-
-    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any:
-        return SimpleNamespace(ids=self._theirs(sequence, add_special_tokens=add_special_tokens)["input_ids"])
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return str(self._theirs.decode(list(ids), **options))
-
-    def token_to_id(self, token: str) -> int | None:
-        return self._ids.get(token)
-
-    def get_vocab(self) -> Mapping[str, int]:
-        return self._ids
-
-    def get_vocab_size(self) -> int:
-        return len(self._ids)
-
-    def get_added_tokens_decoder(self) -> Mapping[int, Any]:
-        return dict(self._theirs.added_tokens_decoder)
-
-
-def named_templates(templates: Any) -> dict[str, str]:
-    """Chat templates by name, from any stored form: text, {name: text}, [{name, template}]."""
-    if isinstance(templates, list):
-        return {entry["name"]: entry["template"] for entry in templates}
-    return templates if isinstance(templates, dict) else {"default": templates} if templates else {}
-
-
-def content(token: Any) -> str | None:
-    """The text of a token that is stored as text or as an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def is_panic(error: BaseException) -> bool:

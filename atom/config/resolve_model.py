@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from atom.checkpoint import quantization
+from atom.checkpoint.modules import find_kv_scales
 from atom.config.resolve_quant import derive_format
 from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
 from atom.config.spelling import did_you_mean, spelled
@@ -48,7 +48,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
         attention=derive_attention(config, max_model_len),
         mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
-        weights=quantization.find_kv_scales(names, model.weights) | find_optional(model, names),
+        weights=find_kv_scales(names, model.weights) | find_optional(model, names),
         fmt=stored.fmt,
         plain=stored.plain,
         formats=stored.formats,

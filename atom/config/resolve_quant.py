@@ -7,7 +7,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from atom.checkpoint import quantization
-from atom.checkpoint.quantization import Quantization, check_pattern
+from atom.checkpoint.modules import check_pattern, find_packed, find_plain, format_of
+from atom.checkpoint.quantization import Quantization
+from atom.checkpoint.stated import KEY
 from atom.config.schema import Config, ModelConfig, QuantConfig
 from atom.config.spelling import did_you_mean
 from atom.config.stored_names import expert_names, find_modules
@@ -45,10 +47,10 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
         raise unknown_format("model.fmt", fmt)
     names = [*names, *expert_names(config.model, names)]
     of = [each for each in (read.fmt, fmt, *read.formats.values(), *formats.values()) if each]
-    packed = quantization.find_packed(names, of, read.unread)
-    plain = list(dict.fromkeys([*read.plain, *quantization.find_plain(names, packed), *plain]))
+    packed = find_packed(names, of, read.unread)
+    plain = list(dict.fromkeys([*read.plain, *find_plain(names, packed), *plain]))
     matrices = find_modules(config.model, packed, "embedding", "head", "router", "mtp_embedding_proj")
-    named = {module: quantization.format_of(module, fmt, plain, formats) for module in sorted(matrices)}
+    named = {module: format_of(module, fmt, plain, formats) for module in sorted(matrices)}
     return replace(read, fmt=fmt, plain=plain, formats=formats | {module: own for module, own in named.items() if own})
 
 
@@ -85,7 +87,7 @@ def derive_method(config: Config) -> QuantConfig:
     if method not in known:
         hint = f"there is no such choice{did_you_mean(method, known)}; choices: {', '.join(known)}"
         raise ConfigError(f"quant.method={method}: {hint}")
-    stated = config.hf.get(quantization.KEY) or {}
+    stated = config.hf.get(KEY) or {}
     stored = stated.get("quant_method") if isinstance(stated, dict) else None
     if stored == "modelopt" and method == MODELOPT_FP4 and (algo := stated.get("quant_algo")) != "NVFP4":
         raise ConfigError(

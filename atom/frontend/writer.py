@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.checkpoint.quantization import format_of, matches
+from atom.checkpoint.modules import format_of, matches
 from atom.config import ModelConfig, QuantConfig
 from atom.errors import ConfigError
 from atom.graph import KV, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, Type, W, ops

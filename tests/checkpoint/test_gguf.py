@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from atom.checkpoint import SILENT, GGUFFacts, gguf_types, open_checkpoint
 from atom.checkpoint.base import normalize_rope
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize
-from atom.checkpoint.quantization import format_of
+from atom.checkpoint.modules import format_of
 from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 from atom.graph import Dequantize, Stack, W

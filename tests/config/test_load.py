@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.checkpoint import quantization
+from atom.checkpoint.modules import format_of, matches
 from atom.config import Config
 from atom.config.folders import CONF
 from atom.config.hydra import compose, model_files
@@ -442,7 +443,7 @@ def test_exceptions_of_a_model_that_reads_images_are_of_its_text(pattern: str, q
     modules = ["model.layers.3.self_attn.q_proj", "model.layers.3.mlp.up_proj", "lm_head"]
     stated = {"quant_method": "fp8", "ignore": [pattern]}
     (stored,) = quantization.read({"quantization_config": stated, "vision_config": {}}).plain
-    assert [quantization.matches(module, stored) for module in modules] == [q, mlp, head]
+    assert [matches(module, stored) for module in modules] == [q, mlp, head]
     kept = quantization.read({"quantization_config": stated}).plain  # of other models, as stated
     assert kept == [pattern]
 
@@ -455,7 +456,7 @@ def test_formats_of_a_model_that_reads_images_are_of_its_text():
     stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
     read = quantization.read({"quantization_config": stated, "vision_config": {}})
     modules = ["model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj"]
-    assert [quantization.format_of(each, read.fmt, read.plain, read.formats) for each in modules] == [
+    assert [format_of(each, read.fmt, read.plain, read.formats) for each in modules] == [
         "ct_fp8[1, *]",
         None,
     ]

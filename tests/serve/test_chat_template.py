@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from atom.checkpoint import Tokenizer
-from atom.checkpoint.tokenizer import load_tokenizer
+from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config.load import load
 from atom.errors import ConfigError, RequestError
 from atom.serve.chat_template import Conversation, encode_conversation, name_thoughts, plain_message, read_arguments

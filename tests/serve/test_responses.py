@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from scripted import Said
 from serving import Server
 
-from atom.checkpoint.tokenizer import load_tokenizer
+from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.config.load import load
 

@@ -13,7 +13,7 @@ import pytest
 import scripted
 from scripted import Said, Script
 
-from atom.checkpoint.tokenizer import load_tokenizer
+from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.config.load import load
 from atom.serve.context import Context

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from atom.checkpoint import Tokenizer
-from atom.checkpoint.tokenizer import load_tokenizer
+from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.runtime.types import Logprobs
 from atom.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, token_bytes, token_text
 

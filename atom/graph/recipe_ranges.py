@@ -49,8 +49,7 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     if (start, stop) == (0, recipe.type.shape[dim]):
         return recipe
     if isinstance(recipe, Full):
-        shape = (*recipe.type.shape[:dim], stop - start, *recipe.type.shape[dim + 1 :])
-        return replace(recipe, type=replace(recipe.type, shape=shape))
+        return replace(recipe, type=recipe.type.with_size(dim, stop - start))
     if isinstance(recipe, Stack):
         if dim == 0:
             return Stack(recipe.part, recipe.start + start, recipe.start + stop)
@@ -80,8 +79,7 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
         if isinstance(packed, Stack):
             return narrow(replace(packed, part=Dequantize(packed.part)), start, stop, dim)
     if isinstance(recipe, Repack) and (words := _words_of(recipe, start, stop, dim)) is not None:
-        shape = (*recipe.type.shape[:dim], stop - start, *recipe.type.shape[dim + 1 :])
-        return replace(recipe, part=words, type=replace(recipe.type, shape=shape))
+        return replace(recipe, part=words, type=recipe.type.with_size(dim, stop - start))
     if isinstance(recipe, Quantize | Regroup) and is_of_blocks(
         recipe if isinstance(recipe, Quantize) else recipe.part, start, stop, dim
     ):
@@ -96,8 +94,7 @@ def padded(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     size = int(recipe.type.shape[dim])
     if stop <= size:
         return narrow(recipe, start, stop, dim)
-    shape = (*recipe.type.shape[:dim], stop - max(start, size), *recipe.type.shape[dim + 1 :])
-    zeros = Full(0, replace(recipe.type, shape=shape))
+    zeros = Full(0, recipe.type.with_size(dim, stop - max(start, size)))
     return zeros if start >= size else Cat((narrow(recipe, start, size, dim), zeros), dim)
 
 

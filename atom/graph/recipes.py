@@ -78,10 +78,7 @@ class Cat:
 
     @cached_property
     def type(self) -> Type:
-        first = self.parts[0].type
-        shape = list(first.shape)
-        shape[self.dim] = sum(int(part.type.shape[self.dim]) for part in self.parts)
-        return replace(first, shape=tuple(shape))
+        return self.parts[0].type.with_size(self.dim, sum(int(part.type.shape[self.dim]) for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         _need_part("stack", self.part)
-        is_range = _is_whole(self.start) and _is_whole(self.stop) and 0 <= self.start < self.stop
-        need(is_range, f"stack: {self.start!r} to {self.stop!r} is no range of experts")
+        need(_is_range(self.start, self.stop), f"stack: {self.start!r} to {self.stop!r} is no range of experts")
 
     @cached_property
     def type(self) -> Type:
@@ -120,15 +116,13 @@ class Slice:
         _need_part("slice", self.part)
         _need_dim("slice", self.dim, self.part.type)
         size = int(self.part.type.shape[self.dim])
-        is_range = _is_whole(self.start) and _is_whole(self.stop) and 0 <= self.start < self.stop <= size
+        is_range = _is_range(self.start, self.stop) and self.stop <= size
         need(is_range, f"slice: {self.start!r} to {self.stop!r} is no range of the {size} in dim {self.dim}")
-        need(_is_whole(self.step) and self.step > 0, f"slice: step={self.step!r} is no whole number from 1")
+        _need_count("slice: step", self.step)
 
     @cached_property
     def type(self) -> Type:
-        shape = list(self.part.type.shape)
-        shape[self.dim] = -(-(self.stop - self.start) // self.step)
-        return replace(self.part.type, shape=tuple(shape))
+        return self.part.type.with_size(self.dim, -(-(self.stop - self.start) // self.step))
 
 
 @dataclass(frozen=True)
@@ -237,9 +231,7 @@ class Repeat:
 
     @cached_property
     def type(self) -> Type:
-        shape = list(self.part.type.shape)
-        shape[self.dim] = self.size
-        return replace(self.part.type, shape=tuple(shape))
+        return self.part.type.with_size(self.dim, self.size)
 
 
 @dataclass(frozen=True)
@@ -305,7 +297,8 @@ class Share:
     def __post_init__(self) -> None:
         _need_part("share", self.part)
         _need_dim("share", self.dim, self.part.type)
-        _need_axis("share", self.axis, self.ranks)
+        _need_axis("share", self.axis)
+        _need_count("share: ranks", self.ranks)
         is_whole = _is_whole(self.copies) and self.copies > 0 and self.ranks % self.copies == 0
         need(is_whole, f"share: {self.ranks} ranks are no whole number of {self.copies!r} copies")
 
@@ -316,9 +309,7 @@ class Share:
 
     @cached_property
     def type(self) -> Type:
-        shape = list(self.part.type.shape)
-        shape[self.dim] = self.size
-        return replace(self.part.type, shape=tuple(shape))
+        return self.part.type.with_size(self.dim, self.size)
 
 
 @dataclass(frozen=True)
@@ -334,7 +325,7 @@ class Once:
     def __post_init__(self) -> None:
         _need_part("once", self.part)
         need(self.part.type.fmt is None, f"once: {self.part.type} is packed")
-        need(self.axis in AXES, f"once: there is no axis {self.axis!r}; axes: {', '.join(AXES)}")
+        _need_axis("once", self.axis)
 
     @cached_property
     def type(self) -> Type:
@@ -350,8 +341,9 @@ class Offset:
     size: int
 
     def __post_init__(self) -> None:
-        _need_axis("offset", self.axis, self.ranks)
-        need(_is_whole(self.size) and self.size > 0, f"offset: size={self.size!r} is no whole number from 1")
+        _need_axis("offset", self.axis)
+        _need_count("offset: ranks", self.ranks)
+        _need_count("offset: size", self.size)
 
     @cached_property
     def type(self) -> Type:
@@ -449,8 +441,8 @@ class KV:
         need(isinstance(self.name, str), f"a cache's name is a string, not {self.name!r}")
         _need_type(self.type, self.name)
         need(self.type.fmt is None, f"{self.name}: a cache is stored plain, not as {self.type.fmt}")
-        is_window = self.window is None or (_is_whole(self.window) and self.window > 0)
-        need(is_window, f"{self.name}: window={self.window!r} is no whole number from 1")
+        if self.window is not None:
+            _need_count(f"{self.name}: window", self.window)
 
     @property
     def kind(self) -> str:
@@ -537,14 +529,21 @@ def _need_dim(name: str, dim: Any, type: Type) -> None:
         raise ValueError(f"{name}: {type} has no dim {dim!r}")
 
 
+def _need_axis(name: str, axis: Any) -> None:
+    need(axis in AXES, f"{name}: there is no axis {axis!r}; axes: {', '.join(AXES)}")
+
+
+def _need_count(name: str, value: Any) -> None:
+    need(_is_whole(value) and value > 0, f"{name}={value!r} is no whole number from 1")
+
+
+def _is_range(start: Any, stop: Any) -> bool:
+    return _is_whole(start) and _is_whole(stop) and 0 <= start < stop
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _need_axis(name: str, axis: Any, ranks: Any) -> None:
-    need(axis in AXES, f"{name}: there is no axis {axis!r}; axes: {', '.join(AXES)}")
-    need(_is_whole(ranks) and ranks > 0, f"{name}: ranks={ranks!r} is no whole number from 1")

@@ -58,6 +58,12 @@ class Type:
         count, _, _ = str(self.shape[0]).rpartition("*")
         return int(count or 1) * self.row.num_bytes
 
+    def with_size(self, dim: int, size: int) -> Type:
+        """The same with another size of one dim."""
+        shape = list(self.shape)
+        shape[dim] = size
+        return replace(self, shape=tuple(shape))
+
     def with_last(self, *dims: Dim) -> Type:
         """The same with the last dim replaced by `dims`."""
         return Type(self.dtype, (*self.shape[:-1], *dims))

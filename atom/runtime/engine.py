@@ -202,6 +202,11 @@ class Engine:
         if self._ranks is not None:
             self._ranks.close()
 
+    def stop_keeping(self) -> None:
+        """Have `close` write no more KV to files; any thread may call it."""
+        if self._files is not None:
+            self._files.stop()
+
     def sleep(self, level: int = 1, mode: str = "abort", on_step: Callable[[], object] = lambda: None) -> None:
         """Give up the memory of weights and KV until `wake_up`; requests wait meanwhile.
 

@@ -107,7 +107,7 @@ class HostBlocks:
             torch.cuda.synchronize()
         end = time.perf_counter() + seconds
         for age, (kind, block, row, key) in enumerate(kept):
-            if time.perf_counter() > end:
+            if self.files.is_stopped or time.perf_counter() > end:
                 break
             if not self.files.has(key, kind):
                 content = self._rows[kind][row] if row else self._read(kind, block)

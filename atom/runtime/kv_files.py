@@ -92,7 +92,7 @@ def chain(digest: bytes, content: bytes) -> bytes:
 
 
 class KVFiles:
-    """The files and their thread. One thread calls the public methods."""
+    """The files and their thread. One thread calls the public methods, any `stop`."""
 
     def __init__(self, folder: Path, max_bytes: int, sizes: Mapping[str, int], pin_memory: bool = False) -> None:
         """ConfigError where the folder cannot be made, or others can write to it."""
@@ -102,13 +102,13 @@ class KVFiles:
         except (OSError, Unfit) as error:
             raise ConfigError(f"serve.kv_cache_dir={folder}: {error}; choose a folder of your own") from None
         self.num_read = self.num_written = 0  # blocks
+        self.is_stopped = False
         self._folder, self._max_bytes, self._sizes, self._pin_memory = folder, max_bytes, sizes, pin_memory
         self._changed = Condition()  # of what follows
         self._writes: deque[Block] = deque()
         self._num_queued = 0  # bytes of these
         self._fetches: deque[Fetch] = deque()
         self._fetched: list[Fetch] = []
-        self._is_closed = False
         self._is_full = False  # nothing more is written
         self._num_bytes, self._num_unscanned = 0, math.inf  # of all files at the last scan, and written since
         self._thread = Thread(target=self._run, name="kv-files", daemon=True)
@@ -146,20 +146,24 @@ class KVFiles:
     def flush(self, seconds: float) -> None:
         """Wait until all is written, or so long."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_queued, seconds)
+            self._changed.wait_for(lambda: self.is_stopped or not self._num_queued, seconds)
+
+    def stop(self) -> None:
+        """Have the thread end behind the block that it is writing."""
+        with self._changed:
+            self.is_stopped = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread, without what is not written."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._fetches or self._writes)
-                if self._is_closed:
+                self._changed.wait_for(lambda: self.is_stopped or self._fetches or self._writes)
+                if self.is_stopped:
                     return
                 fetch = self._fetches.popleft() if self._fetches else None
                 block = None if fetch is not None else self._writes.popleft()

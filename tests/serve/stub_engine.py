@@ -51,6 +51,7 @@ class Options:
     broken: list[int] = field(default_factory=list)  # replicas that fail at every start
     pause_seconds: float = 1.0  # before the server starts a dead replica again
     holds: str | None = None  # a file: how long the HTTP process's event loop was held, a line for each time
+    write_seconds: float | None = None  # no stub: a real engine that takes so long to write a block of KV to a file
 
 
 @dataclass
@@ -71,6 +72,9 @@ class StubEngine:
 
     def close(self) -> None:
         """It has no ranks to end, and keeps nothing."""
+
+    def stop_keeping(self) -> None:
+        """It keeps nothing."""
 
     @property
     def has_work(self) -> bool:
@@ -242,12 +246,31 @@ def open_stub(options: Options, progress: Progress, replica: int = 0) -> StubEng
     return StubEngine(options, replica)
 
 
+def slow_down(write_seconds: float) -> None:
+    """Have a real engine take so long to write a block to a file, and think that it computes a token in a second."""
+    import atom.build.runner
+    from atom.runtime.kv_files import Block, KVFiles
+    from atom.runtime.types import SwapCosts
+
+    atom.build.runner.measure_swap = lambda *_: SwapCosts(0.0, 0.0, 1.0)
+    write = KVFiles._write
+
+    def write_slowly(self: KVFiles, block: Block) -> None:
+        time.sleep(write_seconds)
+        write(self, block)
+
+    KVFiles._write = write_slowly  # type: ignore[method-assign]
+
+
 def main() -> int:
     stated, *rest = sys.argv[1:]
     options = Options(**json.loads(stated))
     if rest[0] == "--engine":
         from atom.serve.engine import worker
 
+        if options.write_seconds is not None:
+            slow_down(options.write_seconds)
+            return worker.main()
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.jobs.report import report
     from atom.serve.engine import replicas

@@ -33,6 +33,7 @@ from atom.serve.engine.protocol import (
     Abort,
     Beat,
     Done,
+    End,
     Failed,
     Frames,
     FromEngine,
@@ -223,10 +224,10 @@ class EngineClient(asyncio.Protocol):
             self.state = EngineState.DRAINING
 
     def close(self, reason: str) -> None:
-        """Close the connection, which ends the engine and all running requests."""
-        self._die(reason)
-        if self._transport is not None:
-            self._transport.close()
+        """Have the engine end, and all running requests; the connection lasts until its process has ended."""
+        if self.state is not EngineState.DEAD:
+            self._send(End())
+            self._end_requests(reason)
 
     def check(self) -> None:
         """Declare the engine dead if it has been silent too long; to be called regularly."""
@@ -244,6 +245,8 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._silence = 0.0
+        if self.state is EngineState.DEAD:  # it is ending
+            return
         for message in self._frames.feed(data):
             self._handle(message)
 
@@ -318,8 +321,12 @@ class EngineClient(asyncio.Protocol):
             stream.fail(error)
 
     def _die(self, reason: str) -> None:
-        if self.state is EngineState.DEAD:
-            return
+        if self.state is not EngineState.DEAD:
+            self._end_requests(reason)
+            if self._transport is not None:
+                self._transport.close()
+
+    def _end_requests(self, reason: str) -> None:
         self.state, self.reason = EngineState.DEAD, reason
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(reason))
@@ -333,8 +340,6 @@ class EngineClient(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(EngineDeadError(reason))
         self.dead.set()
-        if self._transport is not None:
-            self._transport.close()
 
     def _send(self, message: Message) -> None:
         if self._transport is not None:

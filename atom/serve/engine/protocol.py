@@ -89,6 +89,10 @@ class WakeUp(Message):
     tags: list[str] | None  # weights, kv_cache; None: both
 
 
+class End(Message):
+    """End in order: keep what is to be kept. The socket's end without it, or behind it, is the HTTP process's own."""
+
+
 class Finish(msgspec.Struct, array_like=True, gc=False):
     """The end of one sequence."""
 
@@ -161,7 +165,7 @@ class Failed(Message):
     exit_code: int
 
 
-ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp
+ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp | End
 FromEngine = Ready | Outputs | Refused | Done | Beat | Failed
 
 T = TypeVar("T")

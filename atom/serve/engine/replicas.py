@@ -296,7 +296,7 @@ class Replicas:
         return [each for each in self if not each.client.idle.is_set()]
 
     def close(self, reason: str) -> None:
-        """Close the connections, which ends the engines and all running requests."""
+        """Have the engines end, and all running requests."""
         for each in self:
             each.client.close(reason)
         self.dead.set()

@@ -5,15 +5,16 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
     worker = Worker(link)
     threading.Thread(target=worker.receive, daemon=True).start()
     worker.load(lambda: open_real(start, worker.progress), start.config.device)
-    worker.run()                                   # until the HTTP process is gone
+    worker.run()                                   # until the HTTP process ends, or has it end
 
 It has four threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; one
 prepares those with a grammar, which may take seconds to compile; the main thread loads the model and runs the steps;
 one sends heartbeats, so that an engine in a long step or compilation is not taken for dead. The main thread imports
 torch at once, as the configuration may come later.
 
-It ignores the signals of a terminal or a supervisor and ends when the socket closes, with the compilers that it has
-started: the HTTP process decides when the last request is done.
+It ignores the signals of a terminal or a supervisor, since the HTTP process decides when the last request is done, and
+ends with the compilers that it has started: when it is told, with the KV that is to be kept in files; and when the
+socket ends, within `GRACE_SECONDS` and without that, since a new server may want its GPU.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from atom.serve.engine.protocol import (
     Abort,
     Beat,
     Done,
+    End,
     Finish,
     LoadAdapter,
     Output,
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("atom.engine")
 BEATS = 8  # heartbeats in the time after which silence is taken for death
 PORTION = 1024  # positions of a prompt whose log probabilities are sent in one message
-GRACE_SECONDS = 2.0  # for a step to end when the HTTP process is gone
+GRACE_SECONDS = 2.0  # to end in when the HTTP process is gone, or for the last step when it has this one end
 
 Work = Callable[[], object]  # done by the main thread between two steps
 Open = Callable[[Start, Progress], "Engine"]
@@ -82,7 +84,7 @@ class Worker:
         self.progress = WatchedProgress(RichProgress())
         self._link = link
         self._engine: Engine | None = None
-        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the HTTP process is gone
+        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it is to end
         self._outputs: list[Output] = []
         self._num_seen = 0
         self._grammars = GrammarQueue(self._prepare_grammar)
@@ -93,7 +95,7 @@ class Worker:
         )  # last sent to the HTTP process: `_num_seen`, waiting sequences
         self._is_failing = False  # the last step raised
         self._drafts = DraftLog()
-        self._last: threading.Timer | None = None  # kills the process
+        self._last_step: threading.Timer | None = None  # kills the process
 
     @property
     def engine(self) -> Engine:
@@ -115,7 +117,7 @@ class Worker:
         self._link.send(Ready(self._engine.stats().num_blocks, "" if device == "cpu" else describe_gpus()))
 
     def run(self) -> None:
-        """Serve until the HTTP process is gone."""
+        """Serve until it is to end."""
         while self._run_inbox():
             if self.engine.has_work:
                 self._step()
@@ -127,11 +129,14 @@ class Worker:
         try:
             while True:
                 for message in self._link.receive():
-                    self._inbox.put(self._prepare(message))
+                    if isinstance(message, End):
+                        self._last_step = self._limit_end()  # it may take minutes
+                        self._inbox.put(None)
+                    else:
+                        self._inbox.put(self._prepare(message))
         except (EOFError, OSError):
-            if self._engine is None:
-                end_group()  # a half-loaded model need not be closed
-            self._limit_end(GRACE_SECONDS)  # a step may take minutes
+            self._limit_end()
+            self.engine.stop_keeping()
             self._inbox.put(None)
         except Exception as error:
             LOG.exception("the engine cannot go on")
@@ -140,16 +145,15 @@ class Worker:
 
     def close(self, seconds: float) -> None:
         """Close the engine, which may take so long to write what is to be kept."""
-        self._limit_end(seconds + GRACE_SECONDS)
+        if self._last_step is not None:
+            self._last_step.cancel()
+        limit_end(seconds + GRACE_SECONDS)
         self.engine.close()
 
-    def _limit_end(self, seconds: float) -> None:
-        """Have the process killed if it has not ended in so many seconds from now."""
-        if self._last is not None:
-            self._last.cancel()
-        self._last = threading.Timer(seconds, end_group)
-        self._last.daemon = True
-        self._last.start()
+    def _limit_end(self) -> threading.Timer:
+        if self._engine is None:
+            end_group()  # a half-loaded model need not be closed
+        return limit_end(GRACE_SECONDS)
 
     def _step(self) -> None:
         """Run a step. A step that raises ends its requests; two in a row, or a lack of memory, end the engine."""
@@ -180,7 +184,7 @@ class Worker:
         return dict(waiting)
 
     def _run_inbox(self) -> bool:
-        """Do the work in the inbox, and wait for some if the engine has none. False: the HTTP process is gone."""
+        """Do the work in the inbox, and wait for some if the engine has none. False: it is to end."""
         while True:
             try:
                 work = self._inbox.get(block=not (self.engine.has_work or self._outputs))
@@ -407,10 +411,12 @@ def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, d
 
 
 def await_start(link: Link) -> Start:
-    """Wait for the configuration; where the HTTP process has left already, end this one."""
+    """Wait for the configuration; where the HTTP process has left already, or has this one end, end it."""
     try:
-        (start,) = link.receive()  # the HTTP process sends nothing else before the engine is ready
+        start, *later = link.receive()
     except (EOFError, OSError):
+        os._exit(0)
+    if later:  # before the engine is ready, the HTTP process sends nothing but this
         os._exit(0)
     assert isinstance(start, Start), "the configuration comes first"
     log.configure(start.config.serve.http.log)
@@ -425,6 +431,14 @@ def environment_of(config: Config, replica: int) -> dict[str, str]:
     if config.device != "cuda" or config.parallel.replicas == 1:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices_of(config.parallel, replica))}
+
+
+def limit_end(seconds: float) -> threading.Timer:
+    """Have this process killed if it has not ended in so many seconds from now."""
+    timer = threading.Timer(seconds, end_group)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def end_group() -> None:

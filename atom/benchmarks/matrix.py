@@ -6,7 +6,8 @@ Each case has a result file.
         --concurrency 4 8 16 32 --result-dir results --server-args="--kv_cache_dtype fp8"
 
 A server is started for each tensor-parallel size with cases left to measure, and stopped after it. Existing results are
-kept, so that an interrupted matrix continues where it was; a result with failed requests is measured again.
+kept, so that an interrupted matrix continues where it was; a result with failed requests is measured again. Cases of a
+server have other prompts each, else it would have them in its prefix cache.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 from atom.benchmarks.benchmark_utils import (
     BenchmarkError,
@@ -45,6 +47,10 @@ class Case(NamedTuple):
 
     def file_name(self, prefix: str) -> str:
         return f"{prefix}_tp{self.tp}_isl{self.input_len}_osl{self.output_len}_conc{self.concurrency}.json"
+
+    @property
+    def seed(self) -> int:
+        return crc32(f"{self.input_len} {self.output_len} {self.concurrency}".encode())
 
 
 def make_parser() -> FlagParser:
@@ -167,6 +173,7 @@ def measure_case(args: argparse.Namespace, case: Case, url: str) -> str:
         "--num-prompts": num_prompts,
         "--max-concurrency": case.concurrency,
         "--request-rate": "inf",
+        "--seed": case.seed,
         "--percentile-metrics": "ttft,tpot,itl,e2el",
         "--result-dir": args.result_dir,
         "--result-filename": case.file_name(args.prefix),

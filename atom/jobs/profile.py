@@ -56,6 +56,7 @@ def run(config: Config) -> int:
             label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
     phases: dict[str, Any] = {}
     windows: dict[str, list[Event]] = {}  # of a phase, the events of about one step
+    engine.scheduler.drop_kv()  # of the runs that have warmed it up
     with recording(engine) as record:
         ids = submit(engine, draw(engine), config)
         for name, path, steps in trace_phases(engine, record, config):

@@ -65,6 +65,15 @@ class BlockPool:
         self._prefixes.forget(self._prefix_of(block), self.name)
         self.prefix[block] = None
 
+    def forget(self) -> None:
+        """Drop all prefixes, and the copies that were to come with the next plan; no block is held."""
+        while self.cached:
+            block, _ = self.cached.popitem(last=False)
+            self.drop(block)
+            self.blank.append(block)
+        self.saves, self.writes, self.fills, self.is_overwritten = [], [], [], False
+        self.fresh.clear()
+
     def share(self, block: int) -> int:
         if not self.num_holders[block]:
             del self.cached[block]

@@ -124,6 +124,11 @@ class DataParallelScheduler:
         for group, part in zip(self.groups, split(plan, len(self.groups)), strict=True):
             group.retract(part)
 
+    def drop_kv(self) -> None:
+        """Preempt all running sequences, and forget all prefixes; no plan is pending."""
+        for group in self.groups:
+            group.drop_kv()
+
     def _place(self) -> None:
         """Give sequences that wait to groups that can take them in, in turn."""
         num_open = [group.num_open for group in self.groups]

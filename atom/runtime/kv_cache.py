@@ -322,12 +322,9 @@ class KVCache:
                 pool.is_overwritten |= bool(pool.saves)
 
     def forget(self) -> None:
-        """Forget all prefixes; no sequence has blocks."""
-        for pool in self.pools:
-            while pool.cached:
-                block, _ = pool.cached.popitem(last=False)
-                pool.drop(block)
-                pool.blank.append(block)
+        """Forget all prefixes but those in files; no sequence has blocks."""
+        for pool in (*self.pools, *self.host_pools.values()):
+            pool.forget()
 
     def _find_prefix(self, sequence: Sequence) -> list[Prefix]:
         """The longest prefix that all kinds have, less than all the sequence's tokens, block by block.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,8 @@ def test_a_server_for_each_size_and_a_result_for_each_case(
     assert "tiny_tp2_isl16_osl4_conc2: output=100.0 tok/s total=200.0 tok/s ttft=7.0 ms tpot=2.5 ms\n" in shown.out
     assert "tp2: 1 of 2 results are in" in shown.err and shown.err.count("starting ") == 2
     assert shown.err.count("python -m atom.benchmarks.benchmark_serving") == 3
+    first, second, other_size = re.findall(r"--seed (\d+)", shown.err)
+    assert first == other_size != second, "a server has none of a case's prompts in its prefix cache"
 
     assert main(argv) == 0
     assert "starting " not in capfd.readouterr().err

@@ -171,6 +171,19 @@ def test_recording_leaves_the_engine_as_it_was(checkpoints: Any):
     assert "commit" not in vars(engine.scheduler)
 
 
+@pytest.mark.parametrize("fields", [[], ["serve.swap_space=65536"]], ids=["pool", "host memory"])
+def test_what_an_earlier_run_has_cached_is_computed_again(fields: list[str], checkpoints: Any):
+    given = [f"checkpoint={checkpoints('llama')}", *SMALL, "serve.block_size=4", "serve.num_kvcache_blocks=12", *fields]
+    config = load(["job=bench", *given])
+    engine = open_engine(config, SilentProgress())
+    engine.scheduler.cache.costs = None  # type: ignore[union-attr]  # it loads whatever there is
+    requests = [WorkloadRequest([number] * 21, 2) for number in range(3)]  # more than the pool holds
+    runs = [bench.answer(engine, requests, config) for _ in range(2)]
+    assert engine.metrics.scheduler.num_prefix_hit_tokens == 0
+    for ran in runs:
+        assert sum(num_tokens for step in ran.steps for _, num_tokens in step.chunks) == 3 * 21
+
+
 def test_a_sweep_is_an_object_a_run(run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run_jobs_here(monkeypatch)

@@ -72,6 +72,15 @@ def test_a_cached_prefix_draws_a_sequence_until_its_group_has_too_much(num_other
     assert like_b.group == group and like_b.num_cached == (80 if group else 0)
 
 
+def test_all_groups_forget_what_is_cached():
+    scheduler = make_scheduler()
+    run(scheduler, make("a", range(9), 1), make("b", range(100, 180), 1))
+    scheduler.drop_kv()
+    like_a, like_b = make("like-a", range(10)), make("like-b", range(100, 181))
+    run(scheduler, like_a, like_b)
+    assert like_a.num_cached == like_b.num_cached == 0
+
+
 def test_a_sequence_waits_for_a_group_with_blocks_for_it():
     scheduler = make_scheduler(num_blocks=31)
     long, *short = make("long", range(60), 40), make("a", range(100, 102), 40), make("b", range(200, 202), 40)

@@ -136,9 +136,8 @@ class Tenant:
             self._tokens.take(num_prompt + num_output)
 
     def prioritize(self, stated: int) -> int:
-        """The priority of a request that asks for one: where the tenant has its own, no better than that."""
-        own = self.limits.priority
-        return own + max(stated, 0) if own else stated
+        """The priority of a request that asks for one: where there are keys, no better than that of its own."""
+        return self.limits.priority + max(stated, 0) if self.name else stated
 
     def _check(self) -> None:
         limits = self.limits

@@ -69,10 +69,14 @@ def test_requests_at_a_time_and_a_refused_one_takes_no_turn():
 
 @pytest.mark.parametrize(
     ("own", "stated", "expected"),
-    [(0, 0, 0), (0, -5, -5), (0, 5, 5), (10, 0, 10), (10, -5, 10), (10, 5, 15), (-3, 0, -3)],
+    [(0, 0, 0), (0, -5, 0), (0, 5, 5), (10, 0, 10), (10, -5, 10), (10, 5, 15), (-3, 0, -3), (-3, -5, -3)],
 )
 def test_a_tenants_priority_is_the_best_that_it_can_have(own: int, stated: int, expected: int):
     assert Tenant("a", Limits(priority=own)).prioritize(stated) == expected
+
+
+def test_without_keys_a_request_has_the_priority_that_it_states():
+    assert [Tenant().prioritize(stated) for stated in (-5, 0, 5)] == [-5, 0, 5]
 
 
 def test_a_file_has_tenants_by_name(tmp_path: Path):

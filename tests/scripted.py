@@ -20,7 +20,19 @@ from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.serve.app import create_app
 from atom.serve.context import Context
-from atom.serve.engine.protocol import Abort, Finish, Message, Output, Outputs, Ready, Start, Submit, encode, to_engine
+from atom.serve.engine.protocol import (
+    Abort,
+    End,
+    Finish,
+    Message,
+    Output,
+    Outputs,
+    Ready,
+    Start,
+    Submit,
+    encode,
+    to_engine,
+)
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
 from atom.serve.tenants import Tenant
@@ -75,11 +87,11 @@ def post(
 
 
 async def play(connection: socket.socket, script: Script, seen: list[Submit]) -> None:
-    """The engine, until the other end of the socket is closed."""
+    """The engine, until it is to end."""
     reader, writer = await asyncio.open_connection(sock=connection)
     frames = to_engine()
-    while data := await reader.read(1 << 16):
-        for message in frames.feed(data):
+    while not reader.at_eof():
+        for message in frames.feed(await reader.read(1 << 16)):
             if isinstance(message, Start):
                 writer.write(encode(Ready(100)))
             elif isinstance(message, Submit):
@@ -87,9 +99,11 @@ async def play(connection: socket.socket, script: Script, seen: list[Submit]) ->
                 for answer in answers(script, message):
                     await asyncio.sleep(script.pause if isinstance(script, Said) else 0)
                     writer.write(encode(answer))
+            elif isinstance(message, End):
+                writer.close()
+                return
             else:
                 assert isinstance(message, Abort)
-    writer.close()
 
 
 def answers(script: Script, submit: Submit) -> list[Message]:

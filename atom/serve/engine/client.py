@@ -224,10 +224,15 @@ class EngineClient(asyncio.Protocol):
             self.state = EngineState.DRAINING
 
     def close(self, reason: str) -> None:
-        """Have the engine end, and all running requests; the connection lasts until its process has ended."""
+        """Have the engine end, and all running requests. The connection stays: its end would hurry the engine."""
         if self.state is not EngineState.DEAD:
             self._send(End())
             self._end_requests(reason)
+
+    def disconnect(self) -> None:
+        """Close the connection, once the engine's process has ended."""
+        if self._transport is not None:
+            self._transport.close()
 
     def check(self) -> None:
         """Declare the engine dead if it has been silent too long; to be called regularly."""
@@ -323,8 +328,7 @@ class EngineClient(asyncio.Protocol):
     def _die(self, reason: str) -> None:
         if self.state is not EngineState.DEAD:
             self._end_requests(reason)
-            if self._transport is not None:
-                self._transport.close()
+            self.disconnect()
 
     def _end_requests(self, reason: str) -> None:
         self.state, self.reason = EngineState.DEAD, reason

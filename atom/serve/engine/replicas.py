@@ -112,7 +112,9 @@ class Replica:
         """Kill what is left of the process; how it ended."""
         if self._process is None:
             return "not started"
-        return describe_exit(await asyncio.to_thread(self._process.end), has_left=self.client.has_left)
+        code = await asyncio.to_thread(self._process.end)
+        self.client.disconnect()
+        return describe_exit(code, has_left=self.client.has_left)
 
     def _relay(self) -> Callable[[str], object] | None:
         """What takes the lines that the engine prints; None: it has our stderr, where one progress bar has room."""

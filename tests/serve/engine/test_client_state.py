@@ -14,6 +14,7 @@ from atom.serve.engine.client import EngineClient, EngineState, QueueFullError
 from atom.serve.engine.protocol import (
     Abort,
     Beat,
+    End,
     Failed,
     Finish,
     FromEngine,
@@ -183,6 +184,20 @@ def test_an_id_is_refused_while_a_request_has_it():
         await engine.tell(Outputs([token("same#1", "eos"), token("same#2", "eos")], 2, {}))
         assert len(await stream.next()) == 2
         client.submit([[3]], [ONE], id="same")
+
+    run(body)
+
+
+def test_an_engine_is_told_to_end_and_keeps_its_connection():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        client.close("the server ends")
+        await engine.tell(Beat(EngineStats(num_running=3)))
+        assert engine.heard() == [End()] and client.stats.num_running == 0
+        with pytest.raises(TimeoutError):
+            engine.heard()
+        client.disconnect()
+        await asyncio.sleep(0.02)
+        assert engine.connection.recv(1) == b""
 
     run(body)
 

@@ -20,7 +20,7 @@ from atom.config.load import load
 from atom.kernels import find_piece_compiler
 from atom.serve.engine.link import Link
 from atom.serve.engine.process import EngineProcess
-from atom.serve.engine.protocol import Beat, Done, Failed, Profile, Ready, Start, encode, from_engine
+from atom.serve.engine.protocol import Beat, Done, End, Failed, Profile, Ready, Start, encode, from_engine
 from atom.serve.engine.worker import Worker
 
 STUB = (sys.executable, str(serving.STUB), "{}", "--engine")
@@ -34,6 +34,12 @@ def ended(engine: EngineProcess, seconds: float = 20) -> int:
 def test_an_engine_that_is_not_wanted_ends_without_a_fault():
     engine = EngineProcess(STUB)
     engine.connection.close()
+    assert ended(engine) == 0
+
+
+def test_an_engine_that_is_to_end_before_it_has_begun_ends_without_a_fault():
+    engine = EngineProcess(STUB)
+    engine.connection.sendall(encode(Start(load([]))) + encode(End()))
     assert ended(engine) == 0
 
 

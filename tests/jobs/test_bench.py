@@ -173,8 +173,8 @@ def test_recording_leaves_the_engine_as_it_was(checkpoints: Any):
 
 @pytest.mark.parametrize("fields", [[], ["serve.swap_space=65536"]], ids=["pool", "host memory"])
 def test_what_an_earlier_run_has_cached_is_computed_again(fields: list[str], checkpoints: Any):
-    given = [f"checkpoint={checkpoints('llama')}", *SMALL, "serve.block_size=4", "serve.num_kvcache_blocks=12", *fields]
-    config = load(["job=bench", *given])
+    sizes = ["serve.block_size=4", "serve.num_kvcache_blocks=12", "serve.max_model_len=40"]
+    config = load(["job=bench", f"checkpoint={checkpoints('llama')}", *SMALL, *sizes, *fields])
     engine = open_engine(config, SilentProgress())
     engine.scheduler.cache.costs = None  # type: ignore[union-attr]  # it loads whatever there is
     requests = [WorkloadRequest([number] * 21, 2) for number in range(3)]  # more than the pool holds

@@ -16,7 +16,7 @@ from serving import Server, Start, family, is_alive
 from atom.runtime.kv_files import HEAD_BYTES
 
 NUM_TALKS, NUM_TURNS = 6, 3
-BLOCKS = ["serve.block_size=4", "serve.max_model_len=200", "serve.max_num_batched_tokens=64"]
+BLOCKS = ["level=0", "serve.block_size=4", "serve.max_model_len=200", "serve.max_num_batched_tokens=64"]
 SMALL = ["serve.num_kvcache_blocks=60", "serve.swap_space=100000", *BLOCKS]
 
 

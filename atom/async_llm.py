@@ -97,6 +97,11 @@ class AsyncLLMEngine:
         """End a request with finish_reason abort; one that has ended is no error."""
         self._inbox.put(lambda: self._engine.abort(request_id))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all prompts; see `LLMEngine.reset_prefix_cache`."""
+        await self._do(self._engine.reset_prefix_cache)
+        return True
+
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give up the memory of weights and KV until `wake_up`; see `LLMEngine.sleep`. Requests wait meanwhile."""
         await self._do(lambda: self._engine.sleep(level, mode))

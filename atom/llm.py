@@ -268,6 +268,11 @@ class LLMEngine:
         """Drop a LoRA adapter; requests that have it end with it. RequestError where there is none of that name."""
         self._engine.loras.unload(name)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all prompts, for a measurement, say. Requests that run go on. True, as in vLLM."""
+        self._engine.reset_prefix_cache()
+        return True
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give up the memory of weights and KV until `wake_up`; see `atom.runtime.engine.Engine.sleep`.
 

@@ -183,6 +183,19 @@ def test_a_full_disk_ends_writing_with_one_line(files: KVFiles, tmp_path: Path, 
     assert read(files, 5) == [0] and len(paths(tmp_path)) == 1
 
 
+def test_what_nobody_foresaw_ends_no_later_read(files: KVFiles, monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    files.write([block(0), block(1)])
+    files.flush(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_read", lambda key, kind: 1 / 0)
+        assert read(files, 2) == []
+        patch.setattr(files, "_write", lambda block: 1 / 0)
+        files.write([block(2)])
+        files.flush(20)
+    assert [each.levelname for each in caplog.records] == ["ERROR", "ERROR"]
+    assert read(files, 2) == [0, 1]
+
+
 def test_two_servers_share_a_folder(files: KVFiles, tmp_path: Path):
     other = KVFiles(tmp_path / "kv", 16 * SIZE, {"full": SIZE})
     try:

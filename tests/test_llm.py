@@ -130,6 +130,25 @@ def test_an_answer_is_a_prefix_for_the_next_turn(open_engine: Open, references: 
     assert engine.metrics.scheduler.num_prefix_hit_tokens >= 72, "blocks that decoding filled were found"
 
 
+def test_prefixes_are_forgotten_while_requests_run(open_engine: Open, references: Any):
+    engine = open_engine("llama", block_size=4)
+    prompt, other = tiny.prompt(37), tiny.prompt(22, seed=1)
+    expected = engine.generate([prompt], GREEDY)
+    assert_greedy(expected, [prompt], references("llama"))
+    assert engine.reset_prefix_cache() is True
+    ids = engine.add_request([prompt, other], GREEDY)
+    ended = [each for _ in range(4) for each in engine.step()]
+    hits, preempted = engine.metrics.scheduler.num_prefix_hit_tokens, engine.metrics.scheduler.num_preemptions
+    assert (hits, preempted, ended) == (0, 0, [])
+    assert engine.reset_prefix_cache() is True
+    while not engine.is_finished():
+        ended += engine.step()
+    answers = {sequence.request_id: sequence.output for sequence in ended}
+    assert engine.metrics.scheduler.num_preemptions == 2
+    assert answers[ids[0]] == expected[0]["token_ids"]
+    assert_greedy([{"token_ids": answers[ids[1]]}], [other], references("llama"))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, references: Any):

@@ -224,10 +224,7 @@ class Engine:
             for id in list(self._requests) if mode == "abort" else ():
                 self.abort(id)
             self._is_halted = mode != "wait"
-            while self._pending or (mode == "wait" and scheduler.num_running):
-                ended = self.step()  # first, since it gives away the list that `_ended` was
-                self._ended += ended
-                on_step()
+            self._step_while(lambda: self._pending or (mode == "wait" and scheduler.num_running), on_step)
             if not sleeper.is_sleeping:
                 scheduler.drop_kv()
             sleeper.sleep(level)
@@ -244,6 +241,24 @@ class Engine:
         sleeper.wake_up(tags or TAGS)
         if not sleeper.is_sleeping:
             scheduler.is_paused = self._is_halted = False
+
+    def reset_prefix_cache(self, on_step: Callable[[], object] = lambda: None) -> None:
+        """Forget the KV of all prompts but that in files. Requests that run go on, and compute theirs again.
+
+        on_step: called after each step until then.
+        """
+        was_halted, self._is_halted = self._is_halted, True
+        try:
+            self._step_while(lambda: self._pending, on_step)
+            self.scheduler.drop_kv()
+        finally:
+            self._is_halted = was_halted
+
+    def _step_while(self, goes_on: Callable[[], object], on_step: Callable[[], object]) -> None:
+        while goes_on():
+            ended = self.step()  # first, since it gives away the list that `_ended` was
+            self._ended += ended
+            on_step()
 
     def _need_sleeper(self) -> tuple[Sleeper, Scheduler]:
         if self._sleeper is None:

@@ -171,6 +171,8 @@ class KVFiles:
                 unread: list[bytes] = []
                 try:
                     unread = self._read_all(fetch)
+                except Exception:  # the memory that is pinned may be lacking
+                    LOG.exception("serve.kv_cache_dir=%s: the KV of a prompt could not be read", self._folder)
                 finally:
                     with self._changed:
                         self._fetched.append(fetch)
@@ -180,6 +182,8 @@ class KVFiles:
             elif block is not None:
                 try:
                     self._write(block)
+                except Exception:
+                    LOG.exception("serve.kv_cache_dir=%s: KV could not be written", self._folder)
                 finally:
                     with self._changed:
                         self._num_queued -= block.row.nbytes

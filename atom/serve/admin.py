@@ -137,6 +137,12 @@ def routes(context: Context) -> APIRouter:
         """Whether the engines, or some of them, sleep."""
         return json_response({"is_sleeping": context.engines.is_sleeping})
 
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Forget the KV of all prompts but that in files. Requests that run go on, and compute theirs again."""
+        await context.engines.reset_prefix_cache()
+        return json_response({})
+
     @router.post("/start_profile")
     async def start_profile() -> Response:
         """Start the profiler of every engine."""

@@ -72,8 +72,20 @@ def test_a_stream_that_runs_ends_with_abort(server: str):
     assert ask(server, "POST", "/wake_up").status == 200
 
 
+def test_prefixes_are_forgotten_at_an_operators_word(server: str):
+    prompt = tiny.prompt(50, seed=3)
+
+    def num_cached() -> int:
+        answer = ask(server, "POST", "/v1/completions", {**BODY, "prompt": prompt})
+        return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [num_cached(), num_cached()] == [0, 48]
+    assert ask(server, "POST", "/reset_prefix_cache").status == 200
+    assert [num_cached(), num_cached()] == [0, 48]
+
+
 def test_only_an_operator_may_and_only_what_there_is(server: str):
-    for path in ("/sleep", "/wake_up"):
+    for path in ("/sleep", "/wake_up", "/reset_prefix_cache"):
         assert wire.ask(server, "POST", path).status == 401
         assert wire.ask(server, "POST", path, headers={"x-api-key": "apps"}).status == 403
     for path in ("/sleep?level=3", "/sleep?mode=later", "/wake_up?tags=graphs"):

@@ -44,6 +44,7 @@ from atom.serve.engine.protocol import (
     Profile,
     Ready,
     Refused,
+    ResetPrefixCache,
     Sleep,
     Start,
     Submit,
@@ -207,6 +208,10 @@ class EngineClient(asyncio.Protocol):
         """Have it take its memory again, or a part of it. RequestError where there is too little."""
         await self._ask(lambda id: WakeUp(id, tags))
         self._asleep -= set(tags or TAGS)
+
+    async def reset_prefix_cache(self) -> None:
+        """Have the engine forget the KV of all prompts."""
+        await self._ask(ResetPrefixCache)
 
     async def _ask(self, make: Callable[[str], Message]) -> str:
         """Send a message of an id, and wait for its answer."""

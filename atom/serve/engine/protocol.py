@@ -89,6 +89,12 @@ class WakeUp(Message):
     tags: list[str] | None  # weights, kv_cache; None: both
 
 
+class ResetPrefixCache(Message):
+    """Forget the KV of all prompts; answered likewise."""
+
+    id: str
+
+
 class End(Message):
     """End in order: keep what is to be kept. The socket's end without it, or behind it, is the HTTP process's own."""
 
@@ -143,7 +149,7 @@ class Refused(Message):
 
 
 class Done(Message):
-    """The profiler has started or stopped, an adapter is loaded or dropped, the engine sleeps or is awake."""
+    """The profiler has started or stopped, an adapter is loaded or dropped, the engine sleeps or is awake, …"""
 
     id: str
     result: str
@@ -165,7 +171,7 @@ class Failed(Message):
     exit_code: int
 
 
-ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp | End
+ToEngine = Start | Submit | Abort | Profile | LoadAdapter | UnloadAdapter | Sleep | WakeUp | ResetPrefixCache | End
 FromEngine = Ready | Outputs | Refused | Done | Beat | Failed
 
 T = TypeVar("T")

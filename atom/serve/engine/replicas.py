@@ -283,6 +283,10 @@ class Replicas:
         """Have all engines take it again, or a part of it. RequestError where there is too little."""
         await asyncio.gather(*(each.wake_up(tags) for each in self._find_serving()))
 
+    async def reset_prefix_cache(self) -> None:
+        """Have all engines forget the KV of all prompts."""
+        await asyncio.gather(*(each.reset_prefix_cache() for each in self._find_serving()))
+
     @property
     def is_sleeping(self) -> bool:
         return any(each.client.is_sleeping for each in self)

@@ -57,6 +57,7 @@ from atom.serve.engine.protocol import (
     Profile,
     Ready,
     Refused,
+    ResetPrefixCache,
     Sleep,
     Start,
     Submit,
@@ -215,6 +216,8 @@ class Worker:
                 return lambda: self._answer(id, lambda: self.engine.sleep(level, mode, self._send_outputs))
             case WakeUp(id, tags):
                 return lambda: self._answer(id, lambda: self.engine.wake_up(tags))
+            case ResetPrefixCache(id):
+                return lambda: self._answer(id, lambda: self.engine.reset_prefix_cache(self._send_outputs))
         raise AssertionError(f"{message!r} is the first message and no other")
 
     def _count(self, work: Work) -> None:

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from atom.build import open_engine
@@ -30,7 +31,7 @@ from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError, EngineDeadError, RequestError, UnsupportedError
 from atom.llm import Prompt, answer, prompt_of
 from atom.runtime.engine import Engine
-from atom.runtime.types import RequestOutput, Sequence
+from atom.runtime.types import RequestOptions, RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
 CLOSED = "the engine is closed"
@@ -81,9 +82,9 @@ class AsyncLLMEngine:
             raise RequestError(f"the request id {id} is in use, choose another")
         request = self._requests[id] = _Request(asyncio.get_running_loop(), params.n)
         try:
-            sequences = await asyncio.to_thread(
-                self._engine.prepare, prompt_of(prompt), params, request_id=id, priority=priority, adapter=adapter
-            )
+            options = RequestOptions(priority=priority, adapter=adapter)
+            prepare = partial(self._engine.prepare, prompt_of(prompt), params, options, request_id=id)
+            sequences = await asyncio.to_thread(prepare)
             self._inbox.put(lambda: self._submit(sequences, request))
             self.check_health()  # it may have ended since
             async for output in request.outputs():

@@ -29,7 +29,7 @@ from atom.measurement.phases import PhaseClock
 from atom.runtime.metrics import EngineStats
 from atom.runtime.remote_ranks import serve_rank
 from atom.runtime.speculation import describe_drafts, draft_statistics
-from atom.runtime.types import Sequence, StreamCallback
+from atom.runtime.types import RequestOptions, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, as in vLLM
@@ -173,7 +173,7 @@ class LLMEngine:
         self._need_awake()
         params = SamplingParams(max_tokens=1, temperature=0)
         prepared = [
-            self._engine.prepare(each, params, pooling=pooling, adapter=name)
+            self._engine.prepare(each, params, RequestOptions(pooling=pooling, adapter=name))
             for each, name in zip(prompts, adapters_of(adapters, len(prompts)), strict=True)
         ]
         vectors = []
@@ -237,7 +237,7 @@ class LLMEngine:
         names, prepared = adapters_of(adapters, len(prompts)), []
         for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:
-                prepared.append(self._engine.prepare(prompt, one, adapter=name))
+                prepared.append(self._engine.prepare(prompt, one, RequestOptions(adapter=name)))
             except RequestError as error:
                 raise RequestError(f"prompt {place}: {error}" if len(prompts) > 1 else str(error)) from None
         return [self._engine.submit(sequences, stream_callback) for sequences in prepared]

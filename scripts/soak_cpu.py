@@ -28,7 +28,7 @@ import serving  # noqa: E402
 import wire  # noqa: E402
 
 from atom import LLMEngine, SamplingParams  # noqa: E402
-from atom.runtime.types import Sequence  # noqa: E402
+from atom.runtime.types import RequestOptions, Sequence  # noqa: E402
 
 MIB = 1 << 20
 NUM_ENGINE, NUM_SERVER, NUM_CLIENTS = 60, 120, 16  # requests of a round, and clients at a time
@@ -85,7 +85,7 @@ def soak_engine(engine: LLMEngine, chance: random.Random, num_requests: int) -> 
         while num_came < num_requests and len(running) < 20 and chance.random() < 0.5:
             request = make_request(chance)
             params = SamplingParams(**request.params)
-            sequences = inner.prepare(request.prompt, params, priority=request.priority)
+            sequences = inner.prepare(request.prompt, params, RequestOptions(priority=request.priority))
             running[inner.submit(sequences)] = request
             num_came, num_sequences = num_came + 1, num_sequences + params.n
         if running and chance.random() < 0.03:

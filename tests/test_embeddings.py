@@ -13,6 +13,7 @@ import torch
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom.errors import RequestError
+from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams
 
 __all__ = ["thread_ranks"]
@@ -30,7 +31,7 @@ def pooling_engine(open_engine: Open, name: str, pooling: str, **fields: Any) ->
 
 
 def embed(engine: Any, pooling: str, prompts: list[list[int]] = PROMPTS) -> list[Vector]:
-    made = [engine.prepare(prompt, ONE, pooling=pooling)[0] for prompt in prompts]
+    made = [engine.prepare(prompt, ONE, RequestOptions(pooling=pooling))[0] for prompt in prompts]
     for sequence in made:
         engine.submit([sequence])
     while engine.has_work:
@@ -79,7 +80,7 @@ def test_cached_prefixes_and_preemption_change_nothing(
     hits = engine.scheduler.stats.num_prefix_hit_tokens
     assert hits > 0 if pooling == "LAST" else hits == 0
     fresh = tiny.prompt(48, seed=11)
-    first = engine.prepare(fresh, ONE, pooling=pooling)[0]
+    first = engine.prepare(fresh, ONE, RequestOptions(pooling=pooling))[0]
     engine.submit([first])
     engine.step()
     engine.scheduler._preempt(first)
@@ -87,7 +88,7 @@ def test_cached_prefixes_and_preemption_change_nothing(
         engine.step()
     assert_near([first.embedding], references("qwen3"), pooling, [fresh])
     with pytest.raises(RequestError, match="65 tokens is longer than max_model_len=64"):
-        engine.prepare(tiny.prompt(65), ONE, pooling=pooling)
+        engine.prepare(tiny.prompt(65), ONE, RequestOptions(pooling=pooling))
 
 
 def test_an_embedding_that_is_aborted_on_its_way_frees_its_blocks_and_leaves_the_others(
@@ -95,7 +96,7 @@ def test_an_embedding_that_is_aborted_on_its_way_frees_its_blocks_and_leaves_the
 ):
     engine = pooling_engine(open_engine, "qwen3", "MEAN")
     free = engine.scheduler.cache.num_free
-    aborted, kept = (engine.prepare(PROMPTS[3], ONE, pooling="MEAN")[0] for _ in range(2))
+    aborted, kept = (engine.prepare(PROMPTS[3], ONE, RequestOptions(pooling="MEAN"))[0] for _ in range(2))
     engine.submit([aborted])
     engine.submit([kept])
     engine.step()

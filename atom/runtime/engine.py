@@ -37,7 +37,17 @@ from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.sleep import Sleeper
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import Runner
-from atom.runtime.types import SLEEP_LEVELS, SLEEP_MODES, TAGS, Matcher, Plan, Sequence, StreamCallback
+from atom.runtime.types import (
+    NO_OPTIONS,
+    SLEEP_LEVELS,
+    SLEEP_MODES,
+    TAGS,
+    Matcher,
+    Plan,
+    RequestOptions,
+    Sequence,
+    StreamCallback,
+)
 from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
@@ -111,25 +121,13 @@ class Engine:
         self,
         prompt: str | list[int],
         params: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
-        salt: bytes = b"",
-        priority: int = 0,
-        tenant: str = "",
-        weight: float = 1.0,
-        pooling: str | None = None,
-        adapter: str | None = None,
     ) -> list[Sequence]:
-        """Make the n sequences of a request, nothing queued yet. RequestError where it cannot be served.
-
-        salt: requests of another salt share no cached prefix with this one. priority: lower is served earlier.
-        tenant: whose request it is; those that wait are served in turn. weight: its share, relative to the others'.
-        pooling: LAST or MEAN, for an embedding of the prompt; the one token behind it counts for nothing.
-        adapter: the name of a LoRA adapter; its KV is found again under it alone.
-        """
-        lora = None if adapter is None else self.loras.find(adapter)
-        if lora is not None:
-            salt = hashlib.sha256(lora.digest + salt).digest()
+        """Make the n sequences of a request, nothing queued yet. RequestError where it cannot be served."""
+        lora = None if options.adapter is None else self.loras.find(options.adapter)
+        salt = options.salt if lora is None else hashlib.sha256(lora.digest + options.salt).digest()
         tokens = self.vocabulary.tokenize(prompt)
         self.vocabulary.check(params)
         bad_words = self.vocabulary.encode_bad_words(params.bad_words or ())
@@ -149,10 +147,10 @@ class Engine:
                 index=index,
                 parent=sequences[0] if sequences else None,
                 stop_ids=self.vocabulary.stop_ids,
-                priority=priority,
-                tenant=tenant,
-                weight=weight,
-                pooling=pooling,
+                priority=options.priority,
+                tenant=options.tenant,
+                weight=options.weight,
+                pooling=options.pooling,
                 matcher=matchers[index] if matchers else None,
                 bad_words=bad_words,
                 adapter=lora,

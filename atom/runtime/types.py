@@ -106,6 +106,21 @@ class Adapter:
     is_dropped: bool = False  # no new request gets it
 
 
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request has beside its prompt and its sampling parameters."""
+
+    salt: bytes = b""  # requests of another salt share no cached prefix with this one
+    priority: int = 0  # lower is served earlier
+    tenant: str = ""  # whose request it is; those that wait are served in turn
+    weight: float = 1.0  # the tenant's share of all turns, relative to the others'
+    pooling: str | None = None  # LAST or MEAN, for an embedding; the one token behind the prompt counts for nothing
+    adapter: str | None = None  # the name of a LoRA adapter; KV is found again under it alone
+
+
+NO_OPTIONS = RequestOptions()
+
+
 @dataclass(eq=False)
 class Request:
     """The request of one sequence: nothing changes it."""

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from atom.errors import AtomError, RequestError
-from atom.runtime.types import Logprobs
+from atom.runtime.types import NO_OPTIONS, Logprobs, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
@@ -42,11 +42,9 @@ class EngineRequest:
     prompts: list[list[int]]
     params: list[SamplingParams]  # of each prompt; n of all is the same
     user: str | None  # for the log
-    salt: bytes = b""  # of the prefix cache
-    priority: int = 0
+    options: RequestOptions = NO_OPTIONS  # but for what its key says
     num_kept: int = 1  # of the n answers to each prompt, the most likely
     constraint_field: str | None = None  # the field that constrains the answer; the engine may refuse it
-    pooling: str | None = None  # LAST or MEAN, for embeddings
 
 
 @dataclass
@@ -272,18 +270,14 @@ class Responder(ABC):
             left.callback(tenant.end)
             submission = await (context.in_thread(make) if self.renders else context.work(size, make))
             request.state.log |= {"model": self.model, "user": submission.user, "id": self.id}
-            stream = engines.submit(
-                submission.prompts,
-                submission.params,
-                id=self.id,
-                salt=submission.salt,
-                priority=tenant.prioritize(submission.priority),
-                pooling=submission.pooling,
+            options = replace(
+                submission.options,
+                priority=tenant.prioritize(submission.options.priority),
                 tenant=tenant.name if context.are_several else "",
                 weight=tenant.limits.weight,
                 adapter=context.adapter(self.model),
-                pin=pin,
             )
+            stream = engines.submit(submission.prompts, submission.params, options, id=self.id, pin=pin)
             left.callback(engines.abort, stream)
             request.state.log["engine"] = stream.engine
             answering = Answering(context, stream, submission, tenant, self._started)

@@ -14,7 +14,7 @@ from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import EngineStats
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled, StepLimits
+from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOptions, RequestOutput, Sampled, StepLimits
 from atom.runtime.types import Sequence as Running
 from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
@@ -237,7 +237,7 @@ def test_an_id_is_free_as_soon_as_its_request_is_aborted():
 def test_a_prefix_is_shared_only_by_requests_of_one_salt(salts: list[bytes], num_cached: int):
     engine = make_engine(Script({"a": "x", "b": "x"}), prefix=True)
     for id, salt in zip("ab", salts, strict=True):
-        engine.submit(engine.prepare("a prompt", SamplingParams(max_tokens=1), request_id=id, salt=salt))
+        engine.submit(engine.prepare("a prompt", SamplingParams(max_tokens=1), RequestOptions(salt), request_id=id))
         (ended,) = finish(engine).values()
     # the last token of a prompt is always computed: of its 8 tokens 1 block of 4 can be found
     assert ended.num_cached == num_cached // 2
@@ -248,7 +248,7 @@ def test_a_prefix_is_shared_only_by_requests_of_one_salt(salts: list[bytes], num
 def test_a_request_of_a_lower_priority_number_is_admitted_first():
     engine = make_engine(Script({id: "xy" for id in "abc"}), max_num_seqs=1)
     for id, priority in (("a", 0), ("b", 5), ("c", -1)):
-        engine.submit(engine.prepare("hi", SamplingParams(), request_id=id, priority=priority))
+        engine.submit(engine.prepare("hi", SamplingParams(), RequestOptions(priority=priority), request_id=id))
     assert list(finish(engine)) == ["c-0", "a-0", "b-0"]
 
 

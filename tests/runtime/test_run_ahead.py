@@ -32,6 +32,7 @@ from atom.runtime.types import (
     CacheKind,
     Logprobs,
     Plan,
+    RequestOptions,
     RequestOutput,
     Sampled,
     ScheduledRequest,
@@ -266,7 +267,7 @@ class World:
             abort_at: int | None = None, **params: Any) -> list[Sequence]:  # fmt: skip
         """A request; with is_bound each token needs the host, at abort_at tokens its callback ends it."""
         params = {"max_tokens": 12, "seed": len(self.sequences), **params}
-        sequences = self.engine.prepare(prompt, SamplingParams(**params), salt=salt, priority=priority)
+        sequences = self.engine.prepare(prompt, SamplingParams(**params), RequestOptions(salt, priority))
         for sequence in sequences:
             sequence.matcher = Bound() if is_bound else None
 

@@ -24,7 +24,7 @@ from atom.checkpoint import Progress
 from atom.config.load import load
 from atom.errors import CapacityError, RequestError
 from atom.runtime.metrics import EngineStats, SchedulerStats
-from atom.runtime.types import Logprobs, RequestOutput, Sequence, StreamCallback
+from atom.runtime.types import Logprobs, RequestOptions, RequestOutput, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 
 BLOCK = 16  # tokens
@@ -84,14 +84,9 @@ class StubEngine:
         self,
         prompt: list[int],
         params: SamplingParams,
+        options: RequestOptions,
         *,
         request_id: str,
-        salt: bytes,
-        priority: int,
-        tenant: str,
-        weight: float,
-        pooling: str | None,
-        adapter: str | None,
     ) -> list[Sequence]:
         if prompt[0] == UNPREPARED:
             raise KeyError("a fault")
@@ -104,9 +99,9 @@ class StubEngine:
                 params,
                 request_id=request_id,
                 index=index,
-                priority=priority,
-                tenant=tenant,
-                weight=weight,
+                priority=options.priority,
+                tenant=options.tenant,
+                weight=options.weight,
             )
             for index in range(params.n)
         ]

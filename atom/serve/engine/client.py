@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
-from atom.runtime.types import TAGS
+from atom.runtime.types import NO_OPTIONS, TAGS, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.protocol import (
     Abort,
@@ -138,16 +138,11 @@ class EngineClient(asyncio.Protocol):
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
+        options: RequestOptions = NO_OPTIONS,
         *,
         id: str,
-        salt: bytes = b"",
-        priority: int = 0,
-        pooling: str | None = None,
-        tenant: str = "",
-        weight: float = 1.0,
-        adapter: str | None = None,
     ) -> RequestStream:
-        """Send a request, params for each of its prompts. tenant, weight: as in `Engine.prepare`
+        """Send a request, params for each of its prompts.
 
         QueueFullError beyond max_queue, RequestError for a request that alone exceeds it or whose id is in use,
         EngineDeadError where the engine is dead.
@@ -157,7 +152,7 @@ class EngineClient(asyncio.Protocol):
         num_sequences, limit = sum(one.n for one in params), self._config.serve.http.max_queue
         if num_sequences > limit:
             raise RequestError(f"{num_sequences} answers in a request; at most {limit} may wait (serve.http.max_queue)")
-        if not self.has_room(num_sequences, tenant):
+        if not self.has_room(num_sequences, options.tenant):
             raise QueueFullError(self.num_waiting, self.retry_after())
         if id in self._ids:
             raise RequestError(f"the request id {id} is in use; choose another")
@@ -170,9 +165,9 @@ class EngineClient(asyncio.Protocol):
         for each, prompt, one in zip(ids, prompts, params, strict=True):
             self._streams[each] = stream
             self._num_sent += 1
-            self._unseen.append((self._num_sent, tenant, one.n))
-            self._num_unseen[tenant] += one.n
-            self._send(Submit(each, prompt, one, salt, priority, pooling, tenant, weight, adapter))
+            self._unseen.append((self._num_sent, options.tenant, one.n))
+            self._num_unseen[options.tenant] += one.n
+            self._send(Submit(each, prompt, one, options))
         return stream
 
     def retry_after(self) -> int:

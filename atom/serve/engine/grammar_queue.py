@@ -28,7 +28,7 @@ class GrammarQueue:
 
     def add(self, message: Submit) -> None:
         with self._changed:
-            self._tenants.setdefault(message.tenant, deque()).append(message)
+            self._tenants.setdefault(message.options.tenant, deque()).append(message)
             self._changed.notify()
 
     def drop(self, id: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from atom.config import Config
 from atom.runtime.metrics import EngineStats
-from atom.runtime.types import Logprobs
+from atom.runtime.types import NO_OPTIONS, Logprobs, RequestOptions
 from atom.sampling_params import SamplingParams
 
 HEAD = struct.Struct("<I")
@@ -40,12 +40,7 @@ class Submit(Message):
     id: str
     prompt: list[int]
     params: SamplingParams
-    salt: bytes = b""
-    priority: int = 0
-    pooling: str | None = None  # LAST or MEAN, for an embedding
-    tenant: str = ""
-    weight: float = 1.0  # of the tenant's turns
-    adapter: str | None = None  # the name of a LoRA adapter
+    options: RequestOptions = NO_OPTIONS
 
 
 class Abort(Message):

@@ -23,6 +23,7 @@ from functools import partial
 
 from atom.config import Config
 from atom.errors import EngineDeadError, RequestError
+from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve import log
 from atom.serve.engine.client import EngineClient, EngineState
@@ -180,42 +181,29 @@ class Replicas:
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
+        options: RequestOptions = NO_OPTIONS,
         *,
         id: str,
-        salt: bytes = b"",
-        priority: int = 0,
-        pooling: str | None = None,
-        tenant: str = "",
-        weight: float = 1.0,
-        adapter: str | None = None,
         pin: int | None = None,
     ) -> RequestStream:
         """Send a request to a replica, params for each of its prompts. The errors of `EngineClient.submit`.
 
-        adapter: the name of a LoRA adapter. pin: the replica's number; None: the router chooses.
+        pin: the replica's number; None: the router chooses.
         """
-        request = self._router.hash(prompts, salt if adapter is None else adapter.encode() + b"\0" + salt)
-        number = (
-            self._router.choose(request, self._find_loads(sum(one.n for one in params), tenant)) if pin is None else pin
-        )
+        adapter = b"" if options.adapter is None else options.adapter.encode() + b"\0"
+        request = self._router.hash(prompts, adapter + options.salt)
+        number = pin
+        if number is None:
+            loads = self._find_loads(sum(one.n for one in params), options.tenant)
+            number = self._router.choose(request, loads)
         replica = self[number]
         if replica.client.state is not EngineState.READY:
             raise EngineDeadError(f"{replica.name} is {replica.client.state}")
-        stream = replica.client.submit(
-            prompts,
-            params,
-            id=id,
-            salt=salt,
-            priority=priority,
-            pooling=pooling,
-            tenant=tenant,
-            weight=weight,
-            adapter=adapter,
-        )
+        stream = replica.client.submit(prompts, params, options, id=id)
         stream.engine = number
         sent = self._router.send(number, request)
         if self._router.remembers:
-            stream.watch = Learner(self._router, sent, stream, params, pooling).note
+            stream.watch = Learner(self._router, sent, stream, params, options.pooling).note
         return stream
 
     def abort(self, stream: RequestStream) -> None:

@@ -181,7 +181,7 @@ class Worker:
         """Sequences that are not admitted, by tenant."""
         waiting = Counter(self.engine.num_waiting)
         for message in self._compiling.values():
-            waiting[message.tenant] += message.params.n
+            waiting[message.options.tenant] += message.params.n
         return dict(waiting)
 
     def _run_inbox(self) -> bool:
@@ -256,15 +256,7 @@ class Worker:
 
         try:
             sequences: list[Sequence] = self.engine.prepare(
-                message.prompt,
-                message.params,
-                request_id=message.id,
-                salt=message.salt,
-                priority=message.priority,
-                tenant=message.tenant,
-                weight=message.weight,
-                pooling=message.pooling,
-                adapter=message.adapter,
+                message.prompt, message.params, message.options, request_id=message.id
             )
         except AtomError as error:
             reason = error

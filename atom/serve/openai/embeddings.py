@@ -19,7 +19,7 @@ from atom.serve.bodies import body_route
 from atom.serve.context import CUT_TOKENS, Context
 from atom.serve.errors import FieldError
 from atom.serve.ids import new_id
-from atom.serve.openai.params import check_tokens
+from atom.serve.openai.params import check_tokens, request_options
 from atom.serve.openai.schema import EmbeddingRequest
 from atom.serve.response import Choice, EngineRequest, Responder
 
@@ -56,8 +56,8 @@ class Embeddings(Responder):
             raise FieldError("use_activation", "normalize and use_activation are one thing; give one of them")
         prompts = [self._fit(each) for each in self._inputs()]
         params = SamplingParams(max_tokens=1, temperature=0)
-        salt, pooling = (body.cache_salt or "").encode(), self._pooler.pooling_type
-        return EngineRequest(prompts, [params] * len(prompts), body.user, salt, body.priority or 0, pooling=pooling)
+        options = request_options(body, self._pooler.pooling_type)
+        return EngineRequest(prompts, [params] * len(prompts), body.user, options)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         data = [

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from atom.config import Config
 from atom.errors import RequestError
+from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError, shown
-from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
+from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
 SAME_NAMES = (
@@ -33,6 +34,11 @@ SAME_NAMES = (
     "frequency_penalty",
     "repetition_penalty",
 )
+
+
+def request_options(body: Generation | EmbeddingRequest, pooling: str | None = None) -> RequestOptions:
+    """What a body says of its request; pooling: LAST or MEAN, for an embedding."""
+    return RequestOptions(salt=(body.cache_salt or "").encode(), priority=body.priority or 0, pooling=pooling)
 
 
 def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingParams:

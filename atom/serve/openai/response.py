@@ -12,7 +12,7 @@ from msgspec import json
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.ids import new_id
-from atom.serve.openai.params import find_constraint
+from atom.serve.openai.params import find_constraint, request_options
 from atom.serve.openai.schema import Generation
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 from atom.serve.sse import DONE, event
@@ -59,9 +59,8 @@ class OpenAIResponder(Responder, Generic[Body]):
     ) -> EngineRequest:
         """default_field: the constraint's field if no field of the body has one."""
         body, found, self._prompts = self.body, find_constraint(self.body), prompts
-        salt = (body.cache_salt or "").encode()
         field = default_field if found is None else found.field
-        return EngineRequest(prompts, params, body.user, salt, body.priority or 0, body.n or 1, field)
+        return EngineRequest(prompts, params, body.user, request_options(body), body.n or 1, field)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         return self._object(self.kind) | {"choices": [self.choice(each) for each in choices], "usage": usage}

@@ -19,7 +19,7 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import template_kwargs
-from atom.serve.openai.params import find_constraint, sampling_params
+from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
     FunctionCall,
@@ -85,8 +85,7 @@ class ResponsesResponder(Responder):
         prompt, self._params = context.fit(conversation.tokens, params)
         constraint = find_constraint(chat)
         field = CONSTRAINT_FIELDS[constraint.field if constraint else None]
-        salt = (chat.cache_salt or "").encode()
-        return EngineRequest([prompt], [self._params], chat.user, salt, chat.priority or 0, constraint_field=field)
+        return EngineRequest([prompt], [self._params], chat.user, request_options(chat), constraint_field=field)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices

@@ -11,7 +11,7 @@ import pytest
 from serve.stub_engine import Options, StubEngine
 
 from atom.errors import RequestError
-from atom.runtime.types import Sequence
+from atom.runtime.types import RequestOptions, Sequence
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.grammar_queue import GrammarQueue
 from atom.serve.engine.link import Link
@@ -25,12 +25,12 @@ def test_tenants_are_served_in_turn_and_what_is_dropped_is_not_prepared():
     taken: queue.Queue[str] = queue.Queue()
     waiting = GrammarQueue(lambda message: taken.put(message.id))
     for id in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
-        waiting.add(Submit(id, [1], GRAMMAR, tenant=id[0]))
+        waiting.add(Submit(id, [1], GRAMMAR, RequestOptions(tenant=id[0])))
     for id in ("a3", "c1", "unknown"):
         waiting.drop(id)
     threading.Thread(target=waiting.run, daemon=True).start()
     assert [taken.get(timeout=20) for _ in range(5)] == ["a1", "b1", "a2", "b2", "a4"]
-    waiting.add(Submit("d1", [1], GRAMMAR, tenant="d"))
+    waiting.add(Submit("d1", [1], GRAMMAR, RequestOptions(tenant="d")))
     assert taken.get(timeout=20) == "d1"
 
 
@@ -43,12 +43,12 @@ class Compiling(StubEngine):
     def num_waiting(self) -> dict[str, int]:
         return {"bob": len(self.waiting)} if self.waiting else {}
 
-    def prepare(self, prompt: list[int], params: SamplingParams, **rest: Any) -> list[Sequence]:
+    def prepare(self, prompt: list[int], params: SamplingParams, *rest: Any, **more: Any) -> list[Sequence]:
         if params.structured_outputs is not None:
             assert self.let_go.acquire(timeout=60)
         if prompt == [9]:
             raise RequestError("no such grammar")
-        return super().prepare(prompt, params, **rest)
+        return super().prepare(prompt, params, *rest, **more)
 
 
 def test_others_are_answered_while_a_grammar_is_compiled_and_a_client_may_leave_before_it_is(
@@ -78,10 +78,10 @@ def test_others_are_answered_while_a_grammar_is_compiled_and_a_client_may_leave_
         running = threading.Thread(target=worker.run, daemon=True)
         running.start()
         for message in (
-            Submit("left", [1], GRAMMAR, tenant="alice"),
-            Submit("stays", [2], GRAMMAR, tenant="alice"),
-            Submit("wrong", [9], GRAMMAR, tenant="alice"),
-            Submit("plain", [7], SamplingParams(max_tokens=2), tenant="bob"),
+            Submit("left", [1], GRAMMAR, RequestOptions(tenant="alice")),
+            Submit("stays", [2], GRAMMAR, RequestOptions(tenant="alice")),
+            Submit("wrong", [9], GRAMMAR, RequestOptions(tenant="alice")),
+            Submit("plain", [7], SamplingParams(max_tokens=2), RequestOptions(tenant="bob")),
         ):
             theirs.sendall(encode(message))
         await_message(ended("plain"))

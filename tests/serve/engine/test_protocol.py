@@ -5,11 +5,16 @@ import struct
 import msgspec
 import pytest
 
-from atom.runtime.types import Logprobs
+from atom.runtime.types import Logprobs, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.protocol import Abort, Finish, Output, Outputs, Ready, Submit, encode, from_engine, to_engine
 
-SUBMIT = Submit("cmpl-1", [1, 2], SamplingParams(max_tokens=3, logit_bias={5: 1.5}, stop_strings=["é"]), b"\0salt", -2)
+SUBMIT = Submit(
+    "cmpl-1",
+    [1, 2],
+    SamplingParams(max_tokens=3, logit_bias={5: 1.5}, stop_strings=["é"]),
+    RequestOptions(b"\0salt", -2),
+)
 FINISH = Finish("error", 2, 1, 0.5, "stop", "RequestError: no")
 SCORED = Output("cmpl-1", 0, "", [], prompt_logprobs=[None, Logprobs(2, -1.0, 1, [(2, -1.0)])])
 OUTPUTS = Outputs([SCORED, Output("cmpl-1", 0, "é", [7], [Logprobs(7, -0.5, 1, [])], FINISH)], 3, {"": 4})
@@ -18,13 +23,8 @@ OUTPUTS = Outputs([SCORED, Output("cmpl-1", 0, "é", [7], [Logprobs(7, -0.5, 1, 
 def test_a_message_comes_out_as_it_went_in():
     (submit,) = to_engine().feed(encode(SUBMIT))
     assert isinstance(submit, Submit)
-    assert (submit.id, submit.prompt, submit.params, submit.salt, submit.priority) == (
-        "cmpl-1",
-        [1, 2],
-        SUBMIT.params,
-        b"\0salt",
-        -2,
-    )
+    assert (submit.id, submit.prompt, submit.params) == ("cmpl-1", [1, 2], SUBMIT.params)
+    assert submit.options == RequestOptions(b"\0salt", -2)
     assert from_engine().feed(encode(OUTPUTS)) == [OUTPUTS]
 
 

@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy
 import pytest
 import torch
-from xxhash import xxh64_intdigest
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup, likewise
@@ -238,7 +238,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = of_test[0].get_closest_marker("sampled")
         assert mark is not None
         # those that run have all kinds of values, and are the same each time
-        of_test.sort(key=lambda item: xxh64_intdigest(item.nodeid.encode()))
+        of_test.sort(key=lambda item: crc32(item.nodeid.encode()))
         for item in of_test[ceil(len(of_test) / mark.args[0]) :]:
             item.add_marker("slow")
 

@@ -13,7 +13,7 @@ from atom.measurement.metrics import (
 
 def answered(ttft: float | None, *itl: float, latency: float, tokens: int | None = None) -> RequestFuncOutput:
     """An answer of 10 prompt tokens; seconds."""
-    return RequestFuncOutput("a b c", True, latency, ttft, list(itl), None, 10, tokens)
+    return RequestFuncOutput("a b c", True, 0.0, latency, ttft, list(itl), None, 10, tokens)
 
 
 def outputs() -> list[RequestFuncOutput]:

@@ -29,6 +29,7 @@ OPERATIONS = [
     "GET /version",
     "POST /detokenize",
     "POST /ping",
+    "POST /reset_prefix_cache",
     "POST /sleep",
     "POST /start_profile",
     "POST /stop_profile",
@@ -41,7 +42,8 @@ OPERATIONS = [
     "POST /v1/responses",
     "POST /wake_up",
 ]
-BODILESS = {"POST /ping", "POST /sleep", "POST /start_profile", "POST /stop_profile", "POST /wake_up"}
+BODILESS = {"POST /ping", "POST /reset_prefix_cache", "POST /sleep", "POST /start_profile", "POST /stop_profile",
+            "POST /wake_up"}  # fmt: skip
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
     deadline=None,
@@ -110,8 +112,9 @@ def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, example
     asking.assert_generates(server)
 
 
-ADMINISTRATIVE = ["GET /debug/mtp_stats", "GET /server_info", "POST /sleep", "POST /start_profile", "POST /stop_profile",
-                  "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /wake_up"]  # fmt: skip
+ADMINISTRATIVE = ["GET /debug/mtp_stats", "GET /server_info", "POST /reset_prefix_cache", "POST /sleep",
+                  "POST /start_profile", "POST /stop_profile", "POST /v1/load_lora_adapter",
+                  "POST /v1/unload_lora_adapter", "POST /wake_up"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,8 @@ def administered(start_server: Start, tmp_path_factory: pytest.TempPathFactory) 
     )
 
 
-TAKES_NOTHING = ("GET /debug/mtp_stats", "POST /start_profile", "POST /stop_profile")  # so nothing can be wrong
+# so nothing can be wrong
+TAKES_NOTHING = ("GET /debug/mtp_stats", "POST /reset_prefix_cache", "POST /start_profile", "POST /stop_profile")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from atom.build import cache_kinds
 from atom.compiler import compile_graph
@@ -302,6 +303,16 @@ def test_this_machine_has_limits(dtype: str):
     assert limits.flops <= min(limits.fp8 or 0.0, limits.int8 or 0.0) < 1e15
     assert 1e8 < limits.bandwidth < 1e13
     assert 1e6 < limits.flops < 1e15
+
+
+@pytest.mark.usefixtures("quick_limits")
+@pytest.mark.parametrize(("dtype", "flops"), [("bf16", 5.0), ("fp32", 5.0), ("fp16", 7.0)])
+def test_a_cpu_that_is_slow_with_16_bits_multiplies_in_float32(
+    dtype: str, flops: float, monkeypatch: pytest.MonkeyPatch
+):
+    rates = {torch.bfloat16: 1.0, torch.float32: 5.0, torch.float16: 7.0}
+    monkeypatch.setattr("atom.jobs.roofline.measure_products", lambda device, dtype, multiply: rates[dtype])
+    assert measure_limits("cpu", dtype).flops == flops
 
 
 @pytest.mark.parametrize("name", ["gpt_oss_20b", "deepseek_v3"])

@@ -144,7 +144,7 @@ class Refused(Message):
 
 
 class Done(Message):
-    """The profiler has started or stopped, an adapter is loaded or dropped, the engine sleeps or is awake, …"""
+    """What an operator asked for is done, or has failed with `error`. result: the path of the file that it wrote."""
 
     id: str
     result: str

@@ -85,7 +85,7 @@ MTP = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=1
 DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")
 EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "serve.acceptance_length=2.5")
 TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
-TP2 = ("parallel=tp2",)
+TP2, TP4 = ("parallel=tp2",), ("parallel=tp4",)
 AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
 OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
 
@@ -102,6 +102,21 @@ def decodes(
     for (count, requests, length), (before, target) in zip(sizes, figures, strict=True):
         what = f"{title}, {requests}, {length} in / 256 out"
         yield Row(what, model, count, length, "256", before, target, setup=setup, num_gpus=num_gpus)
+
+
+def prefill(
+    title: str, model: str, before: float | None, target: float, setup: tuple[str, ...] = (), num_gpus: int = 1
+) -> Row:
+    what = f"{title}, prefill 8 × 8192"
+    return Row(what, model, 8, "8192", "1", before, target, "input", setup=setup, num_gpus=num_gpus)
+
+
+def layout(parallel: str, before: Sequence[float | None] = (None,) * 4) -> dict[str, Row]:
+    """Rows of a large mixture on 4 GPUs: the figures are to be reached by one of the layouts. before: of each row"""
+    title, model, setup = f"Qwen3-235B-A22B block fp8, {parallel}", "qwen3_235b_a22b", (*BLOCKS, f"parallel={parallel}")
+    name, figures = f"235b-{parallel.replace('_', '-')}", list(zip(before, (280, 1750, 4500, 40000), strict=True))
+    rows = named(name, decodes(title, model, figures[:3], setup, num_gpus=4))
+    return rows | {f"{name}-prefill": prefill(title, model, *figures[3], setup, num_gpus=4)}
 
 
 def multiples(title: str, of: str, factors: dict[int, float], setup: tuple[str, ...]) -> Iterator[Row]:
@@ -128,16 +143,14 @@ ROWS = {
     "8b-32": Row("Qwen3-8B, 32 requests, 1024 in / 256 out", "qwen3_8b", 32, "1024", "256", 3320, 4200),
     "8b-128": Row("Qwen3-8B, 128 requests, 1024 in / 256 out", "qwen3_8b", 128, "1024", "256", 5428, 6750),
     "8b-256": Row("Qwen3-8B, 256 requests, 1024 in / 256 out", "qwen3_8b", 256, "1024", "256", None, 1, than="8b-128"),
-    "8b-prefill": Row("Qwen3-8B, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 37650, 43500, "input"),
+    "8b-prefill": prefill("Qwen3-8B", "qwen3_8b", 37650, 43500),
     "0.6b-1": Row("Qwen3-0.6B, 1 request, 128 in / 512 out", "qwen3_0.6b", 1, "128", "512", 616, 2000),
     "0.6b-256": Row(
         "Qwen3-0.6B, 256 requests, 100-1024 in, 100-1024 out, sampled",
         "qwen3_0.6b", 256, "100-1024", "100-1024", 23930, 33000, sampling=("sampling.temperature=0.6",),
     ),
     **named("8b-fp8", decodes("Qwen3-8B fp8, KV too", "qwen3_8b", [(262, 430), (4246, 6000), (7427, 9000)], FP8)),
-    "8b-fp8-prefill": Row(
-        "Qwen3-8B fp8, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 52720, 62000, "input", setup=FP8
-    ),
+    "8b-fp8-prefill": prefill("Qwen3-8B fp8", "qwen3_8b", 52720, 62000, FP8),
     **named("8b-int4", decodes("Qwen3-8B int4, fp8 KV", "qwen3_8b", [(None, 600), (None, 6500), (None, 9000)], INT4)),
     **named("v2-lite", decodes("DeepSeek-V2-Lite", "deepseek_v2_lite", [(291, 650), (2973, 3600), (7295, 9500)])),
     **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", [(None, 700), (None, 8000), (None, 18000)])),
@@ -150,6 +163,13 @@ ROWS = {
     **named(
         "32b-tp2", decodes("Qwen3-32B, 2 GPUs", "qwen3_32b", [(90, 112), (1641, 1950), (2823, 3100)], TP2, num_gpus=2)
     ),
+    **named(
+        "32b-tp4", decodes("Qwen3-32B, 4 GPUs", "qwen3_32b", [(138, 200), (2568, 3100), (4684, 5200)], TP4, num_gpus=4)
+    ),
+    "32b-tp4-prefill": prefill("Qwen3-32B, 4 GPUs", "qwen3_32b", 30590, 33000, TP4, num_gpus=4),
+    **layout("tp4", (103, 1049, 2559, 25055)),
+    **layout("tp4_ep"),
+    **layout("dp4_ep"),
 }  # fmt: skip
 SPEED_UPS = {1: 2.0, 32: 1.8, 128: 1.0, 256: 1.0}
 ROWS |= {

@@ -24,12 +24,7 @@ SHIPPED = sorted(path.stem for path in list_recipes())
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 # recipe -> a published config, what differs from it in the recipe's model, and that one's published parameters
 PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
-    "qwen3_235b_tp8_ep": (
-        "qwen3_30b_a3b",
-        {"num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "intermediate_size": 12288,
-         "moe_intermediate_size": 1536, "quantization_config": FP8},
-        235e9,
-    ),
+    "qwen3_235b_tp8_ep": ("qwen3_235b_a22b", {"quantization_config": FP8}, 235e9),
     "qwen3_30b_a3b_fp8": ("qwen3_30b_a3b", {"quantization_config": FP8}, 30.5e9),
     "gpt_oss_120b": (
         "gpt_oss_20b",

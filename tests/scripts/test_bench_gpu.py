@@ -102,6 +102,17 @@ def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
     assert config.sampling.ignore_eos and config.sampling.top_p == 1 and config.seed == 0
     assert config.sampling.temperature == (0.6 if "sampled" in row.title else 0)
     assert config.job.input_len in row.title
+    assert config.parallel.num_ranks == row.num_gpus
+
+
+def test_rows_of_a_layout_share_an_engine_and_say_what_is_to_be_reached():
+    layouts = {row.setup: name.rsplit("-", 1)[0] for name, row in ROWS.items() if row.num_gpus == 4}
+    assert [*layouts.values()] == ["32b-tp4", "235b-tp4", "235b-tp4-ep", "235b-dp4-ep"]
+    for name in layouts.values():
+        rows = [ROWS[f"{name}-{kind}"] for kind in (1, 32, 128, "prefill")]
+        assert len({row.engine for row in rows}) == 1
+        goals = (200, 3100, 5200, 33000) if name == "32b-tp4" else (280, 1750, 4500, 40000)
+        assert [row.target for row in rows] == [*goals]
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_ranks_tune_in_step_and_know_it_the_next_time(
     assert len(json.loads(file.read_text())["linear"]) == 5, "qkv, o, gate_up, down, head, of a rank"
 
 
-@pytest.mark.parametrize("fields", [DIVIDED[0][1], DIVIDED[5][1]])
+@pytest.mark.parametrize("fields", [DIVIDED[0][1], DIVIDED[6][1]])
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")]
 )

@@ -1,7 +1,7 @@
 """Kernels of collectives: programs push words into their peers' memory, and poll their own.
 
     all_reduce(x, arena)                            # one shot: each rank gets all tensors, and adds them
-    all_reduce_in_parts(x, arena)                   # two shots: each adds a part, and pushes its sum
+    all_reduce_in_parts(x, arena)                   # two shots: each adds a part, and pushes its sum; see tiles.py too
     reduce_scatter(x, arena)
     all_gather(x, size, arena)
 
@@ -44,7 +44,7 @@ from atom.kernels.triton.jit import jit
 MAX_PROGRAMS, MAX_RANKS = 128, 8
 WORD = 8  # bytes in the arena, for 4 of a tensor
 REGION_WORDS = 16384  # of all sources together, for a program in an epoch
-ARENA_BYTES = 2 * MAX_PROGRAMS * REGION_WORDS * WORD  # of a rank
+WORDS_BYTES = 2 * MAX_PROGRAMS * REGION_WORDS * WORD  # of a rank; tiles lie behind them
 SMALL, LARGE = (512, 4), (1024, 4)  # words of a block, and warps for it
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # that are added
 
@@ -54,6 +54,7 @@ class Arena(NamedTuple):
 
     table: Tensor  # i64[ranks]: its address here, by rank
     epochs: Tensor  # i32[programs]: the next one of each program
+    counts: Tensor  # i32[programs]: the tiles that each has sent
     stop: Tensor  # i32[1]: not 0: nobody waits any more
     rank: int
 
@@ -92,7 +93,7 @@ def _to_word(value, epoch):
 
 
 @jit
-def _unpack(value, DTYPE: tl.constexpr):
+def unpack(value, DTYPE: tl.constexpr):
     """The one or two numbers of 4 bytes, in float32."""
     if DTYPE == "bf16":
         low, high = (value << 16).to(tl.float32, bitcast=True), (value & -65536).to(tl.float32, bitcast=True)
@@ -105,7 +106,7 @@ def _unpack(value, DTYPE: tl.constexpr):
 
 
 @jit
-def _pack(low, high, DTYPE: tl.constexpr):
+def pack(low, high, DTYPE: tl.constexpr):
     if DTYPE == "fp32":
         value = low.to(tl.int32, bitcast=True)
     else:
@@ -134,7 +135,7 @@ def _push(value, table, rank, epoch, place, PROGRAMS: tl.constexpr, RANKS: tl.co
 def _sum(own, mine, rank, epoch, stop, place, RANKS: tl.constexpr, REGION: tl.constexpr, DTYPE: tl.constexpr):
     """Wait for a block of words of all peers, and add them and this rank's own in the order of the ranks."""
     own = _to_word(own, epoch)
-    low, high = _unpack(own.to(tl.int32), DTYPE)
+    low, high = unpack(own.to(tl.int32), DTYPE)
     waits = 1
     while waits > 0:
         waits = (tl.load(stop, volatile=True) == 0).to(tl.int32)
@@ -143,13 +144,13 @@ def _sum(own, mine, rank, epoch, stop, place, RANKS: tl.constexpr, REGION: tl.co
             is_peer = tl.full(own.shape, source, tl.int32) != rank
             word = tl.load(mine + source * REGION + place, mask=is_peer, other=own, volatile=True)
             is_late |= ((word >> 32).to(tl.int32) != epoch).to(tl.int32)
-            more_low, more_high = _unpack(word.to(tl.int32), DTYPE)
+            more_low, more_high = unpack(word.to(tl.int32), DTYPE)
             if source == 0:
                 low, high = more_low, more_high
             else:
                 low, high = low + more_low, high + more_high
         waits *= tl.max(is_late)
-    return _pack(low, high, DTYPE)
+    return pack(low, high, DTYPE)
 
 
 @jit

@@ -19,15 +19,16 @@ from torch import Tensor
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import ops
 from atom.kernels.backend import Communicator, Held, Rendezvous
-from atom.kernels.peers import collectives
-from atom.kernels.peers.collectives import ARENA_BYTES, DTYPES, MAX_PROGRAMS, MAX_RANKS, Arena
+from atom.kernels.peers import collectives, tiles
+from atom.kernels.peers.collectives import DTYPES, MAX_PROGRAMS, MAX_RANKS, WORDS_BYTES, Arena
 from atom.kernels.peers.memory import IpcMemory
+from atom.kernels.peers.tiles import TILES_BYTES
 from atom.kernels.triton.gpu import find_gpu
 
 # bytes of a tensor up to which each rank gets all of it, by ranks: measured for 2, for more where others divide
 ONE_SHOT_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
 ONE_SHOT_OF_MANY = 128 << 10  # for more ranks
-TWO_SHOT_BYTES = 4 << 20  # up to which each rank gets a part; NCCL sends fewer bytes
+TWO_SHOT_BYTES = 4 << 20  # up to which each rank gets a part in words; tiles are fewer bytes
 GATHERED_BYTES = 8 << 20  # of all ranks together, up to which they get each other's
 
 
@@ -80,7 +81,7 @@ class PeerCommunicator:
 
     def _allocate(self, peers: dict[str, tuple[int, ...]], make_memory: Callable[[int], Any]) -> Ready:
         for axis in peers:
-            self._memories[axis] = make_memory(ARENA_BYTES)
+            self._memories[axis] = make_memory(WORDS_BYTES + TILES_BYTES)
         handles = {axis: memory.handle for axis, memory in self._memories.items()}
         device = next(iter(self._memories.values())).device
         return Ready(find_gpu(device).units, handles)
@@ -90,7 +91,7 @@ class PeerCommunicator:
         addresses = [memory.address if each == rank else memory.open(ready[each].handles[axis]) for each in ranks]
         table = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
         epochs = torch.ones(programs, dtype=torch.int32, device=memory.device)
-        return Arena(table, epochs, self._stop.flag, ranks.index(rank))
+        return Arena(table, epochs, torch.zeros_like(epochs), self._stop.flag, ranks.index(rank))
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         x = x.contiguous()
@@ -100,7 +101,7 @@ class PeerCommunicator:
             return collectives.all_reduce(x, arena)
         if x.nbytes <= min(TWO_SHOT_BYTES, arena.room * arena.ranks // 2):
             return collectives.all_reduce_in_parts(x, arena)
-        return self.large.all_reduce(x, axis=axis)
+        return tiles.all_reduce(x, arena)
 
     def all_gather(self, x: Tensor, *, axis: str, size: int) -> Tensor:
         x = x.contiguous()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import Mesh
-from atom.kernels.peers import collectives, communicator
+from atom.kernels.peers import collectives, communicator, tiles
 from atom.kernels.peers.communicator import PeerCommunicator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
@@ -33,11 +33,14 @@ def exact_sum(ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("is_in_parts", [False, True], ids=["one shot", "two shots"])
-def test_a_sum_is_rounded_once_and_the_same_on_each_rank(is_in_parts: bool, ranks: int, tmp_path: Path,
+@pytest.mark.parametrize("shots", ["one shot", "two shots", "tiles"])
+def test_a_sum_is_rounded_once_and_the_same_on_each_rank(shots: str, ranks: int, tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch):  # fmt: skip
-    if is_in_parts:
+    if shots != "one shot":
         monkeypatch.setattr(communicator, "ONE_SHOT_BYTES", dict.fromkeys(range(2, 9), 0))
+    if shots == "tiles":
+        monkeypatch.setattr(communicator, "TWO_SHOT_BYTES", 0)
+        monkeypatch.setattr(tiles, "SLOT_WORDS", 128)  # several tiles of a program
     calls = [(shape, dtype) for shape in SHAPES for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 
     def work(rank: int, made: PeerCommunicator) -> list[Tensor]:
@@ -112,7 +115,9 @@ def calls_of(made: PeerCommunicator, rank: int, ranks: int, seed: int, num_calls
         x = torch.full((ranks, columns), float(number * ranks + rank))
         first = number * ranks
         total = ranks * first + sum(range(ranks))
-        match same.randrange(4):
+        match same.randrange(5):
+            case 4:
+                result, expected = tiles.all_reduce(x, arena), torch.tensor(float(total))
             case 0:
                 result, expected = collectives.all_reduce(x, arena), torch.tensor(float(total))
             case 1:

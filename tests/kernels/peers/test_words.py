@@ -39,7 +39,7 @@ for name in ("_all_reduce_kernel", "_reduce_scatter_kernel", "_gather_kernel"):
 for ranks in (2, 8):
     x = torch.zeros(8, 1024 * ranks, dtype=torch.bfloat16)
     arena = collectives.Arena(torch.zeros(ranks, dtype=torch.int64), torch.ones(128, dtype=torch.int32),
-                              torch.zeros(1, dtype=torch.int32), 1)
+                              torch.zeros(128, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 1)
     collectives.all_reduce(x, arena)
     collectives.all_reduce_in_parts(x, arena)
     collectives.reduce_scatter(x, arena)

@@ -1,12 +1,13 @@
 """Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon.
 
-    m = multiply_gates(x, ids, gate_up, bias, "silu")           # x [T, H], ids i64[T, k] -> [k T, W]
+    m = multiply_gates(x, ids, gate_up, bias, counters, "silu")     # x [T, H], ids i64[T, k] -> [k T, W]
     y = multiply_downs(m, weights, ids, down, bias)             # and summed by the weights fp32[T, k]: [T, H]
 
 A weight is plain, or packed and laid out as hopper/shuffle.py says. A program has ROWS rows of it: gates and the ups
 beside them of one pair of token and expert, or so many downs of each of a token's experts. Their boxes come by TMA,
 some stages ahead, and are multiplied by mma, of which x is the right side. Of downs that has a column for each
-expert's x, and of the products those count in which a column meets its own expert's rows.
+expert's x, and of the products those count in which a column meets its own expert's rows. Where there are few gates,
+programs split the columns of a tile, and the last one to arrive adds up what all of them have.
 
 Downs are sent for before gates and ups have ended: the ids were written by a kernel that these have waited for.
 """
@@ -46,6 +47,7 @@ MOST_CHOSEN = TOKENS.value  # experts of a token
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
 OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
 MAX_STAGES = 8
+PROGRAMS, MAX_SPLITS, LEAST_STEPS = 3, 8, 4  # of a multiprocessor, of a tile of gates, of a split
 
 
 class Ring(NamedTuple):
@@ -53,20 +55,25 @@ class Ring(NamedTuple):
 
     boxes: int  # in a stage
     stages: int
+    splits: int = 1  # programs that share a tile's columns
 
     def steps(self, inner: int, columns: int) -> int:
         """Stages that a program goes through. columns: of a box"""
         return -(-inner // (self.boxes * columns))  # no constant of a kernel, whose loop would be unrolled
 
 
-def choose_ring(programs: int, inner: int, style: Style, gpu: Gpu) -> Ring:
-    """A ring that holds a program's part of the weight, or as much as fits where all programs run at once."""
+def choose_ring(programs: int, inner: int, style: Style, gpu: Gpu, most_splits: int = 1) -> Ring:
+    """A ring that holds a program's part of the weight, or as much as fits where all programs run at once.
+
+    most_splits: of a tile's columns, each of some steps, where there is room for more programs
+    """
     columns = columns_of(style)
     boxes = max(2, -(-(style.columns or 1) // columns))
     steps = -(-inner // (boxes * columns))
-    together = min(-(-programs // gpu.units), 4)
+    splits = max(1, min(most_splits, PROGRAMS * gpu.units // programs, steps // LEAST_STEPS))
+    together = min(-(-programs * splits // gpu.units), 4)
     fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(style))
-    return Ring(boxes, max(1, min(fitting, steps, MAX_STAGES)))
+    return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
 
 
 def columns_of(style: Style) -> int:
@@ -130,10 +137,10 @@ def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.co
 
 
 @jit
-def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, steps, memory, tiles, VALUES: gl.constexpr,
+def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr,
             STAGES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """The products of a tile by x, fp32[ROWS, TOKENS], of which some stages were sent for.
+    """The products of a tile by x, fp32[ROWS, TOKENS], in so many steps from `begin` on, of which some were sent for.
 
     blocks: where the scales of each row begin, of which it has NUM.
     """
@@ -146,7 +153,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, steps, memory, tile
     COUNT: gl.constexpr = BOXES // EVERY
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    factors, operands, block = None, None, 0  # of the next boxes, since a load takes long
+    factors, operands, block = None, None, begin * COUNT  # of the next boxes, since a load takes long
     if SCALES_SUMS:
         factors = _load_scales(scales, blocks, block, NUM, COUNT)
     if HAS_OPERANDS:
@@ -179,15 +186,20 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, steps, memory, tile
             operands = next_operands
         if step + STAGES < steps:
             barrier()  # all have read the stage
-            _send(x, weight, x_row, starts, step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS)
+            _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS)
     return acc
 
 
 @jit
-def _finish(acc, column, scales, blocks, bias, own, VALUES: gl.constexpr, SCALE_COLUMNS: gl.constexpr):
-    """One column of each row's products, i32[ROWS], scaled, with its bias, in fp32. own: each row in the weight"""
+def _pick(acc, column):
+    """One column of each row's products, i32[ROWS]: fp32[ROWS]"""
     columns = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))
-    y = gl.sum(gl.where(columns[None, :] == column[:, None], acc, 0.0), 1)
+    return gl.sum(gl.where(columns[None, :] == column[:, None], acc, 0.0), 1)
+
+
+@jit
+def _finish(y, scales, blocks, bias, own, VALUES: gl.constexpr, SCALE_COLUMNS: gl.constexpr):
+    """The sums of rows, fp32[ROWS], scaled, with their biases. own: each row in the weight"""
     if VALUES == "e2m1":
         y *= 1 << UP_EXPONENT
     if VALUES is not None and SCALE_COLUMNS is None:
@@ -199,11 +211,12 @@ def _finish(acc, column, scales, blocks, bias, own, VALUES: gl.constexpr, SCALE_
 
 @jit(do_not_specialize=["steps"])
 def _gates_kernel(
-    x, ids, weight, scales, zeros, bias, y, steps, TOP_K: gl.constexpr, OUT: gl.constexpr, INNER: gl.constexpr,
-    VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+    x, ids, weight, scales, zeros, bias, y, partial, arrived, steps, TOP_K: gl.constexpr, OUT: gl.constexpr,
+    INNER: gl.constexpr, VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BOXES: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """ROWS / 2 gates and their ups of one pair of token and expert, activated, in so many steps.
+    """ROWS / 2 gates and their ups of one pair of token and expert, activated, in so many steps of all splits.
 
     OUT: gates and ups of an expert.
     """
@@ -211,25 +224,41 @@ def _gates_kernel(
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     memory, tiles = _allocate(x, weight, None, BOXES, STAGES, COLUMNS)
     pair, first = gl.program_id(1), gl.program_id(0) * (ROWS // 2)
+    each = (steps + SPLITS - 1) // SPLITS
+    begin = gl.program_id(2) * each
+    own_steps = gl.minimum(steps - begin, each)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     expert = gl.load(ids + pair).to(gl.int32)
     starts = ((expert * OUT + first) // 8,)
     for stage in gl.static_range(STAGES):
-        if stage < steps:
-            _send(x, weight, pair // TOP_K, starts, stage, stage, memory, True, True, None, BOXES, COLUMNS)
+        if stage < own_steps:
+            _send(x, weight, pair // TOP_K, starts, begin + stage, stage, memory, True, True, None, BOXES, COLUMNS)
     row = gl.arange(0, ROWS, layout=ROW)
     out = gl.minimum(first + row // 16 * 8 + row % 8, OUT // 2 - 1) + row // 8 % 2 * (OUT // 2)
     own = expert * OUT + out
     blocks = own // SCALE_ROWS * NUM
-    acc = _sum_up(x, weight, scales, zeros, blocks, pair // TOP_K, starts, steps, memory, tiles, VALUES, SCALE_COLUMNS,
-                  NUM, None, BOXES, STAGES, COLUMNS)  # fmt: skip
-    result = _finish(acc, row * 0, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
-    gates, ups = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
-    m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
-    turn = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
-    place = first + turn[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
-    gl.store(y + pair * (OUT // 2) + place, m, mask=place < OUT // 2)
+    acc = _sum_up(x, weight, scales, zeros, blocks, pair // TOP_K, starts, begin, own_steps, memory, tiles, VALUES,
+                  SCALE_COLUMNS, NUM, None, BOXES, STAGES, COLUMNS)  # fmt: skip
+    sums, is_last = _pick(acc, row * 0), True
+    if SPLITS > 1:
+        tile = pair * gl.num_programs(0) + gl.program_id(0)
+        place = partial + tile * SPLITS * ROWS + row
+        gl.store(place + gl.program_id(2) * ROWS, sums)
+        barrier()
+        is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            sums = gl.zeros([ROWS], gl.float32, ROW)
+            for split in gl.static_range(SPLITS):
+                sums += gl.load(place + split * ROWS, cache_modifier=".cg")
+            gl.store(arrived + tile, 0)
+    if is_last:
+        result = _finish(sums, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
+        gates, ups = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
+        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        turn = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
+        column = first + turn[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
+        gl.store(y + pair * (OUT // 2) + column, m, mask=column < OUT // 2)
 
 
 @jit(do_not_specialize=["steps"])
@@ -265,9 +294,9 @@ def _downs_kernel(
         if stage < steps:
             _send(x, weight, first_pair, starts, stage, stage, memory, False, True, PARTS, BOXES, COLUMNS)
     shares = gl.load(weights + first_pair + choices)
-    acc = _sum_up(x, weight, scales, zeros, blocks, first_pair, starts, steps, memory, tiles, VALUES, SCALE_COLUMNS,
+    acc = _sum_up(x, weight, scales, zeros, blocks, first_pair, starts, 0, steps, memory, tiles, VALUES, SCALE_COLUMNS,
                   NUM, PARTS, BOXES, STAGES, COLUMNS)  # fmt: skip
-    result = _finish(acc, row // EACH, scales, blocks, bias, own, VALUES, SCALE_COLUMNS)
+    result = _finish(_pick(acc, row // EACH), scales, blocks, bias, own, VALUES, SCALE_COLUMNS)
     result = gl.where(row // EACH < TOP_K, result.to(y.dtype.element_ty).to(gl.float32) * shares, 0.0)
     total = gl.sum(result.reshape([PARTS, EACH]), 0)
     place = first + gl.arange(0, EACH, layout=total.type.layout)
@@ -307,22 +336,27 @@ def suits_few(x: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight) -> bool:
 
 
 def multiply_gates(
-    x: Tensor, ids: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, kind: str, limit: float | None = None,
-    alpha: float | None = None, ring: Ring | None = None,
+    x: Tensor, ids: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, counters: Tensor, kind: str,
+    limit: float | None = None, alpha: float | None = None, ring: Ring | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W]"""
+    """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W]; counters:
+    of `matrix.make_counters`; calls that share them must run one after another"""
     values, scales, zeros, style = _parts(weight)
     experts, out, inner = weight.shape
     x = align_rows(x)
     columns, tiles = columns_of(style), -(-out // ROWS.value)
     # as of a power of two tokens, for which kernels are compiled ahead
-    ring = ring or choose_ring(tiles * next_power_of_2(len(ids)) * ids.shape[1], inner, style, find_gpu(x.device))
+    programs = tiles * next_power_of_2(len(ids)) * ids.shape[1]
+    most = MAX_SPLITS if programs <= len(counters) else 1
+    ring = ring or choose_ring(programs, inner, style, find_gpu(x.device), most)
     weights = _gate_descriptors(values.element_size() * 8).find(values, *gated_shape(values, experts, out))
-    y = x.new_empty(ids.numel(), out // 2)
-    _gates_kernel[(tiles, len(y))](
-        _x_descriptors(columns).find(x, tuple(x.shape), x.stride()), ids, weights, scales, zeros, bias, y,
-        ring.steps(inner, columns), ids.shape[1], out, inner, style.values, columns, style.rows, style.columns, kind,
-        limit, alpha, *ring, num_warps=4, launch_pdl=True,
+    y, partial = x.new_empty(ids.numel(), out // 2), None
+    if ring.splits > 1:
+        partial = x.new_empty(len(y) * tiles * ring.splits * ROWS.value, dtype=torch.float32)
+    _gates_kernel[(tiles, len(y), ring.splits)](
+        _x_descriptors(columns).find(x, tuple(x.shape), x.stride()), ids, weights, scales, zeros, bias, y, partial,
+        counters if ring.splits > 1 else None, ring.steps(inner, columns), ids.shape[1], out, inner, style.values,
+        columns, style.rows, style.columns, kind, limit, alpha, *ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
 
@@ -346,7 +380,7 @@ def multiply_downs(
     y = x.new_empty(tokens, out)
     _downs_kernel[(tiles, tokens)](
         _x_descriptors(columns).find(x, tuple(x.shape), x.stride()), weights, ids, downs, scales, zeros, bias, y,
-        ring.steps(inner, columns), top_k, out, inner, style.values, columns, style.rows, style.columns, parts, *ring,
-        num_warps=4, launch_pdl=True,
+        ring.steps(inner, columns), top_k, out, inner, style.values, columns, style.rows, style.columns, parts,
+        ring.boxes, ring.stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -32,10 +32,19 @@ MANY_PACKED_ROWS, MANY_FP8_ROWS = 128, 256
 
 
 class Experts:
-    """The products by experts of one model, with the tiles that `parameters` finds."""
+    """The products by experts of one model, with the tiles that `parameters` finds.
+
+    They must run one after another, since they share the counters of splits.
+    """
 
     def __init__(self, parameters: Find = find) -> None:
         self._parameters = parameters
+        self._arrived: Tensor | None = None  # for good: graphs hold it
+
+    def counters(self, device: torch.device) -> Tensor:
+        if self._arrived is None:
+            self._arrived = make_counters(device)
+        return self._arrived
 
     def grouped_linear(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is
@@ -56,7 +65,8 @@ class Experts:
                 from atom.kernels.triton import few_hopper  # imports what only NVIDIA's GPUs need
 
                 if few_hopper.suits_few(x, ids, gate_up):
-                    m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
+                    counters = self.counters(x.device)
+                    m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, counters, kind, limit, alpha)
                     return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
             if suits_few(len(x), ids.shape[1], *down.shape[1:]) and biases == (None, None) and kind != "swigluoai":
                 return multiply_few(x, weights, ids, gate_up, down, kind)
@@ -96,14 +106,7 @@ def describe(x: Tensor, weight: Weight, kind: str | None = None) -> Shape:
 
 
 class ShuffledExperts(Experts):
-    """The products by shuffled experts of one model.
-
-    They must run one after another, since they share the counters of splits.
-    """
-
-    def __init__(self, parameters: Find = find) -> None:
-        super().__init__(parameters)
-        self._arrived: Tensor | None = None  # for good: graphs hold it
+    """The products by shuffled experts of one model."""
 
     def experts(
         self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weight, down: Weight,
@@ -115,7 +118,8 @@ class ShuffledExperts(Experts):
 
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight), "plain weights are not shuffled"
         if first is None and few_hopper.suits_few(x, ids, gate_up):
-            m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
+            counters = self.counters(x.device)
+            m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, counters, kind, limit, alpha)
             return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
         if act is not None and ids.numel() >= MANY_FP8_ROWS * gate_up.shape[0]:
             return multiply_in_fp8(x, weights, ids, gate_up, down, first, kind, limit, alpha)
@@ -137,11 +141,9 @@ class ShuffledExperts(Experts):
         if rows >= MANY_PACKED_ROWS * experts and x.stride(0) % 8 == x.data_ptr() % 16 == 0:
             plan = grouped_packed_hopper.plan_tiles(ends, rows)
             return grouped_packed_hopper.multiply(x, weight, plan, bias, kind, limit, alpha)
-        if self._arrived is None:
-            self._arrived = make_counters(x.device)
         tiles = (parameters or self._parameters)(describe(x, weight, kind), find_gpu(x.device))
         assert isinstance(tiles, Wgmma), f"{tiles} are for weights that are not shuffled"
-        return packed_hopper.multiply_grouped(x, weight, ends, bias, self._arrived, tiles, kind, limit, alpha)
+        return packed_hopper.multiply_grouped(x, weight, ends, bias, self.counters(x.device), tiles, kind, limit, alpha)
 
 
 def multiply_many_packed(

@@ -133,6 +133,12 @@ def _store(pointer: Pointer, x: Any, mask: Any = None) -> None:
     _flat(pointer.tensor)[offset[mask]] = x[mask].to(pointer.tensor.dtype)
 
 
+def _atomic_add(pointer: Pointer, x: int, **_: Any) -> Any:
+    before = _load(pointer).clone()
+    _store(pointer, before + x)
+    return before
+
+
 class Kernel:
     def __init__(self, run: Callable[..., None], language: Any) -> None:
         self.run, self.language = run, language
@@ -163,6 +169,7 @@ class Constant(int):
 def _language() -> Any:
     made = SimpleNamespace(
         constexpr=lambda x: Constant(x) if isinstance(x, int) else x, static_range=range, load=_load, store=_store,
+        atomic_add=_atomic_add,
         float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64, uint8=torch.uint8,
         arange=lambda start, stop, layout=None: value(torch.arange(start, stop)),
         zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),

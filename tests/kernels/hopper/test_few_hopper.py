@@ -21,7 +21,8 @@ from atom.kernels.triton import few_hopper, moe
 from atom.kernels.triton.few_hopper import FEW_PACKED, FEW_PLAIN
 from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.linear import packed_hopper
-from atom.kernels.triton.linear.style import PLAIN, style_of
+from atom.kernels.triton.linear.matrix import make_counters
+from atom.kernels.triton.linear.style import PLAIN, style_of, style_of_weight
 
 EXPERTS = (None, *FORMATS)  # None: plain
 
@@ -30,8 +31,9 @@ EXPERTS = (None, *FORMATS)  # None: plain
 @pytest.mark.parametrize("inner", [384, 768, 1408, 2880, 7168])
 def test_rings_fit_in_memory(fmt: str | None, inner: int):
     style = style_of(fmt, 256) if fmt else PLAIN
-    for programs in (1, 96, 300, 5000):
-        ring = few_hopper.choose_ring(programs, inner, style, H200)
+    for programs, most in ((1, 1), (1, 8), (96, 8), (300, 8), (5000, 8)):
+        ring = few_hopper.choose_ring(programs, inner, style, H200, most)
+        assert ring.splits <= most and (ring.splits == 1 or programs * ring.splits <= few_hopper.PROGRAMS * H200.units)
         columns = few_hopper.columns_of(style)
         assert 1 <= ring.stages <= ring.steps(inner, columns)
         assert ring.boxes * columns % (style.columns or 1) == 0, "a stage has whole blocks"
@@ -56,6 +58,7 @@ from kernels.compiling import use_hopper
 from kernels.hopper.test_few_hopper import EXPERTS, make_experts
 from kernels.hopper.test_hopper import H200
 from atom.kernels.triton import few_hopper, moe
+from atom.kernels.triton.linear.matrix import make_counters
 
 launches = itertools.count()
 
@@ -81,7 +84,8 @@ for number, fmt in enumerate(EXPERTS):
     gate_up, down, *biases = make_experts(fmt, 4, 256, 384, number % 2 == 1, "cpu")
     x, ids, weights = torch.zeros(2, 384, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     gate = ("swigluoai", 7.0, 1.7) if number % 2 else ("silu", None, None)
-    m = few_hopper.multiply_gates(x, ids, gate_up, biases[0], *gate)
+    ring = few_hopper.Ring(2, 1, splits=1 + number % 2)
+    m = few_hopper.multiply_gates(x, ids, gate_up, biases[0], make_counters(x.device), *gate, ring=ring)
     few_hopper.multiply_downs(m, weights, ids, down, biases[1])
 """
 
@@ -199,7 +203,7 @@ def check_experts(
     experts, width, hidden, top_k = sizes
     limit, alpha = (7.0, 1.702) if kind == "swigluoai" else (None, None)
     gate_up, down, *biases = make_experts(fmt, experts, width, hidden, kind == "swigluoai", device)
-    plain = plain_of(gate_up), plain_of(down)
+    plain, counters = (plain_of(gate_up), plain_of(down)), make_counters(torch.device(device))
     for tokens, is_alike in cases:
         ids = torch.stack([torch.randperm(max(top_k, experts - 1))[:top_k] for _ in range(tokens)]).to(device)
         ids = ids[:1].expand(tokens, -1).contiguous() if is_alike else ids
@@ -213,8 +217,11 @@ def check_experts(
         truth = torch.einsum("tkh,tk->th", downs, weights.double())
         bad = [poisoned(each, set(ids.flatten().tolist())) for each in (gate_up, down)]
         bad = [each if isinstance(each, torch.Tensor) else shuffle(each) for each in bad]
-        ours = kernels.multiply_gates(x, ids, bad[0], biases[0], kind, limit, alpha)
-        assert relative_error(ours, m) < 2e-3
+        for splits in (1, 3):  # at the largest size some of them have nothing to do
+            ring = few_hopper.choose_ring(1, hidden, style_of_weight(bad[0]), H200)._replace(stages=1, splits=splits)
+            ours = kernels.multiply_gates(x, ids, bad[0], biases[0], counters, kind, limit, alpha, ring)
+            assert relative_error(ours, m) < 2e-3 and not counters.any()
+        assert torch.equal(ours, kernels.multiply_gates(x, ids, bad[0], biases[0], counters, kind, limit, alpha, ring))
         assert relative_error(kernels.multiply_downs(m, weights, ids, bad[1], biases[1]), truth) < 4e-3
 
 

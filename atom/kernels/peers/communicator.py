@@ -28,7 +28,8 @@ from atom.kernels.triton.gpu import find_gpu
 # bytes of a tensor up to which each rank gets all of it, by ranks: measured for 2, for more where others divide
 ONE_SHOT_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
 ONE_SHOT_OF_MANY = 128 << 10  # for more ranks
-TWO_SHOT_BYTES = 4 << 20  # up to which each rank gets a part in words; tiles are fewer bytes
+TWO_SHOT_BYTES = 2 << 20  # up to which each rank gets a part in words; of many ranks twice as much
+TILED_BYTES = {2: 1 << 40, 3: 16 << 20, 4: 16 << 20}  # up to which it gets one in tiles, by ranks; then NCCL is faster
 GATHERED_BYTES = 8 << 20  # of all ranks together, up to which they get each other's
 
 
@@ -99,9 +100,12 @@ class PeerCommunicator:
             return self.large.all_reduce(x, axis=axis)
         if x.nbytes <= min(ONE_SHOT_BYTES.get(arena.ranks, ONE_SHOT_OF_MANY), arena.room):
             return collectives.all_reduce(x, arena)
-        if x.nbytes <= min(TWO_SHOT_BYTES, arena.room * arena.ranks // 2):
+        tiled = TILED_BYTES.get(arena.ranks, 0)
+        if x.nbytes <= min(TWO_SHOT_BYTES if tiled else 2 * TWO_SHOT_BYTES, arena.room * arena.ranks // 2):
             return collectives.all_reduce_in_parts(x, arena)
-        return tiles.all_reduce(x, arena)
+        if x.nbytes <= tiled:
+            return tiles.all_reduce(x, arena)
+        return self.large.all_reduce(x, axis=axis)
 
     def all_gather(self, x: Tensor, *, axis: str, size: int) -> Tensor:
         x = x.contiguous()

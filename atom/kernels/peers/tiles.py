@@ -28,7 +28,7 @@ from torch import Tensor
 from atom.kernels.peers.collectives import DTYPES, MAX_PROGRAMS, MAX_RANKS, WORDS_BYTES, Arena, as_words, pack, unpack
 from atom.kernels.triton.jit import jit
 
-SLOT_WORDS = 16384  # of all sources together: 4 bytes each
+SLOT_WORDS = 32768  # of all sources together: 4 bytes each
 FLAG_WORDS = 32  # between two flags: none shares a line of the cache
 FLAGS_BYTES = 2 * MAX_PROGRAMS * MAX_RANKS * FLAG_WORDS * 4
 TILES_BYTES = FLAGS_BYTES + 2 * 2 * MAX_PROGRAMS * SLOT_WORDS * 4

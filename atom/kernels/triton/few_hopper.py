@@ -47,7 +47,8 @@ MOST_CHOSEN = TOKENS.value  # experts of a token
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
 OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
 MAX_STAGES = 8
-PROGRAMS, MAX_SPLITS, LEAST_STEPS = 3, 8, 4  # of a multiprocessor, of a tile of gates, of a split
+PROGRAMS = {8: 2, 4: 3}  # of a multiprocessor, where columns are split, by a number's bits: others take no less time
+LEAST_STEPS = 4  # of a split
 
 
 class Ring(NamedTuple):
@@ -62,15 +63,16 @@ class Ring(NamedTuple):
         return -(-inner // (self.boxes * columns))  # no constant of a kernel, whose loop would be unrolled
 
 
-def choose_ring(programs: int, inner: int, style: Style, gpu: Gpu, most_splits: int = 1) -> Ring:
+def choose_ring(programs: int, inner: int, style: Style, gpu: Gpu, *, splits_columns: bool = False) -> Ring:
     """A ring that holds a program's part of the weight, or as much as fits where all programs run at once.
 
-    most_splits: of a tile's columns, each of some steps, where there is room for more programs
+    splits_columns: those of a tile may be split, each of some steps, where there is room for more programs
     """
     columns = columns_of(style)
     boxes = max(2, -(-(style.columns or 1) // columns))
     steps = -(-inner // (boxes * columns))
-    splits = max(1, min(most_splits, PROGRAMS * gpu.units // programs, steps // LEAST_STEPS))
+    room = PROGRAMS.get(style.bits, 1) * gpu.units // programs if splits_columns else 1
+    splits = max(1, min(room, steps // LEAST_STEPS))
     together = min(-(-programs * splits // gpu.units), 4)
     fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(style))
     return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
@@ -347,8 +349,8 @@ def multiply_gates(
     columns, tiles = columns_of(style), -(-out // ROWS.value)
     # as of a power of two tokens, for which kernels are compiled ahead
     programs = tiles * next_power_of_2(len(ids)) * ids.shape[1]
-    most = MAX_SPLITS if programs <= len(counters) else 1
-    ring = ring or choose_ring(programs, inner, style, find_gpu(x.device), most)
+    has_counters = programs <= len(counters)
+    ring = ring or choose_ring(programs, inner, style, find_gpu(x.device), splits_columns=has_counters)
     weights = _gate_descriptors(values.element_size() * 8).find(values, *gated_shape(values, experts, out))
     y, partial = x.new_empty(ids.numel(), out // 2), None
     if ring.splits > 1:

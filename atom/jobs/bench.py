@@ -31,7 +31,7 @@ from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.bench_page import make_page
 from atom.jobs.experts_read import count_experts, describe_experts
-from atom.jobs.roofline import PRODUCTS, Costs, Limits, acts_of, measure_limits, read_costs, step_work, total
+from atom.jobs.roofline import PRODUCTS, Costs, Limits, acts_of, least_seconds, measure_limits, read_costs
 from atom.jobs.tables import make_table
 from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
 from atom.measurement.hardware import describe_cpus
@@ -201,7 +201,7 @@ def step_seconds(run: Run) -> Iterator[tuple[Step, float]]:
 def compare_steps(timed: Iterable[tuple[Step, float]], costs: dict[str, Costs], limits: Limits) -> dict[str, Any]:
     timed = list(timed)
     seconds = sum(each for _, each in timed)
-    least = sum(limits.seconds(total(step_work(costs, step).values())) for step, _ in timed)
+    least = sum(least_seconds(costs, step, limits) for step, _ in timed)
     num_tokens = sum(step.num_tokens for step, _ in timed)
     return {
         "steps": len(timed),

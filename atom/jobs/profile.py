@@ -216,7 +216,8 @@ def describe(
 ) -> dict[str, Any]:
     """The summary in plain values; a kind's limit is the least time of all its rows together."""
     piece_of = {piece.name: piece for piece in pieces}
-    work = [step_work(costs, step) for step in steps]
+    own = [step.groups[0] if step.groups else step for step in steps]  # the trace is of the first rank
+    work = [step_work(costs, step) for step in own]
 
     def entry(name: str, calls: int, seconds: float, limit: float | None = None) -> dict[str, Any]:
         fields = {"name": name, "calls": calls, "seconds": seconds, "share": seconds / summary.seconds}
@@ -230,7 +231,7 @@ def describe(
         is_known = rows and kind != OTHER
         limit = limits.seconds(total(each[kind] for each in work)) if is_known else None
         kinds.append(entry(kind, calls, seconds, limit))
-    products = match_products(summary.products, costs, steps, limits)
+    products = match_products(summary.products, costs, own, limits)
     return {
         "steps": len(steps),
         "tokens": sum(step.num_tokens for step in steps),
@@ -239,7 +240,7 @@ def describe(
         "kinds": [*kinds, entry(GAP, summary.num_gaps, summary.gap_seconds)],
         "products": [entry(*product) for product in products],
         "rows": [
-            {**entry(piece.title, row.calls, row.seconds, piece.limit(steps, limits)), "kind": "piece"}
+            {**entry(piece.title, row.calls, row.seconds, piece.limit(own, limits)), "kind": "piece"}
             if (piece := piece_of.get(row.name))
             else {**entry(row.name, row.calls, row.seconds), "kind": row.kind}
             for row in summary.rows

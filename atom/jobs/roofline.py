@@ -5,7 +5,7 @@ What a step has to read and to multiply is divided by these rates.
     costs = read_costs(compile_graph(config))
     limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matrix products
     work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
-    limits.seconds(total(work.values()))                    # no step of these rows takes less
+    least_seconds(costs, step, limits)                      # no step of these rows takes less
 
 It counts the weights, each read once a step (the head's where a row samples, an expert's with the probability that a
 token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.
@@ -242,6 +242,11 @@ def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
         "matrix": total(costs[name].work(num) for name, num in rows.items()),
         "attention": total(layer.work(step).times(count) for layer, count in layers.items()),
     }
+
+
+def least_seconds(costs: Mapping[str, Costs], step: Step, limits: Limits) -> float:
+    """The least seconds of a step, whose data groups compute at the same time."""
+    return max(limits.seconds(total(step_work(costs, each).values())) for each in step.groups or (step,))
 
 
 def visible_pairs(start: int, num_tokens: int, window: int) -> int:

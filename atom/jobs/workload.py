@@ -14,6 +14,7 @@ Prompts are random tokens of the model's vocabulary, which need no tokenizer, or
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from array import array
@@ -27,6 +28,7 @@ from atom.config import Config
 from atom.errors import ConfigError
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, HEAD
 from atom.measurement.conversations import NO_ANSWER_LEN, Conversation, is_usable, read_sharegpt
+from atom.runtime.data_parallel import split
 from atom.runtime.engine import Engine
 from atom.runtime.types import Plan, Sampled, Sequence
 from atom.sampling_params import SamplingParams
@@ -48,6 +50,7 @@ class Step(NamedTuple):
     chunks: list[tuple[int, int]]  # the other rows, of prompts: first position and number of tokens
     num_sampled: int
     num_drafts: int = 0  # that were verified
+    groups: tuple[Step, ...] = ()  # what each data group computed, where there are several
 
     @property
     def num_tokens(self) -> int:
@@ -80,19 +83,14 @@ def recording(engine: Engine) -> Iterator[Record]:
     commit_plan = scheduler.commit
 
     def commit(plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
-        decodes, others = (
-            [row for row in rows if row.sequence.finish_reason is None]  # tokens past the end are not counted
-            for rows in (plan.rows[: plan.num_decodes], plan.rows[plan.num_decodes :])
-        )
-        sampling = [*decodes, *(row for row in others if row.samples)]
-        before = [len(row.sequence.output) for row in sampling]
-        contexts = array("q", [row.sequence.num_tokens + len(row.drafts) for row in decodes])
-        num_drafts = sum(sampled.num_drafted.values())
+        every: tuple[Sampled, ...] = (sampled, *sampled.others)
+        sampling: list[Sequence] = []
+        groups = [read_step(part, own, sampling) for part, own in zip(split(plan, len(every)), every, strict=True)]
+        before = [len(sequence.output) for sequence in sampling]
         ended = commit_plan(plan, sampled, finish)
-        chunks = [(row.start, row.num_tokens) for row in others]
-        record.steps.append(Step(time.perf_counter(), contexts, chunks, len(sampling) + num_drafts, num_drafts))
+        record.steps.append(together(groups, at=time.perf_counter()))
         gained = zip(sampling, before, strict=True)
-        record.sampled.append([row.sequence for row, had in gained for _ in range(len(row.sequence.output) - had)])
+        record.sampled.append([sequence for sequence, had in gained for _ in range(len(sequence.output) - had)])
         return ended
 
     scheduler.commit = commit  # type: ignore[method-assign]
@@ -100,6 +98,30 @@ def recording(engine: Engine) -> Iterator[Record]:
         yield record
     finally:
         del scheduler.commit  # restores the class's method
+
+
+def read_step(plan: Plan, sampled: Sampled, sampling: list[Sequence]) -> Step:
+    """What a group computed, before its plan is committed. sampling: gets the sequences that may get a token"""
+    decodes, others = (
+        [row for row in rows if row.sequence.finish_reason is None]  # tokens past the end are not counted
+        for rows in (plan.rows[: plan.num_decodes], plan.rows[plan.num_decodes :])
+    )
+    rows = [*decodes, *(row for row in others if row.samples)]
+    sampling += [row.sequence for row in rows]
+    contexts = array("q", [row.sequence.num_tokens + len(row.drafts) for row in decodes])
+    num_drafts = sum(sampled.num_drafted.values())
+    chunks = [(row.start, row.num_tokens) for row in others]
+    return Step(0.0, contexts, chunks, len(rows) + num_drafts, num_drafts)
+
+
+def together(groups: list[Step], at: float) -> Step:
+    """The step that data groups took at a time; that of one group is its own."""
+    if len(groups) == 1:
+        return groups[0]._replace(at=at)
+    contexts = array("q", itertools.chain(*(group.decodes for group in groups)))
+    chunks = [chunk for group in groups for chunk in group.chunks]
+    num_sampled, num_drafts = sum(group.num_sampled for group in groups), sum(group.num_drafts for group in groups)
+    return Step(at, contexts, chunks, num_sampled, num_drafts, tuple(groups))
 
 
 def submit(engine: Engine, requests: list[WorkloadRequest], config: Config) -> list[str]:

@@ -9,6 +9,7 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from atom.jobs.roofline import (
     Product,
     Work,
     acts_of,
+    least_seconds,
     measure_limits,
     read_costs,
     share_read,
@@ -35,6 +37,7 @@ from atom.jobs.roofline import (
 )
 from atom.jobs.workload import Step, recording
 from atom.kernels import Target
+from atom.runtime.data_parallel import DataParallelScheduler, split
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
@@ -151,6 +154,26 @@ def test_rows_behind_the_end_of_their_sequence_are_no_work():
         ([6], [], 1),
     ]
     assert [len(times) for times in record.times().values()] == [1, 2]
+
+
+def test_groups_compute_at_the_same_time_and_the_fullest_takes_longest(costs_of: Any):
+    caches = [KVCache([CacheKind("full", 1)], {"full": 64}, 16, enable_prefix_caching=False) for _ in range(2)]
+    scheduler = DataParallelScheduler([Scheduler(cache, StepLimits(4, 64, 64)) for cache in caches])
+    for id, length in (("a", 30), ("b", 10), ("c", 9)):
+        scheduler.add(Sequence(id, [0] * length, SamplingParams(max_tokens=3, ignore_eos=True)))
+    with recording(SimpleNamespace(scheduler=scheduler)) as record:  # type: ignore[arg-type]
+        for _ in range(2):
+            plan = scheduler.schedule()
+            counts = [len(part.rows) for part in split(plan, 2)]
+            first, second = (Sampled([0] * count, [None] * count) for count in counts)
+            scheduler.commit(plan, replace(first, others=[second]), lambda sequence: None)
+    assert [len(times) for times in record.times().values()] == [2, 2, 2]
+    costs = costs_of(QWEN3_06B)
+    for step, parts in zip(record.steps, ([[30], [10, 9]], [[31], [11, 10]]), strict=True):
+        found = [sorted([*group.decodes, *(length for _, length in group.chunks)]) for group in step.groups]
+        assert sorted(found) == sorted(map(sorted, parts)) and step.num_tokens == sum(g.num_tokens for g in step.groups)
+        each = [H200.seconds(total(step_work(costs, group).values())) for group in step.groups]
+        assert least_seconds(costs, step, H200) == max(each) > min(each)
 
 
 def test_experts_are_read_as_far_as_rows_are_expected_to_choose_them(costs_of: Any):

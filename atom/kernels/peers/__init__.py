@@ -3,8 +3,9 @@
     communicator = connect(rendezvous, large)       # on all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")
 
-Small tensors take a kernel of `collectives.py`, whose launches a CUDA graph holds; all else, what stages send each
-other included, takes `large`, which is NCCL's communicator. NVLink's multicast is never used.
+Small tensors take a kernel of `collectives.py` and larger sums that of `tiles.py`, whose launches a CUDA graph holds;
+all else, what stages send each other included, takes `large`, which is NCCL's communicator. NVLink's multicast is never
+used.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     all_reduce(x, arena)                            # each rank adds a part, and pushes its sum
 
 A word of `collectives.py` is half data. A **tile** is nothing but data, with a flag behind it, for which its reader
-waits (NCCL's protocol Simple). Each program of each rank has slots of its own for each source: two in turn for what it adds, its
-part, and two for the sums of the others' parts; and a flag for either, which tells how many tiles the source has sent
-since the ranks met. In a step, a program takes the sums of the tile before the last, adds the last one, and sends one:
-what it waits for has been under way for a step.
+waits (NCCL's protocol Simple). Each program of each rank has slots of its own for each source: two in turn for what it
+adds, its part, and two for the sums of the others' parts; and a flag for either, which tells how many tiles the source
+has sent since the ranks met. In a step, a program takes the sums of the tile before the last, adds the last one, and
+sends one: what it waits for has been under way for a step.
 
 A slot is free when it is written again:
 

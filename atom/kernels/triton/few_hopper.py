@@ -341,8 +341,10 @@ def multiply_gates(
     x: Tensor, ids: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, counters: Tensor, kind: str,
     limit: float | None = None, alpha: float | None = None, ring: Ring | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W]; counters:
-    of `matrix.make_counters`; calls that share them must run one after another"""
+    """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W].
+
+    counters: of `matrix.make_counters`; calls that share them must run one after another
+    """
     values, scales, zeros, style = _parts(weight)
     experts, out, inner = weight.shape
     x = align_rows(x)

@@ -151,11 +151,10 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup has set
-            if sys.stderr.isatty():  # that the terminal is gone
-                loop.add_signal_handler(signal.SIGHUP, self._handle_signal, signal.SIGHUP)
-            else:
-                loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if not sys.stderr.isatty():
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+        elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # that the terminal is gone
+            loop.add_signal_handler(signal.SIGHUP, self._handle_signal, signal.SIGHUP)
         serving = asyncio.create_task(self._serve())
         try:
             await self._engines.start()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -52,6 +53,24 @@ def find_value(name: str, group: str) -> Any:
     if found is None:
         raise ConfigError(f"{group}: {name} = {named(group)[name]}: there is no such module:NAME")
     return found
+
+
+def package_folders() -> list[Path]:
+    """The folders like conf/ that installed packages plug in. ConfigError where one has no YAML files."""
+    return [find_folder(name, package) for name, package in named(CONF).items()]
+
+
+@cache
+def find_folder(name: str, package: str) -> Path:
+    try:
+        spec = importlib.util.find_spec(package)
+    except Exception as error:  # it is the user's code, as is the package around it
+        raise ConfigError(f"{CONF}: {name} = {package}: {type(error).__name__}: {first_line(error)}") from error
+    folders = map(Path, (spec and spec.submodule_search_locations) or ())
+    if found := next((folder for folder in folders if any(folder.glob("*/*.yaml"))), None):
+        return found
+    raise ConfigError(f"{CONF}: {name} = {package}: it has no YAML files in model/ or tool_calls/; "
+                      "do they belong to the package's data ([tool.setuptools.package-data])?")  # fmt: skip
 
 
 def import_module(name: str, path: Iterable[str] = ()) -> ModuleType:

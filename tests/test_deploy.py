@@ -297,6 +297,62 @@ def test_each_alert_says_what_to_do_and_each_panel_has_a_place():
     assert [panel["id"] for panel in panels()] == list(range(1, len(places) + 1))
 
 
+FIRING = {  # alert -> series that set it off within half an hour, by minutes
+    "AtomServerDown": {'up{job="atom", instance="a"}': "1x5 0x30"},
+    "AtomEngineDown": {'atom:engine_up{job="atom", instance="a", engine="0"}': "0x40"},
+    "AtomRestarts": {
+        'process_start_time_seconds{job="atom", instance="a"}': "1 1 2 3x40",
+        'atom:engine_restarts_total{job="atom", instance="a", engine="0"}': "0 0 0 1 2x40",
+    },
+    "AtomErrors": {
+        'atom:http_requests_total{job="atom", instance="a", path="/v1/completions", status="200"}': "0+90x40",
+        'atom:http_requests_total{job="atom", instance="a", path="/v1/completions", status="503"}': "0+10x40",
+    },
+    "AtomRequestsFail": {'atom:request_success_total{job="atom", instance="a", finished_reason="error"}': "0+1x40"},
+    "AtomQueueFull": {
+        'atom:http_requests_total{job="atom", instance="a", path="/v1/chat/completions", status="429"}': "0+1x40"
+    },
+    "AtomSlowFirstToken": {
+        'atom:time_to_first_token_seconds_bucket{job="atom", instance="a", le="10"}': "0+1x40",
+        'atom:time_to_first_token_seconds_bucket{job="atom", instance="a", le="20"}': "0+9x40",
+        'atom:time_to_first_token_seconds_bucket{job="atom", instance="a", le="+Inf"}': "0+9x40",
+    },
+    "AtomPreemptions": {'atom:num_preemptions_total{job="atom", instance="a"}': "0+60x40"},
+}
+HEALTHY = {
+    'up{job="atom", instance="a"}': "1x40",
+    'atom:engine_up{job="atom", instance="a", engine="0"}': "1x40",
+    'process_start_time_seconds{job="atom", instance="a"}': "1x40",
+    'atom:engine_restarts_total{job="atom", instance="a", engine="0"}': "0x40",
+    'atom:http_requests_total{job="atom", instance="a", path="/v1/completions", status="200"}': "0+90x40",
+    'atom:request_success_total{job="atom", instance="a", finished_reason="stop"}': "0+90x40",
+    'atom:time_to_first_token_seconds_bucket{job="atom", instance="a", le="10"}': "0+90x40",
+    'atom:time_to_first_token_seconds_bucket{job="atom", instance="a", le="+Inf"}': "0+90x40",
+    'atom:num_preemptions_total{job="atom", instance="a"}': "0+1x40",
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which is in the package prometheus")
+def test_promtool_sets_off_each_alert_and_none_on_a_healthy_server(tmp_path: Path):
+    def case(series: dict[str, str], firing: list[str]) -> dict[str, Any]:
+        samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing]
+        found = 'count by (alertname) (ALERTS{alertstate="firing"})'
+        return {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [{"expr": found, "eval_time": "30m", "exp_samples": samples}],
+        }
+
+    assert FIRING.keys() == {rule["alert"] for rule in alerts()}
+    tests = [case(HEALTHY | series, [name]) for name, series in FIRING.items()]
+    silent = {name: values for name, values in HEALTHY.items() if not name.startswith("up{")}
+    tests += [case(HEALTHY, []), case(silent, ["AtomServerDown"])]
+    path = tmp_path / "tests.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yaml")], "tests": tests}))
+    ended = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_every_file_is_described():
     page = (ROOT / "docs/deploy.md").read_text()
     assert [path.name for path in DEPLOY.iterdir() if f"`{path.name}`" not in page] == []

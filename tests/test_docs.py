@@ -54,6 +54,8 @@ STAND_INS = {  # for names in capitals, for plugins, which are not installed, an
     "job.graph=FILE": ["job.graph=saved.py"],
     "model=NAME": ["model=llama"],
     "$SLURM_NODEID": ["0"],
+    "passes.extra=[clip_gates@shard]": ["passes.extra=[my_passes:clip_gates@shard]"],
+    "serve.http.tool_calls=weather": ["serve.http.tool_calls=weather.yaml"],
     "hydra/sweeper=optuna": ["hydra/sweeper=basic"],
     "hydra/launcher=submitit_slurm": ["hydra/launcher=basic"],
     "hydra/launcher=joblib": ["hydra/launcher=basic"],

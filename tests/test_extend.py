@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from atom.compiler import compile_graph
 from atom.compiler.artifact import launch_ingredients, recipe_of
 from atom.config import PassesConfig
 from atom.config.load import load
+from atom.config.tool_formats import detect_format, format_files, known_templates, read_format
 from atom.errors import ConfigError, PassError
 from atom.graph import Graph, ops, show
 from atom.graph.ops import OPS
@@ -27,6 +30,7 @@ from atom.kernels import find_backend, find_target
 from atom.passes.pipeline import steps_of
 
 DOC = Path(__file__).parents[1] / "docs" / "extend.md"
+(PROJECT,) = re.findall(r"```toml\n(.*?)```", DOC.read_text(), re.DOTALL)
 EXTRA = "passes.extra=[my_passes:clip_gates@shard]"
 
 
@@ -83,67 +87,84 @@ def test_a_changed_module_or_one_that_it_imports_is_another_key(module: Path, ch
     sys.modules.pop("limits")
 
 
-def test_an_installed_package_names_its_passes_and_its_models(
-    module: Path, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = module.parent / "my_package"
-    (package / "conf" / "model").mkdir(parents=True)
-    for folder in (package, package / "conf"):
-        (folder / "__init__.py").write_text("")
-    (package / "conf" / "model" / "mine.yaml").write_text("defaults: [llama, _self_]\nauto: false\n")
-    module.rename(package / "my_passes.py")
-    about = module.parent / "my_package-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-    found = re.findall(r"```toml\n\[project\.entry-points\.\"(.*?)\"\]\n(.*?)```", DOC.read_text(), re.DOTALL)
-    of_passes = [(group, body) for group, body in found if group != plugins.BACKENDS]
-    (about / "entry_points.txt").write_text("".join(f"[{group}]\n{body}" for group, body in of_passes).replace('"', ""))
-    monkeypatch.syspath_prepend(str(module.parent))
-    plugins.named.cache_clear()
-    importlib.invalidate_caches()
-    try:
-        config = load([f"checkpoint={checkpoints('llama')}", "model=mine", "passes.extra=[clip_gates]", "device=cpu"])
-        assert config.model.name == "mine" and "passes.extra=[clip_gates]" in recipe_of(config)
-        first = launch_ingredients(config, find_target("cpu"))
-        (package / "other.py").write_text("")
-        assert launch_ingredients(config, find_target("cpu")) != first
-    finally:
-        plugins.named.cache_clear()
-        for name in [name for name in sys.modules if name.startswith("my_package")]:
-            del sys.modules[name]
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which pip has installed the page's package, with a model and a format of tool calls."""
+    sources, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("installed")
+    files = {"pyproject.toml": PROJECT, "my_package/__init__.py": ""}
+    for name in ("my_passes", "my_backend"):
+        (text,) = re.findall(rf"```python\n# {name}.py\n(.*?)```", DOC.read_text(), re.DOTALL)
+        files[f"my_package/{name}.py"] = text
+    files["my_package/conf/model/mine.yaml"] = "defaults: [llama, _self_]\nauto: false\ntool_calls: weather\n"
+    (weather,) = re.findall(r"```yaml\n(.*?)```", (DOC.parent / "tool-calls.md").read_text(), re.DOTALL)
+    files["my_package/conf/tool_calls/weather.yaml"] = f"template: [<tools>]\n{weather}"
+    for name, text in files.items():
+        (sources / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources / name).write_text(text)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--target", str(target), str(sources)], check=True)
+    return target
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
-    """Install the module of the page as my_package, with its entry points."""
+def install(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Path]]:
+    """Put a copy of the installed package where Python finds it; returns its folder."""
+    caches = (plugins.named, plugins.find_folder, format_files, read_format, known_templates)
 
-    def install(name: str, group: str) -> Path:
-        package, about = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
-        package.mkdir()
-        about.mkdir()
-        (text,) = re.findall(rf"```python\n# {name}.py\n(.*?)```", DOC.read_text(), re.DOTALL)
-        (points,) = re.findall(rf"entry-points\.\"{re.escape(group)}\"\]\n(.*?)```", DOC.read_text(), re.DOTALL)
-        (package / "__init__.py").write_text("")
-        (package / f"{name}.py").write_text(text)
-        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-        (about / "entry_points.txt").write_text(f"[{group}]\n{points}".replace('"', ""))
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        plugins.named.cache_clear()
+    def forget() -> None:
+        for each in caches:
+            each.cache_clear()
         importlib.invalidate_caches()
-        return package / f"{name}.py"
+
+    def install() -> Path:
+        target = shutil.copytree(package, tmp_path / "installed")
+        monkeypatch.syspath_prepend(str(target))
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        forget()
+        return target / "my_package"
 
     yield install
-    plugins.named.cache_clear()
+    forget()
+    OPS.pop("clipped_silu", None)
     for each in [each for each in sys.modules if each.startswith("my_package")]:
         del sys.modules[each]
 
 
+def test_an_installed_package_names_its_passes_models_and_formats(
+    install: Callable[[], Path], checkpoints: Any
+) -> None:
+    installed = install()
+    stated = [f"checkpoint={checkpoints('llama')}", "model=mine", "passes.extra=[clip_gates@shard]", "device=cpu"]
+    config = load(stated)
+    assert config.model.name == "mine" and "passes.extra=[clip_gates@shard]" in recipe_of(config)
+    assert read_format(config.model.tool_calls or "").parameter == "<set {key}>{value}</set>"
+    assert detect_format("Write <tools>.") == "weather"
+    first = launch_ingredients(config, find_target("cpu"))
+    (installed / "other.py").write_text("")
+    assert launch_ingredients(config, find_target("cpu")) != first
+
+
+def test_a_package_without_the_folder_that_it_names_is_refused_by_name(
+    install: Callable[[], Path], checkpoints: Any
+) -> None:
+    installed = install()
+    shutil.rmtree(installed / "conf")
+    with pytest.raises(ConfigError, match=r"^atom\.conf: mine = my_package\.conf: it has no YAML files"):
+        load([f"checkpoint={checkpoints('llama')}", "device=cpu"])
+
+
+def test_a_pass_that_finds_nothing_says_so(module: Path, checkpoints: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, said in (("", True), ("@shard", False)):
+        given = [f"checkpoint={checkpoints('llama')}", "device=cpu", f"passes.extra=[my_passes:clip_gates{place}]"]
+        compile_graph(load([*given, "level=1"]))
+        assert ("passes.extra: clip_gates changed nothing" in capsys.readouterr().err) == said
+
+
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_backend_of_a_package_comes_ahead_of_ours(
-    install: Callable[[str, str], Path], checkpoints: Callable[[str], Path], tmp_path: Path, level: int
+    install: Callable[[], Path], checkpoints: Callable[[str], Path], tmp_path: Path, level: int
 ) -> None:
-    file = install("my_backend", plugins.BACKENDS)
+    file = install() / "my_backend.py"
     asked = file.read_text().replace("    gate, up =", "    open('asked', 'w').close()\n    gate, up =")
     file.write_text(asked.replace("'asked'", repr(str(tmp_path / "asked"))))
     folder = checkpoints("llama")
@@ -157,14 +178,14 @@ def test_a_backend_of_a_package_comes_ahead_of_ours(
 
 
 def test_a_backend_is_named_in_the_text_says_why_it_refuses_and_is_part_of_the_key(
-    install: Callable[[str, str], Path], checkpoints: Any
+    install: Callable[[], Path], checkpoints: Any
 ) -> None:
     def compiled(name: str, level: int) -> Graph:
         return compile_graph(load([f"checkpoint={checkpoints(name)}", "device=cpu", f"level={level}"]))
 
     folder = checkpoints("llama")
     without = ingredients("level=1", folder=folder)
-    file = install("my_backend", plugins.BACKENDS)
+    file = install() / "my_backend.py"
     assert 'm = mine.gated_activate(gate_up, kind="silu")' in show(compiled("llama", 1))
     assert "mine." not in show(compiled("llama", 0))
     gate = next(
@@ -185,8 +206,8 @@ def test_a_backend_is_named_in_the_text_says_why_it_refuses_and_is_part_of_the_k
         ("import torch\n", "import nowhere\n", r"cannot import my_package.my_backend \(ModuleNotFoundError"),
     ],
 )
-def test_a_backend_that_is_none_is_named(install: Callable[[str, str], Path], old: str, new: str, message: str) -> None:
-    file = install("my_backend", plugins.BACKENDS)
+def test_a_backend_that_is_none_is_named(install: Callable[[], Path], old: str, new: str, message: str) -> None:
+    file = install() / "my_backend.py"
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(ConfigError, match=message):

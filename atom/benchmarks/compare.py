@@ -4,7 +4,7 @@
     python -m atom.benchmarks.compare a.json b.json
     python -m atom.benchmarks.compare results/public results/clean      # results/public_tp8_….json: prefixes
 
-Results are matched by their names without the prefix. The table goes to stdout, and before_after.png and
+Results are matched by their names without the prefix or the date. The table goes to stdout, and before_after.png and
 before_after.html show throughput against interactivity. Notes below the table say why numbers may not be comparable.
 """
 
@@ -23,6 +23,7 @@ from atom.benchmarks.benchmark_utils import BenchmarkError, FlagParser, UsageErr
 from atom.measurement.plot import Point, Series, draw_png, write_html
 
 NAME = re.compile(r"(?:(?P<prefix>.*)_)?(?P<key>tp(?P<tp>\d+)_isl(?P<isl>\d+)_osl(?P<osl>\d+)_conc(?P<conc>\d+))")
+DATE = re.compile(r"-\d{8}-\d{6}$")  # at the end of the names that benchmark_serving makes
 UNIT = "output tokens/s (a GPU, where tp is known)"
 COLUMNS = (  # key of a result, title
     ("output_throughput", "output tok/s"),
@@ -34,7 +35,7 @@ COLUMNS = (  # key of a result, title
 @dataclass(frozen=True)
 class Results:
     label: str
-    by_key: Mapping[str, Mapping[str, Any]]  # the content of each result file, by its name without the prefix
+    by_key: Mapping[str, Mapping[str, Any]]  # the content of each result file, by its name without prefix or date
 
 
 def make_parser() -> FlagParser:
@@ -55,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     a, b = read_pair(args.a, args.b)
     both = sorted(a.by_key.keys() & b.by_key.keys(), key=sort_key)
     if not both:
-        raise UsageError(f"{args.a} and {args.b} have no result in common: names without the prefix have to be equal")
+        raise UsageError(
+            f"{args.a} and {args.b} have no result in common: names without prefix and date have to be equal"
+        )
     notes = [note for find_note in (note_failures, note_undrawn, note_hardware) if (note := find_note(a, b, both))]
     rows = make_rows(a, b, both)
     print("\n".join([*format_rows(rows), *notes]))
@@ -99,7 +102,9 @@ def read_results(where: str) -> Results:
             continue
         key = name_key(file.stem)
         if key in found:
-            raise UsageError(f"{found[key][0]} and {file} are both {key}: name one of them, as in {file.parent}/PREFIX")
+            raise UsageError(
+                f"{found[key][0]} and {file} are both {key}: name the file, or its prefix as in {file.parent}/PREFIX"
+            )
         found[key] = (file, result)
     if not found:
         raise UsageError(f"{where}: no such file, folder or prefix with results")
@@ -121,7 +126,7 @@ def read_result(path: Path, *, is_named: bool) -> Mapping[str, Any] | None:
 
 def name_key(stem: str) -> str:
     match = NAME.fullmatch(stem)
-    return match["key"] if match else stem
+    return match["key"] if match else DATE.sub("", stem)
 
 
 def sort_key(key: str) -> tuple[Any, ...]:

@@ -40,8 +40,7 @@ from atom.config.overrides import may_be_checkpoint, no_model, parse, plain, rew
 from atom.config.schema_keys import inner_blocks, keys, plain_fields
 from atom.config.spelling import did_you_mean, override
 from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError, one_line
-from atom.plugins import CONF as CONF_PACKAGES
-from atom.plugins import named
+from atom.plugins import package_folders
 
 SEARCHPATH = "hydra.searchpath="
 PLUGINS = {  # of Hydra, which run sweeps here: config group -> choice -> the package that brings it
@@ -123,8 +122,9 @@ def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) ->
     paths: Any = parse(stated[-1]).value() if stated else []
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"{stated[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
-    packages = [f"pkg://{package}" for package in named(CONF_PACKAGES).values()]
-    return [*(f"file://{Path(folder).absolute()}" for folder in config_dirs), *paths, *packages]
+    folders = ([Path(folder).absolute() for folder in config_dirs], package_folders())
+    of_dirs, of_packages = ([f"file://{folder}" for folder in each] for each in folders)
+    return [*of_dirs, *paths, *of_packages]
 
 
 def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:

@@ -309,6 +309,7 @@ class HTTPConfig:
     signing_key: str | None = None  # @FILE with the Ed25519 key that signs answers; null: none is signed
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
     log: str = one_of("auto", "json", "text")  # lines on stderr; auto: text on a terminal, else JSON
+    log_level: str = one_of("info", "warning", "error")  # of the lines that are written; requests are of level info
     chat_template: str | None = None  # a file that takes the place of the checkpoint's template
     chat_template_kwargs: Any = None  # a mapping of variables of templates, under a request's own
     tool_calls: str | None = "auto"  # auto: by chat template, else model file; none, a name, a YAML file

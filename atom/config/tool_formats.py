@@ -22,6 +22,7 @@ import yaml
 from atom.config.folders import CONF
 from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
+from atom.plugins import package_folders
 
 FIELD = re.compile(r"\{(name|arguments|parameters|json|python|id|key|value|index)\}")
 MARKER = re.compile(r"<[^<>\s{}]+>|\[[A-Z_]+\]")  # within a text: what may be a token of the checkpoint
@@ -101,18 +102,20 @@ class ToolFormat:
         )
 
 
-def format_names() -> list[str]:
-    """The formats that are shipped."""
-    return sorted(file.stem for file in (CONF / "tool_calls").glob("*.yaml"))
+@cache
+def format_files() -> dict[str, Path]:
+    """The files of formats by name: those that are shipped, and those of installed packages."""
+    folders = (*reversed(package_folders()), CONF)  # of two with one name the shipped one counts
+    found = {file.stem: file for folder in folders for file in folder.glob("tool_calls/*.yaml")}
+    return dict(sorted(found.items()))
 
 
 @cache
 def read_format(name: str) -> ToolFormat:
-    """Read a shipped format by its name, or a user's file. ConfigError where there is none, or it is no format."""
-    shipped = CONF / "tool_calls" / f"{name}.yaml"
-    path = shipped if name in format_names() else Path(name).expanduser()
-    if path is not shipped and path.suffix not in (".yaml", ".yml"):
-        known = format_names()
+    """Read a format by its name, or a user's file. ConfigError where there is none, or it is no format."""
+    known = format_files()
+    path = known.get(name) or Path(name).expanduser()
+    if name not in known and path.suffix not in (".yaml", ".yml"):
         own = "or a file, FORMAT.yaml"
         raise ConfigError(f"tool_calls={name}: there is no such format{did_you_mean(name, known)}; "
                           f"choices: {', '.join(known)}, {own}")  # fmt: skip
@@ -124,7 +127,7 @@ def read_format(name: str) -> ToolFormat:
 
 
 def detect_format(template: str) -> str | None:
-    """The shipped format of a chat template: the one of which it has all texts, and most of them."""
+    """The format of a chat template: the one of which it has all texts, and most of them."""
     found = [(len(texts), name) for name, texts in known_templates().items() if all(map(template.__contains__, texts))]
     return max(found)[1] if found else None
 
@@ -132,7 +135,7 @@ def detect_format(template: str) -> str | None:
 @cache
 def known_templates() -> dict[str, tuple[str, ...]]:
     """Format -> the texts that a chat template has if its model writes calls so."""
-    return {name: texts for name in format_names() if (texts := read_format(name).template)}
+    return {name: texts for name in format_files() if (texts := read_format(name).template)}
 
 
 def make_format(values: Any, at: str) -> ToolFormat:

@@ -73,8 +73,9 @@ VLLM_REFUSED = {
         show-hidden-metrics-for-version""",
     "no client's words are logged: the line of each request has its counts, times and error": """
         enable-log-requests enable-log-outputs max-log-len""",
-    "the log is of one level and form; --set serve.http.log=json or text chooses the form": """
-        uvicorn-log-level log-config-file log-error-stack disable-access-log-for-endpoints aggregate-engine-logging""",
+    "--set serve.http.log_level=warning leaves out the lines of requests": "uvicorn-log-level",
+    "--set serve.http.log=json or text chooses the form of the log": """
+        log-config-file log-error-stack disable-access-log-for-endpoints aggregate-engine-logging""",
     "a request says so itself: stream_options.include_usage": "enable-force-include-usage",
     "a request says so itself: return_token_ids": "return-tokens-as-token-ids",
     "a request says so itself: tools with tool_choice=none are left out of the prompt": """

@@ -23,7 +23,7 @@ import yaml
 
 from atom.checkpoint.address import parse_address
 from atom.config.spelling import did_you_mean, override
-from atom.config.tool_formats import format_names
+from atom.config.tool_formats import format_files
 from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_gib, read_object
 from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
@@ -96,7 +96,7 @@ def override_generation_config(text: str) -> list[str]:
 
 
 def write_tool_parser(name: str) -> list[str]:
-    known = TOOL_PARSERS | {own: own for own in ("auto", "none", *format_names())}
+    known = TOOL_PARSERS | {own: own for own in ("auto", "none", *format_files())}
     is_file = Path(name).suffix in (".yaml", ".yml")
     chosen = str(Path(name).expanduser()) if is_file else choose("--tool-call-parser", name, known)
     return [override("serve.http.tool_calls", chosen)]
@@ -210,7 +210,7 @@ class VLLMArgs(EngineArgs):
     )
     tool_call_parser: str | None = vllm_flag(
         "serve.http.tool_calls",
-        f"{', '.join(sorted({*TOOL_PARSERS, *format_names()}))}, or a YAML file",
+        f"{', '.join(sorted({*TOOL_PARSERS, *format_files()}))}, or a YAML file",
         null="auto",
         write=write_tool_parser,
     )

@@ -219,7 +219,7 @@ def show(result: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     console.print(f"{result['model']}, {result['dtype']}, level {result['level']}, on {result['hardware']}; {versions}")
     console.print(
-        f"{result['completed']} requests, {result['total_input_tokens']:,} tokens in, "
+        f"{result['completed']} request{'s' * (result['completed'] != 1)}, {result['total_input_tokens']:,} tokens in, "
         f"{result['total_output_tokens']:,} out, {result['duration']:.2f} s\n"
     )
     rates = make_table("output tokens/s", "all tokens/s", "requests/s", "of the limit")

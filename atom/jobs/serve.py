@@ -19,4 +19,4 @@ def run(config: Config, started: EngineProcess | None = None) -> int:
     async def serve() -> int:
         return await Server(config, WORKER, started).run()
 
-    return run_loop(serve, config.serve.http.log)
+    return run_loop(serve, config.serve.http)

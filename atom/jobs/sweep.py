@@ -39,7 +39,7 @@ from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError, one_line
 from atom.jobs.kind import keys_of
 from atom.jobs.start import check_objective, choose_job, has_objectives, load_job
-from atom.jobs.sweep_job import Result, Sweep, own_overrides, read_results, run_job
+from atom.jobs.sweep_job import UNRELATED_OF, Result, Sweep, own_overrides, read_results, run_job
 from atom.jobs.sweep_report import report_results
 from atom.messages import say
 
@@ -158,8 +158,9 @@ def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Pa
 
 def fixed_part(texts: Iterable[str]) -> dict[str, str | None]:
     """What tells sweeps apart: their overrides by key, None where choices are swept, which may become more."""
-    parsed = [parse(text) for text in texts if not text.startswith(("job.resume=", "hydra.sweep.dir="))]
-    return {each.get_key_element(): None if each.is_sweep_override() else each.input_line for each in parsed}
+    parsed = {each.get_key_element(): each for each in map(parse, texts)}
+    told = sorted(parsed.keys() - {"hydra.sweep.dir", "cache", *(f"job.{name}" for name in UNRELATED_OF["job"])})
+    return {key: None if parsed[key].is_sweep_override() else parsed[key].input_line for key in told}
 
 
 def chosen(texts: Sequence[str], group: str) -> str:

@@ -21,6 +21,7 @@ from atom.errors import ConfigError, PassError
 from atom.graph import Graph, Mesh, ops, show, verify
 from atom.graph.mesh import ALONE
 from atom.kernels import Target
+from atom.messages import say
 from atom.passes.add_lora import add_lora
 from atom.passes.context import PassContext
 from atom.passes.fuse_gate_quant import fuse_gate_quant
@@ -99,12 +100,15 @@ def _checked(rewrite: Callable[..., Any]) -> Callable[..., Graph]:
     """A user's pass, whose errors are ours."""
 
     def run(graph: Graph, **context: Any) -> Graph:
+        num_rewrites = graph.num_rewrites
         try:
             made = rewrite(graph, **context)
         except Exception as error:
             raise PassError(f"{rewrite.__name__}: {type(error).__name__}: {error}{place_of(error)}") from error
         if not isinstance(made, Graph):
             raise PassError(f"{rewrite.__name__} returned {type(made).__name__}, not the graph")
+        if made is graph and graph.num_rewrites == num_rewrites:
+            say(f"passes.extra: {rewrite.__name__} changed nothing; …@PASS runs it before that pass")
         return made
 
     return run

@@ -1,6 +1,6 @@
 """The server's log on stderr, as lines of JSON or text.
 
-    log.configure("json")
+    log.configure("json", "info")
     logging.getLogger("atom.access").info("request", extra={"fields": {"status": 200}})
     with log.capture(): ...               # what is printed to stderr is logged too
 
@@ -71,14 +71,15 @@ def is_json(kind: str) -> bool:
     return kind == "json" or (kind == "auto" and not sys.stderr.isatty())
 
 
-def configure(kind: str) -> None:
-    """Send the loggers of atom, and the warnings of all others, to stderr."""
+def configure(kind: str, level: str) -> None:
+    """Send the loggers of atom, and the warnings of all others, to stderr, from a level on."""
     handler = _Handler(sys.stderr)
     handler.setFormatter(JSONLines() if is_json(kind) else TextLines())
-    for name, level in (("atom", logging.INFO), (None, logging.WARNING)):
+    from_level = logging.getLevelNamesMapping()[level.upper()]
+    for name, least in (("atom", logging.INFO), (None, logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        logger.setLevel(max(least, from_level))
     logging.captureWarnings(True)
 
 
@@ -88,8 +89,18 @@ def relay(line: str, process: str = "engine") -> None:
     if is_entry(line):
         write(line)
     elif line:
-        level = logging.INFO if line.startswith(PREFIX) else logging.WARNING
-        LOG.log(level, "%s", line.removeprefix(PREFIX)[:MAX_LINE], extra={"fields": {"process": process}})
+        LOG.log(level_of(line), "%s", line.removeprefix(PREFIX)[:MAX_LINE], extra={"fields": {"process": process}})
+
+
+def pass_on(line: str) -> None:
+    """Write a line that a process with a log of text has printed, unless its level is left out."""
+    if LOG.isEnabledFor(level_of(line)):
+        write(line)
+
+
+def level_of(line: str) -> int:
+    """The level of a line that was printed: ours tell what is done."""
+    return logging.INFO if line.startswith(PREFIX) else logging.WARNING
 
 
 def write(line: str) -> None:

@@ -1,6 +1,6 @@
 """Run the server: start the engines, listen, drain, end.
 
-    code = run_loop(Server(config).run, config.serve.http.log)
+    code = run_loop(Server(config).run, config.serve.http)
 
 SIGTERM and Ctrl-C drain: running requests may end within drain_seconds, new ones get 503. A second signal ends at once,
 and so does one while the engines load. SIGHUP reads the files of keys and certificates anew. An engine that dies or
@@ -68,12 +68,12 @@ ERRORS = {each.__name__: each for each in KNOWN}
 CANNOT_LOAD = 2  # the exit code where the next start would fail in the same way
 
 
-def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
-    """Run a server and return its exit code. kind: of the log, which takes what is printed meanwhile too."""
-    log.configure(kind)
+def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], http: HTTPConfig) -> int:
+    """Run a server and return its exit code. The log takes what is printed meanwhile too."""
+    log.configure(http.log, http.log_level)
     raise_file_limit()
     with contextlib.ExitStack() as opened:
-        if log.is_captured(kind):
+        if log.is_captured(http.log):
             opened.enter_context(log.capture())
         runner = opened.enter_context(asyncio.Runner(loop_factory=find_loop()))
         try:
@@ -151,11 +151,10 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup has set
-            if sys.stderr.isatty():  # that the terminal is gone
-                loop.add_signal_handler(signal.SIGHUP, self._handle_signal, signal.SIGHUP)
-            else:
-                loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if not sys.stderr.isatty():
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+        elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # that the terminal is gone
+            loop.add_signal_handler(signal.SIGHUP, self._handle_signal, signal.SIGHUP)
         serving = asyncio.create_task(self._serve())
         try:
             await self._engines.start()

@@ -142,7 +142,7 @@ class Tenant:
     def _check(self) -> None:
         limits = self.limits
         if limits.max_concurrent is not None and self.num_open >= limits.max_concurrent:
-            what = f"{self.name} may have {limits.max_concurrent} requests at a time"
+            what = f"{self.name} may have no more than {limits.max_concurrent} at a time"
             raise LimitError("max_concurrent", what, 1.0)
         if self._tokens is not None and (seconds := self._tokens.wait(1.0)):
             what = f"{self.name} may use {limits.tokens_per_second:g} tokens a second"

@@ -288,6 +288,8 @@ def test_a_sweep_goes_on_where_its_like_ended(tmp_path: Path, monkeypatch: pytes
     later = datetime(2026, 1, 3)
     assert find_folder([*mine, "job.resume=true"], later, True) == tmp_path / "multirun/2026-01-01/00-00-00"
     assert find_folder(["job=bench", "level=1,2,3", "seed=1"], later, True).parent.name == "2026-01-01"
+    ranked = ["seed=1", "job=bench", "level=1,2", "job.objective=p99_ttft_ms", "job.output=json", "cache=/elsewhere"]
+    assert find_folder(ranked, later, True).parent.name == "2026-01-01", "what the jobs compute is the same"
     assert capsys.readouterr().err == ""
     assert find_folder(["job=bench", "level=1,2"], later, True).parent.name == "2026-01-03"
     assert "has no such sweep to go on with" in capsys.readouterr().err

@@ -278,7 +278,7 @@ def main() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)
         return await Server(config, (sys.executable, str(Path(__file__)), stated, "--engine")).run()
 
-    return report(lambda: run_loop(serve, config.serve.http.log))
+    return report(lambda: run_loop(serve, config.serve.http))
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def test_limits_of_a_key_are_429_with_the_limit_and_when_to_come_back(doors: Ser
     refused = wire.ask(doors.url, "POST", "/v1/completions", BODY, bob)
     assert (refused.status, refused.headers["retry-after"]) == (429, "1")
     assert refused.json["error"] == {
-        "message": "bob may have 1 requests at a time (max_concurrent); try again in 1 s",
+        "message": "bob may have no more than 1 at a time (max_concurrent); try again in 1 s",
         "type": "rate_limit_error", "param": None, "code": "max_concurrent",
     }  # fmt: skip
     first.close()

@@ -73,6 +73,32 @@ def test_a_log_of_text_has_no_json(lines_of: Run):
     assert "a word of C" in lines and "ArithmeticError: a fault" in lines
 
 
+@pytest.mark.parametrize("kind", ["json", "text"])
+def test_a_level_leaves_out_the_lines_below_it(talker: Path, tmp_path: Path, kind: str):
+    port = serving.free_port()
+    chosen = (f"serve.http.port={port}", "serve.http.log_level=warning", f"serve.http.log={kind}")
+    server = serving.launch(talker, tmp_path, *chosen, stub={"prints": ["a word of C", "atom-run: a word of ours"]})
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        try:
+            return wire.ask(url, "GET", "/health").status == 200
+        except OSError:  # it does not listen yet
+            return False
+
+    try:
+        wire.wait_until(is_ready, serving.START_SECONDS)
+        assert wire.ask(url, "POST", "/v1/completions", {"prompt": [0], "max_tokens": 1}).status == 200
+        wire.ask(url, "POST", "/v1/completions", RAISES)
+        server.process.terminate()
+        server.process.wait(20)
+    finally:
+        server.process.kill()
+    text = server.log.read_text()
+    assert "a word of C" in text and "a step failed" in text
+    assert "a word of ours" not in text and "status=200" not in text and '"level":"info"' not in text
+
+
 @pytest.mark.parametrize(("override", "told"), [("serve.http.api_keys=@/no/such/file", "/no/such/file"),
                                                 ("serve.http.host=192.0.2.1", "choose another serve.http.host")])  # fmt: skip
 def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path: Path, override: str, told: str):

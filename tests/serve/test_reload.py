@@ -38,6 +38,20 @@ def status(server: Server, key: str, path: str = "/v1/completions", body: Any = 
     return wire.ask(server.url, "POST", path, body, {"x-api-key": key}).status
 
 
+def test_keys_are_read_anew_behind_nohup_too(start_server: Start, tmp_path: Path):
+    """Where SIGHUP, ignored, would leave a revoked key in use and say nothing."""
+    keys = tmp_path / "keys.txt"
+    keys.write_text("old\n")
+    handled = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = start_server(f"serve.http.api_keys=@{keys}", stub={})
+    finally:
+        signal.signal(signal.SIGHUP, handled)
+    keys.write_text("new\n")
+    reload(server)
+    assert [status(server, key) for key in ("old", "new")] == [401, 200]
+
+
 def test_keys_are_replaced_while_a_stream_goes_on_and_counts_stay(start_server: Start, tmp_path: Path):
     keys = tmp_path / "keys.yaml"
     keys.write_text("app: {key: old, max_concurrent: 1}\nguest: {key: guests}\nops: {key: opss, admin: true}\n")

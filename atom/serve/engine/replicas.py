@@ -121,7 +121,7 @@ class Replica:
         """What takes the lines that the engine prints; None: it has our stderr, where one progress bar has room."""
         kind = self._config.serve.http.log
         if self.number == 0 and not log.is_json(kind):
-            return log.write if log.is_captured(kind) else None
+            return log.pass_on if log.is_captured(kind) else None
         return partial(log.relay, process=self.name.removeprefix("the "))
 
 

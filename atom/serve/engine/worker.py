@@ -414,7 +414,8 @@ def await_start(link: Link) -> Start:
     if later:  # before the engine is ready, the HTTP process sends nothing but this
         os._exit(0)
     assert isinstance(start, Start), "the configuration comes first"
-    log.configure(start.config.serve.http.log)
+    http = start.config.serve.http
+    log.configure(http.log, http.log_level)
     os.environ |= environment_of(start.config, start.replica)  # which CUDA reads when it makes its first context
     if start.config.device == "cuda":
         open_early()

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config.tool_formats import detect_format, format_names, make_format, read_format
+from atom.config.tool_formats import detect_format, format_files, make_format, read_format
 from atom.errors import ConfigError
 from atom.serve.output.channel_parser import ChannelReader
 from atom.serve.output.tool_parser import CallReader
@@ -86,7 +86,7 @@ def read(tool_format: Any, pieces: list[str], **options: Any) -> tuple[str, str,
 
 
 def test_every_format_is_shown_here():
-    assert sorted(WRITTEN) == format_names()
+    assert sorted(WRITTEN) == list(format_files())
 
 
 @pytest.mark.parametrize("name", WRITTEN)

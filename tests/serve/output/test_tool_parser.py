@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config.tool_formats import format_names, read_format
+from atom.config.tool_formats import format_files, read_format
 from atom.serve.output.tool_parser import CallReader, ToolDelta
 
-FORMATS = [name for name in format_names() if read_format(name).call]
+FORMATS = [name for name in format_files() if read_format(name).call]
 TOOLS = ("f", "get_weather")
 PARIS = '{"city": "Paris"}'
 

@@ -18,10 +18,10 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,19 @@ from atom.build import open_engine
 from atom.checkpoint import SilentProgress, Tokenizer
 from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError, EngineDeadError, RequestError, UnsupportedError
-from atom.llm import Prompt, answer, prompt_of
+from atom.llm import (
+    POOLED,
+    Prompt,
+    adapters_of,
+    answer,
+    describe_embedding,
+    encode_conversations,
+    pooling_of,
+    prompt_of,
+    prompts_of,
+    scored_prompts,
+    similarities,
+)
 from atom.runtime.engine import Engine
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
@@ -67,7 +79,7 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         adapter: str | None = None,
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a prompt: a dict with each new part of an answer, n of them told apart by `index`.
 
         adapter: the name of a LoRA adapter of serve.lora_modules.
@@ -75,24 +87,63 @@ class AsyncLLMEngine:
         text and token_ids are all so far, finish_reason is None until the end; the last dict of an answer is that of
         `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError where the engine has ended.
         """
-        self.check_health()
         params = SamplingParams(**self.config.sampling.values()) if sampling_params is None else sampling_params
-        id = f"generate-{next(self._numbers)}" if request_id is None else request_id
-        if id in self._requests:
-            raise RequestError(f"the request id {id} is in use, choose another")
-        request = self._requests[id] = _Request(asyncio.get_running_loop(), params.n)
-        try:
-            options = RequestOptions(priority=priority, adapter=adapter)
-            prepare = partial(self._engine.prepare, prompt_of(prompt), params, options, request_id=id)
-            sequences = await asyncio.to_thread(prepare)
-            self._inbox.put(lambda: self._submit(sequences, request))
-            self.check_health()  # it may have ended since
+        options = RequestOptions(priority=priority, adapter=adapter)
+        async with self._request(prompt, params, options, request_id) as request:
             async for output in request.outputs():
+                yield request.describe(output)
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Answer a conversation; the arguments are those of `LLMEngine.chat`, the dicts those of `generate`."""
+        encode = partial(
+            encode_conversations,
+            self._engine.vocabulary.tokenizer,
+            [messages],
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        (prompt,) = await asyncio.to_thread(encode)
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, adapter=adapter)
+        async with aclosing(outputs):
+            async for output in outputs:
                 yield output
-        finally:
-            del self._requests[id]
-            if request.num_running:
-                self._inbox.put(lambda: self._engine.abort(id))
+
+    async def embed(
+        self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
+    ) -> list[dict[str, Any]]:
+        """The embedding of each prompt; see `LLMEngine.embed`."""
+        return [describe_embedding(each, self.config) for each in await self._pool(prompts_of(prompts), adapters)]
+
+    async def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
+        """The cosine similarity of embeddings; see `LLMEngine.score`."""
+        first, second = scored_prompts(data_1, data_2)
+        return similarities(await self._pool([*first, *second]), len(first))
+
+    async def load_lora_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter of a folder under a name. CheckpointError where it is not of this model."""
+        loras = self._engine.loras
+        files = await asyncio.to_thread(loras.read, path)
+        await self._do(lambda: loras.load(name, files))
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Drop a LoRA adapter; requests that have it end with it. RequestError where there is none of that name."""
+        await self._do(lambda: self._engine.loras.unload(name))
 
     async def abort(self, request_id: str) -> None:
         """End a request with finish_reason abort; one that has ended is no error."""
@@ -127,6 +178,45 @@ class AsyncLLMEngine:
         """End the engine and all requests."""
         self._inbox.put(None)
         self._thread.join()
+
+    @asynccontextmanager
+    async def _request(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, request_id: str | None = None
+    ) -> AsyncIterator[_Request]:
+        """Submit a request, which ends with the context."""
+        self.check_health()
+        id = f"generate-{next(self._numbers)}" if request_id is None else request_id
+        if id in self._requests:
+            raise RequestError(f"the request id {id} is in use, choose another")
+        request = self._requests[id] = _Request(asyncio.get_running_loop(), params.n)
+        try:
+            prepare = partial(self._engine.prepare, prompt_of(prompt), params, options, request_id=id)
+            sequences = await asyncio.to_thread(prepare)
+            self._inbox.put(lambda: self._submit(sequences, request))
+            self.check_health()  # it may have ended since
+            yield request
+        finally:
+            del self._requests[id]
+            if request.num_running:
+                self._inbox.put(lambda: self._engine.abort(id))
+
+    async def _pool(
+        self, prompts: List[str | list[int]], adapters: str | List[str | None] | None = None
+    ) -> list[Sequence]:
+        """Have each prompt embedded."""
+        pooling = pooling_of(self.config)
+
+        async def pool(prompt: str | list[int], adapter: str | None) -> Sequence:
+            async with self._request(prompt, POOLED, RequestOptions(pooling=pooling, adapter=adapter)) as request:
+                return [output.sequence async for output in request.outputs()][-1]
+
+        names = adapters_of(adapters, len(prompts))
+        tasks = [asyncio.create_task(pool(*each)) for each in zip(prompts, names, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # where one has failed, or nobody waits any more
+            for task in tasks:
+                task.cancel()
 
     async def _do(self, work: Work) -> None:
         """Have the engine's thread do something between two steps."""
@@ -224,19 +314,21 @@ class _Request:
         with suppress(RuntimeError):  # the event loop is closed, so that nobody waits
             self._loop.call_soon_threadsafe(self._new.set)
 
-    async def outputs(self) -> AsyncIterator[dict[str, Any]]:
+    async def outputs(self) -> AsyncIterator[RequestOutput]:
         while self.num_running:
             await self._new.wait()
             self._new.clear()
             while self._outputs:
-                yield self._describe(self._outputs.popleft())
+                output = self._outputs.popleft()
+                self.num_running -= output.finished
+                yield output
             if self._fault is not None and self.num_running:
                 self.num_running = 0
                 raise self._fault
 
-    def _describe(self, output: RequestOutput) -> dict[str, Any]:
+    def describe(self, output: RequestOutput) -> dict[str, Any]:
+        """The dict of an output, see `AsyncLLMEngine.generate`; of each in order."""
         if output.finished:
-            self.num_running -= 1
             return {"index": output.index} | answer(output.sequence)
         at = output.index
         self._texts[at] += output.text or ""

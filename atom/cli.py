@@ -41,9 +41,11 @@ def dispatch(argv: list[str]) -> int:
     return code
 
 
-def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
+def run(overrides: Sequence[str]) -> int:
     """Load the configuration and run its job."""
-    code: int = module_of("run").run(overrides, dirs)
+    if (done := run_apart(overrides)) is not None:
+        return done
+    code: int = module_of("run").run(overrides)
     return code
 
 

@@ -34,6 +34,7 @@ from atom.sampling_params import SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, as in vLLM
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+POOLED = SamplingParams(max_tokens=1, temperature=0)  # of a prompt that is embedded
 
 
 class LLMEngine:
@@ -116,22 +117,15 @@ class LLMEngine:
         ends, and add_generation_prompt must be false. chat_template_kwargs: more variables of the template.
         adapters, use_tqdm: as in generate.
         """
-        if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message=True needs add_generation_prompt=False")
-        if (tokenizer := self.tokenizer) is None:
-            raise RequestError("the checkpoint has no tokenizer; chat needs one")
-        if chat_template is not None:
-            tokenizer = tokenizer.with_template(chat_template)
-        if not messages:
-            raise RequestError("messages is empty; give at least one message")
-        conversations: list[Any] = (
-            [messages] if isinstance(messages, str | Mapping) or is_message(messages[0]) else messages
+        encoded = encode_conversations(
+            self.tokenizer,
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
-        for each in conversations:
-            if not isinstance(each, list | tuple) or not all(map(is_message, each)):
-                raise RequestError(f'{each!r:.200} is no conversation; give [{{"role": "user", "content": …}}]')
-        values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
-        encoded = [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
         return self.generate(encoded, sampling_params, adapters, use_tqdm)
 
     def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
@@ -139,16 +133,8 @@ class LLMEngine:
 
         Embeddings are those of serve.pooler_config.pooling_type; RequestError where it is not set.
         """
-        first, second = prompts_of(data_1), prompts_of(data_2)
-        if not second or len(first) not in (1, len(second)):
-            raise RequestError(
-                f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none"
-            )
-        vectors = np.stack([vector for vector, _ in self._pool([*first, *second])]).astype(np.float64)
-        left, right = vectors[: len(first)], vectors[len(first) :]
-        lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-        scores: list[float] = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-8)).tolist()
-        return scores
+        first, second = scored_prompts(data_1, data_2)
+        return similarities(self._pool([*first, *second]), len(first))
 
     def embed(
         self, prompts: Prompt | List[Prompt], adapters: str | List[str | None] | None = None
@@ -158,30 +144,17 @@ class LLMEngine:
         Embeddings are those of serve.pooler_config; RequestError where no pooling_type is set. A dict for each prompt:
         embedding (a list of as many numbers as the model is wide) and num_tokens_input. adapters: as in generate.
         """
-        made = self._pool(prompts_of(prompts), adapters)
-        if self.config.serve.pooler_config.normalize:
-            made = [(vector / max(float(np.linalg.norm(vector)), 1e-12), size) for vector, size in made]
-        return [{"embedding": vector.tolist(), "num_tokens_input": size} for vector, size in made]
+        return [describe_embedding(each, self.config) for each in self._pool(prompts_of(prompts), adapters)]
 
-    def _pool(
-        self, prompts: List[str | list[int]], adapters: str | List[str | None] | None = None
-    ) -> list[tuple[npt.NDArray[np.float32], int]]:
-        """The embedding of each prompt, not normalized, and its number of tokens."""
-        pooling = self.config.serve.pooler_config.pooling_type
-        if pooling is None:
-            raise RequestError("this model makes no embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
+    def _pool(self, prompts: List[str | list[int]], adapters: str | List[str | None] | None = None) -> list[Sequence]:
+        """Have each prompt embedded."""
+        pooling = pooling_of(self.config)
         self._need_awake()
-        params = SamplingParams(max_tokens=1, temperature=0)
         prepared = [
-            self._engine.prepare(each, params, RequestOptions(pooling=pooling, adapter=name))
+            self._engine.prepare(each, POOLED, RequestOptions(pooling=pooling, adapter=name))
             for each, name in zip(prompts, adapters_of(adapters, len(prompts)), strict=True)
         ]
-        vectors = []
-        for sequence in self._finish([self._engine.submit(each) for each in prepared]):
-            if sequence.embedding is None:
-                raise AtomError(f"a prompt could not be embedded: {sequence.error or sequence.finish_reason}")
-            vectors.append((sequence.embedding, len(sequence.prompt)))
-        return vectors
+        return self._finish([self._engine.submit(each) for each in prepared])
 
     def _need_awake(self) -> None:
         if self._engine.is_sleeping:
@@ -321,6 +294,77 @@ class _Closed:
 
 def is_message(given: Any) -> bool:
     return isinstance(given, Mapping) and "role" in given
+
+
+def encode_conversations(
+    tokenizer: Tokenizer | None,
+    messages: Any,
+    *,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: list[dict[str, Any]] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> list[list[int]]:
+    """The token ids of a conversation, or of each of a list; the arguments are those of `LLMEngine.chat`."""
+    if continue_final_message and add_generation_prompt:
+        raise RequestError("continue_final_message=True needs add_generation_prompt=False")
+    if tokenizer is None:
+        raise RequestError("the checkpoint has no tokenizer; chat needs one")
+    if chat_template is not None:
+        tokenizer = tokenizer.with_template(chat_template)
+    if not messages:
+        raise RequestError("messages is empty; give at least one message")
+    conversations: list[Any] = (
+        [messages] if isinstance(messages, str | Mapping) or is_message(messages[0]) else messages
+    )
+    for each in conversations:
+        if not isinstance(each, list | tuple) or not each or not all(map(is_message, each)):
+            raise RequestError(f'{each!r:.200} is no conversation; give [{{"role": "user", "content": …}}]')
+    values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+    return [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
+
+
+def pooling_of(config: Config) -> str:
+    """Which tokens an embedding is made of. RequestError where the model makes none."""
+    pooling = config.serve.pooler_config.pooling_type
+    if pooling is None:
+        raise RequestError("this model makes no embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
+    return pooling
+
+
+def embedding_of(sequence: Sequence) -> npt.NDArray[np.float32]:
+    """The embedding of a prompt, not normalized. AtomError where there is none."""
+    if sequence.embedding is None:
+        raise AtomError(f"a prompt could not be embedded: {sequence.error or sequence.finish_reason}")
+    return sequence.embedding
+
+
+def describe_embedding(sequence: Sequence, config: Config) -> dict[str, Any]:
+    """The dict of an embedded prompt, see `LLMEngine.embed`."""
+    vector = embedding_of(sequence)
+    if config.serve.pooler_config.normalize:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return {"embedding": vector.tolist(), "num_tokens_input": len(sequence.prompt)}
+
+
+def scored_prompts(
+    data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]
+) -> tuple[list[str | list[int]], list[str | list[int]]]:
+    """The prompts of `LLMEngine.score`. RequestError where they make no pairs."""
+    first, second = prompts_of(data_1), prompts_of(data_2)
+    if not second or len(first) not in (1, len(second)):
+        raise RequestError(f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none")
+    return first, second
+
+
+def similarities(embedded: List[Sequence], num_first: int) -> list[float]:
+    """The cosine similarities of the first prompts, or of the only first one, with the others."""
+    vectors = np.stack([embedding_of(each) for each in embedded]).astype(np.float64)
+    left, right = vectors[:num_first], vectors[num_first:]
+    lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    scores: list[float] = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-8)).tolist()
+    return scores
 
 
 def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> list[str | None]:

@@ -6,8 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import adapters
 import pytest
 import serving
+import tiny
+import transformers
 
 from atom import AsyncLLMEngine, LLMEngine, SamplingParams
 from atom.errors import CheckpointError, EngineDeadError, RequestError, UnsupportedError
@@ -89,6 +92,70 @@ def test_who_leaves_or_aborts_ends_the_request(engine: AsyncLLMEngine):
     stats = engine._engine.stats()
     assert stats.num_running == stats.num_waiting == stats.num_blocks_used == 0
     assert stats.finish_reasons["abort"] == 2 and not engine._requests
+
+
+def test_chats_embeddings_and_scores_are_those_of_one_engine(talker: Path):
+    chat = [{"role": "user", "content": "Hi"}]
+    texts, fields = ["Paris is.", "Bread is good.", "Hi"], FIELDS | {"serve.pooler_config.pooling_type": "MEAN"}
+    engine = AsyncLLMEngine(str(talker), **fields)
+
+    async def run() -> tuple[Any, ...]:
+        outputs = [each async for each in engine.chat(chat, GREEDY, chat_template_kwargs={"enable_thinking": False})]
+        left = engine.chat(chat, SamplingParams(max_tokens=8000, ignore_eos=True), "left")
+        await anext(left)
+        await left.aclose()
+        for wrong, reason in (([], "is no conversation"), ([chat], "is no conversation"), ("Hi", "is no conversation")):
+            with pytest.raises(RequestError, match=reason):
+                await anext(engine.chat(wrong))  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="give 1 or as many"):
+            await engine.score(texts, texts[:2])
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            await engine.embed(["Hi", []])
+        return outputs[-1], await engine.embed(texts), await engine.score("France", texts)
+
+    answer, embedded, scores = asyncio.run(run())
+    assert not engine._requests and not engine._engine.has_work
+    engine.shutdown()
+    plain = LLMEngine(str(talker), **fields)
+    (expected,) = plain.chat(chat, GREEDY, chat_template_kwargs={"enable_thinking": False})
+    assert (answer["text"], answer["token_ids"]) == (expected["text"], expected["token_ids"])
+    for found, one in zip(embedded, plain.embed(texts), strict=True):
+        assert found["num_tokens_input"] == one["num_tokens_input"]
+        assert found["embedding"] == pytest.approx(one["embedding"], abs=1e-5)
+    assert scores == pytest.approx(plain.score("France", texts), abs=1e-5)
+    plain.close()
+
+
+def test_without_a_pooling_type_nothing_is_embedded(engine: AsyncLLMEngine):
+    with pytest.raises(RequestError, match=r"set serve\.pooler_config\.pooling_type"):
+        asyncio.run(engine.score("a", "b"))
+
+
+def test_an_adapter_is_loaded_and_dropped_while_others_run(talker: Path, tmp_path: Path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(talker, dtype="float32").eval()
+    folder = adapters.save(model, tmp_path / "adapter")
+    engine = AsyncLLMEngine(str(talker), **FIELDS, enable_lora=True)
+    prompt = [*b"The capital of France is"]
+
+    async def run() -> dict[str, Any]:
+        other = engine.generate("Hello", SamplingParams(max_tokens=8000, ignore_eos=True))
+        await anext(other)
+        with pytest.raises(RequestError, match="there is no adapter sql"):
+            await collect(engine, prompt, adapter="sql")
+        with pytest.raises(CheckpointError):
+            await engine.load_lora_adapter("sql", str(tmp_path / "nowhere"))
+        await engine.load_lora_adapter("sql", str(folder))
+        answer = (await collect(engine, prompt, adapter="sql"))[-1]
+        await engine.unload_lora_adapter("sql")
+        with pytest.raises(RequestError, match="there is no adapter sql"):
+            await engine.unload_lora_adapter("sql")
+        await other.aclose()
+        return answer
+
+    answer = asyncio.run(run())
+    engine.shutdown()
+    assert len(answer["token_ids"]) == 24
+    tiny.assert_greedy(answer, prompt, adapters.merge(model, folder))
 
 
 def test_an_engine_outlives_the_event_loop_of_a_request(engine: AsyncLLMEngine):

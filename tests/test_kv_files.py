@@ -267,6 +267,8 @@ def test_folders_of_others_and_what_is_not_built_are_refused(checkpoints: Any, t
     with pytest.raises(ConfigError, match=r"serve.kv_cache_dir=.*/open: .* is writable by others"):
         KVFiles(tmp_path / "open", 1, {})
     base = [f"checkpoint={checkpoints('llama')}", "serve.enable_prefix_caching=true", "serve.kv_cache_dir=/kv"]
+    with pytest.raises(ConfigError, match=r"serve.kv_cache_dir is empty; name a folder"):
+        load([*base[:2], "serve.swap_space=1000000", "serve.kv_cache_dir=''"])
     with pytest.raises(ConfigError, match=r"serve.kv_cache_dir=/kv keeps .* set serve.swap_space too"):
         load(base)
     with pytest.raises(

@@ -59,6 +59,8 @@ def check_kept(serve: ServeConfig) -> None:
             f"serve.swap_space={serve.swap_space} keeps KV that is found again by its prefix; "
             "leave serve.enable_prefix_caching=false out"
         )
+    if serve.kv_cache_dir == "":  # a variable of a script that is not set; the folder would be the current one
+        raise ConfigError("serve.kv_cache_dir is empty; name a folder, or leave it out")
     if serve.kv_cache_dir is not None and not serve.swap_space:
         raise ConfigError(
             f"serve.kv_cache_dir={serve.kv_cache_dir} keeps what leaves host memory; set serve.swap_space too"

@@ -62,66 +62,26 @@ class Executable:
     def __init__(self, program: Program, bindings: Bindings, *, is_thinned: bool = False) -> None:
         """is_thinned: of calls that are alike, as those of equal layers, only the first is made: what a step launches
         is known then, and its results are not those of the model"""
-        self.inputs = {node.name: at for at, node in enumerate(program.inputs)}
-        self._start: list[Any] = [None] * len(self.inputs)
-        indices: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
+        linker = _Linker(program, bindings, is_thinned=is_thinned)
         loaded, context = dict(bindings.kernels), LoadContext(bindings.communicator)  # one for all calls
-
-        def index_of(arg: Any) -> int:
-            if isinstance(arg, Node):
-                return indices[arg]
-            if isinstance(arg, KV):
-                arg = PagedCache(bindings.caches[arg], arg.kind)
-            self._start.append(bindings.weights[arg] if isinstance(arg, Recipe) else arg)
-            return len(self._start) - 1
-
-        def piece_index_of(arg: Any) -> int:
-            """Compiled code knows the layout of its weights and takes their tensors."""
-            at = index_of(arg)
-            if isinstance(weight := self._start[at], LaidOut):
-                self._start[at] = weight.tensor
-            return at
-
-        def result_indices(results: Sequence[Node]) -> tuple[int, ...]:
-            for result in results:
-                indices[result] = len(self._start)
-                self._start.append(None)
-            return tuple(indices[result] for result in results)
-
-        firsts: dict[Any, tuple[int, ...]] = {}  # indices of the results of the first of calls that are alike
-        origins: dict[int, Any] = {at: name for name, at in self.inputs.items()}  # of values, by their indices
-
-        def add(call: Callable[..., Any], args: tuple[int, ...], results: Sequence[Node], is_single: bool) -> None:
-            if is_thinned:
-                which = (call.func, repr(call.keywords)) if isinstance(call, functools.partial) else call
-                alike = which, tuple(origins[at] if at in origins else describe(self._start[at]) for at in args)
-                if alike in firsts:
-                    indices.update(zip(results, firsts[alike], strict=True))
-                    return
-            steps.append(_Step(call, args, made := result_indices(results), is_single))
-            if is_thinned:
-                firsts[alike] = made
-                for place, (at, result) in enumerate(zip(made, results, strict=True)):
-                    origins[at] = which, place, str(result.meta["type"])
-
         pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in bindings.code}
         inside = {call for piece in pieces.values() for call in piece.calls}
-        steps: list[_Step] = []
         for node in program.nodes:
             if node in pieces:
                 piece = pieces[node]
-                args = tuple(piece_index_of(arg) for arg in (*piece.inputs, *piece.weights))
-                add(bindings.code[piece.text], args, piece.results, False)
+                args = tuple(linker.piece_index_of(arg) for arg in (*piece.inputs, *piece.weights))
+                linker.add(bindings.code[piece.text], args, piece.results, is_single=False)
             elif node not in inside:
                 assert isinstance(node.target, Op)
                 key = node.target, node.meta.get("kernel", "reference")
                 if key not in loaded:
                     loaded[key] = find_kernel(*key).load(context)
                 call = functools.partial(loaded[key], **node.kwargs) if node.kwargs else loaded[key]
-                is_single = not isinstance(node.meta["type"], tuple)
-                add(call, tuple(index_of(arg) for arg in node.args), results_of(node), is_single)
-        self._results = tuple(indices[node] for node in program.results)
-        self._steps = _with_deaths(steps, {*self.inputs.values(), *self._results})
+                args = tuple(map(linker.index_of, node.args))
+                linker.add(call, args, results_of(node), is_single=not isinstance(node.meta["type"], tuple))
+        self.inputs, self._start = linker.inputs, linker.start
+        self._results = tuple(linker.indices[node] for node in program.results)
+        self._steps = _with_deaths(linker.steps, {*self.inputs.values(), *self._results})
 
     def __call__(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Run the program; its results."""
@@ -138,6 +98,57 @@ class Executable:
             for at in dead:
                 values[at] = None
         return tuple(values[at] for at in self._results)
+
+
+class _Linker:
+    """Gives each value of a program an index, and lists its steps."""
+
+    def __init__(self, program: Program, bindings: Bindings, *, is_thinned: bool) -> None:
+        """is_thinned: as of `Executable`"""
+        self.inputs = {node.name: at for at, node in enumerate(program.inputs)}
+        self.indices: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
+        self.start: list[Any] = [None] * len(self.inputs)  # values before the first step
+        self.steps: list[_Step] = []
+        self._bindings, self._is_thinned = bindings, is_thinned
+        self._firsts: dict[Any, tuple[int, ...]] = {}  # indices of the results of the first of calls that are alike
+        self._origins: dict[int, Any] = {at: name for name, at in self.inputs.items()}  # of values, by their indices
+
+    def index_of(self, arg: Any) -> int:
+        """The index of an argument: of a result or an input its own, of a constant a new one."""
+        if isinstance(arg, Node):
+            return self.indices[arg]
+        if isinstance(arg, KV):
+            arg = PagedCache(self._bindings.caches[arg], arg.kind)
+        self.start.append(self._bindings.weights[arg] if isinstance(arg, Recipe) else arg)
+        return len(self.start) - 1
+
+    def piece_index_of(self, arg: Any) -> int:
+        """The same for compiled code, which knows the layout of its weights and takes their tensors."""
+        at = self.index_of(arg)
+        if isinstance(weight := self.start[at], LaidOut):
+            self.start[at] = weight.tensor
+        return at
+
+    def add(self, call: Callable[..., Any], args: tuple[int, ...], results: Sequence[Node], *, is_single: bool) -> None:
+        """Add a step, unless only the first of calls that are alike is made and this is another one."""
+        if not self._is_thinned:
+            self.steps.append(_Step(call, args, self._result_indices(results), is_single))
+            return
+        which = (call.func, repr(call.keywords)) if isinstance(call, functools.partial) else call
+        origins = tuple(self._origins[at] if at in self._origins else describe(self.start[at]) for at in args)
+        if (first := self._firsts.get((which, origins))) is not None:
+            self.indices.update(zip(results, first, strict=True))
+            return
+        made = self._firsts[which, origins] = self._result_indices(results)
+        self.steps.append(_Step(call, args, made, is_single))
+        for place, (at, result) in enumerate(zip(made, results, strict=True)):
+            self._origins[at] = which, place, str(result.meta["type"])
+
+    def _result_indices(self, results: Sequence[Node]) -> tuple[int, ...]:
+        for result in results:
+            self.indices[result] = len(self.start)
+            self.start.append(None)
+        return tuple(self.indices[result] for result in results)
 
 
 def describe(value: Any) -> Any:

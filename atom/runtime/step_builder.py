@@ -52,6 +52,9 @@ class _Resident:
     is_special: bool  # one of the three before
 
 
+_Special = tuple[int, ScheduledRequest, _Resident]  # a special row: its index among the rows that sample, it, resident
+
+
 class StepBuilder:
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
@@ -72,7 +75,7 @@ class StepBuilder:
         indices, blocks = array("i"), array("i")
         rows: list[_Resident] = []
         reported: list[int] = []
-        special: list[tuple[int, ScheduledRequest, _Resident]] = []  # index among the rows that sample, row, resident
+        special: list[_Special] = []
         sampling, is_decode = 0, True
         for row in plan.rows:
             sequence, start, num_tokens, samples, drafts = row
@@ -107,26 +110,11 @@ class StepBuilder:
             shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
         )
         if admitted:
-            packs = [
-                pack_admission(each.slot, each.num_tokens, each.params, each.seed, number_of(each)) for each in admitted
-            ]
-            step.admissions = bytearray(b"".join(packs))
-            counted = [each for each in admitted if has_penalties(each)]
-            step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
-            if capacity.num_drafts:
-                known = [(each.slot, array("i", each.prompt + each.output)) for each in admitted]
-                step.histories = [History(slot, bytearray(tokens)) for slot, tokens in known]
+            add_admissions(step, admitted, has_histories=bool(capacity.num_drafts))
         if indices:
             step.table_entries = bytearray(indices + blocks)
         if special:
-            step.has_penalties = any(resident.has_penalties for _, _, resident in special)
-            step.logprobs = [(at, num) for at, _, resident in special if (num := resident.num_logprobs) is not None]
-            shaped = [
-                (at, row.sequence, row.start + row.num_tokens - len(row.sequence.prompt))
-                for at, row, resident in special
-                if resident.is_shaped
-            ]
-            step.shaping = find_shaping(shaped, capacity.vocab)
+            add_special(step, special, capacity.vocab)
         if not is_decode:
             step.scored = find_scored(plan, shape)
             step.pooled = find_pooled(plan, shape)
@@ -232,6 +220,29 @@ class StepBuilder:
         row_of[shape.num_decoded : num_tokens] = np.repeat(places, counts)[own.num_decoded :]
         row_of[num_tokens:] = num_rows
         return shape, packed
+
+
+def add_admissions(step: StepInput, admitted: list[Sequence], *, has_histories: bool) -> None:
+    """Add what the runner is to know of sequences that it does not have. has_histories: all their tokens, too"""
+    packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed, number_of(each)) for each in admitted]
+    step.admissions = bytearray(b"".join(packs))
+    counted = [each for each in admitted if has_penalties(each)]
+    step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
+    if has_histories:
+        known = [(each.slot, array("i", each.prompt + each.output)) for each in admitted]
+        step.histories = [History(slot, bytearray(tokens)) for slot, tokens in known]
+
+
+def add_special(step: StepInput, special: list[_Special], vocab: int) -> None:
+    """Add the penalties, log probabilities and logit processors of rows that have some."""
+    step.has_penalties = any(resident.has_penalties for _, _, resident in special)
+    step.logprobs = [(at, num) for at, _, resident in special if (num := resident.num_logprobs) is not None]
+    shaped = [
+        (at, row.sequence, row.start + row.num_tokens - len(row.sequence.prompt))
+        for at, row, resident in special
+        if resident.is_shaped
+    ]
+    step.shaping = find_shaping(shaped, vocab)
 
 
 def without_drafts(plan: Plan) -> Plan:

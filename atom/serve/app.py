@@ -120,7 +120,9 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
 
 
 def find_field(fault: Any, body: Any) -> tuple[str, ...]:
-    """The path of a wrong field in the body: pydantic's location without the tags of unions."""
+    """The path of a wrong field: pydantic's location, in the body without the tags of unions."""
+    if fault["loc"][0] != "body":  # of the query, say
+        return tuple(map(str, fault["loc"][1:]))
     names: list[str] = []
     *path, last = fault["loc"][1:] or [None]
     for part in path:

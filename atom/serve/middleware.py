@@ -156,6 +156,8 @@ class Guard:
             fields = Fields(scope["headers"])
             try:
                 wish = read_wish(fields, request_components(scope, fields), self._key_id)
+                if wish.covers_question:
+                    receive = await read_digested(receive, BodyDigest(fields.get("content-digest") or ""))
             except SignatureError as error:
                 return await refuse(scope, 400, error_body(400, str(error)))(scope, receive, send)
             scope["state"]["send"] = SigningSend(scope["state"]["send"], self._signing_key, wish)
@@ -171,7 +173,7 @@ class Guard:
         fields = Fields(scope["headers"])
         name, signature = self._verifier.verify(find_signatures(fields), request_components(scope, fields))
         body = BodyDigest(fields.get("content-digest") or "") if covers_digest(signature) else None
-        receive = await read_signed(receive, body)
+        receive = await read_digested(receive, body)
         self._verifier.note(signature)
         return self._tenants[name], receive
 
@@ -225,7 +227,7 @@ def find_key(headers: dict[bytes, bytes]) -> bytes:
     return b""
 
 
-async def read_signed(receive: Receive, digest: BodyDigest | None) -> Receive:
+async def read_digested(receive: Receive, digest: BodyDigest | None) -> Receive:
     """Receive a body, and give it again once it has its digest. SignatureError where it has not."""
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):

@@ -53,6 +53,11 @@ class Wish(NamedTuple):
     parameters: Parameters
     values: dict[Component, str]  # of the components of the request
 
+    @property
+    def covers_question(self) -> bool:
+        """Whether it covers the digest that the request states of its body, which then has to be right."""
+        return any(each.name == "content-digest" for each in self.values)
+
 
 def read_wish(fields: Fields, resolve_request: Resolve, key_id: str) -> Wish:
     """What a request asks for. SignatureError for what cannot be given: as by the RFC, nothing else is."""
@@ -66,7 +71,10 @@ def read_wish(fields: Fields, resolve_request: Resolve, key_id: str) -> Wish:
     for each in components:
         parameters = dict(each.parameters)
         if parameters.pop("req", False) is True:
-            values[each] = resolve_request(Component(each.name, tuple(parameters.items())))
+            try:
+                values[each] = resolve_request(Component(each.name, tuple(parameters.items())))
+            except SignatureError as error:
+                raise SignatureError(f"accept-signature, of the request: {error}") from None
         elif each.parameters or each.name not in COVERED:
             raise SignatureError(f"accept-signature: of an answer, {', '.join(sorted(COVERED))} are signed")
     return Wish(label, components, {"keyid": key_id} | read_parameters(asked, key_id), values)

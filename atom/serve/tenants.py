@@ -224,7 +224,13 @@ def read_mapping(at: str, path: Path) -> list[Tenant]:
         raise ConfigError(f"{at}: no YAML" + (f" (line {mark.line + 1})" if mark else "")) from None
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"{at} holds no key; write NAME: {{key: KEY}}")
-    return [read_entry(f"{at}: {name}", str(name), entry) for name, entry in entries.items()]
+    found = [read_entry(f"{at}: {name}", str(name), entry) for name, entry in entries.items()]
+    holders: dict[bytes, str] = {}
+    for tenant in found:
+        for each in tenant.digests:
+            if (holder := holders.setdefault(each, tenant.name)) != tenant.name:
+                raise ConfigError(f"{at}: {holder} and {tenant.name} have the same key; give each its own")
+    return found
 
 
 def read_entry(at: str, name: str, entry: Any) -> Tenant:

@@ -88,13 +88,25 @@ def test_a_command_answers_and_says_what_was_wrong_once(checkpoints: Any, tmp_pa
     assert [line for line in bad.stderr.splitlines() if "nosuch" in line] == bad.stderr.splitlines()
 
 
-def test_a_server_imports_neither_torch_nor_hydra(checkpoints: Any, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [("atom.cli", "{key}={value}"), ("atom.entrypoints.openai_server", "--set {key}={value}")],
+)
+def test_a_server_imports_neither_torch_nor_hydra(module: str, flags: str, checkpoints: Any, tmp_path: Path):
     heavy = "torch hydra omegaconf triton sympy transformers gguf rich llguidance"
-    main = "import sys; from atom.cli import main; code = main(sys.argv[1:]); "
+    main = f"import sys; from {module} import main; code = main(sys.argv[1:]); "
     main += f"print([name for name in {heavy.split()} if name in sys.modules]); sys.exit(code)"
-    where = [f"checkpoint={checkpoints('llama')}", "level=0", "device=cpu", f"cache={tmp_path}"]
-    own = ["serve.http.host=127.0.0.1", "serve.http.port=0", "serve.kv_cache_memory=1048576"]
-    command = [sys.executable, "-c", main, *where, *own]
+    values = {
+        "checkpoint": checkpoints("llama"),
+        "level": 0,
+        "device": "cpu",
+        "cache": tmp_path,
+        "serve.http.host": "127.0.0.1",
+        "serve.http.port": 0,
+        "serve.kv_cache_memory": 1 << 20,
+    }
+    own = " ".join(flags.format(key=key, value=value) for key, value in values.items()).split()
+    command = [sys.executable, "-c", main, *own]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     lines = [*itertools.takewhile(lambda line: "Ctrl-C" not in line, server.stderr)]

@@ -64,6 +64,7 @@ def test_a_chat_is_streamed(client: openai.OpenAI):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 16
+    assert {chunk.model for chunk in (*chunks, last)} == {"talker"}
 
 
 def test_labels_and_hints_are_taken_and_change_nothing(client: openai.OpenAI):
@@ -123,6 +124,7 @@ def test_a_completion_is_streamed(client: openai.OpenAI):
     chunks = list(client.completions.create(**PROMPT, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole
     assert chunks[-1].choices[0].finish_reason == "length"
+    assert {chunk.model for chunk in chunks} == {"talker"}
 
 
 def test_several_answers_with_log_probabilities(client: openai.OpenAI):

@@ -323,7 +323,7 @@ def test_clients_of_others_read_a_signed_stream(doors: Server):
         ("", "ask for one signature"),
         ('s=("date")', "content-digest, content-type, x-request-id are signed"),
         ('s=("@method")', "are signed"),
-        ('s=("x-none";req)', "the message has no x-none"),
+        ('s=("x-none";req)', "of the request: the message has no x-none"),
         ('s=();keyid="other"', "the server's keyid is"),
         ('s=();alg="rsa-v1_5-sha256"', "the server's alg is ed25519"),
         ("s=();expires", "does not expire"),
@@ -334,6 +334,17 @@ def test_clients_of_others_read_a_signed_stream(doors: Server):
 def test_a_signature_that_cannot_be_given_is_400(doors: Server, asked: str, message: str):
     answer = wire.ask(doors.url, "POST", "/v1/completions", BODY, DAVE | {"accept-signature": asked})
     assert answer.status == 400 and message in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("covered", ['"content-digest";req', '"content-digest";req;key="sha-256"'])
+def test_no_answer_is_signed_for_another_question(doors: Server, covered: str):
+    asked = DAVE | {"accept-signature": f"s=({covered})"}
+    for question, status in ((BODY, 200), (BODY | {"prompt": [1]}, 400)):
+        digest = base64.b64encode(hashlib.sha256(json.dumps(question).encode()).digest()).decode()
+        headers = asked | {"content-digest": f"sha-256=:{digest}:"}
+        answer = wire.ask(doors.url, "POST", "/v1/completions", BODY, headers)
+        assert (answer.status, "signature" in answer.headers) == (status, status == 200)
+    assert answer.json["error"]["message"] == "content-digest is not that of the body"
 
 
 def test_one_key_cannot_fill_the_queue(start_server: Start):

@@ -88,8 +88,10 @@ def test_only_an_operator_may_and_only_what_there_is(server: str):
     for path in ("/sleep", "/wake_up", "/reset_prefix_cache"):
         assert wire.ask(server, "POST", path).status == 401
         assert wire.ask(server, "POST", path, headers={"x-api-key": "apps"}).status == 403
-    for path in ("/sleep?level=3", "/sleep?mode=later", "/wake_up?tags=graphs"):
-        assert ask(server, "POST", path).status == 400
+    for path, field in (("/sleep?level=3", "level"), ("/sleep?mode=later", "mode"), ("/wake_up?tags=graphs", "tags.0")):
+        refused = ask(server, "POST", path)
+        assert (refused.status, refused.json["error"]["param"]) == (400, field.partition(".")[0])
+        assert refused.json["error"]["message"].startswith(f"{field}: Input should be")
     assert not is_sleeping(server)
 
 

@@ -125,6 +125,7 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         ("a: {key: b, priority: x}", "a.priority=x is not a whole number"),
         ("a: {key: b, tokens_per_second: .inf}", "tokens_per_second=inf is not a number"),
         ("a: {key: b, tokens_per_second: true}", "tokens_per_second=True is not a number"),
+        ("a: {key: sesame}\nb: {key: [c, sesame], admin: true}", "a and b have the same key; give each its own"),
         ("a: {public_key: nope}", "a.public_key is not a public key of Ed25519"),
         ("a: {key: sesame, : [", r"no YAML \(line 1\)$"),
     ],

@@ -18,11 +18,12 @@ from atom.config.load import load
 from atom.errors import EngineDeadError
 from atom.kernels import find_target
 from atom.sampling_params import SamplingParams
-from atom.serve.engine import replicas, worker
+from atom.serve.engine import replica, replicas, worker
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.process import EngineProcess
 from atom.serve.engine.protocol import Finish, Output, Outputs, Ready, Start, encode, to_engine
-from atom.serve.engine.replicas import Replica, Replicas
+from atom.serve.engine.replica import Replica
+from atom.serve.engine.replicas import Replicas
 
 ONE = SamplingParams(max_tokens=4)
 
@@ -51,8 +52,8 @@ def play(
 ) -> list[tuple[float, int]]:
     """Run a test on two replicas whose starts go as the script has it; when each was started, in pauses."""
     monkeypatch.setattr(replicas, "Replica", Played)
-    monkeypatch.setattr(replicas, "PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(replicas, "MOST_PAUSE_SECONDS", 0.4)
+    monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(replica, "MOST_PAUSE_SECONDS", 0.4)
     clock: list[tuple[float, int]] = []
     monkeypatch.setattr(Played, "script", script, raising=False)
     monkeypatch.setattr(Played, "clock", clock, raising=False)

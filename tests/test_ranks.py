@@ -229,15 +229,20 @@ def test_each_rank_writes_a_trace_of_its_own(
         assert names.count("atom::norm_rope_write") >= 3 * GREEDY.max_tokens, "of each layer and step"
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")]
+    ("name", "divided"),
+    [
+        ("llama", {"tensor_parallel_size": 2}),
+        ("llama", {"pipeline_parallel_size": 2}),
+        ("llama_three_groups", {"tensor_parallel_size": 3}),
+    ],
 )
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has been silent")])
 def test_a_rank_that_dies_or_stops_ends_the_engine(
-    number: signal.Signals, reason: str, divided: dict[str, int], open_engine: Open
+    number: signal.Signals, reason: str, name: str, divided: dict[str, int], open_engine: Open
 ):
-    engine = open_engine("llama", **divided)
+    engine = open_engine(name, **divided)
     engine.generate([[1, 2, 3]], GREEDY)
     assert_ends_by_a_signal(engine, number, reason, within=20)
 

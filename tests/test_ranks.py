@@ -39,7 +39,7 @@ from test_kv_scales import add_tokenizer
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, build
-from atom.build.kv_blocks import take_least
+from atom.build.kv_blocks import cache_kinds, plan_kv, take_least
 from atom.build.ranks import check_same_weights, config_of, sample_weights, start_processes
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
@@ -293,6 +293,23 @@ def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
 def test_all_ranks_have_the_blocks_of_the_one_with_the_least_room():
     plans = [{"full": 9, "window": 4}, {"full": 7, "window": 6}, {"latent": 3}]
     assert take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
+
+
+def test_memory_that_is_too_little_is_refused_with_what_all_ranks_need(checkpoints: Callable[[str], Path]):
+    fields = [f"checkpoint={checkpoints('llama')}", "parallel=tp2", "dtype=fp32", "level=0", "device=cpu"]
+    kinds = cache_kinds(compile_graph(load(fields)))
+
+    def plan(num_bytes: int) -> dict[str, int]:
+        return plan_kv(kinds, load([*fields, f"serve.kv_cache_memory={num_bytes}"]))
+
+    with pytest.raises(
+        CapacityError, match=r"has 500 for each of 2 ranks: raise serve\.kv_cache_memory to \d+"
+    ) as short:
+        plan(1000)
+    stated = re.search(r"raise serve\.kv_cache_memory to (\d+)", str(short.value))
+    assert stated is not None and plan(int(stated[1]))
+    with pytest.raises(CapacityError):
+        plan(int(stated[1]) - 2)
 
 
 def test_a_rank_holds_steps_until_its_device_is_through_with_them():

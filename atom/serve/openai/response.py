@@ -34,12 +34,12 @@ class OpenAIResponder(Responder, Generic[Body]):
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._counts = self._has_usage and options is not None and bool(options.continuous_usage_stats)
-        # an event before and after its choice, which begins with the index
-        self._head = b"data: " + json.encode(self._object(self.chunk))[:-1] + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
 
     def open(self, answering: Answering) -> Iterable[bytes]:
         self._answering = answering
+        # an event before its choice, which begins with the index; `tail` is what comes behind it
+        self._head = b"data: " + json.encode(self._object(self.chunk))[:-1] + b',"choices":[{"index":'
         return ()
 
     def tail(self) -> bytes:

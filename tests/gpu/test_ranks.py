@@ -1,4 +1,4 @@
-"""Ranks on two or four GPUs: collectives, the tokens of one rank, whatever happens, and what becomes of one that dies."""
+"""Ranks on two or four GPUs: collectives, the tokens of one rank, whatever happens, and what becomes of dead ones."""
 
 from __future__ import annotations
 

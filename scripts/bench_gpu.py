@@ -7,7 +7,7 @@ a process and an engine, and each has one run that does not count. A start is th
 stdout, of a process of its own; cold is one with empty folders for caches and temporary files, warm the next one with
 the same folders. Medians count. A row with drafts is held against the same without, which is then measured, too; the
 drafts are accepted by chance. What loads weights is held against its own readers, when they do nothing but read the
-same files into pinned memory.
+same files into pinned memory. A sum is one of 8 to 64 KB among ranks with a GPU each, in a CUDA graph of nothing else.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from atom.config import Config
     from atom.jobs.roofline import Costs, Limits
     from atom.runtime.engine import Engine
+    from atom.runtime.ranks import RankLink
 
 ROOT = Path(__file__).parents[1]
 CONFIGS, DOCS = ROOT / "tests" / "configs", ROOT / "docs" / "performance.md"
@@ -181,17 +182,39 @@ ROWS |= {
     **named("v3-fp8", shares("DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3)),
     **named("v2-lite-mtp", multiples("MTP of 1.8 a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),
 }
-GRAPHS, START, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start", "start-packed", "load", "qwen3_8b"
-NAMES = (*ROWS, GRAPHS, START, PACKED_START, LOAD)
+GRAPHS, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start-packed", "load", "qwen3_8b"
+
+
+class Start(NamedTuple):
+    """Starts of a model, cold and warm; figures: s, as `before` and `target` of a row."""
+
+    title: str
+    model: str
+    figures: dict[str, tuple[float | None, float]]
+    setup: tuple[str, ...] = ()
+    num_gpus: int = 1
+    than: str = ""  # the start that it may take `target` longer than
+
+
+STARTS = {
+    "start": Start("Qwen3-8B", LARGE_MODEL, {"cold": (73, 20), "warm": (43, 8)}),
+    "start-tp4": Start("Qwen3-8B, 4 GPUs", LARGE_MODEL, {"cold": (None, 5), "warm": (None, 5)}, TP4, 4, than="start"),
+    "start-235b-tp4": Start(
+        "Qwen3-235B-A22B block fp8, tp4", "qwen3_235b_a22b", {"cold": (193, 45), "warm": (None, 25)}, (*BLOCKS, *TP4), 4
+    ),
+}
+SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
+SUM_ROWS, SUM_WIDTH = (1, 2, 8), 4096  # numbers of bf16: 8, 16 and 64 KB
+GRAPH_SUMS, GRAPH_REPLAYS = 100, 10
+NAMES = (*ROWS, GRAPHS, *SUMS, *STARTS, PACKED_START, LOAD)
 LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # layers of the large model; the share of the rate of reading alone that is the goal
 LEAST_READ = 0.95  # of the experts that uniform routing reads: a router with fewer makes a mixture look faster
-STARTS = {"cold": (73.0, 20.0), "warm": (43.0, 8.0)}  # s: as `before` and `target` of a row
 
 
 @dataclass
 class Figure:
     title: str
-    unit: str  # s: less is better
+    unit: str  # a time, of which less is better, or a rate, as tok/s
     before: float | None
     target: float
     values: list[float] = field(default_factory=list)  # of the runs; empty where it could not be measured
@@ -204,13 +227,17 @@ class Figure:
 
     @property
     def best(self) -> float:
-        return (min if self.unit == "s" else max)(self.values)
+        return (min if self.is_time else max)(self.values)
+
+    @property
+    def is_time(self) -> bool:
+        return "/" not in self.unit
 
     @property
     def is_met(self) -> bool:
         if not self.values or self.details.get("experts_read", {}).get("share", 1.0) < LEAST_READ:
             return False
-        return self.median <= self.target if self.unit == "s" else self.median >= self.target
+        return self.median <= self.target if self.is_time else self.median >= self.target
 
     def describe(self) -> dict[str, Any]:
         if not self.values:
@@ -221,7 +248,7 @@ class Figure:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = [name for name in NAMES if name not in ROWS or ROWS[name].num_gpus <= count_devices()]
+    here = [name for name in NAMES if gpus_of(name) <= count_devices()]
     parser.add_argument("--only", default=",".join(here), help="some of these; docs/ are written with all")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
@@ -249,11 +276,20 @@ def main() -> int:
     return 0 if all(figure.is_met for figure in figures.values()) else 1
 
 
+def gpus_of(name: str) -> int:
+    """The GPUs that a row needs."""
+    return SUMS[name][0] if name in SUMS else getattr(find_row(name), "num_gpus", 1)
+
+
+def find_row(name: str) -> Row | Start | None:
+    return ROWS.get(name) or STARTS.get(name)
+
+
 def with_compared(names: Sequence[str]) -> list[str]:
     """Rows, and ahead of them those that they are held against."""
     found = dict.fromkeys(names)
     for name in names:
-        while name in ROWS and (name := ROWS[name].than):
+        while (row := find_row(name)) and (name := row.than):
             found[name] = None
     return sorted(found, key=NAMES.index)
 
@@ -291,13 +327,23 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
     for name, figure in figures.items():
         if name in ROWS and (than := ROWS[name].than):
             figure.target = ROWS[name].target * compared_with(figure, figures[than], by_share=ROWS[name].by_share)
-    if START in names:
-        starts = {
-            f"{START}-{kind}": Figure(f"Qwen3-8B, process start to first token, {kind}", "s", *figure)
-            for kind, figure in STARTS.items()
-        }
-        with reported(START):
-            measure_starts(list(starts.values()), runs)
+    for name in filter(SUMS.__contains__, names):
+        num, target = SUMS[name]
+        sizes = [2 * rows * SUM_WIDTH // 1024 for rows in SUM_ROWS]
+        sums = {f"{name}-{size}k": Figure(f"a sum of {size} KB among {num} GPUs", "µs", None, target) for size in sizes}
+        with reported(name):
+            for figure, times in zip(sums.values(), alone(measure_sums, num, runs), strict=True):
+                figure.values = times
+                print_figure(figure.title, figure)
+        figures |= sums
+    for name in filter(STARTS.__contains__, names):
+        start, what = STARTS[name], f"{STARTS[name].title}, process start to first token"
+        starts = {f"{name}-{kind}": Figure(f"{what}, {kind}", "s", *figure) for kind, figure in start.figures.items()}
+        with reported(name):
+            measure_starts(start, list(starts.values()), runs)
+        for kind in start.figures if start.than else ():
+            other = figures[f"{start.than}-{kind}"]
+            starts[f"{name}-{kind}"].target += compared_with(starts[f"{name}-{kind}"], other, by_share=False)
         figures |= starts
     if PACKED_START in names:
         figures[PACKED_START] = Figure("Qwen3-8B fp8, start to first token, packed before", "s", None, 6.0)
@@ -476,13 +522,70 @@ def time_reads(path: Path) -> float:
         os.close(file)
 
 
-def measure_starts(figures: Sequence[Figure], runs: int) -> None:
+def measure_sums(num: int, runs: int) -> list[list[float]]:
+    """The µs of a sum in each run, by size, measured on the first of so many GPUs."""
+    from atom.config.load import load
+    from atom.config.parallel import devices_of
+    from atom.runtime.ranks import RankProcess, Ranks
+
+    parallel = load([f"parallel=tp{num}", "device=cuda"]).parallel
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scripts.bench_gpu import sum_as_one; sum_as_one(link)"
+    with tempfile.TemporaryDirectory() as folder:
+        channels = [RankProcess(code, device) for device in devices_of(parallel)[1:]]
+        ranks = Ranks(channels, [json.dumps([rank, num, runs, folder]).encode() for rank in range(1, num)])
+        try:
+            return time_sums(ranks.exchange, 0, num, runs, folder)
+        finally:
+            ranks.close()
+
+
+def sum_as_one(link: RankLink) -> None:
+    """Be another rank of `measure_sums`."""
+    time_sums(link.exchange, *json.loads(link.receive()))
+    link.receive()  # which ends this process, once the driver does
+
+
+def time_sums(
+    exchange: Callable[[bytes], list[bytes]], rank: int, num: int, runs: int, folder: str
+) -> list[list[float]]:
+    import torch
+
+    from atom.graph import Mesh
+    from atom.kernels import Rendezvous, connect_rank
+
+    communicator = connect_rank("cuda", Rendezvous(rank, Mesh(tensor=num), "127.0.0.1", exchange, Path(folder)))
+    found, stream = [], torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for rows in SUM_ROWS:
+        x, graph = torch.ones(rows, SUM_WIDTH, dtype=torch.bfloat16, device="cuda"), torch.cuda.CUDAGraph()
+        communicator.all_reduce(x, axis="tensor")
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            for _ in range(GRAPH_SUMS):
+                communicator.all_reduce(x, axis="tensor")
+            graph.capture_end()
+        times = []
+        for _ in range(runs):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            graph.replay()  # at whose end no rank is ahead
+            began.record()
+            for _ in range(GRAPH_REPLAYS):
+                graph.replay()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended) * 1e3 / (GRAPH_SUMS * GRAPH_REPLAYS))
+        found.append(times)
+    exchange(b"")  # others write into its memory until then
+    return found
+
+
+def measure_starts(start: Start, figures: Sequence[Figure], runs: int) -> None:
     """Measure cold and warm starts in turns."""
-    with checkpoint(LARGE_MODEL) as model:
+    with checkpoint(start.model) as model:
         for _ in range(runs):
             with tempfile.TemporaryDirectory() as folder:
                 for figure in figures:
-                    figure.values.append(time_start(model, Path(folder)))
+                    figure.values.append(time_start(model, Path(folder), ("load_dummy=true", *start.setup)))
     for figure in figures:
         print_figure(figure.title, figure)
 
@@ -496,7 +599,7 @@ def measure_packed_starts(figure: Figure, runs: int) -> None:
     print_figure(figure.title, figure)
 
 
-def time_start(model: Path, folder: Path, setup: Sequence[str] = ("load_dummy=true",)) -> float:
+def time_start(model: Path, folder: Path, setup: Sequence[str]) -> float:
     """Seconds from exec to the first token on stdout, with all caches in this folder. setup: more overrides"""
     command = [
         sys.executable, "-m", "atom.cli", "job=generate", f"checkpoint={model}", *setup, f"cache={folder}/cache",
@@ -551,7 +654,7 @@ def cells(figure: Figure) -> list[str]:
     if figure.values:
         ours = f"{number(figure.median)} ({number(figure.best)})"
         share = "-" if figure.limit is None else f"{figure.median / figure.limit:.0%}"
-        off = f", {abs(figure.median / figure.target - 1):.0%} {'more' if figure.unit == 's' else 'less'}"
+        off = f", {abs(figure.median / figure.target - 1):.0%} {'more' if figure.is_time else 'less'}"
     limit = "-" if figure.limit is None else number(figure.limit)
     reached = "yes" if figure.is_met else f"no{off}"
     before = "-" if figure.before is None else number(figure.before)

@@ -39,7 +39,7 @@ from test_kv_scales import add_tokenizer
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, build
-from atom.build.kv_blocks import take_least
+from atom.build.kv_blocks import cache_kinds, plan_kv, take_least
 from atom.build.ranks import check_same_weights, config_of, sample_weights, start_processes
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
@@ -229,15 +229,20 @@ def test_each_rank_writes_a_trace_of_its_own(
         assert names.count("atom::norm_rope_write") >= 3 * GREEDY.max_tokens, "of each layer and step"
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")]
+    ("name", "divided"),
+    [
+        ("llama", {"tensor_parallel_size": 2}),
+        ("llama", {"pipeline_parallel_size": 2}),
+        ("llama_three_groups", {"tensor_parallel_size": 3}),
+    ],
 )
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has been silent")])
 def test_a_rank_that_dies_or_stops_ends_the_engine(
-    number: signal.Signals, reason: str, divided: dict[str, int], open_engine: Open
+    number: signal.Signals, reason: str, name: str, divided: dict[str, int], open_engine: Open
 ):
-    engine = open_engine("llama", **divided)
+    engine = open_engine(name, **divided)
     engine.generate([[1, 2, 3]], GREEDY)
     assert_ends_by_a_signal(engine, number, reason, within=20)
 
@@ -288,6 +293,23 @@ def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
 def test_all_ranks_have_the_blocks_of_the_one_with_the_least_room():
     plans = [{"full": 9, "window": 4}, {"full": 7, "window": 6}, {"latent": 3}]
     assert take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
+
+
+def test_memory_that_is_too_little_is_refused_with_what_all_ranks_need(checkpoints: Callable[[str], Path]):
+    fields = [f"checkpoint={checkpoints('llama')}", "parallel=tp2", "dtype=fp32", "level=0", "device=cpu"]
+    kinds = cache_kinds(compile_graph(load(fields)))
+
+    def plan(num_bytes: int) -> dict[str, int]:
+        return plan_kv(kinds, load([*fields, f"serve.kv_cache_memory={num_bytes}"]))
+
+    with pytest.raises(
+        CapacityError, match=r"has 500 for each of 2 ranks: raise serve\.kv_cache_memory to \d+"
+    ) as short:
+        plan(1000)
+    stated = re.search(r"raise serve\.kv_cache_memory to (\d+)", str(short.value))
+    assert stated is not None and plan(int(stated[1]))
+    with pytest.raises(CapacityError):
+        plan(int(stated[1]) - 2)
 
 
 def test_a_rank_holds_steps_until_its_device_is_through_with_them():

@@ -39,25 +39,27 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
     """
     serve = config.serve
     num_ranks = mesh_of(config).num_ranks
-    room = "serve.kv_cache_memory has {has}: raise serve.kv_cache_memory to {needs}"
-    if num_ranks > 1:
-        room += f" for each of {num_ranks} ranks"
-    if left is not None:
-        if left <= 0 and serve.num_kvcache_blocks is None:
-            raise CapacityError(
-                f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves no memory for KV: weights and "
-                f"the largest step take {-left / 2**30:.1f} GiB more. Raise that, or lower "
-                f"serve.max_num_batched_tokens ({serve.max_num_batched_tokens}) or serve.max_num_seqs "
-                f"({serve.max_num_seqs})"
-            )
-        room = f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {{has}}: raise that"
+    if left is not None and left <= 0 and serve.num_kvcache_blocks is None:
+        raise CapacityError(
+            f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves no memory for KV: weights and "
+            f"the largest step take {-left / 2**30:.1f} GiB more. Raise that, or lower "
+            f"serve.max_num_batched_tokens ({serve.max_num_batched_tokens}) or serve.max_num_seqs "
+            f"({serve.max_num_seqs})"
+        )
+
+    def describe_room(has: int, needs: int) -> str:
+        if left is not None:
+            return f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {has}: raise that"
+        each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+        return f"serve.kv_cache_memory has {has}{each}: raise serve.kv_cache_memory to {needs * num_ranks}"
+
     return plan_memory(
         kinds,
         serve.block_size,
         settings.limits_of(config),
         memory_bytes=serve.kv_cache_memory // num_ranks if left is None else left,
         num_blocks=serve.num_kvcache_blocks,
-        room=room,
+        describe_room=describe_room,
     )
 
 

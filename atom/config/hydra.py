@@ -397,6 +397,8 @@ def no_choice(group: str, name: str, names: Sequence[str]) -> ConfigError:
     known = {each: f"{each} (pip install {package})" for each, package in packages.items()}
     known |= {each: each for each in names}
     listed = f"; choices: {', '.join(known[each] for each in sorted(known))}" if known else ""
+    if group == "parallel":
+        listed += ", and others with any numbers, as tp3, tp2_pp2 or dp2_tp4_ep"
     return ConfigError(f"{group}={name}: there is no such choice{did_you_mean(name, known)}{listed}")
 
 

@@ -78,15 +78,16 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
 
 def ranks_of(name: str) -> list[str]:
     """The overrides of a parallel layout without a file, as tp3, tp6_ep, tp2_pp2 or dp2_tp2; empty for others."""
-    match = re.fullmatch(r"(?:dp([1-9]\d*)_)?(?:tp([1-9]\d*)_)?(?:pp([1-9]\d*)_)?(ep_)?", f"{name}_")
-    if not match or not any(match.groups()[:3]) or (CONF / "parallel" / f"{name}.yaml").is_file():
+    parts = name.split("_")
+    sizes = {part[:2]: int(part[2:] or 1) for part in parts if re.fullmatch(r"(dp|tp|pp)[1-9]\d*|ep", part)}
+    if len(sizes) < len(parts) or [*sizes] == ["ep"] or (CONF / "parallel" / f"{name}.yaml").is_file():
         return []
-    num, tensor, stages = (int(each or 1) for each in match.groups()[:3])
-    if match[4]:  # groups that share experts are of one engine
-        sizes = {"tensor": tensor, "data": num, "experts": num * tensor, "pipeline": stages}
+    num, tensor, stages = (sizes.get(each, 1) for each in ("dp", "tp", "pp"))
+    if "ep" in sizes:  # groups that share experts are of one engine
+        found = {"tensor": tensor, "data": num, "experts": num * tensor, "pipeline": stages}
     else:
-        sizes = {"tensor": tensor, "pipeline": stages, "replicas": num}
-    return [f"parallel.{field}={size}" for field, size in sizes.items() if size > 1] or ["parallel.tensor=1"]
+        found = {"tensor": tensor, "pipeline": stages, "replicas": num}
+    return [f"parallel.{field}={size}" for field, size in found.items() if size > 1] or ["parallel.tensor=1"]
 
 
 def as_overrides(words: Sequence[str]) -> list[str]:

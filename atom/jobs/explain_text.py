@@ -98,7 +98,7 @@ def _describe_weights(result: dict[str, Any], config: Config) -> Iterator[Line]:
 
 
 def _describe_drafts(result: dict[str, Any]) -> Iterator[Line]:
-    if "draft_bytes" in result:
+    if result.get("draft_bytes"):  # a stage before the last one only gets drafts
         yield "drafts", f"{_size(result['draft_bytes'])} of weights are read for a token of a sequence"
     if "draft_counts" in result:
         counts = "".join(f"{count} up to {size} sequences, " for size, count in result["draft_counts"].items())

@@ -7,7 +7,7 @@ plan_memory(kinds, 16, limits, memory_bytes=8 << 30)                        # {"
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from atom.errors import CapacityError, ConfigError
 from atom.runtime.types import CacheKind, StepLimits
@@ -29,13 +29,13 @@ def plan_memory(
     *,
     memory_bytes: int | None = None,
     num_blocks: int | None = None,
-    room: str = "there are {has}",
+    describe_room: Callable[[int, int], str] = "there are {}".format,
 ) -> dict[str, int]:
     """Blocks of each pool by cache kind, block 0 included: of `memory_bytes` together, or `num_blocks` without it.
 
     All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
     Where they do not hold one sequence of `max_model_len`: CapacityError for `memory_bytes`, ConfigError for
-    `num_blocks`; room: what to say of the memory.
+    `num_blocks`; describe_room: what to say of the bytes that there are, and of those that it takes.
     """
     max_model_len, max_step = limits.max_model_len, limits.max_num_batched_tokens
     step_blocks = -(-max_step // block_size)
@@ -70,7 +70,7 @@ def plan_memory(
         length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
         raise CapacityError(
             f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(least)} bytes, "
-            + room.format(has=memory_bytes, needs=size(least))
+            + describe_room(memory_bytes, size(least))
             + (f" or lower serve.max_model_len to {length}" if length else "")
         )
 

@@ -21,7 +21,7 @@ from atom.measurement.hardware import describe_cpus
 from atom.runtime.speculation import draft_statistics
 from atom.serve.context import Context
 from atom.serve.engine.client import EngineState
-from atom.serve.engine.replicas import Replica
+from atom.serve.engine.replica import Replica
 from atom.serve.errors import json_response
 
 

@@ -25,7 +25,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.protocol import Finish
-from atom.serve.engine.replicas import Replica, Replicas
+from atom.serve.engine.replica import Replica
+from atom.serve.engine.replicas import Replicas
 from atom.serve.tenants import Tenant
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py), seconds

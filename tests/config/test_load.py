@@ -1002,6 +1002,7 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
             "job=explian",
             r"job=explian: there is no such choice, did you mean explain\?; choices: bench, cache, chat, compile, explain, generate",
         ),
+        ("parallel=tp2ep", r"parallel=tp2ep: .*, did you mean tp2_ep\?; .*tp8_ep, and others with any numbers, as tp3"),
         ("model=lama", r"model=lama: there is no such choice, did you mean llama\?; choices: .*auto, .*llama,"),
         ("model=null", "model=None: it takes the name of one file"),
         ("hf.vocab_size=3", "hf.*"),

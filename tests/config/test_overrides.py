@@ -102,9 +102,10 @@ def test_a_parallel_layout_has_any_number_of_ranks():
     assert rewrite(["parallel=pp2"]) == ["parallel.pipeline=2"]
     stages = ["parallel.tensor=4", "parallel.data=2", "parallel.experts=8", "parallel.pipeline=3"]
     assert rewrite(["parallel=dp2_tp4_pp3_ep"]) == stages
+    assert rewrite(["parallel=tp4_ep_pp3_dp2"]) == stages, "in any order"
     assert rewrite(["parallel=dp2_tp3"]) == ["parallel.tensor=3", "parallel.replicas=2"]
     assert rewrite(["parallel=dp1"]) == ["parallel.tensor=1"]
-    for name in ("mine", "dp0", "tp2_dp2", "dp2tp2", "_ep", "ep", "dp2_"):
+    for name in ("mine", "dp0", "tp2_tp2", "ep_ep", "dp2tp2", "_ep", "ep", "dp2_", "dp"):
         assert rewrite([f"parallel={name}"]) == [f"parallel={name}"]
 
 

@@ -7,6 +7,8 @@ import torch
 from gpu.collectives import PUSHED, of, push_among, two_ranks
 from gpu.steps import ON_GPU
 
+from scripts import bench_gpu
+
 pytestmark = ON_GPU
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
 
@@ -27,6 +29,13 @@ def test_replays_of_mixed_calls_are_right_with_ranks_that_are_late():
     with two_ranks() as (_, _, run):
         ours, theirs = run("mixed")
     assert ours == theirs == [0, 10_000]
+
+
+@two_gpus
+def test_the_time_of_a_sum_is_measured_on_ranks_with_a_gpu_each():
+    found = bench_gpu.measure_sums(2, runs=2)
+    assert [len(times) for times in found] == [2, 2, 2], "8, 16 and 64 KB"
+    assert all(0.5 < time < 100 for times in found for time in times), found
 
 
 @pytest.mark.parametrize("num", [3, 4])

@@ -1,4 +1,4 @@
-"""Ranks on two GPUs: collectives, the tokens of one rank, whatever happens, and what becomes of a rank that dies."""
+"""Ranks on two or four GPUs: collectives, the tokens of one rank, whatever happens, and what becomes of dead ones."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ DIVIDED = [
     ("deepseek_v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ("llama_tied", {"pipeline_parallel_size": 2}),
 ]
+AMONG_FOUR = [
+    ("qwen3_moe", {"tensor_parallel_size": 4}),
+    ("qwen3_moe", {"parallel.data": 4, "parallel.experts": 4}),
+    ("qwen3_moe", {"parallel.data": 2, "tensor_parallel_size": 2, "parallel.experts": 4}),
+    ("gpt_oss", {"tensor_parallel_size": 4, "parallel.experts": 2}),
+    ("deepseek_v3", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+    ("llama_tied", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+]
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are fewer than four GPUs here")
+ON_FOUR = [pytest.param(*case, marks=four_gpus) for case in AMONG_FOUR]
 
 
 def test_collectives_equal_those_in_float64_and_have_the_same_bits_on_each_rank():
@@ -104,13 +114,14 @@ def test_a_collective_that_waits_for_a_rank_which_is_gone_is_ended():
 
 
 @pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize(("name", "fields"), DIVIDED)
+@pytest.mark.parametrize(("name", "fields"), [*DIVIDED, *ON_FOUR])
 def test_ranks_generate_the_tokens_of_the_reference(
     name: str, fields: dict[str, Any], level: int, open_engine: Open, references: Any
 ):
     engine = open_engine(name, level=level, **EVENTFUL, **fields)
     prompts = eventful_prompts()
-    prompts += [tiny.prompt(1 + 9 * seed, seed=seed + 3) for seed in range(4)] if "parallel.data" in fields else []
+    num_groups = fields.get("parallel.data", 1)
+    prompts += [tiny.prompt(1 + 9 * (seed % 5), seed=seed + 3) for seed in range(4 * (num_groups - 1))]
     for batch in (prompts, prompts[::-1], prompts[:1]):  # the last leaves a group empty
         for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
             tiny.assert_greedy(answer, prompt, references(name))
@@ -199,10 +210,10 @@ def test_ranks_tune_in_step_and_know_it_the_next_time(
     assert len(json.loads(file.read_text())["linear"]) == 5, "qkv, o, gate_up, down, head, of a rank"
 
 
-@pytest.mark.parametrize("fields", [DIVIDED[0][1], DIVIDED[6][1]])
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")]
+    "fields", [DIVIDED[0][1], DIVIDED[6][1], pytest.param({"tensor_parallel_size": 4}, marks=four_gpus)]
 )
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has been silent")])
 def test_a_rank_that_dies_or_stops_under_load_ends_the_engine(
     number: signal.Signals, reason: str, fields: dict[str, Any], open_engine: Open
 ):

@@ -670,6 +670,22 @@ def test_each_stage_of_a_pipeline_is_explained(explain: Any, run: Any, published
     )
 
 
+def test_drafts_are_explained_by_the_stage_that_has_them(run: Any, published: Any):
+    """The last stage alone reads weights to draft; both send and get what is drafted."""
+    model = (published("deepseek_v3"), "model.layers=4", "model.mtp_layers=1", "serve.method=mtp", "parallel=tp2_pp2")
+    texts = {}
+    for stage in range(2):
+        code, texts[stage], err = run(*model, f"job.pipeline_rank={stage}", "job.gpu=h200", "level=0")
+        assert code == 0, err
+        assert re.search(r"^  stage 0 +2 layers, .*\n  stage 1 +3 layers, ", texts[stage], re.MULTILINE), "one drafts"
+        assert re.search(r"^drafted +3 up to", texts[stage], re.MULTILINE)
+        assert re.search(r"^left out +model\.layers\.\d+\.embed_tokens", texts[stage], re.MULTILINE)
+    assert "weights are read for a token of a sequence" not in texts[0]
+    assert re.search(r"^drafts +[\d.]+ [MG]iB of weights are read for a token of a sequence", texts[1], re.MULTILINE)
+    decodes = [re.findall(r"^  (?:decode|prefill) .*", text, re.MULTILINE) for text in texts.values()]
+    assert decodes[0] == decodes[1], "a step passes all stages"
+
+
 def test_layouts_of_several_gpus_are_those_that_they_would_be_explained_with(explain: Any, published: Any):
     """Of a mixture whose weights do not fit two of these GPUs, nor its heads 16."""
     model = (published("qwen3_30b_a3b"), "load_dummy=true", "job.gpu=rtx_4090", "level=1")

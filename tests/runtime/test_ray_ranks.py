@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -169,8 +170,11 @@ def cluster(tmp_path: Path) -> Iterator[None]:
     code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
     options = ["--num-cpus=3", "--num-gpus=3", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     command = [sys.executable, "-c", code, "start", "--head", *options, "--block"]
-    log = tmp_path / "ray.log"
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True) as started:
+    log, env = tmp_path / "ray.log", os.environ | {"RAY_worker_niceness": "0"}
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True) as started,
+    ):
         while "Ray runtime started" not in log.read_text():
             assert started.poll() is None, log.read_text()
             threading.Event().wait(0.1)

@@ -38,6 +38,7 @@ def test_a_rate_is_reached_from_the_target_upwards_and_a_time_downwards():
     assert figure("s", 8, [8, 30, 7]).is_met
     assert not figure("s", 8, [8.1, 30, 7]).is_met
     assert not figure("s", 8, []).is_met
+    assert figure("µs", 8, [8, 30, 7]).is_met and not figure("GB/s", 8, [7.9]).is_met
     assert (figure("s", 8, [9, 30, 7]).best, figure("output tok/s", 8, [9, 30, 7]).best) == (7, 30)
 
 
@@ -174,9 +175,40 @@ def test_drafts_are_held_against_the_rows_that_they_change():
     ]  # fmt: skip
 
 
+def test_a_start_of_ranks_is_held_against_that_of_one_gpu(monkeypatch: pytest.MonkeyPatch):
+    seconds = {(): [15.0, 6.0], ("parallel=tp4",): [19.0, 12.0]}
+    asked = []
+
+    def time_start(model: Path, folder: Path, setup: tuple[str, ...]) -> float:
+        asked.append(json.loads((model / "config.json").read_text())["hidden_size"])
+        assert setup[0] == "load_dummy=true"
+        return seconds[setup[1:]].pop(0)
+
+    monkeypatch.setattr(bench_gpu, "time_start", time_start)
+    figures = bench_gpu.measure(bench_gpu.with_compared(["start-tp4"]), 1, LIMITS)
+    found = {name: (figure.target, figure.is_met) for name, figure in figures.items()}
+    assert found == {
+        "start-cold": (20, True), "start-warm": (8, True), "start-tp4-cold": (20, True), "start-tp4-warm": (11, False),
+    }  # fmt: skip
+    assert asked == [4096] * 4, "of Qwen3-8B"
+
+
+def test_sums_are_rows_by_size_with_a_bound_by_ranks(monkeypatch: pytest.MonkeyPatch):
+    times = {2: [[2.5], [2.9], [3.1]], 4: [[3.5], [3.9], [4.1]]}
+    monkeypatch.setattr(bench_gpu, "alone", lambda work, num, runs: times[num])
+    figures = bench_gpu.measure(["sums-2", "sums-4"], 1, LIMITS)
+    assert {name: figure.is_met for name, figure in figures.items()} == {
+        "sums-2-8k": True, "sums-2-16k": True, "sums-2-64k": False,
+        "sums-4-8k": True, "sums-4-16k": True, "sums-4-64k": False,
+    }  # fmt: skip
+    assert "| a sum of 64 KB among 4 GPUs | µs | - | - | 4.1 (4.1) | - | 4.0 | no, 2% more |" in write_section(
+        ABOUT, list(figures.values())
+    )
+
+
 def test_a_start_that_fails_is_reported_with_its_reason(tmp_path: Path):
     with pytest.raises(RuntimeError, match="CheckpointError"):
-        bench_gpu.time_start(tmp_path / "nothing", tmp_path)
+        bench_gpu.time_start(tmp_path / "nothing", tmp_path, ["load_dummy=true"])
 
 
 def test_work_alone_is_in_a_process_of_its_own():

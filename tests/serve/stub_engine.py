@@ -268,11 +268,11 @@ def main() -> int:
             return worker.main()
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.jobs.report import report
-    from atom.serve.engine import replicas
+    from atom.serve.engine import replica
     from atom.serve.server import Server, run_loop
 
     config = load(rest)
-    replicas.PAUSE_SECONDS = options.pause_seconds
+    replica.PAUSE_SECONDS = options.pause_seconds
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)

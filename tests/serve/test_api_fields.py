@@ -450,6 +450,8 @@ def assert_served(server: Server, path: str, body: dict[str, Any]) -> None:
     answer = asking.post(server, path, body)
     assert answer.status == 200, answer.body
     assert answer.body["model"] == body["model"]
+    events = asking.stream(server, path, body | {"stream_options": {"include_usage": True}})
+    assert len(events) > 1 and {each["model"] for each in events} == {body["model"]}
 
 
 def long_prompt(path: str) -> dict[str, Any]:

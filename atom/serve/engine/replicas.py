@@ -17,112 +17,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 
 from atom.config import Config
 from atom.errors import EngineDeadError, RequestError
 from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams
-from atom.serve import log
 from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.events import wait_for_any
-from atom.serve.engine.process import WORKER, EngineProcess, describe_exit
+from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.engine.protocol import Output
+from atom.serve.engine.replica import MOST_FAILURES, POLL_SECONDS, Replica
 from atom.serve.engine.router import Load, Router, Sent
 from atom.serve.engine.stream import RequestStream
 
 LOG = logging.getLogger("atom.serve")
 PIN = "X-data-parallel-rank"  # the header that names a replica, as in vLLM
-MOST_FAILURES = 3  # starts in a row
-PAUSE_SECONDS = 1.0  # before a dead engine is started again; twice as long after each further death
-MOST_PAUSE_SECONDS = 60.0
-STEADY_SECONDS = 60.0  # of serving after which the next death counts as the first
-POLL_SECONDS = 0.02
-END_SECONDS = 5.0  # for a process to end by itself
 STATES = (EngineState.READY, EngineState.DRAINING, EngineState.LOADING, EngineState.DEAD)  # the first that one has
-
-
-class Replica:
-    """One engine of the server, through all its starts."""
-
-    def __init__(
-        self, config: Config, number: int, command: tuple[str, ...], started: EngineProcess | None = None
-    ) -> None:
-        """started: a process for the first start"""
-        self.number = number
-        self.name = "the engine" if config.parallel.replicas == 1 else f"engine {number}"
-        self.client = EngineClient(config)  # of the present start
-        self.num_restarts = 0
-        self._num_failures = 0  # starts in a row that came to nothing
-        self._num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
-        self._config, self._command = config, command  # of the next start
-        self._process: EngineProcess | None = None
-        self._started = started
-
-    @property
-    def load(self) -> Load:
-        num_waiting = self.client.num_waiting
-        return Load(num_waiting, max(self.client.num_sequences - num_waiting, 0))
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it stays dead, as it has come to nothing too often."""
-        return self._num_failures >= MOST_FAILURES
-
-    @property
-    def pause(self) -> float:
-        """Seconds before it is started again."""
-        return min(PAUSE_SECONDS * 2.0 ** min(self._num_deaths - 1, 10), MOST_PAUSE_SECONDS)
-
-    def count_death(self, seconds: float | None) -> None:
-        """seconds: for which it has served; None: not at all"""
-        self._num_failures = self._num_failures + 1 if seconds is None else 0
-        self._num_deaths = 1 if (seconds or 0.0) >= STEADY_SECONDS else self._num_deaths + 1
-
-    def set_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Have the next start load these adapters, paths by name."""
-        self._config = replace(self._config, serve=replace(self._config.serve, lora_modules=dict(adapters)))
-
-    async def start(self) -> None:
-        """Start the process, or take the one that has been started if it suits. OSError where the system cannot."""
-        relay = self._relay()
-        started, self._started = self._started, None
-        if started is not None and started.is_piped != (relay is not None):
-            started.end()
-            started.connection.close()
-            started = None
-        self._process = started or EngineProcess(self._command, is_piped=relay is not None)
-        if relay is not None:
-            self._process.relay(relay)
-        await self.client.connect(self._process.connection, self.number)
-
-    async def restart(self) -> None:
-        self.num_restarts += 1
-        self.client = EngineClient(self._config)
-        try:
-            await self.start()
-        except OSError as error:
-            self.client.close(f"the system cannot start it: {error}")
-
-    def has_ended(self) -> bool:
-        return self._process is None or self._process.has_ended()
-
-    async def end(self) -> str:
-        """Kill what is left of the process; how it ended."""
-        if self._process is None:
-            return "not started"
-        code = await asyncio.to_thread(self._process.end)
-        self.client.disconnect()
-        return describe_exit(code, has_left=self.client.has_left)
-
-    def _relay(self) -> Callable[[str], object] | None:
-        """What takes the lines that the engine prints; None: it has our stderr, where one progress bar has room."""
-        kind = self._config.serve.http.log
-        if self.number == 0 and not log.is_json(kind):
-            return log.pass_on if log.is_captured(kind) else None
-        return partial(log.relay, process=self.name.removeprefix("the "))
 
 
 class Replicas:
@@ -330,7 +241,7 @@ class Replicas:
                 self.dead.set()
                 return
             self._router.forget(replica.number)
-            fields = {"fields": {"reason": replica.client.reason, "exit": await self._end_dead(replica)}}
+            fields = {"fields": {"reason": replica.client.reason, "exit": await replica.end_dead()}}
             if replica.has_failed:
                 what = f"{replica.name} has not come to serve in {MOST_FAILURES} starts in a row, and stays dead"
                 LOG.error("%s; the others serve", what, extra=fields)
@@ -356,14 +267,6 @@ class Replicas:
         self.ready.set()
         if len(self) > 1:
             LOG.info("%s serves%s", replica.name, " again" if replica.num_restarts else "")
-
-    async def _end_dead(self, replica: Replica) -> str:
-        """Kill what is left of a dead replica, unless it ends by itself, as one that is not silent does."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + (END_SECONDS if replica.client.has_left or replica.client.error else 0.0)
-        while not replica.has_ended() and loop.time() < end:
-            await asyncio.sleep(POLL_SECONDS)
-        return await replica.end()
 
 
 class Learner:

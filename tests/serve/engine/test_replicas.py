@@ -18,11 +18,12 @@ from atom.config.load import load
 from atom.errors import EngineDeadError
 from atom.kernels import find_target
 from atom.sampling_params import SamplingParams
-from atom.serve.engine import replicas, worker
+from atom.serve.engine import replica, replicas, worker
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.process import EngineProcess
 from atom.serve.engine.protocol import Finish, Output, Outputs, Ready, Start, encode, to_engine
-from atom.serve.engine.replicas import Replica, Replicas
+from atom.serve.engine.replica import Replica
+from atom.serve.engine.replicas import Replicas
 
 ONE = SamplingParams(max_tokens=4)
 
@@ -51,8 +52,8 @@ def play(
 ) -> list[tuple[float, int]]:
     """Run a test on two replicas whose starts go as the script has it; when each was started, in pauses."""
     monkeypatch.setattr(replicas, "Replica", Played)
-    monkeypatch.setattr(replicas, "PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(replicas, "MOST_PAUSE_SECONDS", 0.4)
+    monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(replica, "MOST_PAUSE_SECONDS", 0.4)
     clock: list[tuple[float, int]] = []
     monkeypatch.setattr(Played, "script", script, raising=False)
     monkeypatch.setattr(Played, "clock", clock, raising=False)
@@ -78,20 +79,24 @@ async def until(is_true: Callable[[], Any]) -> None:
 
 
 def test_a_replica_that_dies_again_and_again_waits_twice_as_long_each_time(monkeypatch: pytest.MonkeyPatch):
+    stated = [0.1, 0.2, 0.4, 0.4]  # not beyond the longest
+
     async def body(engines: Replicas) -> None:
-        for num_restarts in range(4):
+        for num_restarts, pause in enumerate(stated):
             await until(lambda: engines[1].client.state is EngineState.READY)
             assert engines[1].num_restarts == num_restarts
             kill(engines, 1)
             await until(lambda: engines[1].client.state is not EngineState.READY)
             assert engines.state is EngineState.READY and not engines.dead.is_set()
+            await until(lambda: engines[1].num_restarts > num_restarts)  # noqa: B023
+            assert engines[1].pause == pause
         await until(lambda: engines[1].client.state is EngineState.READY)
 
     clock = play(monkeypatch, [[True], [True] * 5], body)
     times = [at for at, number in clock if number == 1]
-    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-    for pause, least in zip(pauses, [0.1, 0.2, 0.4, 0.4], strict=True):  # not beyond the longest
-        assert least <= pause < least + 0.3
+    assert all(
+        later - earlier >= pause for (earlier, later), pause in zip(itertools.pairwise(times), stated, strict=True)
+    )
 
 
 def test_starts_that_come_to_nothing_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,120 @@
+"""An engine of the server: its process and its client, through all its starts.
+
+    replica = Replica(config, number=1, command=WORKER)
+    await replica.start()
+    stream = replica.client.submit(prompts, params, id="cmpl-1")
+    replica.count_death(seconds=12.5)                  # of serving, until it died
+    await asyncio.sleep(replica.pause)
+    await replica.restart()                            # unless it `has_failed`
+
+Each start has a process and a client of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from atom.config import Config
+from atom.serve import log
+from atom.serve.engine.client import EngineClient
+from atom.serve.engine.process import EngineProcess, describe_exit
+from atom.serve.engine.router import Load
+
+MOST_FAILURES = 3  # starts in a row
+PAUSE_SECONDS = 1.0  # before a dead engine is started again; twice as long after each further death
+MOST_PAUSE_SECONDS = 60.0
+STEADY_SECONDS = 60.0  # of serving after which the next death counts as the first
+POLL_SECONDS = 0.02
+END_SECONDS = 5.0  # for a process to end by itself
+
+
+class Replica:
+    """One engine of the server, through all its starts."""
+
+    def __init__(
+        self, config: Config, number: int, command: tuple[str, ...], started: EngineProcess | None = None
+    ) -> None:
+        """started: a process for the first start"""
+        self.number = number
+        self.name = "the engine" if config.parallel.replicas == 1 else f"engine {number}"
+        self.client = EngineClient(config)  # of the present start
+        self.num_restarts = 0
+        self._num_failures = 0  # starts in a row that came to nothing
+        self._num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
+        self._config, self._command = config, command  # of the next start
+        self._process: EngineProcess | None = None
+        self._started = started
+
+    @property
+    def load(self) -> Load:
+        num_waiting = self.client.num_waiting
+        return Load(num_waiting, max(self.client.num_sequences - num_waiting, 0))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it stays dead, as it has come to nothing too often."""
+        return self._num_failures >= MOST_FAILURES
+
+    @property
+    def pause(self) -> float:
+        """Seconds before it is started again."""
+        return min(PAUSE_SECONDS * 2.0 ** min(self._num_deaths - 1, 10), MOST_PAUSE_SECONDS)
+
+    def count_death(self, seconds: float | None) -> None:
+        """seconds: for which it has served; None: not at all"""
+        self._num_failures = self._num_failures + 1 if seconds is None else 0
+        self._num_deaths = 1 if (seconds or 0.0) >= STEADY_SECONDS else self._num_deaths + 1
+
+    def set_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Have the next start load these adapters, paths by name."""
+        self._config = replace(self._config, serve=replace(self._config.serve, lora_modules=dict(adapters)))
+
+    async def start(self) -> None:
+        """Start the process, or take the one that has been started if it suits. OSError where the system cannot."""
+        relay = self._relay()
+        started, self._started = self._started, None
+        if started is not None and started.is_piped != (relay is not None):
+            started.end()
+            started.connection.close()
+            started = None
+        self._process = started or EngineProcess(self._command, is_piped=relay is not None)
+        if relay is not None:
+            self._process.relay(relay)
+        await self.client.connect(self._process.connection, self.number)
+
+    async def restart(self) -> None:
+        self.num_restarts += 1
+        self.client = EngineClient(self._config)
+        try:
+            await self.start()
+        except OSError as error:
+            self.client.close(f"the system cannot start it: {error}")
+
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.has_ended()
+
+    async def end(self) -> str:
+        """Kill what is left of the process; how it ended."""
+        if self._process is None:
+            return "not started"
+        code = await asyncio.to_thread(self._process.end)
+        self.client.disconnect()
+        return describe_exit(code, has_left=self.client.has_left)
+
+    async def end_dead(self) -> str:
+        """Kill what is left, unless it ends by itself, as an engine that is not silent does; how it ended."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (END_SECONDS if self.client.has_left or self.client.error else 0.0)
+        while not self.has_ended() and loop.time() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        return await self.end()
+
+    def _relay(self) -> Callable[[str], object] | None:
+        """What takes the lines that the engine prints; None: it has our stderr, where one progress bar has room."""
+        kind = self._config.serve.http.log
+        if self.number == 0 and not log.is_json(kind):
+            return log.pass_on if log.is_captured(kind) else None
+        return partial(log.relay, process=self.name.removeprefix("the "))

@@ -121,6 +121,21 @@ def parsed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_libraries() -> None:
+    """Processes of one run share the C++ libraries in the cache folder that users have too, whatever test is first."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    from atom.cache import Cache
+    from atom.config.load import load
+    from atom.kernels.cpp import build
+
+    with build.keep_libraries(Cache(Path(str(load([]).cache)))):
+        for source in build.SOURCES[:: 1 if worker == "gw0" else -1]:  # another process begins with another one
+            build.load_library(source)
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny variant, made once a session."""

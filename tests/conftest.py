@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import pickle
 import random
 import signal
 import sys
@@ -110,29 +109,31 @@ def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def composed_once() -> Iterator[None]:
-    """Hydra composes equal overrides once, with config dirs, whose files change, each time; OmegaConf parses once."""
+def parsed_once() -> Iterator[None]:
+    """OmegaConf parses the interpolations of conf/ once."""
     if find_spec("hydra") is None:  # a kernel's tests do without
         yield
         return
-    import hydra
     from omegaconf import base
 
-    original = hydra.compose
-
-    @functools.lru_cache(256)
-    def compose_once(name: str, overrides: tuple[str, ...]) -> bytes:
-        return pickle.dumps(original(name, list(overrides)))  # which is read in a fifth of a copy's time
-
-    def compose(name: str, overrides: list[str]) -> Any:
-        if any(text.startswith("hydra.") for text in overrides):
-            return original(name, overrides)
-        return pickle.loads(compose_once(name, tuple(overrides)))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hydra, "compose", compose)
-        patch.setattr(base, "parse", functools.lru_cache(1024)(base.parse))  # the interpolations of conf/
+        patch.setattr(base, "parse", functools.lru_cache(1024)(base.parse))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_libraries() -> None:
+    """Processes of one run share the C++ libraries in the cache folder that users have too, whatever test is first."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    from atom.cache import Cache
+    from atom.config.load import load
+    from atom.kernels.cpp import build
+
+    with build.keep_libraries(Cache(Path(str(load([]).cache)))):
+        for source in build.SOURCES[:: 1 if worker == "gw0" else -1]:  # another process begins with another one
+            build.load_library(source)
 
 
 @pytest.fixture(scope="session")

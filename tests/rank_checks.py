@@ -21,7 +21,7 @@ import tiny
 from atom import LLMEngine, SamplingParams
 from atom.errors import EngineDeadError
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 
 
 def rank_processes() -> list[int]:

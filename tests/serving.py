@@ -94,7 +94,7 @@ def save_talker(folder: Path) -> Path:
 def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Server:
     """A server that serves, on an engine that computes nothing where there are options for one (serve/stub_engine.py).
 
-    Its log and its cache lie in the folder; the caller ends it.
+    Its log lies in the folder; the caller ends it. Its cache is the user's, which has the libraries that it loads.
     """
     server = launch(checkpoint, folder, *overrides, stub=stub)
     return server._replace(url=wait_for_url(server))
@@ -106,8 +106,8 @@ def launch(
     """The same, not waited for: its url is empty. stderr: in place of the log"""
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
     program = ["-m", "atom.cli", "job=serve"] if stub is None else [str(STUB), json.dumps(stub)]
-    command = [sys.executable, *program, f"checkpoint={checkpoint}", f"cache={folder / 'cache'}"]
-    command += ["serve.http.served_model_name=[talker]", "serve.http.host=127.0.0.1", "serve.http.port=0"]
+    command = [sys.executable, *program, f"checkpoint={checkpoint}", "serve.http.served_model_name=[talker]"]
+    command += ["serve.http.host=127.0.0.1", "serve.http.port=0"]
     command += ["level=1", "dtype=fp32", "serve.kv_cache_memory=16777216", "sampling.max_tokens=256", *overrides]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr or log.open("wb")

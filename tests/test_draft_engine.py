@@ -243,7 +243,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[s
     hot = [SamplingParams(temperature=heat, seed=9, max_tokens=24, ignore_eos=True) for heat in (0.7, 1.0, 3.0)]
     answers = [tokens_of(engine, params, every) for params in (GREEDY, hot)]
     stats = engine.metrics.scheduler
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 6 * 20
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 6 * 14
     assert answers[0] != answers[1]
     assert_ends_within(engine, every[0], answers[0][0])
     engine.close()

@@ -22,21 +22,21 @@ from atom.runtime.types import CacheKind, Plan, Sampled, ScheduledRequest, Seque
 __all__ = ["thread_ranks"]
 
 Open = Callable[..., LLMEngine]
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": 40, "ignore_eos": True}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": 24, "ignore_eos": True}
 PARAMS = [
     GREEDY,
     SamplingParams(**SEEDED),
     SamplingParams(**SEEDED, top_p=0.8, top_k=20, n=2),
     SamplingParams(**SEEDED, min_p=0.1),
-    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, repetition_penalty=1.1, presence_penalty=0.2),
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, repetition_penalty=1.1, presence_penalty=0.2),
     SamplingParams(**SEEDED, frequency_penalty=0.3),
     SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={3: 1.5}),
-    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, allowed_token_ids=[3, 5, 7]),
-    SamplingParams(temperature=0, max_tokens=30, min_tokens=9),
+    SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, logit_bias={3: 1.5}),
+    SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, allowed_token_ids=[3, 5, 7]),
+    SamplingParams(temperature=0, max_tokens=18, min_tokens=9),
 ]
 
 
@@ -136,7 +136,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_none(
     stats = engine.metrics.scheduler
     assert stats.num_drafts > 0
     if not limits:
-        assert stats.num_steps <= 2 * 41, "no step was taken in parts, as one is that fails"
+        assert stats.num_steps <= 2 * 25, "no step was taken in parts, as one is that fails"
     if limits:
         assert stats.num_preemptions > 0 and stats.num_chunks > 0
     found = draft_statistics(stats)["distribution"]

@@ -10,6 +10,7 @@ The schema is handed in: this module knows no field but those that name a source
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import json
@@ -230,42 +231,61 @@ def nearest_architectures(names: Iterable[str], known: Iterable[str]) -> list[st
 def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
     """Compose conf/ and the overrides with Hydra, also within a job of a sweep, where Hydra runs already.
 
-    Plain fields are set afterwards: for Hydra, a folder in a config dir turns the field of its name into a group. So
-    are values in blocks that may be null, which Hydra cannot fill.
+    Hydra composes the choices of groups, those of conf/ alone once a process; values are set afterwards. Nor could it
+    set all of them: it takes a plain field for a group where a config dir has a folder of that name, and cannot fill
+    blocks that may be null.
     """
     for folder in config_dirs:
         if not Path(folder).is_dir():
             raise ConfigError(f"config dir {folder}: there is no such folder")
     optional = [at for at, _, is_list in inner_blocks(schema) if not is_list]
-    later = [text for text in overrides if is_set_later(text, plain_fields(schema), optional)]
-    others = with_search_path([text for text in overrides if text not in later], config_dirs)
+    is_ordered = any(text.startswith(("+", "~")) for text in overrides)  # Hydra adds and deletes between values
+    values = [text for text in overrides if is_value(text, schema, optional, is_ordered)]
+    choices = with_search_path([text for text in overrides if text not in values], config_dirs)
+    try:
+        if any(text.startswith("hydra.") for text in choices):  # folders whose files may change
+            composed = compose_choices(schema, choices)
+        else:
+            composed = copy.deepcopy(compose_once(schema, *choices))
+        for parsed in map(parse, values):
+            key = parsed.key_or_group
+            for at in optional:
+                if f"{key}.".startswith(f"{at}.") and OmegaConf.select(composed, at) is None:
+                    parent, _, name = at.rpartition(".")
+                    OmegaConf.update(composed, parent, {name: {}}, merge=True)
+            OmegaConf.update(composed, key, parsed.value(), merge=True)
+    except (HydraException, OmegaConfBaseException):
+        check_entries(schema, overrides, model_files(search_path_of(overrides, config_dirs)))
+        raise
+    return composed
+
+
+@functools.lru_cache(256)
+def compose_once(schema: Any, *choices: str) -> DictConfig:
+    """A composition of conf/ alone, which is to be copied before it is changed."""
+    return compose_choices(schema, choices)
+
+
+def compose_choices(schema: Any, choices: Sequence[str]) -> DictConfig:
     register(schema)
     with COMPOSING:
         outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
         try:
             with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
-                composed: DictConfig = hydra.compose("config", others)
-        except (HydraException, OmegaConfBaseException):
-            check_entries(schema, overrides, model_files(search_path_of(overrides, config_dirs)))
-            raise
+                composed: DictConfig = hydra.compose("config", [*choices])
         finally:
             GlobalHydra.instance().hydra = outer
-    for parsed in map(parse, later):
-        key = parsed.key_or_group
-        for at in optional:
-            if f"{key}.".startswith(f"{at}.") and OmegaConf.select(composed, at) is None:
-                parent, _, name = at.rpartition(".")
-                OmegaConf.update(composed, parent, {name: {}}, merge=True)
-        OmegaConf.update(composed, key, parsed.value(), merge=True)
     return composed
 
 
-def is_set_later(text: str, plain: Sequence[str], optional: Sequence[str]) -> bool:
-    """Whether an override sets a plain field, or a value in an optional block."""
+def is_value(text: str, schema: Any, optional: Sequence[str], is_ordered: bool) -> bool:
+    """Whether an override sets a plain field, a value in an optional block or, where none is ordered, a dotted key."""
     key = text.lstrip("+").partition("=")[0]
     if any(key.startswith(f"{at}.") for at in optional):
         return True
-    return key in plain or (key in optional and isinstance(parse(text).value(), dict))
+    if not is_ordered and re.fullmatch(r"(?!hydra\.)\w+(\.\w+)+=.*", text, re.DOTALL):
+        return True
+    return key in plain_fields(schema) or (key in optional and isinstance(parse(text).value(), dict))
 
 
 def check_entries(schema: Any, overrides: Sequence[str], files: Sequence[ModelFile]) -> None:

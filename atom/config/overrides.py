@@ -9,6 +9,7 @@ One set of rules serves the command line, each job of a sweep, and keyword argum
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -147,6 +148,7 @@ def is_value(text: str, multirun: bool) -> bool:
     return multirun or not parsed.is_sweep_override()
 
 
+@functools.lru_cache(1024)
 def parse(text: str) -> Override:
     """Parse an override as Hydra does."""
     try:

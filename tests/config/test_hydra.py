@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 from generated import DOCS, check_block
+from hydra.errors import HydraException
 from omegaconf.errors import ConfigKeyError
 
 from atom.config import Config
 from atom.config.hydra import choose_model, compose, explain, find_source, model_files, resolve, unknown_key
 from atom.config.load import load
+from atom.config.schema import ServeConfig
 from atom.config.schema_keys import keys, plain_fields
 from atom.errors import ConfigError
 
@@ -32,6 +34,32 @@ def test_composing_leaves_the_values_of_the_checkpoint_open_until_they_are_looke
     composed = compose(Config, ["model=llama", "model.name=llama"])
     model = resolve(composed, {**find_source().hf, "hidden_size": 60, "nested": {"key": 1}})["model"]
     assert (model["hidden"], model["layers"]) == (60, 30)
+
+
+def test_a_composition_is_not_changed_by_what_another_one_sets():
+    for size in (32, 64):
+        composed = compose(Config, ["model=llama", f"serve.block_size={size}", "+model.weights.x=y"])
+        composed.model.weights.attention_norm = f"of {size}"
+        assert (composed.serve.block_size, composed.model.weights.x) == (size, "y")
+    plain = compose(Config, ["model=llama"])
+    assert plain.serve.block_size == ServeConfig().block_size and "x" not in plain.model.weights
+    for _ in range(2):
+        assert (
+            compose(Config, ["model=llama", "+model.weights.x=y"]).model.weights.attention_norm
+            == plain.model.weights.attention_norm
+        )
+        assert plain.model.weights.attention_norm == "model.layers.{layer}.input_layernorm"
+
+
+def test_what_is_added_and_deleted_is_so_in_its_order():
+    def weights(*overrides: str) -> dict[str, str]:
+        return dict(compose(Config, ["model=llama", *overrides]).model.weights)
+
+    assert weights("model.weights.attention_norm=a", "+model.weights.x=b", "model.weights.x=c")["attention_norm"] == "a"
+    assert weights("model.weights.attention_norm=a", "+model.weights.x=b", "model.weights.x=c")["x"] == "c"
+    assert "attention_norm" not in weights("model.weights.attention_norm=a", "~model.weights.attention_norm")
+    with pytest.raises(HydraException):
+        weights("model.weights.x=c", "+model.weights.x=b")
 
 
 def test_the_first_file_that_lists_a_ggufs_architecture_is_meant():

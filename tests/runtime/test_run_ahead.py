@@ -520,7 +520,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(
-    max_examples=400,
+    max_examples=160,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-m", "atom.cli", "dtype=fp32", "level=1", "serve.kv_
 
 
 class Hosts(NamedTuple):
-    """A server on 127.0.0.1, and a rank of its engine on 127.0.0.2 with a cache folder of its own."""
+    """A server on 127.0.0.1, and a rank of its engine on 127.0.0.2."""
 
     server: Server
     supervisor: Server
@@ -132,8 +132,8 @@ def run_torchrun(arguments: list[str], *overrides: str) -> str:
     return ended.stdout
 
 
-def test_torchrun_starts_the_ranks_of_one_host(talker: Path, tmp_path: Path):
-    fields = [f"checkpoint={talker}", f"cache={tmp_path}", "prompts=Hello", "sampling.temperature=0", "job.output=json"]
+def test_torchrun_starts_the_ranks_of_one_host(talker: Path):
+    fields = [f"checkpoint={talker}", "prompts=Hello", "sampling.temperature=0", "job.output=json"]
     out = run_torchrun(["--standalone", "--nproc-per-node", "2"], "parallel.launcher=torchrun", *fields)
     (line,) = out.splitlines()
     assert json.loads(line)["text"] == answer_alone(talker, "Hello")

@@ -108,8 +108,7 @@ def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path
     assert line["level"] == "error" and line["message"].startswith("ConfigError: ") and told in line["message"]
 
 
-@pytest.mark.parametrize("kind", ["json", "text"])
-@pytest.mark.parametrize("place", ["a full disk", "a closed pipe"])
+@pytest.mark.parametrize(("place", "kind"), [("a full disk", "json"), ("a closed pipe", "text")])
 def test_a_log_that_takes_nothing_costs_no_request(talker: Path, tmp_path: Path, place: str, kind: str):
     reader, writer = os.pipe()
     os.close(reader)

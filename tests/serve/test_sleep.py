@@ -25,9 +25,15 @@ def server(request: Any, checkpoints: Callable[[str], Path], tmp_path_factory: A
         checkpoints("llama"), tmp_path_factory.mktemp("server"), "serve.enable_sleep_mode=true", f"serve.http.api_keys=@{keys}",
         f"parallel.replicas={request.param}",
     )  # fmt: skip
+    wire.wait_until(lambda: are_ready(started.url))  # each engine, where there are two
     yield started.url
     started.process.kill()
     started.process.wait()
+
+
+def are_ready(server: str) -> bool:
+    health = wire.ask(server, "GET", "/health").json
+    return all(each["state"] == "ready" for each in health.get("engines", [health]))
 
 
 def ask(server: str, method: str, path: str, body: Any = None) -> wire.Answer:

@@ -169,7 +169,7 @@ def test_nothing_in_serve_can_unpickle():
 @pytest.mark.skipif(find_piece_compiler("cpu").find_missing(), reason="no C++ compiler")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_compilers_end_with_the_server(talker: Path, tmp_path: Path, number: int):
-    server = serving.launch(talker, tmp_path, "level=2")
+    server = serving.launch(talker, tmp_path, "level=2", f"cache={tmp_path / 'cache'}")
 
     started: list[int] = []
 

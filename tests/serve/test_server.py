@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 import uvloop
 
+from atom.config import HTTPConfig
 from atom.serve.server import _Uvicorn, find_loop, is_loopback, listen, raise_file_limit, run_loop
 
 
@@ -23,7 +24,7 @@ def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
         return 7
 
     try:
-        assert run_loop(serve, "text") == 7
+        assert run_loop(serve, HTTPConfig()) == 7
     finally:
         logging.getLogger("atom").handlers, logging.getLogger().handlers = kept
         logging.getLogger("atom").propagate = True

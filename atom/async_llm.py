@@ -142,7 +142,7 @@ class AsyncLLMEngine:
         await self._do(lambda: loras.load(name, files))
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Drop a LoRA adapter; requests that have it end with it. RequestError where there is none of that name."""
+        """Drop a LoRA adapter; requests that hold it go on. RequestError where there is none of that name."""
         await self._do(lambda: self._engine.loras.unload(name))
 
     async def abort(self, request_id: str) -> None:

@@ -238,7 +238,7 @@ class LLMEngine:
         loras.load(name, loras.read(path))
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Drop a LoRA adapter; requests that have it end with it. RequestError where there is none of that name."""
+        """Drop a LoRA adapter; requests that hold it go on. RequestError where there is none of that name."""
         self._engine.loras.unload(name)
 
     def reset_prefix_cache(self) -> bool:

@@ -52,7 +52,7 @@ PLUGINS = {  # of Hydra, which run sweeps here: config group -> choice -> the pa
     },
     "hydra/sweeper": {"optuna": "hydra-optuna-sweeper"},
 }
-COMPOSING = threading.Lock()  # Hydra composes through a singleton
+COMPOSING = threading.Lock()  # Hydra composes through a singleton, and a copy unties the original for a moment
 
 
 class ModelFile(NamedTuple):
@@ -243,10 +243,11 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
     values = [text for text in overrides if is_value(text, schema, optional, is_ordered)]
     choices = with_search_path([text for text in overrides if text not in values], config_dirs)
     try:
-        if any(text.startswith("hydra.") for text in choices):  # folders whose files may change
-            composed = compose_choices(schema, choices)
-        else:
-            composed = copy.deepcopy(compose_once(schema, *choices))
+        with COMPOSING:
+            if any(text.startswith("hydra.") for text in choices):  # folders whose files may change
+                composed = compose_choices(schema, choices)
+            else:
+                composed = copy.deepcopy(compose_once(schema, *choices))
         for parsed in map(parse, values):
             key = parsed.key_or_group
             for at in optional:
@@ -267,14 +268,14 @@ def compose_once(schema: Any, *choices: str) -> DictConfig:
 
 
 def compose_choices(schema: Any, choices: Sequence[str]) -> DictConfig:
+    """One thread at a time."""
     register(schema)
-    with COMPOSING:
-        outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
-        try:
-            with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
-                composed: DictConfig = hydra.compose("config", [*choices])
-        finally:
-            GlobalHydra.instance().hydra = outer
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
+            composed: DictConfig = hydra.compose("config", [*choices])
+    finally:
+        GlobalHydra.instance().hydra = outer
     return composed
 
 

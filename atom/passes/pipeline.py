@@ -100,14 +100,14 @@ def _checked(rewrite: Callable[..., Any]) -> Callable[..., Graph]:
     """A user's pass, whose errors are ours."""
 
     def run(graph: Graph, **context: Any) -> Graph:
-        num_rewrites = graph.num_rewrites
+        before = show(graph)
         try:
             made = rewrite(graph, **context)
         except Exception as error:
             raise PassError(f"{rewrite.__name__}: {type(error).__name__}: {error}{place_of(error)}") from error
         if not isinstance(made, Graph):
             raise PassError(f"{rewrite.__name__} returned {type(made).__name__}, not the graph")
-        if made is graph and graph.num_rewrites == num_rewrites:
+        if show(made) == before:
             say(f"passes.extra: {rewrite.__name__} changed nothing; …@PASS runs it before that pass")
         return made
 

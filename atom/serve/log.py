@@ -80,6 +80,7 @@ def configure(kind: str, level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(max(least, from_level))
+    LOG.setLevel(min(from_level, logging.WARNING))  # what is no entry may say why a process has ended
     logging.captureWarnings(True)
 
 
@@ -93,7 +94,7 @@ def relay(line: str, process: str = "engine") -> None:
 
 
 def pass_on(line: str) -> None:
-    """Write a line that a process with a log of text has printed, unless its level is left out."""
+    """Write a line that a process with a log of text has printed, unless it is of ours and their level is left out."""
     if LOG.isEnabledFor(level_of(line)):
         write(line)
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,16 @@ from hydra.errors import HydraException
 from omegaconf.errors import ConfigKeyError
 
 from atom.config import Config
-from atom.config.hydra import choose_model, compose, explain, find_source, model_files, resolve, unknown_key
+from atom.config.hydra import (
+    choose_model,
+    compose,
+    compose_once,
+    explain,
+    find_source,
+    model_files,
+    resolve,
+    unknown_key,
+)
 from atom.config.load import load
 from atom.config.schema import ServeConfig
 from atom.config.schema_keys import keys, plain_fields
@@ -49,6 +60,19 @@ def test_a_composition_is_not_changed_by_what_another_one_sets():
             == plain.model.weights.attention_norm
         )
         assert plain.model.weights.attention_norm == "model.layers.{layer}.input_layernorm"
+
+
+def test_threads_that_compose_at_a_time_leave_what_they_copy_as_it_is():
+    original = compose_once(Config, "model=llama")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            made = list(pool.map(lambda _: compose(Config, ["model=llama"]), range(6)))
+    finally:
+        sys.setswitchinterval(interval)
+    for composed in (original, *made):
+        assert all(composed._get_node(name)._get_parent() is composed for name in ("model", "serve", "job"))
 
 
 def test_what_is_added_and_deleted_is_so_in_its_order():

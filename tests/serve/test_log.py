@@ -73,10 +73,10 @@ def test_a_log_of_text_has_no_json(lines_of: Run):
     assert "a word of C" in lines and "ArithmeticError: a fault" in lines
 
 
-@pytest.mark.parametrize("kind", ["json", "text"])
-def test_a_level_leaves_out_the_lines_below_it(talker: Path, tmp_path: Path, kind: str):
+@pytest.mark.parametrize(("kind", "level"), [("json", "warning"), ("text", "error")])
+def test_a_level_leaves_out_the_lines_below_it_and_no_error(talker: Path, tmp_path: Path, kind: str, level: str):
     port = serving.free_port()
-    chosen = (f"serve.http.port={port}", "serve.http.log_level=warning", f"serve.http.log={kind}")
+    chosen = (f"serve.http.port={port}", f"serve.http.log_level={level}", f"serve.http.log={kind}")
     server = serving.launch(talker, tmp_path, *chosen, stub={"prints": ["a word of C", "atom-run: a word of ours"]})
     url = f"http://127.0.0.1:{port}"
 
@@ -95,7 +95,7 @@ def test_a_level_leaves_out_the_lines_below_it(talker: Path, tmp_path: Path, kin
     finally:
         server.process.kill()
     text = server.log.read_text()
-    assert "a word of C" in text and "a step failed" in text
+    assert "a word of C" in text and "a step failed" in text and "ArithmeticError: a fault" in text
     assert "a word of ours" not in text and "status=200" not in text and '"level":"info"' not in text
 
 

@@ -47,7 +47,7 @@ MOST_CHOSEN = TOKENS.value  # experts of a token
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
 OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
 MAX_STAGES = 8
-PROGRAMS = {8: 2, 4: 3}  # of a multiprocessor, where columns are split, by a number's bits: others take no less time
+PROGRAMS = {8: 2, 4: 3}  # at most of a multiprocessor, where columns are split, by a number's bits
 LEAST_STEPS = 4  # of a split
 
 

@@ -184,6 +184,18 @@ class Recorder(Nobody):
         return lambda *tensors, **_: (name, *(tuple(each.shape) for each in tensors))
 
 
+def test_sums_beyond_those_in_tiles_are_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("ONE_SHOT_BYTES", "TILED_BYTES"):
+        monkeypatch.setattr(communicator, name, {2: 64})
+    monkeypatch.setattr(communicator, "TWO_SHOT_BYTES", 0)
+
+    def work(_: int, made: PeerCommunicator) -> list[Any]:
+        return [made.all_reduce(torch.zeros(1, columns), axis="tensor") for columns in (16, 17)]
+
+    pushed, other = run_ranks(Mesh(2), tmp_path, work, Recorder())[0]
+    assert torch.equal(pushed, torch.zeros(1, 16)) and other == ("all_reduce", (1, 17))
+
+
 def test_what_is_large_or_of_no_whole_words_is_not_pushed(tmp_path: Path):
     room = 2 * 8192 * 4  # bytes: 2 programs under the interpreter
 

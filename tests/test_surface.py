@@ -91,7 +91,7 @@ serve: scheduler_delay_factor method draft_model num_speculative_tokens max_veri
 serve: enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
-serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket listen_fds listen_pid
+serve.http: drain_seconds heartbeat_seconds vllm_metrics otlp_traces_endpoint notify_socket listen_fds listen_pid
 job: kind output gpu chat stage pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
@@ -152,7 +152,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
         enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert pooler-config
         model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
         chat-template-content-format decode-context-parallel-size api-server-count
-        cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs shutdown-timeout
+        cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs otlp-traces-endpoint shutdown-timeout
     """,
     "atom.examples.simple_inference": "temperature",
     "atom.examples.profile_offline": "input-length output-length bs random-input",
@@ -184,6 +184,7 @@ LOCAL_IMPORTS = {
     "datasets": "the extra bench",
     "llguidance": "the extra structured",
     "matplotlib": "the extra bench",
+    "opentelemetry": "the extra otel",
     "ray": "the extra ray",
     "cryptography": "the extra signatures",
     "http_sf": "the extra signatures",
@@ -283,6 +284,7 @@ def test_the_groups_jobs_and_commands():
         "bench",
         "cuda",
         "dev",
+        "otel",
         "ray",
         "signatures",
         "structured",
@@ -319,8 +321,10 @@ def test_what_the_sources_import_is_what_they_depend_on():
         for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or "atom"])
     }
     known = importlib.metadata.packages_distributions()
-    used = {known.get(name, [name])[0] for name in names - set(sys.stdlib_module_names) - {"atom"}}
+    several = {"opentelemetry"}  # of several distributions
+    used = {known.get(name, [name])[0] for name in names - set(sys.stdlib_module_names) - {"atom"} - several}
     by_name = {"httptools", "amd-aiter"}  # that no import statement names
+    by_name |= {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
     assert {each.lower().replace("_", "-") for each in used | by_name} == {
         each.lower().replace("_", "-") for each in stated
     }

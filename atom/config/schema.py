@@ -329,6 +329,7 @@ class HTTPConfig:
     drain_seconds: float = number(30.0, 0)  # for running requests to end after SIGTERM or Ctrl-C
     heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
     vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too
+    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
     notify_socket: str | None = None  # of systemd, which is told READY=1 and STOPPING=1; null: nobody is told
     listen_fds: int = number(0, 0)  # sockets that systemd passes, of which there may be one; 0: host and port count
     listen_pid: int = number(0, 0)  # of the process that it passes them to

@@ -64,6 +64,9 @@ class ServerArgs(VLLMArgs):
     )
     allowed_origins: tuple[str, ...] | None = vllm_flag("serve.http.cors", "whose pages may read answers; '*': all")
     max_num_queued_reqs: int | None = vllm_flag("serve.http.max_queue", "the same as --max-queue")
+    otlp_traces_endpoint: str | None = vllm_flag(
+        "serve.http.otlp_traces_endpoint", "URL of a collector that takes OTLP over HTTP, as http://HOST:4318"
+    )
     shutdown_timeout: float | None = vllm_flag("serve.http.drain_seconds", "the same as --drain-seconds")
     tool_calls: str | None = flag(
         "serve.http.tool_calls", "their format: auto, none, a name in conf/tool_calls, or a YAML file", of=()

@@ -67,8 +67,7 @@ VLLM_REFUSED = {
         speculative-model ngram-prompt-lookup-max ngram-prompt-lookup-min""",
     "there is no such extension here; leave it out": """
         additional-config middleware tool-parser-plugin reasoning-parser-plugin tool-server""",
-    "no traces are sent; /metrics and the line of each request have the times": """
-        otlp-traces-endpoint collect-detailed-traces""",
+    "the span of each request has all that is measured of it: --otlp-traces-endpoint": "collect-detailed-traces",
     "metrics have one set of names; --set serve.http.vllm_metrics=true adds vLLM's": """
         show-hidden-metrics-for-version""",
     "no client's words are logged: the line of each request has its counts, times and error": """

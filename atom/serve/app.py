@@ -73,7 +73,9 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
         return Response(status_code=499)  # the client has left
 
     origins = http.cors
-    guard = Guard(app, tenants, context.metrics, origins, http.root_path, http.signature_seconds, signing_key)
+    guard = Guard(
+        app, tenants, context.metrics, origins, http.root_path, http.signature_seconds, signing_key, context.traces
+    )
 
     def admit(stated: Sequence[Tenant]) -> None:
         found = guard.admit(stated)

@@ -26,6 +26,7 @@ from atom.serve.engine.replicas import Replicas
 from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.metrics import Metrics
 from atom.serve.tenants import Tenant
+from atom.serve.traces import open_traces
 
 LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
@@ -42,9 +43,11 @@ T = TypeVar("T")
 
 class Context:
     def __init__(self, config: Config, engines: Replicas, metrics: Metrics) -> None:
+        """ConfigError where traces cannot be sent."""
         self.config = config
         self.engines = engines
         self.metrics = metrics
+        self.traces = open_traces(config.serve.http.otlp_traces_endpoint)
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
         self.are_several = False  # several tenants, who take turns
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it
@@ -182,6 +185,8 @@ class Context:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()
 
 
 def read_template(config: Config) -> str | None:

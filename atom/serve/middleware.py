@@ -1,4 +1,4 @@
-"""Middleware for every request: request id, log line, API key or signature, origin.
+"""Middleware for every request: request id, log line, span, API key or signature, origin.
 
     app = Guard(fastapi, tenants=read_tenants(config.serve.http), metrics=metrics)
 
@@ -37,6 +37,7 @@ from atom.serve.signatures import (
 )
 from atom.serve.signed_answers import DIRECTORY, SigningSend, read_wish
 from atom.serve.tenants import Tenant, digest
+from atom.serve.traces import Traces
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -63,12 +64,14 @@ class Guard:
         root_path: str = "",
         signature_seconds: float = 300.0,
         signing_key: Ed25519PrivateKey | None = None,
+        traces: Traces | None = None,
     ) -> None:
         """tenants: where there are none, no request needs a key. signature_seconds: in which a signature counts
 
         root_path: may stand in front of a path, or a proxy has taken it away. signing_key: of answers
         """
         self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
+        self._traces = traces
         self._tenants: dict[str, Tenant] = {}
         self._signature_seconds, self._signing_key = signature_seconds, signing_key
         self._verifier: Verifier | None = None
@@ -134,6 +137,8 @@ class Guard:
                 self._metrics.num_open -= 1
                 self._metrics.ended_at = time.perf_counter()
                 LOG.info("request", extra={"fields": line | {"seconds": seconds} | log_fields})
+            if self._traces is not None:
+                self._traces.record(scope["state"], headers, seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""

@@ -60,6 +60,7 @@ class Choice:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     embedding: bytes = b""  # fp32[H]
     finish: Finish | None = None
+    seconds: float = 0.0  # from the request's arrival to its end
     first_at: float = 0.0
     last_at: float = 0.0
 
@@ -78,7 +79,7 @@ class Answering:
     ) -> None:
         """started: perf_counter when the request arrived."""
         self._context, self._stream, self._tenant, self._started = context, stream, tenant, started
-        self._constraint_field = request.constraint_field
+        self.request = request
         self._num_answers = num_answers = request.params[0].n  # to each prompt
         self._metrics = context.metrics
         self._first_outputs: list[Output] | None = None  # from `begin`
@@ -130,6 +131,11 @@ class Answering:
         size += sum(len(choice.embedding) for choice in self.choices)
         return make() if size <= SHORT else await asyncio.to_thread(make)
 
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None before that."""
+        return self._first_at - self._started if self._first_at else None
+
     def usage(self) -> dict[str, Any]:
         """Token counts of the whole request, and its times in seconds."""
         now = time.perf_counter()
@@ -145,7 +151,7 @@ class Answering:
             "total_tokens": self.num_prompt + num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached for finish in firsts)},
             **({"completion_tokens_details": accepted} if self._context.config.serve.method else {}),
-            "ttft_s": round((self._first_at or now) - self._started, 6),
+            "ttft_s": round(now - self._started if self.ttft is None else self.ttft, 6),
             "tpot_s": round(decode / max(sum(choice.num_tokens - 1 for choice in spans), 1), 6),
             "latency_s": round(now - self._started, 6),
         }
@@ -169,7 +175,7 @@ class Answering:
             raise
 
     def _request_error(self, message: str) -> RequestError:
-        field = self._constraint_field if message.startswith("structured_outputs") else None
+        field = self.request.constraint_field if message.startswith("structured_outputs") else None
         return RequestError(message) if field is None else FieldError(field, shown(message))
 
     def _record(self, output: Output) -> Choice:
@@ -190,8 +196,8 @@ class Answering:
             choice.num_tokens += len(output.tokens)
             choice.last_at = now
         if output.finish is not None:
-            choice.finish = output.finish
-            metrics.record_end(output.finish, self._prompt_sizes[choice.prompt_index], now - self._started)
+            choice.finish, choice.seconds = output.finish, now - self._started
+            metrics.record_end(output.finish, self._prompt_sizes[choice.prompt_index], choice.seconds)
             first = choice.prompt_index * self._num_answers
             siblings = self.choices[first : first + self._num_answers]
             if all(each.finish is not None for each in siblings):
@@ -281,6 +287,7 @@ class Responder(ABC):
             left.callback(engines.abort, stream)
             request.state.log["engine"] = stream.engine
             answering = Answering(context, stream, submission, tenant, self._started)
+            request.state.answering = answering  # for its span
             if self.is_streamed:
                 if self.waits:
                     await answering.begin(request.receive)

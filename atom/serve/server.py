@@ -60,7 +60,7 @@ LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two checks of the engines
 DEAD_SECONDS = 5.0  # for /health to report the engines' death before the server ends
 POLL_SECONDS = 0.02
-END_SECONDS = 5.0  # for connections to close and for the engines' processes to end
+END_SECONDS = 5.0  # for connections to close, and for the engines' processes to end and the last spans to be sent
 BACKLOG = 2048  # connections that wait to be accepted
 MAX_FILES = 1 << 16  # connections and files that a process may have open, where the system allows so many
 KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
@@ -194,12 +194,19 @@ class Server:
         await self._uvicorn.serve([self._socket])
 
     async def _end(self) -> str:
-        """Wait for the engines to end, unless the end is forced or they are dead; return how they ended."""
-        loop = asyncio.get_running_loop()
+        """Wait for the engines to end, unless the end is forced or they are dead; return how they ended.
+
+        The last spans are sent meanwhile.
+        """
+        loop, traces = asyncio.get_running_loop(), self._context.traces
         serve = self._config.serve
         keep_seconds = 0.0 if serve.kv_cache_dir is None else serve.http.drain_seconds  # to write KV to files
-        end = loop.time() + (0.0 if self._has_reported_death else END_SECONDS + keep_seconds)
-        while not self._engines.has_ended() and not self._is_forced and loop.time() < end:
+        start = loop.time()
+        end = start + (0.0 if self._has_reported_death else END_SECONDS + keep_seconds)
+        while not self._is_forced:
+            is_sending = traces is not None and traces.is_sending and loop.time() < start + END_SECONDS
+            if not is_sending and (self._engines.has_ended() or loop.time() >= end):
+                break
             await asyncio.sleep(POLL_SECONDS)
         return await self._engines.end()
 

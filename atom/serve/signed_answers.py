@@ -21,6 +21,7 @@ from starlette.types import Message, Send
 
 from atom.serve.errors import json_response
 from atom.serve.signatures import (
+    HASHES,
     NUMBERED,
     TEXTS,
     Component,
@@ -71,6 +72,8 @@ def read_wish(fields: Fields, resolve_request: Resolve, key_id: str) -> Wish:
     for each in components:
         parameters = dict(each.parameters)
         if parameters.pop("req", False) is True:
+            if each.name == "content-digest" and parameters.get("key", "sha-256") not in HASHES:
+                raise SignatureError(f"accept-signature: of content-digest, {' and '.join(HASHES)} are signed")
             try:
                 values[each] = resolve_request(Component(each.name, tuple(parameters.items())))
             except SignatureError as error:

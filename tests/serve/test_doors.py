@@ -324,6 +324,7 @@ def test_clients_of_others_read_a_signed_stream(doors: Server):
         ('s=("date")', "content-digest, content-type, x-request-id are signed"),
         ('s=("@method")', "are signed"),
         ('s=("x-none";req)', "of the request: the message has no x-none"),
+        ('s=("content-digest";req;key="md5")', "sha-256 and sha-512 are signed"),
         ('s=();keyid="other"', "the server's keyid is"),
         ('s=();alg="rsa-v1_5-sha256"', "the server's alg is ed25519"),
         ("s=();expires", "does not expire"),

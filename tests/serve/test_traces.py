@@ -75,7 +75,9 @@ class Receiver(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.posted.append(Posted(self.path, dict(self.headers.items()), body))
+        self.server.posted.append(
+            Posted(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+        )
         self.send_response(200)
         self.send_header("content-length", "0")
         self.end_headers()
@@ -172,7 +174,7 @@ def test_a_chat_has_one_span_below_its_callers(collector: Collector, server: Ser
         assert total / 2 - 1e-6 <= times[name] <= total + 1e-6, "the longer one of two sequences"
     assert 0.08 <= times["time_in_model_inference"] < times["e2e"] < seconds, "five tokens, 0.02 s from one to the next"
     (posted,) = collector.posted
-    assert posted.path == "/v1/traces" and posted.headers["Content-Type"] == "application/x-protobuf"
+    assert posted.path == "/v1/traces" and posted.headers["content-type"] == "application/x-protobuf"
     assert not [word for word in (SECRET, KEY, "word ") if word.encode() in posted.body]
     assert collector.resource["service.name"] == "atom"
 
@@ -266,7 +268,7 @@ def test_the_environments_variables_count(collector: Collector, start_server: St
     assert wire.ask(server.url, "POST", COMPLETIONS, {"prompt": [0], "max_tokens": 1}).status == 200
     wire.wait_until(lambda: collector.posted)
     collector.posted[0] = posted = collector.posted[0]._replace(body=gzip.decompress(collector.posted[0].body))
-    assert posted.path == "/of/mine" and posted.headers["Authorization"] == "Basic abc"
+    assert posted.path == "/of/mine" and posted.headers["authorization"] == "Basic abc"
     assert collector.resource["service.name"] == "mine"
     assert collector.resource["deployment.environment.name"] == "test"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atom.graph import Mesh
 from atom.kernels import Communicator, Rendezvous, connect_rank
-from atom.kernels.peers import collectives
+from atom.kernels.peers import collectives, tiles
 from atom.kernels.peers.communicator import PeerCommunicator
 from atom.runtime.ranks import RankLink, RankProcess, Ranks
 
@@ -103,14 +103,14 @@ def replays(communicator: Communicator, rank: int) -> list[list[Tensor]]:
 
 
 def shots(communicator: Communicator, rank: int) -> list[list[Tensor]]:
-    """Sums by pushing whole tensors and parts, and NCCL's, by shape and dtype."""
+    """Sums by pushing whole tensors, parts and tiles, and NCCL's, by shape and dtype."""
     assert isinstance(communicator, PeerCommunicator), "the GPUs open each other's memory"
     arena, found = communicator.arenas["tensor"], []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for shape in PUSHED:
             x = of(rank, shape, dtype).cuda()
             results = [collectives.all_reduce(x, arena), collectives.all_reduce_in_parts(x, arena)]
-            results.append(communicator.large.all_reduce(x, axis="tensor"))
+            results += [tiles.all_reduce(x, arena), communicator.large.all_reduce(x, axis="tensor")]
             found.append([each.cpu() for each in results])
     return found
 
@@ -129,7 +129,7 @@ def mixed(communicator: Communicator, rank: int) -> list[int]:
             base = number % 61 + place  # small enough to be exact in bf16
             x = (base + 3 * rank).to(torch.bfloat16).expand(shape).contiguous()
             gathered = communicator.all_gather(x, axis="tensor", size=2 * shape[1]).view(-1, 2, shape[1])
-            total = (collectives.all_reduce, collectives.all_reduce_in_parts)[place % 2](x, arena)
+            total = (collectives.all_reduce, collectives.all_reduce_in_parts, tiles.all_reduce)[place % 3](x, arena)
             wrong.add_(
                 (total != 2 * base + 3).sum() + (gathered != base + torch.arange(2, device="cuda")[:, None] * 3).sum()
             )
@@ -220,6 +220,7 @@ def pushes(rank: int, num: int, exchange: Callable[[bytes], list[bytes]], folder
         for shape in PUSHED:
             x, rows = of(rank, shape, dtype).cuda(), of(rank, (num * shape[0], shape[1]), dtype, seed=1).cuda()
             found += [collectives.all_reduce(x, arena), collectives.all_reduce_in_parts(x, arena)]
+            found.append(tiles.all_reduce(x, arena))
             found += [collectives.reduce_scatter(rows, arena), collectives.all_gather(x, num * shape[1], arena)]
     torch.cuda.synchronize()
     exchange(b"")  # others write into its memory until then

@@ -43,10 +43,11 @@ def test_more_ranks_push_what_float64_adds_and_have_the_same_bits(num: int):
     found = push_among(num)
     cases = [(dtype, shape) for dtype in (torch.float32, torch.bfloat16) for shape in PUSHED]
     for number, (dtype, shape) in enumerate(cases):
-        totals, parts, scattered, gathered = zip(*(each[4 * number : 4 * number + 4] for each in found), strict=True)
+        own = (each[5 * number : 5 * number + 5] for each in found)
+        totals, parts, tiled, scattered, gathered = zip(*own, strict=True)
         x = [of(rank, shape, dtype) for rank in range(num)]
         exact, eps = sum(each.double() for each in x), torch.finfo(dtype).eps
-        for each in (*totals, *parts):
+        for each in (*totals, *parts, *tiled):
             assert torch.equal(each, totals[0]) and torch.allclose(each.double(), exact, rtol=eps, atol=num * 1e-6)
         rows = sum(of(rank, (num * shape[0], shape[1]), dtype, seed=1).double() for rank in range(num))
         assert torch.allclose(torch.cat(scattered).double(), rows, rtol=eps, atol=num * 1e-6)

@@ -47,7 +47,7 @@ MOST_CHOSEN = TOKENS.value  # experts of a token
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
 OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
 MAX_STAGES = 8
-PROGRAMS = {8: 2, 4: 3}  # at most of a multiprocessor, where columns are split, by a number's bits
+PROGRAMS = {8: 2, 4: 3}  # at most of a multiprocessor, where columns are split, by a number's bits; no plain ones are
 LEAST_STEPS = 4  # of a split
 
 
@@ -71,7 +71,7 @@ def choose_ring(programs: int, inner: int, style: Style, gpu: Gpu, *, splits_col
     columns = columns_of(style)
     boxes = max(2, -(-(style.columns or 1) // columns))
     steps = -(-inner // (boxes * columns))
-    room = PROGRAMS.get(style.bits, 1) * gpu.units // programs if splits_columns else 1
+    room = PROGRAMS.get(style.bits, 0) * gpu.units // programs if splits_columns else 1
     splits = max(1, min(room, steps // LEAST_STEPS))
     together = min(-(-programs * splits // gpu.units), 4)
     fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(style))

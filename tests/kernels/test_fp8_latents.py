@@ -49,7 +49,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(latent, "PART_TILES", 0.01)
         monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=10_000))
     device = "cuda" if name == "cuda" else "cpu"
-    return Kernels(device, latent.paged_mla_attention, latent.norm_rope_write_latent)
+    return Kernels(device, latent.PagedLatentAttention(), latent.norm_rope_write_latent)
 
 
 def as_bytes(latents: Tensor, k_rope: Tensor, scale: float | None) -> Tensor:

@@ -227,7 +227,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
     _kernel(ops.norm_rope_write_latent, "attention.latent", accepts=accepts_cache),
-    _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
+    _kernel(ops.paged_mla_attention, "attention.latent", "PagedLatentAttention", accepts_latent),
     _kernel(ops.router, "router", "Router.router"),
     _kernel(ops.add_norm_router, "router", "Router.add_norm_router"),
     _kernel(ops.group, "grouping"),

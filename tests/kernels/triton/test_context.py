@@ -25,9 +25,10 @@ def test_whole_sequences_are_unpacked_while_there_is_room(
     unpacked = context.unpack(*args)
     blocks, places, plan = unpacked
     assert len(blocks) == capacity
-    assert plan[0] == (6 if num_there == 4 else 1 + num_there), "tokens of no sequence are one more"
+    assert (plan[1:5] >= 0).tolist() == [each < num_there for each in range(4)]
+    assert plan[5] == 0, "tokens of no sequence are one more"
     for sequence in range(1, 1 + num_there):
-        length, first = LENGTHS[sequence], int(plan[1 + sequence])
+        length, first = LENGTHS[sequence], int(plan[sequence])
         own = cache[table[sequence].long()].flatten(0, 1)[:length]
         there = blocks[places[0, first : first + -(-length // PIECE)].long()].flatten(0, 1).cpu()
         assert torch.equal(there[:length], own.to(dtype))

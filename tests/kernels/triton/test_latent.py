@@ -11,7 +11,7 @@ from kernels.paged import KIND, LatentCase, cached, change, make_latent_case, mo
 
 from atom.graph import ops
 from atom.kernels.triton.attention import latent
-from atom.kernels.triton.attention.latent import norm_rope_write_latent, paged_mla_attention
+from atom.kernels.triton.attention.latent import PagedLatentAttention, norm_rope_write_latent
 from atom.kernels.triton.gpu import find_gpu
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -41,7 +41,7 @@ def on(case: LatentCase, device: str) -> LatentCase:
 
 
 def attend(case: LatentCase, device: str, scale: float = 0.3) -> torch.Tensor:
-    return paged_mla_attention(*on(case, device), scale=scale).cpu()
+    return PagedLatentAttention()(*on(case, device), scale=scale).cpu()
 
 
 def check(case: LatentCase, device: str, scale: float = 0.3) -> None:
@@ -182,17 +182,17 @@ def test_blocks_behind_two_billion_numbers_are_found():
     cache = torch.empty(far + len(case.cache.blocks), *case.cache.blocks.shape[1:], dtype=torch.bfloat16, device="cuda")
     cache[far:] = case.cache.blocks
     moved = change(case, blocks=cache, table=case.batch.tables[KIND] + far)
-    assert torch.equal(paged_mla_attention(*moved, scale=0.1), paged_mla_attention(*case, scale=0.1))
+    assert torch.equal(PagedLatentAttention()(*moved, scale=0.1), PagedLatentAttention()(*case, scale=0.1))
 
 
 @NEEDS_GPU
 @pytest.mark.gpu
 def test_a_captured_step_follows_its_lengths():
     case = on(make_latent_case([300, 70, 33], heads=16), "cuda")
-    paged_mla_attention(*case, scale=0.3)
+    PagedLatentAttention()(*case, scale=0.3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_mla_attention(*case, scale=0.3)
+        out = PagedLatentAttention()(*case, scale=0.3)
     for lengths in ([1, 70, 16], [299, 1, 32]):
         case.batch.lengths.copy_(torch.tensor(lengths))
         graph.replay()
@@ -290,13 +290,13 @@ for rank, rotated in ((12, 6), (64, 8)):
     q_nope, q_rope = torch.zeros(2, 3, 8 + rotated, dtype=torch.float16).split([8, rotated], 2)
     cache = PagedCache(torch.zeros(2, 16, rank + rotated, dtype=torch.float16), "latent")
     kv_b = torch.zeros(3 * 18, rank, dtype=torch.float16)
-    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, batch(0), scale=1.0)
+    latent.PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch(0), scale=1.0)
 
 scale, cache = torch.ones(1), PagedCache(torch.zeros(8, 16, 640).to(torch.float8_e4m3fn), "latent")
 for num_decodes in (0, 1):
     q_nope, q_rope = torch.zeros(2, 128, 192, dtype=torch.bfloat16).split([128, 64], 2)
     kv_b, entry = torch.zeros(128 * 256, 512, dtype=torch.bfloat16), torch.zeros(2, 576, dtype=torch.bfloat16)
-    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, batch(num_decodes), scale, scale=1.0)
+    latent.PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch(num_decodes), scale, scale=1.0)
 angle, norm = torch.zeros(2, 32), torch.ones(512, dtype=torch.bfloat16)
 latent.norm_rope_write_latent(q_rope, entry[:, :512], entry[:, None, 512:], angle, angle, norm, cache, batch(0), scale)
 """

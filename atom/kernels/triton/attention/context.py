@@ -4,7 +4,7 @@ It is for kernels that multiply what a cache keeps as it is.
 
     context = Context().unpack(cache, table, lengths, num_decodes, dtype)
     context.blocks, context.table    # in `dtype`, without scales; each sequence's blocks side by side
-    context.plan                     # i32: the first sequence that is not there, then for each where its blocks begin
+    context.plan                     # i32: for each sequence where its blocks begin, -1 if it is not there
 
 The memory is taken once, for the context of as many sequences as it holds. In a step of many tokens to unpack them all
 costs less than a hundredth of what attention over them does.
@@ -32,7 +32,7 @@ PROGRAMS_PER_UNIT = 8
 class Unpacked(NamedTuple):
     blocks: Tensor  # [blocks, PIECE, 2, K, D]
     table: Tensor  # i32[1, blocks]: 0, 1, ...
-    plan: Tensor  # i32[1 + sequences, or more]
+    plan: Tensor  # i32[sequences + 1, or more]; tokens of no sequence count as one more, which is there
 
 
 @jit(do_not_specialize=["num_sequences", "num_decodes", "table_stride"],
@@ -46,11 +46,9 @@ def _unpack(cache, table, lengths, out, plan, num_sequences, num_decodes, table_
     counts = tl.cdiv(tl.load(lengths + sequences, mask=is_sequence, other=0), PIECE)
     ends = tl.cumsum(counts, 0)
     is_there = is_sequence & (ends <= CAPACITY)
-    behind = num_decodes + tl.sum(is_there.to(tl.int32), 0)
     if tl.program_id(0) == 0:
-        # tokens of no sequence count as one more, which sees nothing
-        tl.store(plan, tl.where(behind == num_sequences, behind + 1, behind))
-        tl.store(plan + 1 + sequences, ends - counts, mask=is_there)
+        tl.store(plan + sequences, tl.where(is_there, ends - counts, -1), mask=is_sequence)
+        tl.store(plan + num_sequences, 0)
     counts = tl.where(is_there, counts, 0)
     for piece in range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0)):
         owner, before = find_owner(counts, piece)

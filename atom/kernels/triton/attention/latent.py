@@ -1,15 +1,18 @@
-"""Latent attention in Triton, absorbed (DeepSeek-AI 2024).
+"""Latent attention in Triton, absorbed or expanded (DeepSeek-AI 2024).
 
 The entries of the cache are keys and values of all heads.
 
-    q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)
-    out = paged_mla_attention(q_nope, q_rope, kv_b, cache, batch, scale=0.1)
+    attend = PagedLatentAttention()    # one object for all layers: it owns the memory that prompts are expanded to
+    for layer in layers:
+        q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)
+        out = attend(q_nope, q_rope, kv_b, cache, batch, scale=0.1)
 
 Queries times the key rows of kv_b meet the entries themselves, one key/value head whose values are the first L dims of
 its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
 entries are read once for many heads. Decodes, of one query or of several, are split over their contexts, and the parts
 merged in a fixed order. For few queries kv_b is sent for while the kernel ahead still runs, and one launch merges the
-parts and multiplies by the value rows; of more, the vendor's library multiplies.
+parts and multiplies by the value rows; of more, the vendor's library multiplies. On Hopper, steps of many tokens of
+prompts are expanded instead (expand.py, prefill_hopper.py) where that multiplies less.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
+from atom.kernels.triton.attention.expand import Expansion
+from atom.kernels.triton.attention.prefill import FEW_TOKENS
 from atom.kernels.triton.attention.rope import store_rotated
-from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
 ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
@@ -78,33 +83,100 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     return rotated
 
 
-def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
-                        k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
-    """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
-    blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
-    num_queries = num_decodes * batch.query_len
-    assert q_rope.stride(2) == 1 and blocks.is_contiguous(), "rows have gaps"
-    (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
-    weight = kv_b.view(heads, -1, rank)
-    out = q_nope.new_empty(tokens, heads, weight.shape[1] - plain)
-    if num_decodes:
-        some, has_few = slice(0, num_queries), num_queries <= FEW_QUERIES
-        q = _absorb_few(q_nope[some], weight) if has_few else _absorb(q_nope[some], weight)
-        sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, batch.lengths[:num_decodes], k_scale, scale)
-        if has_few and sums.weights is not None:
-            _merge_values(sums, weight, out[some])
-        else:
-            _sum_values(_merge(sums, q.dtype), weight, out[some])
-    if tokens > num_queries:
-        others = slice(num_queries, tokens)
-        table, starts, lengths = (each[num_decodes:] for each in (table, batch.starts, batch.lengths))
-        at_once = max(1, ABSORBED_BYTES // ((tokens - num_queries) * rank * q_nope.element_size()))
-        for first in range(0, heads, at_once):
-            some = slice(first, first + at_once)
-            q = _absorb(q_nope[others, some], weight[some])
-            sums = _attend(q, q_rope[others, some], blocks, table, starts, lengths, k_scale, scale)
-            _sum_values(sums.parts, weight[some], out[others, some])
-    return out
+class PagedLatentAttention:
+    """The op `paged_mla_attention`; its calls must run one after another."""
+
+    def __init__(self) -> None:
+        self._expansion = Expansion()
+        self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
+
+    def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
+                 k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
+        """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
+        blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
+        num_queries = num_decodes * batch.query_len
+        assert q_rope.stride(2) == 1 and blocks.is_contiguous(), "rows have gaps"
+        (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
+        weight = kv_b.view(heads, -1, rank)
+        out = q_nope.new_empty(tokens, heads, weight.shape[1] - plain)
+        if num_decodes:
+            some, has_few = slice(0, num_queries), num_queries <= FEW_QUERIES
+            q = _absorb_few(q_nope[some], weight) if has_few else _absorb(q_nope[some], weight)
+            sequences = table[:num_decodes], None, batch.lengths[:num_decodes]
+            sums = _attend(q, q_rope[some], blocks, *sequences, k_scale, scale)
+            if has_few and sums.weights is not None:
+                _merge_values(sums, weight, out[some])
+            else:
+                _sum_values(_merge(sums, q.dtype), weight, out[some])
+        if tokens > num_queries:
+            plan = None
+            if suits_hopper(find_gpu(q_nope.device), q_nope, q_rope, weight, blocks, tokens - num_queries):
+                plan = self._attend_expanded(q_nope, q_rope, weight, cache, batch, k_scale, scale, out)[num_decodes:]
+            others = slice(num_queries, tokens)
+            sequences = table[num_decodes:], batch.starts[num_decodes:], batch.lengths[num_decodes:]
+            at_once = max(1, ABSORBED_BYTES // ((tokens - num_queries) * rank * q_nope.element_size()))
+            for first in range(0, heads, at_once):
+                some = slice(first, first + at_once)
+                _attend_absorbed(q_nope[others, some], q_rope[others, some], weight[some], blocks, *sequences, plan,
+                                 k_scale, scale, out[others, some])  # fmt: skip
+        return out
+
+    def _attend_expanded(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
+                         k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor:  # fmt: skip
+        """Attend those prompts for which it pays: the plan of expand.py."""
+        from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
+
+        if self._tickets is None:
+            self._tickets = torch.zeros(2, dtype=torch.int32, device=q_nope.device)
+        blocks, plain, rotated = cache.blocks, q_nope.shape[2], q_rope.shape[2]
+        keys, table = _view_keys(blocks, q_rope.dtype), batch.tables[cache.kind]
+        starts, num_more = batch.starts, batch.num_decodes * (batch.query_len - 1)
+        if num_more:  # it takes decodes to have one query each
+            starts = starts - num_more
+        sequences = starts, batch.lengths, batch.num_decodes
+        for some in self._expansion.split(blocks, weight, rotated):
+            expanded = self._expansion.expand(blocks, keys, k_scale, table, *sequences, weight[some], plain, rotated)
+            prefill_hopper.prefill_expanded(q_nope[num_more:, some], q_rope[num_more:, some], *expanded, *sequences,
+                                            out[num_more:, some], scale, self._tickets)  # fmt: skip
+        return expanded.plan
+
+
+def suits_hopper(gpu: Gpu, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, num_tokens: int) -> bool:
+    """Whether so many tokens of prompts, where it pays, are expanded for the kernel of prefill_hopper.py."""
+    (_, _, plain), rotated, value = q_nope.shape, q_rope.shape[2], weight.shape[1] - q_nope.shape[2]
+    return (
+        gpu.runs_gluon
+        and q_nope.dtype in (torch.bfloat16, torch.float16)
+        and cache.dtype in (q_nope.dtype, torch.float8_e4m3fn)
+        and num_tokens > FEW_TOKENS
+        and (plain, rotated, value) == (128, 64, 128)
+    )
+
+
+def _attend_absorbed(q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
+                     lengths: Tensor, plan: Tensor | None, k_scale: Tensor | None, scale: float,
+                     out: Tensor) -> None:  # fmt: skip
+    """Attend prompts, or those that are not in the plan of expand.py."""
+    if plan is None:
+        sums = _attend(_absorb(q_nope, weight), q_rope, cache, table, starts, lengths, k_scale, scale)
+        _sum_values(sums.parts, weight, out)
+        return
+    (tokens, heads, plain), (_, _, rank) = q_nope.shape, weight.shape
+    q = q_nope.new_empty(heads, tokens, rank)
+    _multiply_rest(q_nope, weight[:, :plain], q.transpose(0, 1), starts, plan)
+    sums = _attend(q, q_rope, cache, table, starts, lengths, k_scale, scale, plan)
+    _multiply_rest(sums.parts.transpose(0, 1), weight[:, plain:].mT, out, starts, plan)
+
+
+def _multiply_rest(x: Tensor, weight: Tensor, out: Tensor, starts: Tensor, plan: Tensor) -> None:
+    """x [T, N, K] by weight [N, K, M] -> out [T, N, M], rows of sequences that are not in the plan of expand.py"""
+    (_, heads, inner), columns, gpu = x.shape, weight.shape[2], find_gpu(x.device)
+    num_sequences = len(starts) - 1
+    _multiply_rest_kernel[(2 * gpu.units,)](
+        x, weight, out, starts, plan, num_sequences, *x.stride()[:2], *out.stride()[:2], *weight.stride(), HEADS=heads,
+        INNER=inner, COLUMNS=columns, BLOCK_S=sequence_bucket(num_sequences), BLOCK_M=64, BLOCK_N=64, BLOCK_K=64,
+        **gpu.options,
+    )  # fmt: skip
 
 
 def _view_keys(cache: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,10 +236,11 @@ def _merge_values(sums: Sums, weight: Tensor, out: Tensor) -> None:
 
 
 def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor | None, lengths: Tensor,
-            k_scale: Tensor | None, scale: float) -> Sums:  # fmt: skip
+            k_scale: Tensor | None, scale: float, plan: Tensor | None = None) -> Sums:  # fmt: skip
     """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries.
 
     Starts count from an earlier token, the first of them is q's; without, each sequence has as many tokens as others.
+    Sequences of the plan of expand.py are left out, sums of theirs are not written.
     """
     (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
     block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # a product's tiles have 16 at least
@@ -184,17 +257,17 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     else:
         num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
     weights = None
-    sums = torch.empty_like(q) if starts is None else torch.zeros_like(q)  # tokens of no sequence give zeros
+    is_whole = starts is None or plan is not None
+    sums = torch.empty_like(q) if is_whole else torch.zeros_like(q)  # tokens of no sequence give zeros
     if num_splits > 1:
         sums = q.new_empty(num_splits, heads, tokens, rank, dtype=torch.float32)
         weights = q.new_empty(num_splits, heads, tokens, dtype=torch.float32)
     _attend_kernel[(num_tiles, num_splits)](
-        q, q_rope, cache, keys, k_scale, table, starts, lengths, sums, weights, sequences,
-        tokens, num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
-        RANK=rank, ROTATED=rope_dim, ENTRY=cache.shape[-1], KEY_ENTRY=keys.shape[-1], BLOCK_SIZE=cache.shape[1],
-        QUERIES=queries, BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.positions, BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **gpu.options,
+        q, q_rope, cache, keys, k_scale, table, starts, lengths, plan, sums, weights, sequences, tokens, num_splits,
+        scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank,
+        ROTATED=rope_dim, ENTRY=cache.shape[-1], KEY_ENTRY=keys.shape[-1], BLOCK_SIZE=cache.shape[1], QUERIES=queries,
+        BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
+        BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return Sums(sums, weights)
 
@@ -232,15 +305,15 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, keys, k_scale, 
     do_not_specialize=["num_sequences", "num_tokens", "num_splits", "table_stride"],
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
-def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, out, weights, num_sequences, num_tokens,
-                   num_splits, scale, table_stride, q_stride, head_stride, HEADS: tl.constexpr, RANK: tl.constexpr,
-                   ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                   QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan, out, weights, num_sequences,
+                   num_tokens, num_splits, scale, table_stride, q_stride, head_stride, HEADS: tl.constexpr,
+                   RANK: tl.constexpr, ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr,
+                   BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A tile of rows, pairs of token and head, over its context or, with weights fp32[splits, N, T], over a part of it.
 
     q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs. Without starts each
-    sequence has QUERIES tokens. cache and keys: as in _write_kernel.
+    sequence has QUERIES tokens. cache and keys: as in _write_kernel. plan: of expand.py; its sequences are left out.
     """
     if k_scale is not None:
         k_scale = tl.load(k_scale)
@@ -256,6 +329,8 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, out,
         counts = tl.load(starts + sequences + 1, mask=is_sequence, other=0)
         counts -= tl.load(starts + sequences, mask=is_sequence, other=0)
         counts = tl.cdiv(counts * HEADS, BLOCK_M)
+        if plan is not None:
+            counts = tl.where(tl.load(plan + sequences, mask=is_sequence, other=0) < 0, counts, 0)
         tile = tl.sum(counts, 0) - 1 - tl.program_id(0)  # the longest of a sequence first
         if tile < 0:
             return
@@ -350,6 +425,40 @@ def _merge_kernel(parts, weights, out, num_rows, num_splits, RANK: tl.constexpr,
         acc = acc * fade + tl.sum(values * shares[:, None], 0)
         best = higher
     tl.store(out + row * RANK + columns, (acc / total).to(out.dtype.element_ty), mask=columns < RANK)
+
+
+@jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["starts", "plan"])
+def _multiply_rest_kernel(x, weight, out, starts, plan, num_sequences, x_stride, x_head_stride, out_stride,
+                          out_head_stride, weight_stride, inner_stride, column_stride, HEADS: tl.constexpr,
+                          INNER: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
+                          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Tiles of rows of sequences that are not in the plan, x [T, N, INNER] by weight [N, INNER, COLUMNS] -> out; starts
+    count from an earlier token, the first of them is that of x and out."""
+    wait_for_inputs(PDL)
+    sequences = tl.arange(0, BLOCK_S)
+    is_left = tl.load(plan + sequences, mask=sequences < num_sequences, other=0) < 0
+    counts = tl.load(starts + sequences + 1, mask=is_left, other=0) - tl.load(starts + sequences, mask=is_left, other=0)
+    counts = tl.cdiv(counts, BLOCK_M)
+    parts: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    for item in range(tl.program_id(0), tl.sum(counts, 0) * (HEADS * parts), tl.num_programs(0)):
+        sequence, before = find_owner(counts, item // (HEADS * parts))
+        head, part = item // parts % HEADS, item % parts
+        row = (item // (HEADS * parts) - before) * BLOCK_M + tl.arange(0, BLOCK_M)
+        begin = tl.load(starts + sequence)
+        is_row = (begin + row < tl.load(starts + sequence + 1))[:, None]
+        tokens = (begin - tl.load(starts) + row).to(tl.int64)[:, None]
+        columns = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_column = (columns < COLUMNS)[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for first in range(0, INNER, BLOCK_K):
+            inner = first + tl.arange(0, BLOCK_K)
+            rows = tl.load(x + tokens * x_stride + head * x_head_stride + inner[None, :],
+                           mask=is_row & (inner < INNER)[None, :], other=0.0)  # fmt: skip
+            place = weight + head * weight_stride + inner[:, None] * inner_stride + columns[None, :] * column_stride
+            tile = tl.load(place, mask=(inner < INNER)[:, None] & is_column, other=0.0)
+            acc = tl.dot(rows, tile, acc, input_precision="ieee")
+        target = out + tokens * out_stride + head * out_head_stride + columns[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
 @jit(do_not_specialize=["num_tokens"])

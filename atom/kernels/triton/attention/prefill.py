@@ -93,14 +93,14 @@ def _prefill(
     firsts = tl.load(starts + sequences, mask=sequences <= num_sequences, other=num_tokens)
     ends = tl.load(starts + sequences + 1, mask=sequences < num_sequences, other=num_tokens)
     counts = tl.cdiv(ends - firsts, QUERIES)
+    if plan is not None:
+        is_left = tl.load(plan + sequences, mask=sequences <= num_sequences, other=0) < 0
+        counts = tl.where(is_left, counts, 0)
     tile = tl.sum(counts, 0) - 1 - tl.program_id(0)
     if tile < 0:
         return
     owner, before = find_owner(counts, tile)
     sequence = num_decodes + owner
-    behind = 0 if plan is None else tl.load(plan)
-    if sequence < behind:
-        return
     first = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
     length = tl.load(lengths + sequence, mask=sequence < num_sequences, other=0)

@@ -102,8 +102,8 @@ class PagedLatentAttention:
         if num_decodes:
             some, has_few = slice(0, num_queries), num_queries <= FEW_QUERIES
             q = _absorb_few(q_nope[some], weight) if has_few else _absorb(q_nope[some], weight)
-            sequences = table[:num_decodes], None, batch.lengths[:num_decodes]
-            sums = _attend(q, q_rope[some], blocks, *sequences, k_scale, scale)
+            lengths = batch.lengths[:num_decodes]
+            sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, lengths, k_scale, scale)
             if has_few and sums.weights is not None:
                 _merge_values(sums, weight, out[some])
             else:

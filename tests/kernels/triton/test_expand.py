@@ -100,10 +100,10 @@ def test_as_many_heads_are_expanded_at_a_time_as_leave_memory_for_long_contexts(
         assert [head for part in ranges for head in part] == list(range(heads))
         return [len(part) for part in ranges]
 
-    assert sizes(512 << 20, 16, 1 << 20) == [4] * 4, "6.4 of 131,072 positions"
-    assert sizes(512 << 20, 16, 64) == [16]
-    assert sizes(512 << 20, 128, 1 << 20) == [4] * 32
-    assert sizes(512 << 20, 7, 1 << 20) == [1] * 7
+    assert sizes(1 << 30, 16, 1 << 20) == [8] * 2, "10.2 of 163,840 positions"
+    assert sizes(1 << 30, 16, 64) == [16]
+    assert sizes(1 << 30, 128, 1 << 20) == [8] * 16
+    assert sizes(1 << 30, 11, 1 << 20) == [1] * 11
     assert sizes(1, 3, 1 << 20) == [1] * 3
 
 

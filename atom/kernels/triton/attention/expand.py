@@ -20,13 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.attention.common import find_owner, look_up, sequence_bucket, wait_for_inputs
-from atom.kernels.triton.attention.context import MAX_BYTES, PIECE, Unpacked
+from atom.kernels.triton.attention.context import PIECE, Unpacked
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
 TILE = 128  # positions of a sequence that a program expands at a time
-MOST_POSITIONS = 128 << 10  # for which there is memory, where that is enough for a head
-ABSORBED = 3.0  # times as long as an expanded product an absorbed one takes
+MAX_BYTES = 1 << 30  # of what is expanded at a time
+MOST_POSITIONS = 160 << 10  # for which there is memory, where that is enough for a head
+ABSORBED = 1.5  # times as long as an expanded product an absorbed one takes: from 100 queries on it pays
 
 
 @jit(do_not_specialize=["num_sequences", "num_decodes", "table_stride", "capacity"],
@@ -98,7 +99,8 @@ class Expansion:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._memory: dict[tuple[int, int, torch.dtype], Unpacked] = {}  # by shape, for good: graphs hold it
+        self._memory: Tensor | None = None  # for good: graphs hold it
+        self._views: dict[tuple[int, int, int, torch.dtype], Unpacked] = {}  # of it, by shape
 
     def split(self, cache: Tensor, weight: Tensor, rotated: int) -> Iterator[slice]:
         """Heads that are expanded at a time: as many as leave memory for MOST_POSITIONS, and as divide them all.
@@ -119,7 +121,7 @@ class Expansion:
         """
         (heads, rows, rank), gpu, num_sequences = weight.shape, find_gpu(cache.device), len(lengths)
         value, block_size = rows - plain, cache.shape[1]
-        expanded = self._find_memory(cache.device, sequence_bucket(num_sequences), heads, rows + rotated, weight.dtype)
+        expanded = self._find_view(cache.device, sequence_bucket(num_sequences), heads, rows + rotated, weight.dtype)
         _expand[(gpu.units,)](
             cache, keys, k_scale, weight, table, starts, lengths, expanded.blocks, expanded.plan, num_sequences,
             num_decodes, table.stride(0), len(expanded.blocks) * PIECE // TILE, block_size, heads, rank, rotated, plain,
@@ -129,16 +131,19 @@ class Expansion:
         )  # fmt: skip
         return expanded
 
-    def _find_memory(
+    def _find_view(
         self, device: torch.device, num_sequences: int, heads: int, row: int, dtype: torch.dtype
     ) -> Unpacked:
-        tiles = max(self._max_bytes // (TILE * heads * row * dtype.itemsize), 1)
-        key = (heads * row, num_sequences, dtype)
-        if key not in self._memory:
+        size = TILE * heads * row * dtype.itemsize
+        if self._memory is None:
+            self._memory = torch.empty(max(self._max_bytes, size), dtype=torch.uint8, device=device)
+        key = (num_sequences, heads, row, dtype)
+        if key not in self._views:
+            tiles = self._memory.nbytes // size
             count = tiles * TILE // PIECE
-            self._memory[key] = Unpacked(
-                torch.empty((count, PIECE, heads, row), dtype=dtype, device=device),
+            self._views[key] = Unpacked(
+                self._memory[: tiles * size].view(dtype).view(count, PIECE, heads, row),
                 torch.arange(count, dtype=torch.int32, device=device)[None],
                 torch.zeros(num_sequences + 1, dtype=torch.int32, device=device),
             )
-        return self._memory[key]
+        return self._views[key]

@@ -2,8 +2,8 @@
 
     grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
     out = combine(y, weights, order)                            # 1 launch for a batch of decodes
-    rows, order, ends, places = group_pairs(h, ids, None, 128)  # places: of many pairs, the row of each
-    out = combine_rows(y, weights, order, places)               # which is not searched then
+    rows, order, ends, places = group_pairs(h, ids, None, 128)  # places: the row of each pair
+    out = combine_rows(y, weights, places)                      # which is not searched then
 
 The host never learns how many rows an expert has, so that a graph can hold a step.
 """
@@ -33,20 +33,19 @@ def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) 
     return rows, order, ends
 
 
-def group_pairs(
-    x: Tensor, ids: Tensor, first: Tensor | None, experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """group, and of many pairs the row of each, i64[k T], or -1 where its expert is not here."""
+def group_pairs(x: Tensor, ids: Tensor, first: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """group, and the row of each pair, i64[k T], or -1 where its expert is not here."""
     assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
     (pairs, top_k), width, gpu = (ids.numel(), ids.shape[1]), x.shape[1], find_gpu(x.device)
     rows, order, ends = x.new_empty(pairs, width), ids.new_empty(pairs), ids.new_empty(experts)
+    places = ids.new_empty(pairs)
     if pairs <= SEARCHED:
         _group_kernel[(pairs + experts,)](
-            x, ids, first, rows, order, ends, pairs, x.stride(0), EXPERTS=experts, TOP_K=top_k, WIDTH=width,
+            x, ids, first, rows, order, ends, places, pairs, x.stride(0), EXPERTS=experts, TOP_K=top_k, WIDTH=width,
             BLOCK_P=256, BLOCK_W=1024, **gpu.options,
         )  # fmt: skip
-        return rows, order, ends, None
-    blocks, places = -(-pairs // COUNTED), ids.new_empty(pairs)
+        return rows, order, ends, places
+    blocks = -(-pairs // COUNTED)
     counts = ids.new_empty((experts + 1) * blocks, dtype=torch.int32)  # of the pairs of an expert in each block
     _count_kernel[(blocks,)](
         ids, first, counts, pairs, blocks, EXPERTS=experts, BLOCK_E=next_power_of_2(experts + 2), BLOCK_P=COUNTED,
@@ -62,23 +61,12 @@ def group_pairs(
 
 def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """x [k T, H], weights fp32[T, k], order i64[k T] -> [T, H]"""
-    if len(order) <= SEARCHED:
-        return combine_rows(x, weights, order, None)
-    places = order.new_full((len(order) + 1,), -1)
-    return combine_rows(x, weights, order, places.scatter_(0, order, torch.arange(len(order), device=order.device)))
-
-
-def combine_rows(x: Tensor, weights: Tensor, order: Tensor, places: Tensor | None) -> Tensor:
-    """combine; places: the row of each pair, which is searched in order where they are not given"""
+    if len(order) > SEARCHED:
+        places = order.new_full((len(order) + 1,), -1)
+        return combine_rows(x, weights, places.scatter_(0, order, torch.arange(len(order), device=order.device)))
     assert x.stride(1) == 1 and weights.is_contiguous(), "rows have gaps"
     (tokens, top_k), width = weights.shape, x.shape[1]
     out, gpu = x.new_empty(tokens, width), find_gpu(x.device)
-    if places is not None:
-        block_w = min(SUMMED, next_power_of_2(width))
-        _sum_rows_kernel[(tokens * -(-width // block_w),)](
-            x, weights, places, out, x.stride(0), TOP_K=top_k, WIDTH=width, BLOCK_W=block_w, **gpu.options
-        )
-        return out
     block_k = next_power_of_2(top_k)
     block_w = max(64, 4096 // block_k)
     _combine_kernel[(tokens, -(-width // block_w))](
@@ -88,9 +76,20 @@ def combine_rows(x: Tensor, weights: Tensor, order: Tensor, places: Tensor | Non
     return out
 
 
+def combine_rows(x: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """combine; places: the row of each pair, as group_pairs gives it"""
+    assert x.stride(1) == 1 and weights.is_contiguous(), "rows have gaps"
+    (tokens, top_k), width = weights.shape, x.shape[1]
+    out, block_w = x.new_empty(tokens, width), min(SUMMED, next_power_of_2(width))
+    _sum_rows_kernel[(tokens * -(-width // block_w),)](
+        x, weights, places, out, x.stride(0), TOP_K=top_k, WIDTH=width, BLOCK_W=block_w, **find_gpu(x.device).options
+    )
+    return out
+
+
 @jit(do_not_specialize=["pairs"])
-def _group_kernel(x, ids, base, rows, order, ends, pairs, x_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-                  WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
+def _group_kernel(x, ids, base, rows, order, ends, places, pairs, x_stride, EXPERTS: tl.constexpr,
+                  TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """A program for each pair, which counts those before it, and one for each expert, which counts up to its last."""
     wait_for_inputs(PDL)
@@ -107,8 +106,10 @@ def _group_kernel(x, ids, base, rows, order, ends, pairs, x_stride, EXPERTS: tl.
         tl.store(ends + expert, position)
     elif expert >= EXPERTS:
         tl.store(order + position, pairs.to(tl.int64))
+        tl.store(places + pair, tl.full([], -1, tl.int64))
     else:
         tl.store(order + position, pair.to(tl.int64))
+        tl.store(places + pair, position)
         source = x + (pair // TOP_K).to(tl.int64) * x_stride
         target = rows + position * WIDTH
         for first in range(0, WIDTH, BLOCK_W):
@@ -183,12 +184,12 @@ def _combine_kernel(x, weights, order, out, pairs, x_stride, TOP_K: tl.constexpr
     chosen = tl.arange(0, BLOCK_K)
     own = token.to(tl.int64) * TOP_K + chosen
     is_own = chosen < TOP_K
-    rows = tl.zeros([BLOCK_K], tl.int64)
+    found = tl.full([BLOCK_K, BLOCK_P], -1, tl.int32)
     for first in range(0, pairs, BLOCK_P):
         others = first + tl.arange(0, BLOCK_P)
         theirs = tl.load(order + others, mask=others < pairs, other=-1)
-        rows += tl.sum(tl.where(theirs[None, :] == own[:, None], others[None, :] + 1, 0), axis=1)
-    rows -= 1
+        found = tl.where(theirs[None, :] == own[:, None], others[None, :], found)
+    rows = tl.max(found, axis=1).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     is_column = columns < WIDTH
     is_value = (is_own & (rows >= 0))[:, None] & is_column[None, :]
@@ -204,6 +205,7 @@ def _sum_rows_kernel(x, weights, places, out, x_stride, TOP_K: tl.constexpr, WID
     """Some columns of a token. places: the row of each pair, or -1 where its expert is not here
 
     A thread has the same columns of all rows, so that no sum crosses threads, and all rows are on their way at once.
+    Nothing is loaded ahead of the wait: products let the next kernel start before the grouping must have ended.
     """
     wait_for_inputs(PDL)
     tiles: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
@@ -211,9 +213,12 @@ def _sum_rows_kernel(x, weights, places, out, x_stride, TOP_K: tl.constexpr, WID
     columns = tl.program_id(0) % tiles * BLOCK_W + tl.arange(0, BLOCK_W)
     is_column = columns < WIDTH
     total = tl.zeros([BLOCK_W], tl.float32)
+    rows, shares = (), ()
+    for choice in tl.static_range(TOP_K):  # all of them before the first values, which must wait for their row
+        rows += (tl.load(places + token * TOP_K + choice),)  # type: ignore[assignment]
+        shares += (tl.load(weights + token * TOP_K + choice),)  # type: ignore[assignment]
     for choice in tl.static_range(TOP_K):
-        row = tl.load(places + token * TOP_K + choice)
-        share = tl.load(weights + token * TOP_K + choice)
-        values = tl.load(x + row * x_stride + columns, mask=is_column & (row >= 0), other=0.0)
-        total += values.to(tl.float32) * share
+        is_value = is_column & (rows[choice] >= 0)
+        values = tl.load(x + rows[choice] * x_stride + columns, mask=is_value, other=0.0)
+        total += values.to(tl.float32) * shares[choice]
     tl.store(out + token * WIDTH + columns, total.to(out.dtype.element_ty), mask=is_column)

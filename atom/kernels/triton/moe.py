@@ -94,9 +94,9 @@ class Experts:
     ) -> Tensor:  # fmt: skip
         """experts with tokens grouped by expert."""
         (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
-        rows, order, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
+        rows, _, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
         m = self.multiply(rows, gate_up, ends, gate_up_bias, kind, limit, alpha)
-        return combine_rows(self.multiply(m, down, ends, down_bias), weights, order, places)
+        return combine_rows(self.multiply(m, down, ends, down_bias), weights, places)
 
 
 def describe(x: Tensor, weight: Weight, kind: str | None = None) -> Shape:
@@ -155,10 +155,10 @@ def multiply_many_packed(
     from atom.kernels.triton import grouped_packed_hopper  # imports what only NVIDIA's GPUs need
 
     (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
-    rows, order, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
+    rows, _, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
     plan = grouped_packed_hopper.plan_tiles(ends, len(rows))
     m = grouped_packed_hopper.multiply(rows, gate_up, plan, gate_up_bias, kind, limit, alpha)
-    return combine_rows(grouped_packed_hopper.multiply(m, down, plan, down_bias), weights, order, places)
+    return combine_rows(grouped_packed_hopper.multiply(m, down, plan, down_bias), weights, places)
 
 
 def multiply_in_fp8(
@@ -174,4 +174,4 @@ def multiply_in_fp8(
     plan, gate = grouped_hopper.plan_fp8(ends, len(rows)), grouped_hopper.gate_of(kind, limit, alpha)
     m = grouped_hopper.multiply_fp8(rows.view(FP8), tokens.scales, gate_up, plan, gate, order, ids.shape[1])
     values, scales, *_ = quantize_rows(m, SPAN, FP8, is_shuffled=True)
-    return combine_rows(grouped_hopper.multiply_fp8(values[: len(m)], scales, down, plan), weights, order, places)
+    return combine_rows(grouped_hopper.multiply_fp8(values[: len(m)], scales, down, plan), weights, places)

@@ -218,8 +218,11 @@ def _merge(sums: Sums, dtype: torch.dtype) -> Tensor:
         return sums.parts
     (num_splits, heads, tokens, rank), gpu = sums.parts.shape, find_gpu(sums.parts.device)
     merged = torch.empty(heads, tokens, rank, dtype=dtype, device=sums.parts.device)
-    _merge_kernel[(heads * tokens, -(-rank // 128))](
-        *sums, merged, heads * tokens, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16, **gpu.options,
+    block_s = min(16, next_power_of_2(num_splits))
+    block_r, block_l = max(1, 8 // block_s), min(512, next_power_of_2(rank))
+    _merge_kernel[(-(-heads * tokens // block_r), -(-rank // block_l))](
+        *sums, merged, heads * tokens, num_splits, RANK=rank, BLOCK_R=block_r, BLOCK_L=block_l, BLOCK_S=block_s,
+        num_warps=4, **gpu.options,
     )  # fmt: skip
     return merged
 
@@ -403,28 +406,42 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan
 
 
 @jit(do_not_specialize=["num_rows", "num_splits"])
-def _merge_kernel(parts, weights, out, num_rows, num_splits, RANK: tl.constexpr, BLOCK_L: tl.constexpr,
-                  BLOCK_S: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Some columns of a row of parts fp32[splits, rows, L], by their weights in log2 fp32[splits, rows] -> [rows, L]"""
+def _merge_kernel(parts, weights, out, num_rows, num_splits, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+                  BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some columns of rows of parts fp32[splits, rows, L], by their weights in log2 fp32[splits, rows] -> [rows, L]
+
+    A thread has the same columns of BLOCK_S parts, so that no sum crosses threads, and these are on their way at once.
+    """
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    best = tl.full([1], NOTHING, tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([BLOCK_L], tl.float32)
+    is_row, is_column = rows < num_rows, (columns < RANK)[None, :]
+    best = tl.full([BLOCK_R], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_L], tl.float32)
     for first in range(0, num_splits, BLOCK_S):
-        splits = first + tl.arange(0, BLOCK_S)
-        places = splits * num_rows + row
-        weight = tl.load(weights + places, mask=splits < num_splits, other=NOTHING)
-        is_part = (weight > NOTHING)[:, None] & (columns < RANK)[None, :]
-        values = tl.load(parts + places[:, None] * RANK + columns[None, :], mask=is_part, other=0.0)
-        higher = tl.maximum(best, tl.max(weight))
-        shares = tl.exp2(weight - higher)
+        logs, values = (), ()
+        higher = best
+        for number in tl.static_range(BLOCK_S):
+            split = first + number
+            log = tl.load(weights + split * num_rows + rows, mask=is_row & (split < num_splits), other=NOTHING)
+            logs += (log,)  # type: ignore[assignment]
+        for number in tl.static_range(BLOCK_S):
+            places = (first + number) * num_rows + rows
+            is_part = (logs[number] > NOTHING)[:, None] & is_column
+            each = tl.load(parts + places[:, None] * RANK + columns[None, :], mask=is_part, other=0.0)
+            values += (each,)  # type: ignore[assignment]
+            higher = tl.maximum(higher, logs[number])
         fade = tl.exp2(best - higher)
-        total = total * fade + tl.sum(shares)
-        acc = acc * fade + tl.sum(values * shares[:, None], 0)
+        total *= fade
+        acc *= fade[:, None]
+        for number in tl.static_range(BLOCK_S):
+            share = tl.exp2(logs[number] - higher)
+            total += share
+            acc += values[number] * share[:, None]
         best = higher
-    tl.store(out + row * RANK + columns, (acc / total).to(out.dtype.element_ty), mask=columns < RANK)
+    merged = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * RANK + columns[None, :], merged, mask=is_row[:, None] & is_column)
 
 
 @jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["starts", "plan"])

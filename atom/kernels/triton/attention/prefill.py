@@ -82,33 +82,57 @@ def _prefill(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile: BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
+    """Tiles of BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
 
-    Tokens behind the last sequence are one more, which sees nothing and gives zeros. plan: of context.py; sequences
-    that are unpacked are left out.
+    Tokens behind the last sequence are one more, which sees nothing and gives zeros. Without a plan a program has one
+    tile. plan: of context.py; few programs share the tiles of sequences that are not unpacked, since mostly all are.
     """
     wait_for_inputs(PDL)
-    QUERIES: tl.constexpr = BLOCK_M // GROUP
     sequences = num_decodes + tl.arange(0, BLOCK_S)
     firsts = tl.load(starts + sequences, mask=sequences <= num_sequences, other=num_tokens)
     ends = tl.load(starts + sequences + 1, mask=sequences < num_sequences, other=num_tokens)
-    counts = tl.cdiv(ends - firsts, QUERIES)
-    if plan is not None:
+    counts = tl.cdiv(ends - firsts, BLOCK_M // GROUP)
+    if plan is None:
+        tile = tl.sum(counts, 0) - 1 - tl.program_id(0)
+        if tile < 0:
+            return
+        owner, before = find_owner(counts, tile)
+        _attend_tile(
+            q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, table_stride,
+            q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW, BLOCK_SIZE, HEADS,
+            GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    else:
         is_left = tl.load(plan + sequences, mask=sequences <= num_sequences, other=0) < 0
         counts = tl.where(is_left, counts, 0)
-    tile = tl.sum(counts, 0) - 1 - tl.program_id(0)
-    if tile < 0:
-        return
-    owner, before = find_owner(counts, tile)
-    sequence = num_decodes + owner
+        num_tiles = tl.sum(counts, 0)
+        for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            tile = num_tiles - 1 - number
+            owner, before = find_owner(counts, tile)
+            _attend_tile(
+                q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, table_stride,
+                q_stride, num_decodes + owner, tile - before, tl.program_id(1), SCALE, SOFTCAP, WINDOW, BLOCK_SIZE,
+                HEADS, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+
+
+@jit
+def _attend_tile(
+    q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, table_stride, q_stride,
+    sequence, tile, head, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of a sequence's queries."""
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    place = tile * QUERIES  # of its first query in the sequence
     first = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
     length = tl.load(lengths + sequence, mask=sequence < num_sequences, other=0)
     context = length - (end - first)
 
-    head, columns = tl.program_id(1), tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, BLOCK_M)
-    place = (tile - before) * QUERIES  # of the tile's first query in its sequence
     tokens = first + place + rows // GROUP
     heads = head * GROUP + rows % GROUP
     is_row = (rows < QUERIES * GROUP) & (tokens < end)
@@ -176,6 +200,8 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     rows = max(rows, next_power_of_2(group))
     num_prefills = num_sequences - num_decodes
     num_tiles = (num_tokens - num_decodes) // (rows // group) + num_prefills + 1
+    if plan is not None:
+        num_tiles = min(num_tiles, -(-2 * gpu.units // kv_heads))
     _prefill[(num_tiles, kv_heads)](
         q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
         table.stride(0), q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim,

@@ -45,9 +45,10 @@ def _multiply_fp8(x: QuantizedRows, weight: PackedWeight) -> Tensor:
             output_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
     else:
-        padded = F.pad(scales, (0, -scales.shape[1] % 4))  # as the library wants it, and as all known models have it
+        if scales.shape[1] % 4:  # the library wants it so, as most models have it; to pad by nothing is a copy
+            scales = F.pad(scales, (0, -scales.shape[1] % 4))
         y = F.scaled_mm(
-            x.values, values.t(), x.scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
+            x.values, values.t(), x.scales, F.ScalingType.BlockWise1x128, scales.t(), F.ScalingType.BlockWise128x128,
             output_dtype=dtype,
         )  # fmt: skip
     return y[: x.rows]

@@ -25,6 +25,8 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
 FP8 = torch.float8_e4m3fn
+# of many rows that are short, a program quantizes some, since to start one takes longer than a row
+MANY_ROWS, SHORT, TOGETHER = 4096, 2048, 4  # rows, their columns, rows of a program
 
 
 class QuantizedRows(NamedTuple):
@@ -69,8 +71,12 @@ def quantize_rows(
     x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
 ) -> QuantizedRows:
     """x [T, I], at_least so many rows made of it. is_shuffled: as hopper/shuffle.py says"""
-    made = _empty_rows(x, x.shape[1], span, dtype, at_least, is_shuffled)
-    _quantize_kernel[(len(made.values),)](x, *_given(made, x.shape[1], span, x.stride(0)), **_options(x, x.shape[1]))
+    inner = x.shape[1]
+    made = _empty_rows(x, inner, span, dtype, at_least, is_shuffled)
+    block_r = TOGETHER if len(x) >= MANY_ROWS and inner <= SHORT else 1
+    _quantize_kernel[(len(made.values) // block_r,)](
+        x, *_given(made, inner, span, x.stride(0)), BLOCK_R=block_r, **_options(x, inner * block_r)
+    )
     return made
 
 
@@ -158,21 +164,22 @@ def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, L
 
 
 @jit
-def _places(INNER: tl.constexpr, SPAN: tl.constexpr):
-    """The columns of a row by span, and which of them are there."""
+def _places(INNER: tl.constexpr, SPAN: tl.constexpr, BLOCK_R: tl.constexpr = 1):
+    """The columns of BLOCK_R rows by span, and which of them are there."""
     WIDTH: tl.constexpr = triton.next_power_of_2(SPAN)
     NUM: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, SPAN))
     place = tl.arange(0, WIDTH)[None, :]
-    column = tl.arange(0, NUM)[:, None] * SPAN + place
+    column = (tl.arange(0, BLOCK_R * NUM) % NUM)[:, None] * SPAN + place
     return column, (place < SPAN) & (column < INNER)
 
 
 @jit
 def _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
                      IS_SHUFFLED: tl.constexpr):  # fmt: skip
-    """Quantize a row, fp32 by span, and store it."""
-    NUM: tl.constexpr = x.shape[0]
+    """Quantize rows from this one on, fp32 by span, and store them."""
+    SPANS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
+    NUM: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, SPAN))  # of a row
     LARGEST: tl.constexpr = 127.0 if q_ptr.dtype.element_ty == tl.int8 else 448.0
     scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) / LARGEST  # as DeepSeek-V3 clamps it
     scale += tl.sum(x * 0.0, axis=1)  # NaN where x has one, or an inf, which numbers of 8 bits do not keep
@@ -180,22 +187,24 @@ def _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INN
     if q_ptr.dtype.element_ty == tl.int8:
         scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, of two the even one
     if IS_SHUFFLED:  # as hopper/shuffle.py has the columns of weights
-        scaled = scaled.reshape([NUM, WIDTH // 64, 4, 2, 4, 2]).permute((0, 1, 4, 2, 5, 3)).reshape([NUM, WIDTH])
-    tl.store(q_ptr + row * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)
-    index = tl.arange(0, NUM)
-    tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)
+        scaled = scaled.reshape([SPANS, WIDTH // 64, 4, 2, 4, 2]).permute((0, 1, 4, 2, 5, 3)).reshape([SPANS, WIDTH])
+    rows, index = row + tl.arange(0, SPANS) // NUM, tl.arange(0, SPANS) % NUM
+    tl.store(q_ptr + rows[:, None] * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(scales_ptr + index * scales_stride + rows, scale, mask=index * SPAN < INNER)
 
 
 @jit(do_not_specialize=["rows", "scales_stride"])
 def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
-                     IS_SHUFFLED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A row; those beyond the end become zeros."""
+                     IS_SHUFFLED: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BLOCK_R rows; those beyond the end become zeros."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    column, mask = _places(INNER, SPAN)
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask & (row < rows), other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R
+    column, mask = _places(INNER, SPAN, BLOCK_R)
+    own = row + tl.arange(0, column.shape[0]) // (column.shape[0] // BLOCK_R)
+    is_there = mask & (own < rows)[:, None]
+    x = tl.load(x_ptr + own[:, None] * x_stride + column, mask=is_there, other=0.0).to(tl.float32)
     _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)
 
 

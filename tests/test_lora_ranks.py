@@ -27,7 +27,7 @@ MLA = ["q_proj", "kv_a_proj_with_mqa", "o_proj"]
 MIXTURE = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "level", "divided", "fields"),
     [

@@ -74,6 +74,7 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(decodes, prefills, splits, 
     check(make_latent_case(decodes, prefills, heads=3), triton_device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("decodes", [[1], [5, 70], [200, 0, 3, 33]])
 def test_few_queries_are_multiplied_by_kernels_of_their_own(decodes, splits, monkeypatch, triton_device):
     def run(few: int) -> torch.Tensor:
@@ -108,7 +109,7 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
     check(make_latent_case([40 * 32, 300]), triton_device, scale=3.0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("behind", [[], [(9, 12)]])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (4, 7), (2, 16), (3, 20)])
 def test_leading_sequences_of_several_queries_each(query_len, heads, behind, splits, triton_device):

@@ -71,7 +71,7 @@ EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max
             "enable_prefix_caching": True}  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
 )
@@ -91,12 +91,11 @@ def test_ranks_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
         ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
-        (
+        pytest.param(
             "qwen3_moe",
             {
                 "parallel.data": 2,
@@ -104,9 +103,10 @@ def test_ranks_generate_the_tokens_of_the_reference(
                 "enable_expert_parallel": True,
                 "parallel.dispatch": "dispatch",
             },
+            marks=pytest.mark.slow,
         ),
         ("deepseek_v3", {"parallel.data": 3}),
-        ("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}),
+        pytest.param("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_groups_generate_the_tokens_of_the_reference(
@@ -232,19 +232,27 @@ def test_each_rank_writes_a_trace_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("name", "divided"),
+    ("number", "name", "divided"),
     [
-        ("llama", {"tensor_parallel_size": 2}),
-        pytest.param("llama", {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param("llama_three_groups", {"tensor_parallel_size": 3}, marks=pytest.mark.slow),
+        (signal.SIGKILL, "llama", {"tensor_parallel_size": 2}),
+        (signal.SIGSTOP, "llama", {"pipeline_parallel_size": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (signal.SIGKILL, "llama", {"pipeline_parallel_size": 2}),
+                (signal.SIGKILL, "llama_three_groups", {"tensor_parallel_size": 3}),
+                (signal.SIGSTOP, "llama", {"tensor_parallel_size": 2}),
+                (signal.SIGSTOP, "llama_three_groups", {"tensor_parallel_size": 3}),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has been silent")])
 def test_a_rank_that_dies_or_stops_ends_the_engine(
-    number: signal.Signals, reason: str, name: str, divided: dict[str, int], open_engine: Open
+    number: signal.Signals, name: str, divided: dict[str, int], open_engine: Open
 ):
     engine = open_engine(name, **divided)
     engine.generate([[1, 2, 3]], GREEDY)
+    reason = "has ended" if number == signal.SIGKILL else "has been silent"
     assert_ends_by_a_signal(engine, number, reason, within=20)
 
 

@@ -64,18 +64,22 @@ def assert_drawn_from(expected: list[float], tokens: list[int]) -> None:
     assert torch.special.gammaincc(torch.tensor(degrees / 2).double(), torch.tensor(statistic / 2).double()) > 1e-4
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "params",
     [
-        {},
-        {"temperature": 0.6},
         {"temperature": 5.0},
-        {"top_k": 4},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
         {"temperature": 1.5, "min_p": 0.05, "top_k": 6, "top_p": 0.8},
-        {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+        *(
+            pytest.param(params, marks=pytest.mark.slow)
+            for params in (
+                {},
+                {"temperature": 0.6},
+                {"top_k": 4},
+                {"top_p": 0.7},
+                {"min_p": 0.1},
+                {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+            )
+        ),
     ],
     ids=str,
 )

@@ -210,9 +210,11 @@ def run_line(line: str, here: Path) -> None:
     if "recipe=qwen3_30b_a3b_fp8" in words or "+recipe=laptop" in words:  # their checkpoints are on the hub
         words += [f"checkpoint={here.parent}/mixture", "device=cpu", "serve.max_model_len=4096"]
     words = [word for word in words if not word.startswith(("hydra.sweeper.", "hydra.launcher."))]
-    if "-m" in words:  # of many choices for a field the first and the last
+    if "-m" in words:  # of many choices for the first field the first and the last
         words = [re.sub(r"^([\w.]+=[^,({\[]+),.*,([^,)}\]]+)$", r"\1,\2", word) for word in words]
         words = [re.sub(r"^([\w.]+)=range\((\d+),.*\)$", r"\1=\2", word) for word in words]
+        _, *further = [word for word in words if re.match(r"[\w.]+=[^,({\[]+,", word)] or [""]
+        words = [word.partition(",")[0] if word in further else word for word in words]  # of further fields the first
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(sys, "stdin", io.StringIO(" ".join(before[0][1:]) if before else "Hello!"))
         patch.setattr("atom.config.resolve.find_device", lambda: "cuda" if "tune=true" in words else "cpu")

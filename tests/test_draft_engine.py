@@ -151,7 +151,7 @@ LIMITS = {"roomy": {}, "eventful": EVENTFUL, "busy": BUSY}
 METHODS = ["mtp_deepseek_v3", "eagle3_qwen3", "draft_llama"]  # with all limits, and each number of steps ahead in one
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "limits", "run_ahead"),
     [
@@ -182,7 +182,7 @@ def test_tokens_are_those_of_none(
     engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -217,7 +217,7 @@ def test_ranks_groups_and_stages_draft_alike(
     engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("name", ["mtp_glm4_moe", "eagle3_d2t", "draft_llama"])
 def test_padded_steps_give_the_tokens_of_none(

@@ -111,10 +111,11 @@ def test_an_embedding_that_is_aborted_on_its_way_frees_its_blocks_and_leaves_the
 
 @pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"parallel.tensor": 2, "parallel.data": 2}])
 def test_ranks_give_what_the_reference_gives(
-    divided: dict[str, Any], open_engine: Open, references: Callable[[str], Any]
+    divided: dict[str, Any], open_engine: Open, references: Callable[[str], Any], thread_ranks: list[ThreadRanks]
 ):
     engine = pooling_engine(open_engine, "qwen3_moe", "MEAN", **divided)
     assert_near(embed(engine, "MEAN"), references("qwen3_moe"), "MEAN")
+    assert len(thread_ranks) == 1
 
 
 @pytest.mark.parametrize(

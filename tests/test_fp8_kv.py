@@ -120,7 +120,7 @@ def open_engine() -> Iterator[Open]:
         engine.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_a_cache_that_rounds(
@@ -133,6 +133,7 @@ def test_logits_are_those_of_a_cache_that_rounds(
     assert relative_error(rounded_logits(model, tokens), tiny.logits(model, tokens)) > 1e-3, "rounding is seen"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", ["llama", "qwen3_window", "deepseek_v3"])
 def test_prefix_hits_chunks_and_preemptions_change_nothing(

@@ -59,6 +59,7 @@ def paths(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_another_engine_reads_what_one_has_written(name: str, open_engine: Open, tmp_path: Path):
     expected = talk(open_engine(name, **SIZES, num_kvcache_blocks=200))

@@ -229,6 +229,7 @@ def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Pa
     assert line() == f"atom-run: kv scales: {has}; 1.0 is used"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
 def test_several_ranks_measure_what_one_does(
     layout: str, checkpoint: Path, thread_ranks: list[ThreadRanks], capsys: pytest.CaptureFixture[str]

@@ -27,23 +27,24 @@ MLA = ["q_proj", "kv_a_proj_with_mqa", "o_proj"]
 MIXTURE = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "level", "divided", "fields"),
     [
-        ("llama", 0, {"tensor_parallel_size": 2}, {}),
-        ("llama", 1, {"tensor_parallel_size": 4}, {"use_rslora": True, "r": 3}),  # each of 2 kv heads on 2 ranks
-        ("llama_biases", 1, {"tensor_parallel_size": 2}, {}),
         ("llama_three_groups", 1, {"tensor_parallel_size": 3}, {}),  # a width of 80 is filled up
         ("qwen3", 1, {"tensor_parallel_size": 2}, {"rank_pattern": {"q_proj": 2, r".*\.1\.mlp\.down_proj": 7}}),
-        ("phi3", 0, {"tensor_parallel_size": 2}, {}),
-        ("phi3", 1, {"tensor_parallel_size": 2}, {}),
-        ("olmo2", 1, {"tensor_parallel_size": 2}, {}),
-        ("deepseek_v2", 1, {"tensor_parallel_size": 2}, {"target_modules": MLA}),
-        ("qwen2_moe", 1, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, {}),
         ("qwen3_moe", 1, {"parallel.data": 2, "parallel.experts": 2}, MIXTURE),
         ("llama_tied", 1, {"pipeline_parallel_size": 2}, {}),
-        ("qwen3_moe", 0, {"parallel.pipeline": 3, "tensor_parallel_size": 2}, MIXTURE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("llama", 0, {"tensor_parallel_size": 2}, {}),
+            ("llama", 1, {"tensor_parallel_size": 4}, {"use_rslora": True, "r": 3}),  # each of 2 kv heads on 2 ranks
+            ("llama_biases", 1, {"tensor_parallel_size": 2}, {}),
+            ("phi3", 0, {"tensor_parallel_size": 2}, {}),
+            ("phi3", 1, {"tensor_parallel_size": 2}, {}),
+            ("olmo2", 1, {"tensor_parallel_size": 2}, {}),
+            ("deepseek_v2", 1, {"tensor_parallel_size": 2}, {"target_modules": MLA}),
+            ("qwen2_moe", 1, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, {}),
+            ("qwen3_moe", 0, {"parallel.pipeline": 3, "tensor_parallel_size": 2}, MIXTURE),
+        )),
     ],
 )  # fmt: skip
 def test_ranks_generate_the_tokens_of_peft(

@@ -284,7 +284,7 @@ def open_engine(folder: Path, level: int, **options: Any) -> LLMEngine:
     return LLMEngine(model=str(folder), dtype="fp32", level=level, kv_cache_memory=1 << 22, **options)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("variant", "layout", "level"),
     [
@@ -316,7 +316,7 @@ RANKS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel_size": 2}, "tp4": {
                                    "tp4 ep2": {"parallel.tensor": 4, "parallel.experts": 2}}  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("variant", "layout", "ranks"),
     [

@@ -71,7 +71,7 @@ EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max
             "enable_prefix_caching": True}  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
 )
@@ -95,7 +95,7 @@ def test_ranks_generate_the_tokens_of_the_reference(
     ("name", "fields"),
     [
         ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
-        (
+        pytest.param(
             "qwen3_moe",
             {
                 "parallel.data": 2,
@@ -103,9 +103,10 @@ def test_ranks_generate_the_tokens_of_the_reference(
                 "enable_expert_parallel": True,
                 "parallel.dispatch": "dispatch",
             },
+            marks=pytest.mark.slow,
         ),
         ("deepseek_v3", {"parallel.data": 3}),
-        ("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}),
+        pytest.param("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_groups_generate_the_tokens_of_the_reference(
@@ -179,6 +180,7 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02, seed=7, max_toke
 SCORED = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=2, logit_bias={3: 2.0}, min_tokens=3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "divided",
     [
@@ -200,7 +202,7 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
     assert rank_processes() == []
 
 
-@pytest.mark.parametrize("folder", ["traces", "none"])
+@pytest.mark.parametrize("folder", ["traces", pytest.param("none", marks=pytest.mark.slow)])
 def test_each_rank_writes_a_trace_of_its_own(
     folder: str, open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -229,21 +231,28 @@ def test_each_rank_writes_a_trace_of_its_own(
         assert names.count("atom::norm_rope_write") >= 3 * GREEDY.max_tokens, "of each layer and step"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("name", "divided"),
+    ("number", "name", "divided"),
     [
-        ("llama", {"tensor_parallel_size": 2}),
-        ("llama", {"pipeline_parallel_size": 2}),
-        ("llama_three_groups", {"tensor_parallel_size": 3}),
+        (signal.SIGKILL, "llama", {"tensor_parallel_size": 2}),
+        (signal.SIGSTOP, "llama", {"pipeline_parallel_size": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (signal.SIGKILL, "llama", {"pipeline_parallel_size": 2}),
+                (signal.SIGKILL, "llama_three_groups", {"tensor_parallel_size": 3}),
+                (signal.SIGSTOP, "llama", {"tensor_parallel_size": 2}),
+                (signal.SIGSTOP, "llama_three_groups", {"tensor_parallel_size": 3}),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has been silent")])
 def test_a_rank_that_dies_or_stops_ends_the_engine(
-    number: signal.Signals, reason: str, name: str, divided: dict[str, int], open_engine: Open
+    number: signal.Signals, name: str, divided: dict[str, int], open_engine: Open
 ):
     engine = open_engine(name, **divided)
     engine.generate([[1, 2, 3]], GREEDY)
+    reason = "has ended" if number == signal.SIGKILL else "has been silent"
     assert_ends_by_a_signal(engine, number, reason, within=20)
 
 
@@ -423,7 +432,7 @@ def even_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize(
     "fields", [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 4}]

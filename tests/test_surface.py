@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import re
@@ -229,6 +230,11 @@ kernels.peers.__init__ kernels.registry kernels.step kernels.triton.__init__ plu
 """
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def test_the_names_that_atom_exports():
     assert sorted(atom.__all__) == PUBLIC.split()
     assert set(atom.__all__) <= set(dir(atom))
@@ -316,7 +322,7 @@ def test_what_the_sources_import_is_what_they_depend_on():
     names = {
         name.split(".")[0]
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or "atom"])
     }
@@ -378,7 +384,7 @@ def unit(module: str, units: set[str]) -> str | None:
 
 def imports(path: Path) -> Iterator[str]:
     """Modules of atom that a file imports anywhere in it, without the leading atom."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module == "atom":
             yield from (alias.name for alias in node.names if alias.name not in atom.__all__)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("atom."):
@@ -404,7 +410,7 @@ def test_imports_go_down_only(path: Path):
 def test_only_these_are_imported_in_functions():
     found, importers = set(), set()
     for path in SOURCES:
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         inner = [node for each in ast.walk(tree) if isinstance(each, FUNCTIONS) for node in ast.walk(each)]
         for node in inner:
             if isinstance(node, ast.Import):
@@ -426,14 +432,14 @@ def test_benchmarks_take_of_atom_only_what_is_measured():
 
 @pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_begins_with_a_short_line_that_says_what_it_does(path: Path):
-    first, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")
+    first, _, rest = (ast.get_docstring(parsed(path)) or "").partition("\n")
     assert 2 <= len(first.split()) <= 14, f"{path}: {first!r}"
     assert not rest or rest.startswith("\n"), f"{path}: a blank line belongs behind the first one"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_state_is_global_and_no_data_is_code(path: Path):
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path)))
     written = [node.target for node in nodes if isinstance(node, ast.AugAssign)]  # `os.environ |= …` reads nothing
     for node in nodes:
         assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: global"

@@ -88,6 +88,7 @@ def test_a_command_answers_and_says_what_was_wrong_once(checkpoints: Any, tmp_pa
     assert [line for line in bad.stderr.splitlines() if "nosuch" in line] == bad.stderr.splitlines()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("module", "flags"),
     [("atom.cli", "{key}={value}"), ("atom.entrypoints.openai_server", "--set {key}={value}")],

@@ -1,14 +1,47 @@
-"""Compile for NVIDIA's Hopper where there is no GPU, in a process of its own."""
+"""Programs that have Triton compile where there is no GPU, each in a process of its own, without Triton's interpreter.
+
+done = run_program(PROGRAM, "sm_90", TRITON_CACHE_DIR=str(tmp_path))     # done.stdout
+done = compile_for_hopper(PROGRAM)                                       # which calls use_hopper; it must succeed
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+
+ROOT = Path(__file__).parents[2]
+FORKS = """
+import json, os, sys, traceback
+import torch, triton.compiler  # takes longer than most programs
+
+for line in sys.stdin:
+    told = json.loads(line)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, told["out"], os.O_WRONLY), (2, told["err"], os.O_WRONLY)):
+                os.dup2(os.open(name, flags), number)
+            os.environ.clear()
+            os.environ.update(told["environment"])
+            sys.argv, sys.path[:0] = told["argv"], told["path"]
+            with open(told["argv"][0]) as file:
+                exec(compile(file.read(), told["argv"][0], "exec"), {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
 
 
 class _Driver:
@@ -27,12 +60,33 @@ def use_hopper() -> None:
     triton.runtime.driver.set_active(_Driver())
 
 
-def compile_for_hopper(program: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program, which calls `use_hopper`, without Triton's interpreter; it must succeed."""
-    root = Path(__file__).parents[2]
+@functools.cache
+def start_forks() -> subprocess.Popen[str]:
+    """The process that programs are forks of, one for all tests: it has imported torch, and ends with this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", FORKS]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def run_program(program: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the text of a program in the root of the checkout, with modules from there and from tests/."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    environment["PYTHONPATH"] = os.pathsep.join((str(root), str(root / "tests"), environment.get("PYTHONPATH", "")))
-    command = [sys.executable, "-c", program, *args]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=400)
+    with tempfile.TemporaryDirectory() as folder:
+        file, out, err = (Path(folder, name) for name in ("program.py", "out", "err"))
+        for path, text in ((file, program), (out, ""), (err, "")):
+            path.write_text(text)
+        told = {"argv": [str(file), *args], "path": [str(ROOT), str(ROOT / "tests")], "environment": environment}
+        forks = start_forks()
+        assert forks.stdin is not None and forks.stdout is not None
+        print(json.dumps(told | {"out": str(out), "err": str(err)}), file=forks.stdin, flush=True)
+        code = int(forks.stdout.readline())
+        return subprocess.CompletedProcess(told["argv"], code, out.read_text(), err.read_text())
+
+
+def compile_for_hopper(program: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program, which calls `use_hopper`; it must succeed."""
+    done = run_program(program, *args, **variables)
     assert done.returncode == 0, done.stderr
     return done

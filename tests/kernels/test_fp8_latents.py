@@ -85,7 +85,7 @@ def check(kernels: Kernels, case: LatentCase, scale: float | None = 0.7) -> None
     assert_equal(run(kernels, case, scale), expected(case, scale))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("heads", "rank", "rotated", "plain", "value", "block_size"), [
     (1, 18, 8, 12, 10, 16), (4, 11, 6, 1, 1, 1), (3, 1, 2, 7, 9, 3), (20, 36, 10, 12, 12, 16),

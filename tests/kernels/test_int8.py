@@ -51,6 +51,7 @@ def run(x: Tensor, weight: LaidOut, bias: Tensor | None = None) -> Tensor:
     return made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("out", "inner"), [(200, 192), (17, 34), (1, 2), (48, 61), (33, 700)])
 @pytest.mark.parametrize("rows", [33, 70, 1100])

@@ -132,6 +132,7 @@ def pack(shape: BatchShape, rows: list[Row], num_decodes: int) -> Tensor:
     return packed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("num_kinds", [1, 3])
 @pytest.mark.parametrize("num_padding", [0, 3])
@@ -154,6 +155,7 @@ def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int
     assert inputs.slots[:, padding].tolist() == [[0] * num_padding] * num_kinds, "they write to block 0"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize(("num_drafts", "num_kept"), [(1, 1), (3, 3), (3, 5)])
 def test_decodes_with_drafts(place: Place, block_size: int, num_drafts: int, num_kept: int):

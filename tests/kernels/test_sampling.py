@@ -63,6 +63,7 @@ def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul(3).to(dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("vocab", [1, 64, 65, 129])
 def test_greedy_takes_the_lowest_id_among_equals(place: Place, vocab: int, dtype: torch.dtype):

@@ -30,6 +30,7 @@ def histories(chance: random.Random) -> list[list[int]]:
     return [*made, [7, 8, 9, *range(10, 3000), 7, 8, 9]]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 4), (2, 4), (3, 16)])
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 def test_what_is_looked_up_is_what_the_host_finds(place: Place, min_n: int, max_n: int, num_drafts: int):
@@ -139,7 +140,7 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
     assert num_accepted or num_rows < 100
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "params", "most"),
     [("random", {}, 61.1), ("filtered", {"top_k": 8}, 24.3), ("filtered", {"top_p": 0.8}, 61.1)],

@@ -53,6 +53,7 @@ def run(op: ops.Op, *args: object) -> torch.Tensor:
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):

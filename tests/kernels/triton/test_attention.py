@@ -15,6 +15,7 @@ def run(case: Case, device: str, attend: PagedAttention | None = None, **attribu
     return (attend or PagedAttention())(*move(case, device), **attributes).cpu()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "group", "block_size"),
     [(8, 1, 1, 16), (20, 2, 3, 3), (64, 1, 8, 16), (80, 3, 2, 1), (96, 1, 1, 32), (128, 2, 4, 16), (256, 1, 5, 16)],
@@ -27,6 +28,7 @@ def test_decodes_and_prefills_equal_the_reference(triton_device, dim, kv_heads, 
     assert_equal(run(case, triton_device, scale=0.1), reference(case, scale=0.1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 37])
@@ -44,6 +46,7 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(triton_device, window):
     assert_equal(run(case, triton_device, scale=0.3, window=window), reference(case, scale=0.3, window=window))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (50, 1.5, True)])
 @pytest.mark.parametrize("lengths", [[70, 1, 40], [17], [15, 16, 16, 33]])
 def test_sequences_cut_in_parts_equal_the_reference_each_time(triton_device, lengths, window, softcap, has_sinks):
@@ -127,7 +130,7 @@ def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(triton_device):
         assert_equal(run(chunk, triton_device, scale=0.3, window=40), expected[first:last])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parameters", [None, SMALL_PARTS], ids=["whole", "parts"])
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (17, 1.5, True), (2, None, False)])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 6), (4, 2), (4, 12), (7, 14)])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from kernels.compiling import run_program
 from torch import Tensor
 
 from atom.errors import PassError
@@ -418,16 +417,11 @@ for text in Path(folder, "texts").read_text().split("\\n\\n"):
 """
 
 
-def test_gpus_of_two_vendors_get_binaries_that_round_each_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In a process of its own, without the interpreter, and without a GPU."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+def test_gpus_of_two_vendors_get_binaries_that_round_each_result(tmp_path: Path):
     names = ("the start of a model", "a norm of every head", "heads that turn, and a rest that does not",
              "a sum of what was gated")  # fmt: skip
     (tmp_path / "texts").write_text("\n\n".join(PIECES[name].format("bf16").strip() for name in names))
-    command = [sys.executable, "-c", COMPILE, str(tmp_path)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240)
+    done = run_program(COMPILE, str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "triton"))
     assert done.returncode == 0, done.stderr
     made = [line.split() for line in done.stdout.splitlines()]
     assert [backend for backend, _, _ in made] == ["cuda", "hip"] * 4

@@ -131,6 +131,7 @@ def test_experts_multiply_their_rows_by_these_programs(counts: list[int], gate: 
         assert (y.double() - truth).norm() <= 0.006 * truth.norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gate", [None, {"kind": "silu"}])
 @pytest.mark.parametrize("counts", [[2], [0, 64, 66, 0, 256, 130], [6] * 9])
 def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(

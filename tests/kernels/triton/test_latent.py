@@ -1,12 +1,10 @@
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernels.checks import assert_as_near, assert_equal
+from kernels.compiling import run_program
 from kernels.paged import KIND, LatentCase, cached, change, make_latent_case, move, reference
 
 from atom.graph import ops
@@ -76,6 +74,7 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(decodes, prefills, splits, 
     check(make_latent_case(decodes, prefills, heads=3), triton_device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("decodes", [[1], [5, 70], [200, 0, 3, 33]])
 def test_few_queries_are_multiplied_by_kernels_of_their_own(decodes, splits, monkeypatch, triton_device):
     def run(few: int) -> torch.Tensor:
@@ -110,7 +109,7 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
     check(make_latent_case([40 * 32, 300]), triton_device, scale=3.0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("behind", [[], [(9, 12)]])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (4, 7), (2, 16), (3, 20)])
 def test_leading_sequences_of_several_queries_each(query_len, heads, behind, splits, triton_device):
@@ -302,12 +301,8 @@ latent.norm_rope_write_latent(q_rope, entry[:, :512], entry[:, None, 512:], angl
 """
 
 
-def test_kernels_compile_and_copy_entries_by_as_many_bytes_as_each_is_aligned_to(tmp_path, monkeypatch):
-    """In a process of its own, without the interpreter, and without a GPU."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=root, capture_output=True, text=True, timeout=240)
+def test_kernels_compile_and_copy_entries_by_as_many_bytes_as_each_is_aligned_to(tmp_path):
+    done = run_program(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     widest = [max(map(int, line.split())) for line in done.stdout.splitlines()]
     assert widest == [4, 16, 16, 16]  # of entries of 36 bytes, of 144, and of 640 in fp8, for a prompt and for a decode

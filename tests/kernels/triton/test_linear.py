@@ -61,6 +61,7 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [None, "silu"])
 @pytest.mark.parametrize("ahead", ["nothing", "norm", "add and norm"])
 def test_one_row_is_added_normed_multiplied_and_gated_like_the_ops(triton_device, ahead, kind):

@@ -112,7 +112,7 @@ FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]"
 SHAPES = [([0, 1, 0], 7, 96), ([2, 0, 0], 130, 576), ([3, 0, 17, 1], 33, 96), ([0, 70], 5, 192)]  # few rows, and more
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("fmt", "shape"), [(fmt, 2 * more + at % 2) for at, fmt in enumerate(FORMATS) for more in (0, 1)]
 )
@@ -125,6 +125,7 @@ def test_a_row_may_be_one_block(fmt, triton_device):
     check_packed([2, 0, 17], 40, 32, fmt, "fp32", triton_device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if "fp4" not in fmt])
 def test_packed_experts_are_multiplied_in_fp16(fmt, triton_device):
     check_packed([3, 0, 18], 40, 192, fmt, "fp16", triton_device)
@@ -172,6 +173,7 @@ def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Te
         assert_as_near(y.cpu(), expected, truth)
 
 
+@pytest.mark.sampled(3)
 @GATES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("counts", "width", "inner"), [
@@ -243,6 +245,7 @@ def use_counts(is_counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "COUNTED", 64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_counted", [False, True])
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "width"), [
     (1, 1, 1, 1), (1, 8, 9, 20), (7, 3, 5, 1025), (86, 3, 35, 8),
@@ -285,6 +288,7 @@ def test_tokens_that_all_choose_one_expert_keep_their_order(triton_device):
     assert ends.tolist() == [0, 0, 0, 40, 40]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_searched", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize(("tokens", "top_k", "width"), [(1, 1, 1), (1, 8, 513), (43, 6, 20), (5, 3, 1100)])
@@ -322,7 +326,7 @@ TOKENS = [1, 3, 4, 5, 17]  # few, and more, which are grouped
 FEW_HALVES = {(1, COUNTS[1]), (3, COUNTS[3]), (4, COUNTS[2]), (5, COUNTS[1]), (17, COUNTS[2])}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -344,7 +348,7 @@ def test_experts_have_any_gate(kind, triton_device):
         check_experts(tokens, 2, (4, 10, 24), torch.float32, triton_device, kind)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @GATES
 @pytest.mark.parametrize("first", [None, 0, 5, 20])  # of 4 experts here, of 12; the last has none of them
 @pytest.mark.parametrize("is_counted", [False, True])

@@ -102,6 +102,7 @@ def test_several_queries_of_each_sequence_see_those_before_them(triton_device, q
         assert_right(case, triton_device, attend, scale=0.3, eps=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 2, 37])
@@ -110,6 +111,7 @@ def test_windows_sinks_and_soft_caps_equal_the_reference(triton_device, window, 
     assert_right(case, triton_device, scale=0.3, eps=1e-6, window=window, softcap=softcap)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("turned", [0, 8, 20])
@@ -125,6 +127,7 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(triton_device, window):
     assert_right(case, triton_device, scale=0.3, eps=1e-6, window=window)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (50, 1.5, True)])
 @pytest.mark.parametrize("lengths", [[70, 1, 40], [18], [16, 17, 16, 34]])
 def test_sequences_cut_in_parts_equal_the_reference_each_time(triton_device, lengths, window, softcap, has_sinks):

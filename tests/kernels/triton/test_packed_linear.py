@@ -97,7 +97,7 @@ def assert_near(y, expected, tolerance=1e-5):
     assert (y.float() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("turn", "rows"), [*enumerate([1, 8, 9, 33])])
 def test_rows_are_multiplied_like_the_op(triton_device, turn, rows, fmt):

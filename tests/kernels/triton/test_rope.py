@@ -54,6 +54,7 @@ def reference(case: Case, **attributes) -> tuple[Tensor, Tensor]:
     return ops.norm_rope_write.body(*change(case, blocks), **attributes), blocks
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_norm_rotation_and_write_equal_the_reference(
         assert_equal(out, expected, 1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim", "turned", "has_norm"),

@@ -166,6 +166,7 @@ def test_nothing_in_serve_can_unpickle():
         assert not re.search(r"\b(eval|exec|compile)\(", text.replace("re.compile(", "")), file
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(find_piece_compiler("cpu").find_missing(), reason="no C++ compiler")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_compilers_end_with_the_server(talker: Path, tmp_path: Path, number: int):

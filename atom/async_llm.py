@@ -32,6 +32,7 @@ from atom.errors import CapacityError, EngineDeadError, RequestError, Unsupporte
 from atom.llm import (
     POOLED,
     Prompt,
+    SaltedPrompt,
     adapters_of,
     answer,
     describe_embedding,
@@ -88,8 +89,9 @@ class AsyncLLMEngine:
         `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError where the engine has ended.
         """
         params = SamplingParams(**self.config.sampling.values()) if sampling_params is None else sampling_params
-        options = RequestOptions(priority=priority, adapter=adapter)
-        async with self._request(prompt, params, options, request_id) as request:
+        content, salt = prompt_of(prompt)
+        options = RequestOptions(salt=salt, priority=priority, adapter=adapter)
+        async with self._request(content, params, options, request_id) as request:
             async for output in request.outputs():
                 yield request.describe(output)
 
@@ -181,16 +183,16 @@ class AsyncLLMEngine:
 
     @asynccontextmanager
     async def _request(
-        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, request_id: str | None = None
+        self, prompt: Any, params: SamplingParams, options: RequestOptions, request_id: str | None = None
     ) -> AsyncIterator[_Request]:
-        """Submit a request, which ends with the context."""
+        """Submit a request, which ends with the context. prompt: a text or token ids"""
         self.check_health()
         id = f"generate-{next(self._numbers)}" if request_id is None else request_id
         if id in self._requests:
             raise RequestError(f"the request id {id} is in use, choose another")
         request = self._requests[id] = _Request(asyncio.get_running_loop(), params.n)
         try:
-            prepare = partial(self._engine.prepare, prompt_of(prompt), params, options, request_id=id)
+            prepare = partial(self._engine.prepare, prompt, params, options, request_id=id)
             sequences = await asyncio.to_thread(prepare)
             self._inbox.put(lambda: self._submit(sequences, request))
             self.check_health()  # it may have ended since
@@ -201,13 +203,14 @@ class AsyncLLMEngine:
                 self._inbox.put(lambda: self._engine.abort(id))
 
     async def _pool(
-        self, prompts: List[str | list[int]], adapters: str | List[str | None] | None = None
+        self, prompts: List[SaltedPrompt], adapters: str | List[str | None] | None = None
     ) -> list[Sequence]:
         """Have each prompt embedded."""
         pooling = pooling_of(self.config)
 
-        async def pool(prompt: str | list[int], adapter: str | None) -> Sequence:
-            async with self._request(prompt, POOLED, RequestOptions(pooling=pooling, adapter=adapter)) as request:
+        async def pool(prompt: SaltedPrompt, adapter: str | None) -> Sequence:
+            options = RequestOptions(salt=prompt.salt, pooling=pooling, adapter=adapter)
+            async with self._request(prompt.content, POOLED, options) as request:
                 return [output.sequence async for output in request.outputs()][-1]
 
         names = adapters_of(adapters, len(prompts))

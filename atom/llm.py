@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,17 @@ from atom.runtime.speculation import describe_drafts, draft_statistics
 from atom.runtime.types import RequestOptions, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 
-Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, as in vLLM
+Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, and maybe SALT_KEY, as in vLLM
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+SALT_KEY = "cache_salt"  # a text: prompts of different salts share no cached prefix
 POOLED = SamplingParams(max_tokens=1, temperature=0)  # of a prompt that is embedded
+
+
+class SaltedPrompt(NamedTuple):
+    """A prompt, read from any of its forms."""
+
+    content: Any  # a text or token ids, checked by the engine
+    salt: bytes = b""  # of prefix caches
 
 
 class LLMEngine:
@@ -146,12 +154,12 @@ class LLMEngine:
         """
         return [describe_embedding(each, self.config) for each in self._pool(prompts_of(prompts), adapters)]
 
-    def _pool(self, prompts: List[str | list[int]], adapters: str | List[str | None] | None = None) -> list[Sequence]:
+    def _pool(self, prompts: List[SaltedPrompt], adapters: str | List[str | None] | None = None) -> list[Sequence]:
         """Have each prompt embedded."""
         pooling = pooling_of(self.config)
         self._need_awake()
         prepared = [
-            self._engine.prepare(each, POOLED, RequestOptions(pooling=pooling, adapter=name))
+            self._engine.prepare(each.content, POOLED, RequestOptions(salt=each.salt, pooling=pooling, adapter=name))
             for each, name in zip(prompts, adapters_of(adapters, len(prompts)), strict=True)
         ]
         return self._finish([self._engine.submit(each) for each in prepared])
@@ -210,7 +218,8 @@ class LLMEngine:
         names, prepared = adapters_of(adapters, len(prompts)), []
         for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:
-                prepared.append(self._engine.prepare(prompt, one, RequestOptions(adapter=name)))
+                options = RequestOptions(salt=prompt.salt, adapter=name)
+                prepared.append(self._engine.prepare(prompt.content, one, options))
             except RequestError as error:
                 raise RequestError(f"prompt {place}: {error}" if len(prompts) > 1 else str(error)) from None
         return [self._engine.submit(sequences, stream_callback) for sequences in prepared]
@@ -350,7 +359,7 @@ def describe_embedding(sequence: Sequence, config: Config) -> dict[str, Any]:
 
 def scored_prompts(
     data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]
-) -> tuple[list[str | list[int]], list[str | list[int]]]:
+) -> tuple[list[SaltedPrompt], list[SaltedPrompt]]:
     """The prompts of `LLMEngine.score`. RequestError where they make no pairs."""
     first, second = prompts_of(data_1), prompts_of(data_2)
     if not second or len(first) not in (1, len(second)):
@@ -375,21 +384,25 @@ def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> li
     return names
 
 
-def prompts_of(given: Prompt | List[Prompt]) -> list[str | list[int]]:
-    """Prompts as texts or token ids, of one text or mapping, or of a list. RequestError names a wrong key."""
+def prompts_of(given: Prompt | List[Prompt]) -> list[SaltedPrompt]:
+    """The prompts of one text or mapping, or of a list. RequestError names a wrong key."""
     many: Any = [given] if isinstance(given, str | Mapping) else given
     return [prompt_of(each) for each in many]
 
 
-def prompt_of(given: Any) -> Any:
-    """The text or the token ids of a prompt in one of vLLM's forms."""
+def prompt_of(given: Any) -> SaltedPrompt:
+    """Read a prompt in one of vLLM's forms."""
     if not isinstance(given, Mapping):
-        return given
-    if wrong := [key for key in given if key not in PROMPT_KEYS]:
-        raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join(PROMPT_KEYS)}")
-    if len(given) != 1:
-        raise RequestError(f"a prompt has {len(given)} of the keys {', '.join(PROMPT_KEYS)}; give one")
-    return next(iter(given.values()))
+        return SaltedPrompt(given)
+    contents = [given[key] for key in PROMPT_KEYS if key in given]
+    if wrong := [key for key in given if key not in (*PROMPT_KEYS, SALT_KEY)]:
+        raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join((*PROMPT_KEYS, SALT_KEY))}")
+    if len(contents) != 1:
+        raise RequestError(f"a prompt has {len(contents)} of the keys {', '.join(PROMPT_KEYS)}; give one")
+    salt = given.get(SALT_KEY)
+    if not (salt is None or (isinstance(salt, str) and salt)):
+        raise RequestError(f"{SALT_KEY} is {salt!r}; give a text that is not empty, or leave it out")
+    return SaltedPrompt(contents[0], (salt or "").encode())
 
 
 def answer(sequence: Sequence) -> dict[str, Any]:

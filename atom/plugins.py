@@ -56,7 +56,7 @@ def find_value(name: str, group: str) -> Any:
 
 
 def package_folders() -> list[Path]:
-    """The folders like conf/ that installed packages plug in. ConfigError where one has no YAML files."""
+    """The folders like conf/ that installed packages plug in. ConfigError where one is missing or has no YAML files."""
     return [find_folder(name, package) for name, package in named(CONF).items()]
 
 
@@ -69,8 +69,9 @@ def find_folder(name: str, package: str) -> Path:
     folders = map(Path, (spec and spec.submodule_search_locations) or ())
     if found := next((folder for folder in folders if any(folder.glob("*/*.yaml"))), None):
         return found
-    raise ConfigError(f"{CONF}: {name} = {package}: it has no YAML files in model/ or tool_calls/; "
-                      "do they belong to the package's data ([tool.setuptools.package-data])?")  # fmt: skip
+    wrong = "it has no YAML files in model/ or tool_calls/" if spec else "there is no such package"
+    raise ConfigError(f"{CONF}: {name} = {package}: {wrong}; "
+                      "do its YAML files belong to the package's data ([tool.setuptools.package-data])?")  # fmt: skip
 
 
 def import_module(name: str, path: Iterable[str] = ()) -> ModuleType:

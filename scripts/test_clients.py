@@ -30,8 +30,8 @@ def main() -> int:
         server = serving.start(talker, Path(folder), "serve.pooler_config.pooling_type=LAST")
         try:
             environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch prices
-            command = [args.python, str(ROOT / "scripts" / "try_clients.py"), server.url, *args.names]
-            return subprocess.run(command, env=environment, timeout=600).returncode
+            command = [args.python, str(ROOT / "scripts" / "try_clients.py"), server.url, str(talker), *args.names]
+            return subprocess.run(command, env=environment, timeout=900).returncode
         finally:
             server.process.kill()
             server.process.wait()

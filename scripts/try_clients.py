@@ -7,10 +7,15 @@ are random, so what is looked at is the form of its answers: grammars make objec
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -27,7 +32,7 @@ class Animal(BaseModel):
     is_tame: bool
 
 
-def try_openai(url: str) -> None:
+def try_openai(url: str, checkpoint: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
@@ -40,7 +45,7 @@ def try_openai(url: str) -> None:
     assert len(client.embeddings.create(model=MODEL, input=[ASKED, "b"]).data) == 2
 
 
-def try_anthropic(url: str) -> None:
+def try_anthropic(url: str, checkpoint: str) -> None:
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key=KEY)
@@ -60,7 +65,7 @@ def try_anthropic(url: str) -> None:
     assert made.content[-1].type == "tool_use", made.content
 
 
-def try_langchain_openai(url: str) -> None:
+def try_langchain_openai(url: str, checkpoint: str) -> None:
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
     bias = {"logit_bias": TERSE["logit_bias"]}
@@ -70,13 +75,15 @@ def try_langchain_openai(url: str) -> None:
         assert isinstance(model.with_structured_output(Animal, method=method).invoke(ASKED), Animal), method
     answer = model.bind_tools([Animal], tool_choice="Animal").invoke(ASKED)
     assert answer.tool_calls[0]["name"] == "Animal", answer
-    plain = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=KEY, use_responses_api=True, max_tokens=16)  # type: ignore
+    plain = ChatOpenAI(
+        model=MODEL, base_url=f"{url}/v1", api_key=KEY, use_responses_api=True, max_tokens=16, temperature=0
+    )  # type: ignore
     assert plain.invoke(ASKED).content
     texts = OpenAIEmbeddings(model=MODEL, base_url=f"{url}/v1", api_key=KEY, check_embedding_ctx_length=False)  # type: ignore
     assert len(texts.embed_documents(["a", "b"])) == 2
 
 
-def try_pydantic_ai(url: str) -> None:
+def try_pydantic_ai(url: str, checkpoint: str) -> None:
     from pydantic_ai import Agent, NativeOutput, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -94,7 +101,7 @@ def try_pydantic_ai(url: str) -> None:
     assert asyncio.run(stream())
 
 
-def try_openai_agents(url: str) -> None:
+def try_openai_agents(url: str, checkpoint: str) -> None:
     from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner
     from agents import set_tracing_disabled as leave_traces
     from openai import AsyncOpenAI
@@ -107,7 +114,7 @@ def try_openai_agents(url: str) -> None:
         assert isinstance(made.final_output, Animal), made
 
 
-def try_instructor(url: str) -> None:
+def try_instructor(url: str, checkpoint: str) -> None:
     import instructor
     import openai
 
@@ -119,12 +126,13 @@ def try_instructor(url: str) -> None:
         assert isinstance(made, Animal), mode
 
 
-def try_litellm(url: str) -> None:
+def try_litellm(url: str, checkpoint: str) -> None:
     import litellm
 
     messages = [{"role": "user", "content": ASKED}]
     for name in (f"openai/{MODEL}", f"hosted_vllm/{MODEL}"):
-        there = {"model": name, "api_base": f"{url}/v1", "api_key": KEY, "messages": messages, "max_tokens": 8}
+        there = {"model": name, "api_base": f"{url}/v1", "api_key": KEY, "messages": messages}
+        there |= {"max_tokens": 8, "temperature": 0}  # a drawn token may begin reasoning
         assert litellm.completion(**there).usage.completion_tokens == 8
         text = "".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(**there, stream=True))
         assert text, name
@@ -133,7 +141,25 @@ def try_litellm(url: str) -> None:
     assert Animal.model_validate_json(made.choices[0].message.content)
 
 
-CLIENTS: dict[str, Callable[[str], None]] = {
+def try_guidellm(url: str, checkpoint: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        asked = {
+            "backend": f"openai_http,target={url},model={MODEL}",
+            "profile": "synchronous",
+            "constraint": "max_requests,count=3",
+            "tokenizer": f"hf_auto,model={checkpoint}",
+            "data": "synthetic_text,prompt_tokens=16,output_tokens=4",
+            "output": f"json,path={report}",
+        }
+        command = [str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"]
+        command += [part for flag, value in asked.items() for part in (f"--{flag}", f"kind={value}")]
+        subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True, timeout=300)
+        totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (3, 0, 0), totals
+
+
+CLIENTS: dict[str, Callable[[str, str], None]] = {
     "openai": try_openai,
     "anthropic": try_anthropic,
     "langchain-openai": try_langchain_openai,
@@ -141,15 +167,16 @@ CLIENTS: dict[str, Callable[[str], None]] = {
     "openai-agents": try_openai_agents,
     "instructor": try_instructor,
     "litellm": try_litellm,
+    "guidellm": try_guidellm,
 }
 
 
-def main(url: str, *chosen: str) -> int:
-    """Try the clients chosen, or all; how many failed."""
+def main(url: str, checkpoint: str, *chosen: str) -> int:
+    """Try the clients chosen, or all; how many failed. checkpoint: its folder"""
     failed = 0
     for name in chosen or CLIENTS:
         try:
-            CLIENTS[name](url)
+            CLIENTS[name](url, checkpoint)
             told = "ok"
         except Exception as error:  # a client's own, of any kind
             failed += 1

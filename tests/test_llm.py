@@ -123,6 +123,25 @@ def test_prefix_hits_change_nothing(name: str, level: int, open_engine: Open, re
     assert engine.metrics.scheduler.num_prefix_hit_tokens >= 36 + 20 + 36
 
 
+def test_prompts_of_different_salts_share_no_prefix(open_engine: Open):
+    engine = open_engine(
+        "llama", enable_prefix_caching=True, block_size=4, **{"serve.pooler_config.pooling_type": "LAST"}
+    )
+    prompt = tiny.prompt(21)
+    plain, mine, other = (
+        {"prompt_token_ids": prompt, **salt} for salt in ({}, {"cache_salt": "mine"}, {"cache_salt": "other"})
+    )
+
+    def num_hits(run: Callable[[Any], object], given: Any) -> int:
+        before = engine.metrics.scheduler.num_prefix_hit_tokens
+        run([given])
+        return engine.metrics.scheduler.num_prefix_hit_tokens - before
+
+    hits = [num_hits(lambda given: engine.generate(given, GREEDY), each) for each in (plain, mine, other, mine, prompt)]
+    assert hits == [0, 0, 0, 20, 20], "a salt finds its own, and none finds what has none"
+    assert [num_hits(engine.embed, {**plain, "cache_salt": salt}) for salt in ("new", "mine")] == [0, 20]
+
+
 def test_an_answer_is_a_prefix_for_the_next_turn(open_engine: Open, references: Any):
     engine = open_engine("llama", enable_prefix_caching=True, block_size=4)
     first = tiny.prompt(10)
@@ -473,6 +492,10 @@ def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
         engine.generate({"prompt": "one", "multi_modal_data": {}})
     with pytest.raises(RequestError, match="a prompt has 2 of the keys"):
         engine.generate([{"prompt": "one", "prompt_token_ids": [1]}])
+    with pytest.raises(RequestError, match="a prompt has 0 of the keys"):
+        engine.generate([{"cache_salt": "mine"}])
+    with pytest.raises(RequestError, match="cache_salt is ''; give a text that is not empty, or leave it out"):
+        engine.generate([{"prompt_token_ids": [1], "cache_salt": ""}])
     with pytest.raises(RequestError, match=r"set serve\.pooler_config\.pooling_type=LAST"):
         engine.score([[1]], [[2]])
     with pytest.raises(RequestError, match="has no tokenizer; chat"):

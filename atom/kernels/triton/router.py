@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.attention.common import wait_for_inputs
-from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.row_kernels import load_total, normalize
 
@@ -25,6 +25,7 @@ FEW_TOKENS = 8  # up to which tokens are normed, scored and choose in one launch
 FEW_NUMBERS = 1 << 13  # of the weight that a program holds
 MAX_COUNTED = 512  # experts that each count the better ones, which takes less time but more work; else one by one
 COUNTED_TOKENS = 128  # up to which they do; a power of two, as kernels are compiled ahead for those
+WIDE, WIDE_STAGES = 128, 4  # experts of the largest tile of logits, and its stages of columns
 LOWEST = tl.constexpr(-1e38)  # below any score; two of them are a float32
 
 
@@ -99,14 +100,16 @@ def route(
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     tokens, inner = x.shape
     experts, gpu = len(weight), find_gpu(x.device)
-    block_t = 16 if tokens <= 256 else 64
-    tiles = -(-tokens // block_t), -(-experts // 32)
+    element_size = x.element_size() if x.dtype == weight.dtype else 4
+    block_t, block_e = _choose_tiles(tokens, experts, element_size, gpu)
+    tiles = -(-tokens // block_t), -(-experts // block_e)
     wanted = min(gpu.units // (tiles[0] * tiles[1]), -(-inner // 128))
     num_parts = 16 if wanted >= 16 else 4 if wanted >= 4 else 1  # few values, since each is one more compilation
     logits = x.new_empty(num_parts, tokens, experts, dtype=torch.float32)
     _logits_kernel[(*tiles, num_parts)](
         x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
-        PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64, **gpu.options,
+        PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_I=64,
+        **({"num_stages": WIDE_STAGES} if block_e == WIDE else {}), **gpu.options,
     )  # fmt: skip
     (weights, ids), constants = _results(x, rule), _constants(experts, rule, tokens <= COUNTED_TOKENS)
     _choose_kernel[(tokens,)](
@@ -114,6 +117,20 @@ def route(
         num_warps=_warps_of(constants), **gpu.options,
     )  # fmt: skip
     return weights, ids
+
+
+def _choose_tiles(tokens: int, experts: int, element_size: int, gpu: Gpu) -> tuple[int, int]:
+    """Tokens and experts of a tile of logits: as many experts as leave a tile for each multiprocessor."""
+    if tokens <= 256:
+        return 16, 32
+    has_tensor_cores = element_size == 2
+    for block_e in (WIDE, 64):
+        memory = WIDE_STAGES * (64 + block_e) * 64 * element_size
+        num_tiles = -(-tokens // 64) * -(-experts // block_e)
+        is_full = num_tiles >= gpu.units and block_e <= next_power_of_2(experts)
+        if has_tensor_cores and is_full and memory <= gpu.shared_memory:
+            return 64, block_e
+    return 64, 32
 
 
 def _results(x: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ import torch
 from kernels.checks import assert_as_near, assert_equal, relative_error
 from kernels.paged import KIND, Case, change, make_case, move, reference
 
+from atom.kernels.triton.attention import prefill
+from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.paged import PagedAttention, decode
 from atom.kernels.triton.gpu import Gpu
 
@@ -36,6 +38,39 @@ def test_windows_sinks_and_soft_caps_equal_the_reference(triton_device, window, 
     case = make_case([3, 70], [(25, 50)], kv_heads=2, heads=6, dim=20, window=window, has_sinks=has_sinks)
     attributes = {"scale": 0.3, "window": window, "softcap": softcap}
     assert_equal(run(case, triton_device, **attributes), reference(case, **attributes))
+
+
+@pytest.mark.parametrize("num_spare", [0, 5])
+@pytest.mark.parametrize(("room", "num_there"), [(18, 4), (7, 2), (1, 0)])  # blocks; of 5, 2, 10 and 1
+def test_few_programs_attend_prompts_over_fp8_that_are_not_unpacked(
+    triton_device, room, num_there, num_spare, monkeypatch
+):
+    """Instead of Hopper's kernel, the reference attends those that are."""
+    from atom.kernels.triton.attention import prefill_hopper
+
+    case = make_case([3, 40], [(70, 70), (5, 21), (140, 150), (1, 9)], kv_heads=2, heads=6, dim=12, has_sinks=True)
+    scales = torch.tensor([0.7, 1.3])
+    entries = (case.cache.blocks / scales.view(2, 1, 1)).to(torch.float8_e4m3fn)
+    expected = reference(change(case, entries.float() * scales.view(2, 1, 1)), scale=0.3)
+    plans = []
+
+    def prefill_unpacked(*args):
+        (starts, out), plan = (args[3], args[9]), args[-1]
+        plans.append((plan[2:6] >= 0).tolist())
+        for each in range(2, 2 + num_there):
+            own = slice(int(starts[each]), int(starts[each + 1]))
+            out[own] = expected[own].to(out.device)
+        out[len(expected) :] = 0
+
+    monkeypatch.setattr(prefill_hopper, "prefill", prefill_unpacked)
+    monkeypatch.setattr(prefill, "suits_hopper", lambda *args: True)
+    attend = PagedAttention()
+    attend._context = Context(room * 16 * 2 * 2 * 12 * 4)
+    padded = change(case, entries, q=torch.cat((case.q, case.q[:1].expand(num_spare, -1, -1))))
+    out = attend(*move(padded, triton_device), *scales.to(triton_device).split(1), scale=0.3).cpu()
+    assert_equal(out[: len(expected)], expected)
+    assert not out[len(expected) :].any()
+    assert plans == [[each < num_there for each in range(4)]]
 
 
 @pytest.mark.parametrize("window", [None, 17])

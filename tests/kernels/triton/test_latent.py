@@ -278,7 +278,8 @@ class Compile:
             print(*(int(size, 16) for size in re.findall(r"cp\\.async\\.c.*?(0x\\w+),", made.asm["ptx"])))
 
 latent.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
-for name in ("_attend_kernel", "_write_kernel", "_merge_kernel", "_absorb_kernel", "_merge_values_kernel"):
+for name in ("_attend_kernel", "_write_kernel", "_merge_kernel", "_absorb_kernel", "_merge_values_kernel",
+             "_multiply_rest_kernel"):
     setattr(latent, name, Compile(getattr(latent, name)))
 
 def batch(num_decodes):
@@ -296,6 +297,9 @@ for num_decodes in (0, 1):
     q_nope, q_rope = torch.zeros(2, 128, 192, dtype=torch.bfloat16).split([128, 64], 2)
     kv_b, entry = torch.zeros(128 * 256, 512, dtype=torch.bfloat16), torch.zeros(2, 576, dtype=torch.bfloat16)
     latent.PagedLatentAttention()(q_nope, q_rope, kv_b, cache, batch(num_decodes), scale, scale=1.0)
+latent._attend_absorbed(q_nope, q_rope, kv_b.view(128, 256, 512), cache.blocks, torch.zeros(1, 8).int(),
+                        torch.tensor([0, 2]).int(), torch.tensor([2]).int(), torch.tensor([-1]).int(), scale, 1.0,
+                        torch.zeros(2, 128, 128, dtype=torch.bfloat16))
 angle, norm = torch.zeros(2, 32), torch.ones(512, dtype=torch.bfloat16)
 latent.norm_rope_write_latent(q_rope, entry[:, :512], entry[:, None, 512:], angle, angle, norm, cache, batch(0), scale)
 """
@@ -305,4 +309,5 @@ def test_kernels_compile_and_copy_entries_by_as_many_bytes_as_each_is_aligned_to
     done = run_program(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     widest = [max(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert widest == [4, 16, 16, 16]  # of entries of 36 bytes, of 144, and of 640 in fp8, for a prompt and for a decode
+    # of entries of 36 bytes, of 144, and of 640 in fp8, for a prompt, for a decode and for one beside expanded ones
+    assert widest == [4, 16, 16, 16, 16]

@@ -280,6 +280,22 @@ def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, triton_devic
     assert_equal(grouping.combine(y, weights, order), expected)
 
 
+@pytest.mark.parametrize("is_counted", [False, True])
+@pytest.mark.parametrize("first", [None, 1])
+def test_each_pair_learns_its_row(first, is_counted, triton_device, monkeypatch):
+    use_counts(is_counted, monkeypatch)
+    ids = torch.tensor([[2, 0], [1, 2], [0, 3]])
+    base = None if first is None else torch.tensor([first]).to(triton_device)
+    x = torch.randn(3, 8).to(triton_device)
+    rows, _, _, places = grouping.group_pairs(x, ids.to(triton_device), base, 4 if first is None else 2)
+    expected = [3, 0, 2, 4, 1, 5] if first is None else [1, -1, 0, 2, -1, -1]
+    assert places.tolist() == expected
+    weights = torch.rand(3, 2).to(triton_device)
+    is_here = (places >= 0).view(3, 2).to(x.dtype)
+    rows[int(sum(place >= 0 for place in expected)) :] = NAN  # what nothing writes
+    assert_equal(grouping.combine_rows(rows, weights, places), x * (weights * is_here).sum(1, keepdim=True))
+
+
 def test_tokens_that_all_choose_one_expert_keep_their_order(triton_device):
     x, ids = torch.randn(40, 4).to(triton_device), torch.full((40, 1), 3).to(triton_device)
     rows, order, ends = grouping.group(x, ids, experts=5)

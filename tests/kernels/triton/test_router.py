@@ -6,7 +6,7 @@ from kernels.checks import assert_as_near, assert_equal
 
 from atom.graph import ops
 from atom.kernels.triton import router
-from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.router import FEW_TOKENS, Router
 
 NAN = float("nan")
@@ -75,6 +75,25 @@ def test_routers_choose_as_the_reference(units, rule, dtype, triton_device, monk
     monkeypatch.setattr(router, "find_gpu", lambda device: find_gpu(device)._replace(units=units))
     for tokens, inner in ((1, 600), (5, 20), (9, 20)):  # few, and more
         check_router(tokens, 12, inner, dtype, triton_device, **rule)
+
+
+@pytest.mark.parametrize(("experts", "block_e"), [(20, 32), (40, 64), (130, 128)])
+def test_many_tokens_are_scored_by_tiles_of_many_experts(experts, block_e, triton_device, monkeypatch):
+    gpu = find_gpu(torch.device(triton_device))._replace(units=1, shared_memory=200 << 10)
+    monkeypatch.setattr(router, "find_gpu", lambda device: gpu)
+    assert router._choose_tiles(270, experts, 2, gpu) == (64, block_e)
+    check_router(270, experts, 140, torch.float16, triton_device, top_k=1)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "tile"), [
+    (16384, 128, (64, 128)), (16384, 64, (64, 64)), (16384, 256, (64, 128)), (2048, 128, (64, 32)),
+    (16384, 32, (64, 32)), (256, 128, (16, 32)),
+])  # fmt: skip
+def test_tiles_of_scores_are_the_fastest_of_an_h200(tokens, experts, tile):
+    h200 = Gpu(132, 227 << 10, (9, 0))
+    assert router._choose_tiles(tokens, experts, 2, h200) == tile
+    assert router._choose_tiles(tokens, experts, 4, h200)[1] == 32, "products of float32 have no tensor cores"
+    assert router._choose_tiles(tokens, experts, 2, h200._replace(shared_memory=64 << 10))[1] <= 64
 
 
 @NEEDS_GPU

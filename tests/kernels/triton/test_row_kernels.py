@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -71,6 +72,43 @@ def test_gates_give_their_rows_quantized(triton_device, exact_fp8, span, inner, 
     x = make(triton_device, 6, 2 * inner)
     made = row_kernels.quantize_gated(x, kind, span, is_shuffled)
     assert_quantized(made, ops.gated_activate.body(x, kind=kind), span)
+
+
+@pytest.mark.parametrize("rows", [5, 8])
+@pytest.mark.parametrize(("span", "inner"), [(128, 384), (128, 640), (384, 384)])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_many_short_rows_are_quantized_several_in_a_program(
+    triton_device, exact_fp8, monkeypatch, rows, span, inner, is_shuffled
+):
+    monkeypatch.setattr(row_kernels, "MANY_ROWS", rows)
+    launched, kernel = [], row_kernels._quantize_kernel
+
+    class Launch:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(row_kernels, "_quantize_kernel", Launch())
+    x = make(triton_device, rows, inner + 8)[:, :inner]
+    assert_quantized(row_kernels.quantize_rows(x, span, FP8, is_shuffled=is_shuffled), x, span)
+    assert launched == [(2,)]
+
+
+@pytest.mark.parametrize(("columns", "num_copies"), [(4, 0), (8, 0), (6, 1)])
+def test_scales_of_whole_quadruples_are_not_copied_for_the_library(monkeypatch, columns, num_copies):
+    given = []
+
+    def scaled_mm(x, values, x_scales, x_kind, scales, kind, output_dtype):
+        given.append(scales.t())
+        return torch.zeros(len(x), values.shape[1], dtype=output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    stored = {"values": torch.zeros(128, 128 * columns).to(FP8), "scales": torch.rand(1, columns)}
+    weight = PackedWeight(Type("bf16", (128, 128 * columns), "fp8[128, 128]"), stored)
+    x = QuantizedRows(torch.zeros(4, 128 * columns).to(FP8), torch.ones(columns, 4).t(), 4, False)
+    quantized.multiply_quantized(x, weight, None, "fp8[1, 128]")
+    assert (given[0].data_ptr() != stored["scales"].data_ptr()) == num_copies
+    assert given[0].shape[1] % 4 == 0 and torch.equal(given[0][:, :columns], stored["scales"])
 
 
 def test_a_nan_stays_a_nan(triton_device, exact_fp8):

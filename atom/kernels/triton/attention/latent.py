@@ -259,6 +259,8 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
         num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
     else:
         num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
+        if plan is not None:
+            num_tiles = min(num_tiles, 2 * gpu.units)
     weights = None
     is_whole = starts is None or plan is not None
     sums = torch.empty_like(q) if is_whole else torch.zeros_like(q)  # tokens of no sequence give zeros
@@ -313,10 +315,11 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan
                    RANK: tl.constexpr, ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr,
                    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A tile of rows, pairs of token and head, over its context or, with weights fp32[splits, N, T], over a part of it.
+    """Tiles of rows, pairs of token and head, over contexts or, with weights fp32[splits, N, T], over parts of them.
 
     q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs. Without starts each
-    sequence has QUERIES tokens. cache and keys: as in _write_kernel. plan: of expand.py; its sequences are left out.
+    sequence has QUERIES tokens. cache and keys: as in _write_kernel. plan: of expand.py; few programs share the tiles
+    of sequences that are not in it, since mostly all are.
     """
     if k_scale is not None:
         k_scale = tl.load(k_scale)
@@ -324,8 +327,11 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan
     if starts is None:
         tiles_each: tl.constexpr = (HEADS * QUERIES + BLOCK_M - 1) // BLOCK_M
         sequence = tl.program_id(0) // tiles_each
-        tile = tl.program_id(0) % tiles_each
-        begin, queries = sequence * QUERIES, QUERIES
+        _attend_tile(
+            q, q_rope, cache, keys, k_scale, table, lengths, out, weights, num_tokens, num_splits, scale, table_stride,
+            q_stride, head_stride, sequence, tl.program_id(0) % tiles_each, sequence * QUERIES, QUERIES, HEADS, RANK,
+            ROTATED, ENTRY, KEY_ENTRY, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+        )  # fmt: skip
     else:
         sequences = tl.arange(0, BLOCK_S)
         is_sequence = sequences < num_sequences
@@ -334,16 +340,28 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan
         counts = tl.cdiv(counts * HEADS, BLOCK_M)
         if plan is not None:
             counts = tl.where(tl.load(plan + sequences, mask=is_sequence, other=0) < 0, counts, 0)
-        tile = tl.sum(counts, 0) - 1 - tl.program_id(0)  # the longest of a sequence first
-        if tile < 0:
-            return
-        sequence, before = find_owner(counts, tile)
-        tile -= before
-        begin = tl.load(starts + sequence)
-        queries = tl.load(starts + sequence + 1) - begin
-        begin -= tl.load(starts)
-    length = tl.load(lengths + sequence)
+        num_tiles = tl.sum(counts, 0)
+        for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):  # without a plan one at most
+            tile = num_tiles - 1 - number  # the longest of a sequence first
+            sequence, before = find_owner(counts, tile)
+            begin = tl.load(starts + sequence)
+            queries = tl.load(starts + sequence + 1) - begin
+            _attend_tile(
+                q, q_rope, cache, keys, k_scale, table, lengths, out, weights, num_tokens, num_splits, scale,
+                table_stride, q_stride, head_stride, sequence, tile - before, begin - tl.load(starts), queries, HEADS,
+                RANK, ROTATED, ENTRY, KEY_ENTRY, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+            )  # fmt: skip
 
+
+@jit
+def _attend_tile(
+    q, q_rope, cache, keys, k_scale, table, lengths, out, weights, num_tokens, num_splits, scale, table_stride,
+    q_stride, head_stride, sequence, tile, begin, queries, HEADS: tl.constexpr, RANK: tl.constexpr,
+    ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One tile of a sequence's rows, whose tokens begin there."""
+    length = tl.load(lengths + sequence)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < queries * HEADS
     tokens, heads = begin + rows // HEADS, rows % HEADS

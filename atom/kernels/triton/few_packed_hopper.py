@@ -39,7 +39,7 @@ WORDS = gl.constexpr(GROUP // 4)  # of a group
 TOKENS = gl.constexpr(8)  # columns of a product by mma, all of the same token
 FEW = 2  # tokens, up to which they are not grouped: more are as fast grouped
 MOST_CHOSEN = 8  # experts of a token
-MOST_COLUMNS = 1 << 15  # of x in shared memory, of all of a token's experts: 160 KiB at most
+MOST_COLUMNS = 1 << 15  # of x in shared memory, of all of a token's experts, which takes 160 KiB at most
 
 
 class Split(NamedTuple):
@@ -131,7 +131,6 @@ def _of_two_words(code: str, results: int) -> str:
 FP8_ASM = gl.constexpr(_of_two_words(EVEN_ODD_FP8_PTX.value, 2))
 U4_TWO_ASM = gl.constexpr(_of_two_words(U4_ASM.value, 4))
 E2M1_TWO_ASM = gl.constexpr(_of_two_words(E2M1_ASM.value, 4))
-B16 = gl.constexpr(gl.bfloat16)
 
 
 @jit
@@ -143,16 +142,18 @@ def _unpack(words, operand, VALUES: gl.constexpr, LEFT: gl.constexpr):
     W: gl.constexpr = words.shape[0]
     if VALUES == "e4m3":
         a, b, c, d = gl.inline_asm_elementwise(
-            FP8_ASM, "=r,=r,=r,=r,r,r", [words], dtype=(B16, B16, B16, B16), is_pure=True, pack=2
-        )
+            FP8_ASM, "=r,=r,=r,=r,r,r", [words], is_pure=True, pack=2,
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        )  # fmt: skip
         numbers = gl.join(gl.join(a, b), gl.join(c, d))
         # thread, product / 2, turn, eighth, product % 2
         numbers = numbers.reshape([W, 16, 4, 2, 2, 2, 2]).permute((0, 1, 3, 6, 5, 2, 4)).reshape([W, 16, 64])
     else:
         ASM: gl.constexpr = U4_TWO_ASM if VALUES == "u4" else E2M1_TWO_ASM
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words, operand], dtype=(B16, B16, B16, B16, B16, B16, B16, B16),
-            is_pure=True, pack=2,
+            ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words, operand], is_pure=True, pack=2,
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+                   gl.bfloat16),
         )  # fmt: skip
         numbers = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
         # thread, product / 2, turn, eighth, second, product % 2

@@ -45,7 +45,7 @@ def choose_stages(programs: int, inner: int, gpu: Gpu) -> int:
     """Stages that hold a program's part of the weight, or as many as fit where all programs run at once."""
     together = min(-(-programs // gpu.units), 4)
     fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (BOXES.value * BOX_BYTES)
-    return max(1, min(fitting, count_steps(inner), MAX_STAGES))
+    return int(max(1, min(fitting, count_steps(inner), MAX_STAGES)))
 
 
 def count_steps(inner: int) -> int:

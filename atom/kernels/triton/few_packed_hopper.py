@@ -80,17 +80,17 @@ def _groups_of_a_scale(style: Style) -> int | None:
 
 
 @triton.constexpr_function
-def _sums_layout(warps):  # type: ignore[no-untyped-def]
+def _sums_layout(warps):
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
 @triton.constexpr_function
-def _x_layout(columns, warps):  # type: ignore[no-untyped-def]
+def _x_layout(columns, warps):
     return gl.BlockedLayout([1, 1, 8], [256 // columns, 1, columns // 8], [1, warps, 1], [2, 1, 0])
 
 
 @triton.constexpr_function
-def _linear_layout(registers, lanes, warps, shape):  # type: ignore[no-untyped-def]
+def _linear_layout(registers, lanes, warps, shape):
     """A layout whose first dim is of warps."""
     others = [0] * (len(shape) - 1)
     bases = [[1 << bit, *others] for bit in range(warps.bit_length() - 1)]
@@ -98,21 +98,21 @@ def _linear_layout(registers, lanes, warps, shape):  # type: ignore[no-untyped-d
 
 
 @triton.constexpr_function
-def _words_layout(warps):  # type: ignore[no-untyped-def]
+def _words_layout(warps):
     """A thread has four neighbours of two rows, 8 apart."""
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return _linear_layout([[0, 0, 1], [0, 0, 2], [0, 8, 0]], lanes, warps, [warps, 16, 16])
 
 
 @triton.constexpr_function
-def _fours_layout(warps):  # type: ignore[no-untyped-def]
+def _fours_layout(warps):
     """The same words, of which each of a thread's four belongs to a block of 32 columns."""
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     return _linear_layout([[0, 0, 0, 1], [0, 0, 0, 2], [0, 8, 0, 0]], lanes, warps, [warps, 16, 4, 4])
 
 
 @triton.constexpr_function
-def _exponents_layout(warps):  # type: ignore[no-untyped-def]
+def _exponents_layout(warps):
     """The threads of a row have its four scales each."""
     lanes = [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return _linear_layout([[0, 0, 1], [0, 0, 2], [0, 8, 0]], lanes, warps, [warps, 16, 4])

@@ -120,7 +120,7 @@ def _consume(given, plan, sizes, memory, WHO: gl.constexpr, OUT: gl.constexpr, I
             sums = _wait_for(sums, ACC)
             mbarrier.arrive(free.index(slot))
             if SCALES_SUMS:
-                acc += sums * factors[0][:, None]  # type: ignore[index]
+                acc += sums * factors[0].to(gl.float32)[:, None]  # type: ignore[index]
                 factors = next_factors
             else:
                 acc = sums

@@ -30,9 +30,9 @@ mov.b32 d, 0x80008000; fma.rn.bf16x2 $0, a, c, d; fma.rn.bf16x2 $1, b, c, d;}"""
 EVEN_ODD_FP8_PTX = tl.constexpr("""{
 .reg .b32 a, b, t;
 shl.b32 t, $2, 8;
-and.b32 a, t, 0x7f007f00;
+shl.b32 a, $2, 4;
 and.b32 b, $2, 0x7f007f00;
-shr.u32 a, a, 4;
+and.b32 a, a, 0x07f007f0;
 shr.u32 b, b, 4;
 lop3.b32 a, t, 0x80008000, a, 0xEA;
 lop3.b32 b, $2, 0x80008000, b, 0xEA;

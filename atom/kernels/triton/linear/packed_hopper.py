@@ -65,18 +65,15 @@ OUTPUTS = gl.constexpr(gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1]))  # to s
 
 # of 4 bytes, as bf16; the exponents of e4m3 and e2m1 are those of bf16 less a power of 2
 U4_ASM = gl.constexpr("""{
-.reg .b32 a, b, c, d;
+.reg .b32 a, b, c, d, e;
+mov.b32 e, 0x43004300;
 shr.u32 b, $4, 4;
 shr.u32 c, $4, 8;
 shr.u32 d, $4, 12;
-and.b32 a, $4, 0x000f000f;
-and.b32 b, b, 0x000f000f;
-and.b32 c, c, 0x000f000f;
-and.b32 d, d, 0x000f000f;
-or.b32 a, a, 0x43004300;
-or.b32 b, b, 0x43004300;
-or.b32 c, c, 0x43004300;
-or.b32 d, d, 0x43004300;
+lop3.b32 a, $4, 0x000f000f, e, 0xEA;
+lop3.b32 b, b, 0x000f000f, e, 0xEA;
+lop3.b32 c, c, 0x000f000f, e, 0xEA;
+lop3.b32 d, d, 0x000f000f, e, 0xEA;
 sub.rn.bf16x2 $0, a, $5;
 sub.rn.bf16x2 $1, b, $5;
 sub.rn.bf16x2 $2, c, $5;
@@ -102,7 +99,7 @@ mul.rn.bf16x2 $3, d, $5;
 
 @jit
 def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr):
-    """Bytes [O, 64] of a box -> its numbers [O, columns]. operand: of `_load_offset` or `_load_factor`"""
+    """Bytes [O, 64] of a box -> its numbers [O, columns]. operand: of `_load_operands`"""
     ROWS: gl.constexpr = tile.shape[0]
     if VALUES == "e4m3":
         numbers = gl.inline_asm_elementwise(
@@ -111,22 +108,18 @@ def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr):
         numbers = numbers.reshape([ROWS, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, 64])
     else:
         ASM: gl.constexpr = U4_ASM if VALUES == "u4" else E2M1_ASM
+        pairs = _find_offset(operand) if VALUES == "u4" else operand
         even, odd = gl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r", [tile, operand], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+            ASM, "=r,=r,=r,=r,r,r,r,r,r", [tile, pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
         )
         numbers = gl.join(even, odd).reshape([ROWS, 4, 4, 2, 2, 2]).permute((0, 2, 5, 3, 1, 4)).reshape([ROWS, 128])
     return gl.convert_layout(numbers, LEFT)
 
 
 @jit
-def _load_offset(zeros, blocks, block):
+def _find_offset(zero):
     """What is subtracted from 128 + a number of 4 bits: pairs of bf16, i32[O, 64], the same in each column."""
-    ROW: gl.constexpr = gl.SliceLayout(1, BYTES)
-    if zeros is None:
-        offset = gl.full([BLOCK_O], 0x43084308, gl.int32, ROW)  # 136
-    else:
-        zero = gl.load(zeros + gl.convert_layout(blocks, ROW) + block)
-        offset = 0x43004300 + zero.to(gl.int32) * 0x00010001
+    offset = 0x43004300 + zero.to(gl.int32) * 0x00010001
     return gl.expand_dims(offset, 1).broadcast_to([BLOCK_O, BOX])
 
 
@@ -162,20 +155,28 @@ def _wait_for(sums, ACC: gl.constexpr):
 
 @jit
 def _load_scales(scales, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr):
-    """The scales, f32[O] each, of COUNT blocks of columns; beyond the end any."""
+    """The scales [O] of COUNT blocks of columns each, as they are stored; beyond the end any."""
     loaded = ()
     for number in gl.static_range(COUNT):
-        loaded += (gl.load(scales + blocks + gl.minimum(block + number, NUM - 1)).to(gl.float32),)  # type: ignore[assignment]
+        loaded += (gl.load(scales + blocks + gl.minimum(block + number, NUM - 1)),)  # type: ignore[assignment]
     return loaded
 
 
 @jit
 def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr):
-    """What COUNT boxes are unpacked with, i32[O, 64] each: pairs of bf16. block: of the first box"""
+    """What COUNT boxes are unpacked with: zero points [O] as they are stored, or of `_load_factor`. block: of the first
+
+    Neither scales nor zero points are converted here: that would wait for the load.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, BYTES)
     loaded = ()
     for number in gl.static_range(COUNT):
         if VALUES == "u4":
-            loaded += (_load_offset(zeros, blocks, gl.minimum(block + number, NUM - 1)),)  # type: ignore[assignment]
+            if zeros is None:
+                zero = gl.full([BLOCK_O], 8, gl.int32, ROW)
+            else:
+                zero = gl.load(zeros + gl.convert_layout(blocks, ROW) + gl.minimum(block + number, NUM - 1))
+            loaded += (zero,)  # type: ignore[assignment]
         else:
             loaded += (_load_factor(scales, blocks, (block + number) * 4, NUM),)  # type: ignore[assignment]
     return loaded
@@ -319,7 +320,7 @@ def _multiply(
                 numbers = _unpack(tiles.index(box).load(BYTES), operand, VALUES, LEFT)
                 sums = _multiply_box(numbers, x_boxes.index(box), sums, ACC)
             if SCALES_SUMS:
-                acc += _wait_for(sums, ACC) * factors[group][:, None]  # type: ignore[index]
+                acc += _wait_for(sums, ACC) * factors[group].to(gl.float32)[:, None]  # type: ignore[index]
             else:
                 acc = sums
         if SCALES_SUMS:

@@ -221,7 +221,6 @@ LOCAL_IMPORTS = {
     "atom.kernels.triton.linear.gate_hopper": "Gluon, as above",
     "atom.kernels.triton.linear.packed_hopper": "Gluon, as above",
     "atom.kernels.triton.few_hopper": "Gluon, as above",
-    "atom.kernels.triton.few_packed_hopper": "Gluon, as above",
 }
 
 # Where a module is imported by a name that is found at run time.

@@ -32,10 +32,19 @@ MANY_PACKED_ROWS, MANY_FP8_ROWS = 128, 256
 
 
 class Experts:
-    """The products by experts of one model, with the tiles that `parameters` finds."""
+    """The products by experts of one model, with the tiles that `parameters` finds.
+
+    They must run one after another, since they share the counters of splits.
+    """
 
     def __init__(self, parameters: Find = find) -> None:
         self._parameters = parameters
+        self._arrived: Tensor | None = None  # for good: graphs hold it
+
+    def counters(self, device: torch.device) -> Tensor:
+        if self._arrived is None:
+            self._arrived = make_counters(device)
+        return self._arrived
 
     def grouped_linear(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is
@@ -56,7 +65,8 @@ class Experts:
                 from atom.kernels.triton import few_hopper  # imports what only NVIDIA's GPUs need
 
                 if few_hopper.suits_few(x, ids, gate_up):
-                    m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
+                    counters = self.counters(x.device)
+                    m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, counters, kind, limit, alpha)
                     return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
             if suits_few(len(x), ids.shape[1], *down.shape[1:]) and biases == (None, None) and kind != "swigluoai":
                 return multiply_few(x, weights, ids, gate_up, down, kind)
@@ -96,19 +106,7 @@ def describe(x: Tensor, weight: Weight, kind: str | None = None) -> Shape:
 
 
 class ShuffledExperts(Experts):
-    """The products by shuffled experts of one model.
-
-    They must run one after another, since they share the counters of splits.
-    """
-
-    def __init__(self, parameters: Find = find) -> None:
-        super().__init__(parameters)
-        self._arrived: Tensor | None = None  # for good: graphs hold it
-
-    def counters(self, device: torch.device) -> Tensor:
-        if self._arrived is None:
-            self._arrived = make_counters(device)
-        return self._arrived
+    """The products by shuffled experts of one model."""
 
     def experts(
         self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weight, down: Weight,
@@ -116,12 +114,13 @@ class ShuffledExperts(Experts):
         limit: float | None = None, alpha: float | None = None, act: str | None = None,
     ) -> Tensor:  # fmt: skip
         """As in `Experts`; act: as in the op, of many rows"""
-        from atom.kernels.triton import few_packed_hopper
+        from atom.kernels.triton import few_hopper
 
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight), "plain weights are not shuffled"
-        if first is None and few_packed_hopper.suits_few(x, ids, gate_up):
-            m = few_packed_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, kind, limit, alpha)
-            return few_packed_hopper.multiply_downs(m, weights, ids, down, down_bias)
+        if first is None and few_hopper.suits_few(x, ids, gate_up):
+            counters = self.counters(x.device)
+            m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, counters, kind, limit, alpha)
+            return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
         if act is not None and ids.numel() >= MANY_FP8_ROWS * gate_up.shape[0]:
             return multiply_in_fp8(x, weights, ids, gate_up, down, first, kind, limit, alpha)
         biases = gate_up_bias, down_bias

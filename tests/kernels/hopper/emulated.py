@@ -1,6 +1,6 @@
 """Kernels in Gluon as plain Python on a CPU: a program after the other, on torch's tensors, without layouts.
 
-    few = emulate(few_hopper)       # a namespace of the module's functions, its kernels among them
+    few = emulate(few_hopper, _unpack=unpack)       # a namespace of the module's functions, its kernels among them
     few.multiply_gates(x, ids, weight, None, "silu")
     groups = WarpGroups().names                     # for kernels whose warps have parts of their own
     grouped = emulate(grouped_hopper, **groups)
@@ -175,13 +175,12 @@ def _language() -> Any:
         zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
-        where=torch.where, sum=lambda x, *dim: x.sum(*dim), max=lambda x, dim: x.amax(dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
+        where=torch.where, sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
         thread_barrier=lambda: None, expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
     )  # fmt: skip
     layouts = (
         "NVMMADistributedLayout NVMMASharedLayout SliceLayout DotOperandLayout DistributedLinearLayout BlockedLayout"
-        " SwizzledSharedLayout"
     )
     for name in layouts.split():
         setattr(made, name, lambda *_: SimpleNamespace(value=None))

@@ -1,4 +1,4 @@
-"""Experts of few tokens on Hopper: how columns are split, that the kernels compile, and on such a GPU what they give."""
+"""Experts of few tokens on Hopper: how rows are cut, that the kernels compile, and on such a GPU what they give."""
 
 from __future__ import annotations
 
@@ -17,91 +17,76 @@ from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw
 
 from atom.graph import PackedWeight, ops
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton import few_hopper, few_packed_hopper, moe
-from atom.kernels.triton.few_packed_hopper import Split
+from atom.kernels.triton import few_hopper, moe
+from atom.kernels.triton.few_hopper import FEW_PACKED, FEW_PLAIN
 from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.linear import packed_hopper
-from atom.kernels.triton.linear.style import style_of
+from atom.kernels.triton.linear.matrix import make_counters
+from atom.kernels.triton.linear.style import PLAIN, style_of, style_of_weight
 
 EXPERTS = (None, *FORMATS)  # None: plain
 
 
+@pytest.mark.parametrize("fmt", EXPERTS)
 @pytest.mark.parametrize("inner", [384, 768, 1408, 2880, 7168])
-def test_rings_fit_in_memory(inner: int):
-    for programs in (1, 96, 300, 5000):
-        stages = few_hopper.choose_stages(programs, inner, H200)
-        assert 1 <= stages <= -(-inner // 128)
-        assert stages * 2 * (64 + 8) * 64 * 2 < H200.shared_memory
-
-
-@pytest.mark.parametrize("fmt", [*FORMATS, "fp8[1, 192]", "int4[1, 512]"])
-@pytest.mark.parametrize(("inner", "top_k"), [(384, 8), (768, 6), (2880, 4), (4096, 8), (1 << 15, 1)])
-def test_splits_have_whole_blocks_and_their_x_fits_in_memory(fmt: str, inner: int, top_k: int):
-    style, experts = style_of(fmt, 256), 1 << (top_k - 1).bit_length()
-    columns = 64 if style.bits == 8 else 128
-    row_bytes = -(-inner // columns) * 64
-    for split, each in (
-        (few_packed_hopper.split_gates(style, row_bytes), 1),
-        (few_packed_hopper.split_downs(style, 132, top_k, H200), experts),
-        (few_packed_hopper.split_downs(style, 133, top_k, H200), experts),
-    ):
-        assert split.warps * each in (4, 8, 16)
-        assert split.depth * columns % (style.columns or 1) == 0 or (style.columns or 1) < columns
-        steps = -(-row_bytes // (64 * split.warps * split.depth))
-        places = 1 << (steps * split.depth - 1).bit_length()
-        assert places * split.warps * each * columns * 2 <= 160 << 10
+def test_rings_fit_in_memory(fmt: str | None, inner: int):
+    style = style_of(fmt, 256) if fmt else PLAIN
+    for programs, splits_columns in ((1, False), (1, True), (96, True), (300, True), (5000, True)):
+        ring = few_hopper.choose_ring(programs, inner, style, H200, splits_columns=splits_columns)
+        assert ring.splits == 1 or (fmt and splits_columns and programs * ring.splits <= 3 * H200.units)
+        columns = few_hopper.columns_of(style)
+        assert 1 <= ring.stages <= ring.steps(inner, columns)
+        assert ring.boxes * columns % (style.columns or 1) == 0, "a stage has whole blocks"
+        assert ring.stages * ring.boxes * few_hopper.box_bytes(style) < H200.shared_memory
 
 
 def test_what_is_not_few_is_grouped():
-    x, ids = torch.zeros(5, 512, dtype=torch.bfloat16), torch.zeros(5, 8, dtype=torch.int64)
-    plain, packed = torch.zeros(4, 256, 512), draw("fp8[1, *]", 4, 256, 512)
-    assert few_hopper.suits_few(x[:4], ids[:4], plain) and not few_hopper.suits_few(x, ids, plain)
-    assert few_packed_hopper.suits_few(x[:2], ids[:2], packed)
-    assert not few_packed_hopper.suits_few(x[:3], ids[:3], packed), "more of packed ones are grouped"
-    for tokens, chosen in ((x[:0], ids[:0]), (x[:1].float(), ids[:1]), (x[:1], ids[:1].repeat(1, 2))):
-        assert not few_hopper.suits_few(tokens, chosen, plain)
-        assert not few_packed_hopper.suits_few(tokens, chosen, packed)
-    wide = draw("fp8[1, *]", 1, 1 << 14, 128)
-    assert few_packed_hopper.suits_few(x[:1, :128], ids[:1, :4], wide)
-    assert not few_packed_hopper.suits_few(x[:1, :128], ids[:1, :5], wide), "x of eight is too large"
+    weight, x = draw("fp8[1, *]", 4, 256, 512), torch.zeros(FEW_PLAIN + 1, 512, dtype=torch.bfloat16)
+    ids = torch.zeros(FEW_PLAIN + 1, 8, dtype=torch.int64)
+    assert few_hopper.suits_few(x[:FEW_PACKED], ids[:FEW_PACKED], weight)
+    assert not few_hopper.suits_few(x[: FEW_PACKED + 1], ids[: FEW_PACKED + 1], weight), (
+        "more of packed ones are grouped"
+    )
+    assert few_hopper.suits_few(x[1:], ids[1:], torch.zeros(4, 256, 512))
+    for tokens, chosen in ((x, ids), (x[:0], ids[:0]), (x[:1].float(), ids[:1]), (x[:1], ids[:1].repeat(1, 2))):
+        assert not few_hopper.suits_few(tokens, chosen, weight)
 
 
 COMPILE = """
-import sys, torch, triton
+import itertools, sys, torch, triton
 from kernels.compiling import use_hopper
 from kernels.hopper.test_few_hopper import EXPERTS, make_experts
 from kernels.hopper.test_hopper import H200
-from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton import few_hopper, few_packed_hopper
+from atom.kernels.triton import few_hopper, moe
+from atom.kernels.triton.linear.matrix import make_counters
+
+launches = itertools.count()
 
 class Compile:
-    def __init__(self, kernel, place):
-        self.kernel, self.place = kernel, place
+    def __init__(self, kernel):
+        self.kernel = kernel
     def __getitem__(self, grid):
         def compile(*args, **options):
-            if sys.argv[1] == "few" and (number // 2 + self.place) % 2:
+            fmt, place = divmod(next(launches), 2)
+            if sys.argv[1] == "few" and (fmt // 2 + place) % 2:
                 return  # gates of two formats, downs of the next two
             made = self.kernel.warmup(*args, grid=grid, **options)
             assert made.metadata.shared <= H200.shared_memory
             assert "mma.sync" in made.asm["ptx"] and ".local" not in made.asm["ptx"]
-            assert fmt is None or "ld.global.v4.b32" in made.asm["ptx"]
             print("compiled")
         return compile
 
 use_hopper()
-for module in (few_hopper, few_packed_hopper):
-    module.find_gpu = lambda device: H200
-    for place, name in enumerate(("_gates_kernel", "_downs_kernel")):
-        setattr(module, name, Compile(getattr(module, name), place))
+few_hopper.find_gpu = lambda device: H200
+for name in ("_gates_kernel", "_downs_kernel"):
+    setattr(few_hopper, name, Compile(getattr(few_hopper, name)))
 for number, fmt in enumerate(EXPERTS):
     gate_up, down, *biases = make_experts(fmt, 4, 256, 384, number % 2 == 1, "cpu")
-    if fmt:
-        gate_up, down = shuffle(gate_up), shuffle(down)
     x, ids, weights = torch.zeros(2, 384, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     gate = ("swigluoai", 7.0, 1.7) if number % 2 else ("silu", None, None)
-    kernels = few_packed_hopper if fmt else few_hopper
-    m = kernels.multiply_gates(x, ids, gate_up, biases[0], *gate)
-    kernels.multiply_downs(m, weights, ids, down, biases[1])
+    ring = few_hopper.Ring(2, 1, splits=1 + number % 2)
+    m = few_hopper.multiply_gates(x, ids, gate_up, biases[0], make_counters(x.device), *gate, ring=ring)
+    few_hopper.multiply_downs(m, weights, ids, down, biases[1])
 """
 
 
@@ -149,62 +134,51 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def unpack(words: Value, operand: Value | None, values: str, _layout: None) -> Value:
-    """`few_packed_hopper._unpack` by the layout's description in hopper/shuffle.py."""
-    warps, rows, _ = words.shape
-    tile = words.contiguous().view(torch.uint8).view(warps * rows, 64)
+def unpack(tile: Value, operand: Value | None, values: str, _layout: None) -> Value:
+    """`packed_hopper._unpack` by the layout's description in hopper/shuffle.py."""
+    rows = len(tile)
     if values == "e4m3":
-        thread_product_turn_eighth = tile.view(torch.float8_e4m3fn).float().view(-1, 4, 4, 2, 2)
-        return value(thread_product_turn_eighth.permute(0, 2, 4, 1, 3).reshape(warps, rows, 64))
+        thread_product_turn_eighth = tile.contiguous().view(torch.float8_e4m3fn).float().view(rows, 4, 4, 2, 2)
+        return value(thread_product_turn_eighth.permute(0, 2, 4, 1, 3).reshape(rows, 64))
     assert operand is not None
-    factors = (operand.contiguous() << 16).view(torch.float32).double().view(-1, 4, 4)  # thread, product
+    factors = (operand.contiguous().view(torch.int32) << 16).view(torch.float32).double().view(rows, 4, 4, 4)
     if values == "u4":  # a byte: thread, product, turn, second; its halves: eighth
-        halves = torch.stack((tile & 15, tile >> 4), -1).double().view(-1, 4, 4, 2, 2, 2)
-        numbers = halves - (factors[..., None, None, None] - 128)
-        return value(numbers.permute(0, 2, 4, 5, 1, 3).reshape(warps, rows, 128).float())
-    bits = words.long() & 0xFFFFFFFF
+        halves = torch.stack((tile & 15, tile >> 4), -1).double().view(rows, 4, 4, 2, 2, 2)
+        numbers = halves - (factors[..., :1, None, None] - 128)
+        return value(numbers.permute(0, 2, 4, 5, 1, 3).reshape(rows, 128).float())
+    words = tile.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     found = (
-        bits << 6 & 0x81C081C0,
-        bits << 2 & 0x81C081C0,
-        (bits << 28 | bits >> 4) & 0x81C081C0,
-        bits >> 8 & 0x00400040 | bits & 0x81808180,
+        words << 6 & 0x81C081C0,
+        words << 2 & 0x81C081C0,
+        (words << 28 | words >> 4) & 0x81C081C0,
+        words >> 8 & 0x00400040 | words & 0x81808180,
     )
-    pairs = torch.stack(found, -1).to(torch.uint32).view(torch.bfloat16).double().view(-1, 4, 4, 4, 2)
-    numbers = pairs * factors[..., None, None]  # thread, product of 32 columns, eighth of it, turn
-    return value(numbers.permute(0, 2, 3, 1, 4).reshape(warps, rows, 128).float())
+    pairs = torch.stack(found, -1).to(torch.uint32).view(torch.bfloat16).double().view(rows, 4, 4, 4, 2)
+    numbers = pairs * factors[..., :1, None]  # thread, product of 32 columns, eighth of it, turn
+    return value(numbers.permute(0, 2, 3, 1, 4).reshape(rows, 128).float())
 
 
 @pytest.fixture(scope="module")
-def emulated() -> dict[bool, SimpleNamespace]:
-    """The kernels, without a GPU, by whether they are of packed experts."""
+def emulated():
+    """The kernels, without a GPU."""
+    shared = emulate(packed_hopper)
 
     def activate(gates: Value, ups: Value, kind: str, limit: float | None, alpha: float | None) -> Value:
         both = torch.cat((gates.flatten(), ups.flatten()))[None]
         return value(ops.gated_activate.body(both, kind=kind, limit=limit, alpha=alpha)[0].view(gates.shape))
 
+    loads = {name: getattr(shared, name) for name in ("_load_operands", "_load_scales", "UP_EXPONENT")}
     small = H200._replace(units=1, shared_memory=40 << 10)  # so that a stage is used again
-    common = {"activate_rounded": activate, "find_gpu": lambda device: small}
-    exponent = emulate(packed_hopper).UP_EXPONENT
-    packed = {"_unpack": unpack, "_ask": lambda pointer: None, "UP_EXPONENT": exponent}
-    return {False: emulate(few_hopper, **common), True: emulate(few_packed_hopper, **common, **packed)}
-
-
-def has_blocks(fmt: str | None, *inner: int) -> bool:
-    """Whether a format holds rows of so many columns."""
-    return all(columns % (32 if fmt == "mxfp4" else 128 if "int4" in str(fmt) else 8) == 0 for columns in inner)
+    return emulate(few_hopper, _unpack=unpack, activate_rounded=activate, find_gpu=lambda device: small, **loads)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("fmt", EXPERTS)
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [("silu", (4, 128, 640, 3)), ("swigluoai", (3, 128, 128, 1)), ("silu", (3, 96, 160, 2))]
-)
+@pytest.mark.parametrize(("kind", "sizes"), [("silu", (4, 128, 256, 3)), ("swigluoai", (3, 128, 128, 1))])
 def test_each_token_goes_through_its_experts_by_these_programs(
-    fmt: str | None, kind: str, sizes: tuple[int, ...], emulated: dict[bool, SimpleNamespace]
+    fmt: str | None, kind: str, sizes: tuple[int, ...], emulated: SimpleNamespace
 ):
-    if not has_blocks(fmt, *sizes[1:3]):
-        pytest.skip("no such rows")
-    check_experts(fmt, kind, sizes, emulated[fmt is not None], "cpu", ((1, False), (2, True)))
+    check_experts(fmt, kind, sizes, emulated, "cpu", ((1, False), (2, True)))
 
 
 @pytest.mark.gpu
@@ -212,17 +186,10 @@ def test_each_token_goes_through_its_experts_by_these_programs(
 @pytest.mark.parametrize("fmt", EXPERTS)
 @pytest.mark.parametrize("kind", ["silu", "swigluoai"])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        (9, 128, 384, 3), (16, 384, 1152, 8), (5, 256, 128, 1), (6, 128, 640, 6), (8, 1408, 2048, 6), (5, 96, 160, 2),
-        (4, 104, 5128, 3),
-    ],
-)  # fmt: skip
+    "sizes", [(9, 128, 384, 3), (16, 384, 1152, 8), (5, 256, 128, 1), (6, 128, 640, 6), (8, 1408, 2048, 6)]
+)
 def test_each_token_goes_through_its_experts(fmt: str | None, kind: str, sizes: tuple[int, ...]):
-    if not has_blocks(fmt, *sizes[1:3]):
-        pytest.skip("no such rows")
-    kernels = few_packed_hopper if fmt else few_hopper
-    check_experts(fmt, kind, sizes, kernels, "cuda", ((1, False), (2, True), (3, False)))
+    check_experts(fmt, kind, sizes, few_hopper, "cuda", ((1, False), (3, False), (FEW_PLAIN, True)))
 
 
 def check_experts(
@@ -236,7 +203,7 @@ def check_experts(
     experts, width, hidden, top_k = sizes
     limit, alpha = (7.0, 1.702) if kind == "swigluoai" else (None, None)
     gate_up, down, *biases = make_experts(fmt, experts, width, hidden, kind == "swigluoai", device)
-    plain = plain_of(gate_up), plain_of(down)
+    plain, counters = (plain_of(gate_up), plain_of(down)), make_counters(torch.device(device))
     for tokens, is_alike in cases:
         ids = torch.stack([torch.randperm(max(top_k, experts - 1))[:top_k] for _ in range(tokens)]).to(device)
         ids = ids[:1].expand(tokens, -1).contiguous() if is_alike else ids
@@ -250,11 +217,12 @@ def check_experts(
         truth = torch.einsum("tkh,tk->th", downs, weights.double())
         bad = [poisoned(each, set(ids.flatten().tolist())) for each in (gate_up, down)]
         bad = [each if isinstance(each, torch.Tensor) else shuffle(each) for each in bad]
-        for cut in (None, 1 if fmt is None else Split(2, 2)):  # as chosen, and in more steps
-            ours = kernels.multiply_gates(x, ids, bad[0], biases[0], kind, limit, alpha, cut)
-            assert relative_error(ours, m) < 2e-3
-            assert torch.equal(ours, kernels.multiply_gates(x, ids, bad[0], biases[0], kind, limit, alpha, cut))
-            assert relative_error(kernels.multiply_downs(m, weights, ids, bad[1], biases[1], cut), truth) < 4e-3
+        for splits in (1, 3):  # at the largest size some of them have nothing to do
+            ring = few_hopper.choose_ring(1, hidden, style_of_weight(bad[0]), H200)._replace(stages=1, splits=splits)
+            ours = kernels.multiply_gates(x, ids, bad[0], biases[0], counters, kind, limit, alpha, ring)
+            assert relative_error(ours, m) < 2e-3 and not counters.any()
+        assert torch.equal(ours, kernels.multiply_gates(x, ids, bad[0], biases[0], counters, kind, limit, alpha, ring))
+        assert relative_error(kernels.multiply_downs(m, weights, ids, bad[1], biases[1]), truth) < 4e-3
 
 
 @pytest.mark.gpu

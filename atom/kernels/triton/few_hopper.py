@@ -179,7 +179,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
                     numbers = _unpack(tiles.index(box).load(BYTES), operand, VALUES, LEFT)
                 sums = mma_v2(numbers, x_boxes.index(box).permute((1, 0)).load(RIGHT), sums)
             if SCALES_SUMS:
-                acc += sums * factors[group][:, None]  # type: ignore[index]
+                acc += sums * factors[group].to(gl.float32)[:, None]  # type: ignore[index]
             else:
                 acc = sums
         if SCALES_SUMS:

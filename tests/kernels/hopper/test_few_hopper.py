@@ -141,11 +141,11 @@ def unpack(tile: Value, operand: Value | None, values: str, _layout: None) -> Va
         thread_product_turn_eighth = tile.contiguous().view(torch.float8_e4m3fn).float().view(rows, 4, 4, 2, 2)
         return value(thread_product_turn_eighth.permute(0, 2, 4, 1, 3).reshape(rows, 64))
     assert operand is not None
-    factors = (operand.contiguous().view(torch.int32) << 16).view(torch.float32).double().view(rows, 4, 4, 4)
     if values == "u4":  # a byte: thread, product, turn, second; its halves: eighth
         halves = torch.stack((tile & 15, tile >> 4), -1).double().view(rows, 4, 4, 2, 2, 2)
-        numbers = halves - (factors[..., :1, None, None] - 128)
+        numbers = halves - operand.double().view(rows, 1, 1, 1, 1, 1)
         return value(numbers.permute(0, 2, 4, 5, 1, 3).reshape(rows, 128).float())
+    factors = (operand.contiguous().view(torch.int32) << 16).view(torch.float32).double().view(rows, 4, 4, 4)
     words = tile.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     found = (
         words << 6 & 0x81C081C0,

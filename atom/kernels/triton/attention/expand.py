@@ -1,4 +1,6 @@
-"""Expand the context of prompts from latent entries to keys and values of heads (DeepSeek-AI 2024, section 2.1).
+"""Expand prompts' latent entries to keys and values of each head.
+
+As in DeepSeek-AI 2024, section 2.1.
 
     expansion = Expansion()
     for heads in expansion.split(cache, weight, rotated):    # slices; of as many heads as there is memory for

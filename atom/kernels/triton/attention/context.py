@@ -12,6 +12,7 @@ costs less than a hundredth of what attention over them does.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -66,35 +67,50 @@ def _unpack(cache, table, lengths, out, plan, num_sequences, num_decodes, table_
             tl.store(targets[:, None] + columns[None, :], numbers, mask=(columns < ROW)[None, :])
 
 
+class Pieces:
+    """The memory for what is unpacked; its users run one after another, and what one was given ends with the next.
+
+    It is as large whatever the cache is: a start measures what a step takes with a cache of few blocks.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._memory: Tensor | None = None  # for good: graphs hold it
+        self._views: dict[tuple[Any, ...], Unpacked] = {}
+
+    def find(self, device: torch.device, num_sequences: int, entry: tuple[int, ...], dtype: torch.dtype,
+             step: int = 1) -> Unpacked:  # fmt: skip
+        """Blocks [blocks, PIECE, *entry], a multiple of `step` of them, with room in the plan for so many sequences."""
+        size = step * PIECE * math.prod(entry) * dtype.itemsize
+        if self._memory is None:
+            self._memory = torch.empty(max(self._max_bytes, size), dtype=torch.uint8, device=device)
+        key = (num_sequences, entry, dtype, step)
+        if key not in self._views:
+            count = self._memory.nbytes // size * step
+            blocks = self._memory[: count // step * size].view(dtype)
+            self._views[key] = Unpacked(
+                blocks.view(count, PIECE, *entry),
+                torch.arange(count, dtype=torch.int32, device=device)[None],
+                torch.zeros(num_sequences + 1, dtype=torch.int32, device=device),
+            )
+        return self._views[key]
+
+
 class Context:
-    """The memory for what is unpacked; its calls must run one after another, and what one gave ends with the next."""
+    """Unpacks contexts; its calls must run one after another, and what one gave ends with the next."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._memory: dict[tuple[Any, ...], Unpacked] = {}  # by shape, for good: graphs hold it
+        self._pieces = Pieces(max_bytes)
 
     def unpack(self, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, dtype: torch.dtype) -> Unpacked:
         """cache fp8[blocks, block size, 2, K, D], table i32[S, blocks of a sequence], lengths i32[S]; the first
         num_decodes sequences are left out"""
         _, block_size, _, kv_heads, dim = cache.shape
         gpu, row, num_sequences = find_gpu(cache.device), 2 * kv_heads * dim, len(lengths)
-        unpacked = self._find_memory(cache, sequence_bucket(num_sequences), dtype)
+        unpacked = self._pieces.find(cache.device, sequence_bucket(num_sequences), (2, kv_heads, dim), dtype)
         _unpack[(gpu.units * PROGRAMS_PER_UNIT,)](
             cache.view(torch.uint8), table, lengths, unpacked.blocks, unpacked.plan, num_sequences, num_decodes,
             table.stride(0), len(unpacked.blocks), block_size, row, sequence_bucket(num_sequences - num_decodes), PIECE,
             COLUMNS, num_warps=4, **gpu.options,
         )  # fmt: skip
         return unpacked
-
-    def _find_memory(self, cache: Tensor, num_sequences: int, dtype: torch.dtype) -> Unpacked:
-        num_blocks, block_size, _, kv_heads, dim = cache.shape
-        most = self._max_bytes // (PIECE * 2 * kv_heads * dim * dtype.itemsize)
-        count = min(num_blocks * block_size // PIECE, max(most, 1))
-        key = (count, kv_heads, dim, num_sequences, dtype)
-        if key not in self._memory:
-            self._memory[key] = Unpacked(
-                torch.empty((count, PIECE, 2, kv_heads, dim), dtype=dtype, device=cache.device),
-                torch.arange(count, dtype=torch.int32, device=cache.device)[None],
-                torch.zeros(num_sequences + 1, dtype=torch.int32, device=cache.device),
-            )
-        return self._memory[key]

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.attention.common import find_owner, look_up, sequence_bucket, wait_for_inputs
-from atom.kernels.triton.attention.context import PIECE, Unpacked
+from atom.kernels.triton.attention.context import PIECE, Pieces, Unpacked
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
@@ -97,12 +96,10 @@ def _expand(cache, keys, k_scale, weight, table, starts, lengths, out, plan, num
 
 
 class Expansion:
-    """The memory for what is expanded; its calls must run one after another, and what one gave ends with the next."""
+    """Expands contexts; its calls must run one after another, and what one gave ends with the next."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._memory: Tensor | None = None  # for good: graphs hold it
-        self._views: dict[tuple[int, int, int, torch.dtype], Unpacked] = {}  # of it, by shape
+        self._max_bytes, self._pieces = max_bytes, Pieces(max_bytes)
 
     def split(self, cache: Tensor, weight: Tensor, rotated: int) -> Iterator[slice]:
         """Heads that are expanded at a time: as many as leave memory for MOST_POSITIONS, and as divide them all.
@@ -123,7 +120,9 @@ class Expansion:
         """
         (heads, rows, rank), gpu, num_sequences = weight.shape, find_gpu(cache.device), len(lengths)
         value, block_size = rows - plain, cache.shape[1]
-        expanded = self._find_view(cache.device, sequence_bucket(num_sequences), heads, rows + rotated, weight.dtype)
+        expanded = self._pieces.find(
+            cache.device, sequence_bucket(num_sequences), (heads, rows + rotated), weight.dtype, TILE // PIECE
+        )
         _expand[(gpu.units,)](
             cache, keys, k_scale, weight, table, starts, lengths, expanded.blocks, expanded.plan, num_sequences,
             num_decodes, table.stride(0), len(expanded.blocks) * PIECE // TILE, block_size, heads, rank, rotated, plain,
@@ -132,20 +131,3 @@ class Expansion:
             num_stages=3, **gpu.options,
         )  # fmt: skip
         return expanded
-
-    def _find_view(
-        self, device: torch.device, num_sequences: int, heads: int, row: int, dtype: torch.dtype
-    ) -> Unpacked:
-        size = TILE * heads * row * dtype.itemsize
-        if self._memory is None:
-            self._memory = torch.empty(max(self._max_bytes, size), dtype=torch.uint8, device=device)
-        key = (num_sequences, heads, row, dtype)
-        if key not in self._views:
-            tiles = self._memory.nbytes // size
-            count = tiles * TILE // PIECE
-            self._views[key] = Unpacked(
-                self._memory[: tiles * size].view(dtype).view(count, PIECE, heads, row),
-                torch.arange(count, dtype=torch.int32, device=device)[None],
-                torch.zeros(num_sequences + 1, dtype=torch.int32, device=device),
-            )
-        return self._views[key]

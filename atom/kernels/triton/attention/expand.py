@@ -28,7 +28,7 @@ from atom.kernels.triton.jit import jit
 TILE = 128  # positions of a sequence that a program expands at a time
 MAX_BYTES = 1 << 30  # of what is expanded at a time
 MOST_POSITIONS = 160 << 10  # for which there is memory, where that is enough for a head
-ABSORBED = 1.5  # times as long as an expanded product an absorbed one takes: from 100 queries on it pays
+ABSORBED = 1.5  # times as long as an expanded product an absorbed one takes: behind a long context, 100 queries pay
 
 
 @jit(do_not_specialize=["num_sequences", "num_decodes", "table_stride", "capacity"],

@@ -88,10 +88,11 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
         (["level=0,1"], "atom-run: ConfigError: 'level=0,1' is a sweep: add -m"),
         (
             ["--port", "80"],
-            "atom-run: ConfigError: unrecognized arguments: --port, write serve.http.port=…; atom-run --h",
+            "atom-run: ConfigError: --port as in vLLM: write serve.http.port=80, or start python -m atom.e",
         ),
-        (["--seed=3"], "atom-run: ConfigError: unrecognized arguments: --seed=3, write seed=…; atom-run --help"),
-        (["--model", "x"], "atom-run: ConfigError: unrecognized arguments: --model, write checkpoint=…; atom-run --h"),
+        (["--seed=3"], "atom-run: ConfigError: --seed as in vLLM: write seed=3, or"),
+        (["--model", "x"], "atom-run: ConfigError: --model as in vLLM: write checkpoint=x, or"),
+        (["--api-key", "sesame"], "atom-run: ConfigError: --api-key as in vLLM: write serve.http.api_keys=…, or"),
         (["serve", "a/b"], "atom-run: ConfigError: 'serve' is not an override; write job=serve checkpoint=a/b"),
         (
             ["serve", "serve.http.api_keys=sesame"],
@@ -103,31 +104,28 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
         ),
         (
             ["serve", "a/b", "-pp", "2"],
-            "atom-run: ConfigError: -pp is a flag of vLLM: write parallel.pipeline=2, or python -m atom.entrypoints.openai_server -pp 2\n",
+            "atom-run: ConfigError: -pp as in vLLM: write job=serve checkpoint=a/b parallel.pipeline=2, or start",
         ),
         (
             ["-hf", "org/name-GGUF:Q4_K_M"],
-            "atom-run: ConfigError: -hf is a flag of llama.cpp: write checkpoint=org/name-GGUF:Q4_K_M\n",
+            "atom-run: ConfigError: -hf as in llama.cpp: write checkpoint=org/name-GGUF:Q4_K_M\n",
         ),
-        (["-c", "4096"], "atom-run: ConfigError: -c is a flag of llama.cpp: write serve.max_model_len=4096\n"),
+        (["-c", "4096"], "atom-run: ConfigError: -c as in llama.cpp: write serve.max_model_len=4096\n"),
         (
-            ["-cnv", "-p", "Tell me a joke"],
-            "atom-run: ConfigError: -cnv is a flag of llama.cpp: write job=chat\n",
+            ["-m", "a.gguf", "-c", "4096", "-t", "2", "--port", "8080", "-fa", "level=1"],
+            "atom-run: ConfigError: -m, -c, -t, --port, -fa as in llama.cpp: "
+            "write OMP_NUM_THREADS=2 atom-run checkpoint=a.gguf serve.max_model_len=4096 serve.http.port=8080\n",
         ),
-        (
-            ["-p", "Tell me a joke"],
-            "atom-run: ConfigError: -p is a flag of llama.cpp: write prompts='Tell me a joke'\n",
-        ),
-        (["-ngl"], "atom-run: ConfigError: -ngl is a flag of llama.cpp: write device=cuda\n"),
-        (
-            ["--temp", "0.2"],
-            "atom-run: ConfigError: unrecognized arguments: --temp, write sampling.temperature=…; atom-run",
-        ),
+        (["-cnv", "-p", "Tell me a joke"], "atom-run: ConfigError: -cnv, -p as in llama.cpp: write job=chat\n"),
+        (["-p", "Tell me a joke"], "atom-run: ConfigError: -p as in llama.cpp: write prompts='Tell me a joke'\n"),
+        (["-ngl"], "atom-run: ConfigError: -ngl as in llama.cpp: write device=cuda\n"),
+        (["--mlock"], "atom-run: ConfigError: --mlock as in llama.cpp: nothing is needed for that\n"),
+        (["--temp", "0.2"], "atom-run: ConfigError: --temp as in llama.cpp: write sampling.temperature=0.2\n"),
         (
             ["Tell me a joke"],
             "atom-run: ConfigError: 'Tell me a joke' is not an override; write prompts='Tell me a joke'\n",
         ),
-        (["-tp2"], "atom-run: ConfigError: -tp is a flag of vLLM: write parallel.tensor=2, or python -m atom.entry"),
+        (["-tp2"], "atom-run: ConfigError: -tp as in vLLM: write parallel.tensor=2, or start python -m atom.entry"),
         (["--bogus"], "atom-run: ConfigError: unrecognized arguments: --bogus; atom-run --help shows what there is"),
         (["--cfg", "job", "-m"], "atom-run: ConfigError: only one of"),
         (["--cfg", "nope"], "atom-run: ConfigError: argument --cfg/-c: invalid choice"),

@@ -5,41 +5,51 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from collections.abc import Container
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
+from atom.config.overrides import as_overrides, may_be_checkpoint
 from atom.config.schema import SET_BY_LOAD, Config
 from atom.config.schema_keys import keys
 from atom.errors import ConfigError
 
-VLLM_FLAGS = {"-tp": "parallel.tensor", "-pp": "parallel.pipeline", "-dp": "parallel.replicas", "-q": "quant.method"}
-LLAMA_CPP_FLAGS = {
-    "-hf": "checkpoint={}",
-    "-c": "serve.max_model_len={}",
-    "-n": "sampling.max_tokens={}",
-    "-p": "prompts={}",
-    "-f": "prompts=@{}",
+LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an environment variable; nothing at all
+    "-m": "checkpoint={}",  # unless it is Hydra's
+    "-hf --hf-repo": "checkpoint={}",
+    "-c --ctx-size": "serve.max_model_len={}",
+    "-t --threads": "OMP_NUM_THREADS={}",
+    "-p --prompt": "prompts={}",
+    "-f --file": "prompts=@{}",
+    "-n --predict --n-predict": "sampling.max_tokens={}",
     "-s": "seed={}",
-    "-t": "OMP_NUM_THREADS={} in the environment",
-    "-ngl": "device=cuda",
-    "-cnv": "job=chat",
+    "--temp": "sampling.temperature={}",
+    "--repeat-penalty": "sampling.repetition_penalty={}",
+    "-cnv --conversation": "job=chat",
+    "-ngl --gpu-layers --n-gpu-layers": "device=cuda",
+    "-a --alias": "serve.http.served_model_name=[{}]",
+    "-np --parallel": "serve.max_num_seqs={}",
+    "-ub --ubatch-size": "serve.max_num_batched_tokens={}",
+    "-ctk -ctv --cache-type-k --cache-type-v": "quant.kv=fp8",
+    "--api-key-file": "serve.http.api_keys=@{}",
+    "--ssl-key-file": "serve.http.ssl_keyfile={}",
+    "--ssl-cert-file": "serve.http.ssl_certfile={}",
+    "--embedding --embeddings": "serve.pooler_config.pooling_type=LAST",
+    "-fa --flash-attn -cb --cont-batching --jinja --mlock --no-mmap --metrics": "",
 }
-LONG_FLAGS = {  # of vLLM and llama.cpp, whose field has another name
-    "model": "checkpoint",
-    "hf_repo": "checkpoint",
-    "prompt": "prompts",
-    "ctx_size": "serve.max_model_len",
-    "temp": "sampling.temperature",
-    "predict": "sampling.max_tokens",
-    "n_predict": "sampling.max_tokens",
-    "repeat_penalty": "sampling.repetition_penalty",
-    "gpu_layers": "device",
-    "n_gpu_layers": "device",
-    "quantization": "quant.method",
-    "tensor_parallel_size": "parallel.tensor",
-    "pipeline_parallel_size": "parallel.pipeline",
-    "data_parallel_size": "parallel.replicas",
+LLAMA_CPP_FLAGS = {flag: write for flags, write in LLAMA_CPP.items() for flag in flags.split()}
+OTHER_FLAGS = {  # of vLLM alone or of several programs, where the field has another name
+    "-tp": "parallel.tensor={}",
+    "-pp": "parallel.pipeline={}",
+    "-dp": "parallel.replicas={}",
+    "-q": "quant.method={}",
+    "--tensor-parallel-size": "parallel.tensor={}",
+    "--pipeline-parallel-size": "parallel.pipeline={}",
+    "--data-parallel-size": "parallel.replicas={}",
+    "--quantization": "quant.method={}",
+    "--model": "checkpoint={}",
+    "--api-key": "serve.http.api_keys=…",  # which is not shown
 }
 
 
@@ -47,23 +57,13 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. ConfigError for what is no flag, with the field that may be meant."""
 
     def refuse(message: str) -> NoReturn:
-        flag = re.fullmatch(r"unrecognized arguments: --([\w-]+)(=.*| .*)?", message)
-        key = find_key(flag[1].replace("-", "_")) if flag else None
-        raise ConfigError(f"{message}{f', write {key}=…' if key else ''}; atom-run --help shows what there is")
+        raise ConfigError(f"{message}; atom-run --help shows what there is")
 
-    for at, text in enumerate(argv):
-        short = re.fullmatch(r"(-[a-z]+)(\d*)", text)
-        if short and (key := VLLM_FLAGS.get(short[1])):
-            value = short[2] or next(iter(argv[at + 1 :]), "N")
-            command = f"python -m atom.entrypoints.openai_server {short[1]} {value}"
-            raise ConfigError(f"{short[1]} is a flag of vLLM: write {key}={value}, or {command}")
-        if (write := LLAMA_CPP_FLAGS.get(text)) and not is_of_hydra(argv, at):
-            value = shlex.quote(argv[at + 1]) if argv[at + 1 :] else "…"
-            raise ConfigError(f"{text} is a flag of llama.cpp: write {write.format(value)}")
     parser: argparse.ArgumentParser = get_args_parser()
     own = parser.add_argument_group(conflict_handler="resolve")
     own.add_argument("--config-dir", "-cd", action="append", default=[])  # Hydra's own takes one only
     parser.error = refuse  # type: ignore[method-assign]
+    refuse_others(argv, parser._option_string_actions)
     args = parser.parse_intermixed_args(argv)
     if args.config_name or args.config_path or args.experimental_rerun:
         raise ConfigError("--config-name, --config-path, --experimental-rerun: use recipe= or --config-dir instead")
@@ -72,17 +72,51 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def refuse_others(argv: list[str], own: Container[str]) -> None:
+    """Raise ConfigError for flags of llama.cpp and vLLM: what to write for all of them. own: the flags of atom-run."""
+    found, taken = {}, set()
+    for at, text in enumerate(argv):
+        match = re.fullmatch(r"(-[a-z]+|--[\w-]+)=?(.*)", text)
+        if match is None or (match[1] in own and not is_of_llama_cpp(argv, at)):
+            continue
+        write = LLAMA_CPP_FLAGS.get(match[1], OTHER_FLAGS.get(match[1]))
+        if write is None and (key := find_key(match[1].lstrip("-").replace("-", "_"))):
+            write = f"{key}={{}}"
+        if write is None:
+            continue
+        value = match[2] or next(iter(argv[at + 1 :]), "-")
+        is_value = re.fullmatch(r"-\d.*|[^-].*", value, re.DOTALL) is not None and "=" not in value
+        found[match[1]] = write.format(shlex.quote(value) if is_value else "…")
+        taken |= {at, at + 1} if is_value and not match[2] and write != "job=chat" else {at}
+    if not found:
+        return
+    words = [text for at, text in enumerate(argv) if at not in taken and text[0] != "-" and "=" not in text]
+    write = list(dict.fromkeys([*as_overrides(words), *filter(None, found.values())]))
+    if "job=chat" in write:
+        write = [each for each in write if not each.startswith("prompts=")]  # a chat begins with what its user types
+    environment = [each for each in write if each[0].isupper()]
+    if environment:
+        write = [*environment, "atom-run", *(each for each in write if each not in environment)]
+    is_llama_cpp = not found.keys().isdisjoint(LLAMA_CPP_FLAGS)
+    other = "" if is_llama_cpp else ", or start python -m atom.entrypoints.openai_server, which takes them"
+    meant = f"write {' '.join(write)}{other}" if write else "nothing is needed for that"
+    raise ConfigError(f"{', '.join(found)} as in {'llama.cpp' if is_llama_cpp else 'vLLM'}: {meant}")
+
+
 def find_key(flag: str) -> str | None:
-    """The field that corresponds to a flag of another command."""
-    if flag in LONG_FLAGS:
-        return LONG_FLAGS[flag]
+    """The field that has the name of a flag of another command."""
     known = [key for key in keys(Config) if not key.startswith("model.") and key not in SET_BY_LOAD]
     same = [key for key in known if key.rpartition(".")[2] == flag]
     return min(same, key=lambda key: (key.startswith("parallel."), key.count(".")), default=None)
 
 
-def is_of_hydra(argv: list[str], at: int) -> bool:
-    """Whether the short flag at this place is Hydra's, and not llama.cpp's of the same letter."""
-    if argv[at] == "-p":  # --package, of what is shown
-        return any(re.fullmatch(r"(--cfg|-c|--info|-i)(=.*)?", text) for text in argv)
-    return argv[at] == "-c" and argv[at + 1 : at + 2] in (["job"], ["hydra"], ["all"])
+def is_of_llama_cpp(argv: list[str], at: int) -> bool:
+    """Whether the flag at this place, which Hydra has too, is llama.cpp's."""
+    match argv[at]:
+        case "-p":  # --package, of what is shown
+            return not any(re.fullmatch(r"(--cfg|-c|--info|-i)(=.*)?", text) for text in argv)
+        case "-c":
+            return argv[at + 1 : at + 2] not in (["job"], ["hydra"], ["all"])
+        case "-m":
+            return argv[at + 1 : at + 2] != [] and may_be_checkpoint(argv[at + 1])
+    return False

@@ -39,7 +39,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
     "json": ((Mapping, str), "a JSON schema, as an object or as its text"),
     "json_object": ((bool,), "true"),
     "regex": ((str,), "a regular expression of at least one character"),
-    "grammar": ((str,), "a grammar in Lark's notation"),
+    "grammar": ((str,), "a grammar in Lark's notation or GBNF"),
     "choice": ((list, tuple), "a list of at least one string"),
 }
 

@@ -2,7 +2,6 @@
 
     rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
     rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"; +recipe= is the same
-    rewrite(["serve.port=80"])                      # UnsupportedError: not built yet
 
 One set of rules serves the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
 """
@@ -26,7 +25,7 @@ from omegaconf import OmegaConf
 from atom.config.folders import CONF
 from atom.config.recipes import format_recipe, read_recipe
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
-from atom.errors import ConfigError, UnsupportedError, one_line
+from atom.errors import ConfigError, one_line
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
@@ -37,16 +36,13 @@ HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
          "serve.kv_cache_dir",
          "parallel.address", "parallel.key_file", "parallel.host", SECRET, *HTTP_TEXTS, *JOB_TEXTS)  # fmt: skip
-TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for
-    "port": "an engine on another machine (serve.http.port is the server's)",
-}
 
 
 def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multirun: bool = False) -> list[str]:
     """Rewrite overrides in Hydra's grammar, with recipes opened in their order and put before the rest.
 
     A value is plain text unless it is quoted, a list or, with `multirun`, the choices of a sweep. ConfigError for what
-    is no override or no recipe, UnsupportedError for what is not built yet.
+    is no override or no recipe.
     """
     result: list[str] = []
     recipes: list[str] = []
@@ -58,7 +54,6 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
             write = " ".join(meant) if all("=" in each for each in meant) else "key=value"
             raise ConfigError(f"'{text}' is not an override; write {write or 'key=value'}")
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
-        refuse_to_come(key)
         if key == "model" and value and value[0] in "~/.":
             raise no_model(value)
         if key == "parallel" and value and (sizes := ranks_of(value)):
@@ -116,12 +111,6 @@ def is_for_sweep(text: str) -> bool:
     """Whether an override is one of Hydra's, or has choices."""
     parsed = parse(text)
     return bool(parsed.is_sweep_override() or parsed.is_hydra_override())
-
-
-def refuse_to_come(key: str) -> None:
-    first = re.split(r"[.@/]", key.removeprefix("serve."))[0]
-    if first in TO_COME:
-        raise UnsupportedError(f"{key}: {TO_COME[first]} is not built yet")
 
 
 def quote(key: str, value: str, multirun: bool) -> str:

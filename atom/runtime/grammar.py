@@ -12,6 +12,7 @@ not matter to it. `compile` may be called from any thread, and takes millisecond
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ MAX_PROPERTIES = 3000  # of a JSON schema: the time to compile it grows with the
 MAX_LEXER_STATES = 50_000  # of one sequence; one takes 1 or 2 kB
 STEP_FUEL = 100_000  # work on one mask: some 10 ms
 COMPILE_SECONDS = 5.0
+MAX_GBNF = 8 << 10  # bytes of a grammar in GBNF, which takes time by the square of its length to convert, 0.8 s at most
 NUM_KEPT = 32  # compiled grammars
 MAX_KEPT = 1 << 18  # characters of these; compiled, one takes up to 200 bytes
 MAX_END = 32  # tokens of the end of reasoning
@@ -197,7 +199,7 @@ class GrammarCompiler:
                 _check_size("the choice", choices, MAX_SCHEMA)
                 return _lark(f"start: CHOICE\nCHOICE: {choices}")
         _check_size("the grammar", value, MAX_SCHEMA)
-        return _lark(value)
+        return _lark(_from_gbnf(value) if re.search(r"^\s*root\s*::=", value, re.MULTILINE) else value)
 
     def _build(self, grammar: str) -> GrammarMatcher:
         """Build a grammar's matcher. A first token is tried, since most grammars that are too complex fail there."""
@@ -274,6 +276,19 @@ def _check_size(name: str, text: str, limit: int) -> None:
 
 def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _from_gbnf(text: str) -> str:
+    """Convert a grammar in llama.cpp's notation, as xgrammar has it too, to Lark's."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    _check_size("a grammar in GBNF", text, MAX_GBNF)
+    try:
+        return str(gbnf_to_lark(text))
+    except RecursionError:
+        raise RequestError("structured_outputs: the grammar is nested too deeply") from None
+    except Exception as error:  # the library raises this class itself
+        raise RequestError(f"structured_outputs: {_summarize(str(error))}") from None
 
 
 def _summarize(text: str) -> str:

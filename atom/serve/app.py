@@ -23,6 +23,7 @@ from atom.serve import adapters, admin, docs, page, signed_answers
 from atom.serve.anthropic import messages
 from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse, shown
+from atom.serve.llama_cpp import ROUTES
 from atom.serve.middleware import Guard
 from atom.serve.openai import chat, completions, embeddings, responses, tokenize
 from atom.serve.signatures import load_signing_key
@@ -97,7 +98,9 @@ def explain(request: Request, error: HTTPException) -> str:
     path = shown(request.url.path)
     match error.status_code:
         case 404:
-            return f"there is no {request.method} {path} here; /docs lists what there is"
+            meant = ROUTES.get(request.url.path)
+            instead = f"write {meant}" if meant else "/docs lists what there is"
+            return f"there is no {request.method} {path} here; {instead}"
         case 405:
             allowed = (error.headers or {}).get("Allow")
             return f"{request.method} {path} is not served" + (f"; use {allowed}" if allowed else "")

@@ -28,6 +28,7 @@ from atom.config import HTTPConfig
 from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
+from atom.serve.llama_cpp import FIELDS
 
 CHUNK = 1 << 18  # bytes that are counted at a time
 HINTS = 4  # faults whose field is compared with those that there are
@@ -96,6 +97,8 @@ def hint(fault: Any, model: type[BaseModel]) -> str:
         return ""
     if name.startswith(GUIDED) and "structured_outputs" in model.model_fields:
         return f', take structured_outputs: {{"{name.removeprefix(GUIDED)[:16]}": …}}'
+    if (other := FIELDS.get(name)) in model.model_fields:
+        return f", did you mean {other}?"
     return did_you_mean(name[:64], model.model_fields)
 
 

@@ -986,6 +986,8 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
             "sampling.temprature=1",
             r"sampling.temprature: there is no such field, did you mean temperature\?; sampling has: ",
         ),
+        ("port=8080", r"port: there is no such field, did you mean serve\.http\.port\?$"),
+        ("threads=2", "threads: there is no such field; there are: checkpoint,"),
         ("block_size=1", r"block_size: there is no such field, did you mean serve.block_size\?"),
         (
             "model.mlp.0.widht=1",

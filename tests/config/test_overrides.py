@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from atom.config.overrides import parse, plain, rewrite, write_recipe
 from atom.config.recipes import read_recipe
 from atom.config.spelling import override
-from atom.errors import ConfigError, UnsupportedError
+from atom.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.text(alphabet="$\\{}'\"\n =,[]:?ab").map(lambda s: s * 2)
 JSON = st.recursive(
@@ -107,11 +107,6 @@ def test_a_parallel_layout_has_any_number_of_ranks():
     assert rewrite(["parallel=dp1"]) == ["parallel.tensor=1"]
     for name in ("mine", "dp0", "tp2_tp2", "ep_ep", "dp2tp2", "_ep", "ep", "dp2_", "dp"):
         assert rewrite([f"parallel={name}"]) == [f"parallel={name}"]
-
-
-def test_what_is_not_built_yet_is_refused():
-    with pytest.raises(UnsupportedError, match="not built yet"):
-        rewrite(["serve.port=8007"])
 
 
 @pytest.mark.parametrize("text", ["prompts", "=3", "a b=3", ""])

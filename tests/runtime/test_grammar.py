@@ -224,6 +224,9 @@ def test_what_turns_out_too_complex_ends_alone(engine: LLMEngine):
         ({"regex": "a" * 70_000}, "the regular expression has 70000 bytes, more than 65536"),
         ({"grammar": "start: b"}, 'unknown name: "b"'),
         ({"grammar": "{}"}, "expecting rule"),
+        ({"grammar": "root ::= word"}, "'word' not found"),
+        ({"grammar": "root ::= " + "(" * 5000}, "nested too deeply"),
+        ({"grammar": 'root ::= "a"' + ' | "b"' * 2000}, "a grammar in GBNF has"),
         ({"json": "{"}, "the JSON schema is no JSON"),
         pytest.param({"json": {"a": object()}}, "the JSON schema is no JSON", id="no JSON at all"),
         ({"json": "5"}, "the JSON schema is not an object"),
@@ -268,6 +271,17 @@ def test_a_grammar_is_compiled_once_and_its_matchers_know_nothing_of_each_other(
     assert {a, c} <= set(second.allowed(49152).nonzero()[0]) and b not in second.allowed(49152).nonzero()[0]
     assert first.push(b)
     assert set(first.allowed(49152).nonzero()[0]) == {EOS}, "at the end nothing else"
+
+
+def test_a_grammar_of_llama_cpp_is_converted(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    matcher = compiler.compile({"grammar": 'root ::= color "!"\ncolor ::= "b" [cd] # or\n'})
+    for text in "b", "cd", "!":
+        allowed = set(matcher.allowed(49152).nonzero()[0])
+        expected = {tokenizer.encode(each)[0] for each in text}
+        assert expected <= allowed and tokenizer.encode("a")[0] not in allowed
+        is_over = matcher.push(tokenizer.encode(text[0])[0])
+    assert is_over
+    assert set(matcher.allowed(49152).nonzero()[0]) == {EOS}
 
 
 def test_only_the_latest_grammars_are_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import asking
@@ -15,6 +16,7 @@ from serving import Server
 from atom.config import HTTPConfig
 from atom.serve.app import describe
 from atom.serve.bodies import read_body
+from atom.serve.llama_cpp import ROUTES
 from atom.serve.openai.schema import ChatRequest, CompletionRequest
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -35,6 +37,26 @@ def assert_is_openai(answer: Answer, status: int, kind: str, param: str | None =
 def test_an_unknown_route(server: Server, method: str):
     message = assert_is_openai(asking.send(server, method, "/v1/nothing"), 404, "not_found_error")
     assert f"{method} /v1/nothing" in message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "instead"),
+    [
+        ("POST", "/completion", "POST /v1/completions"),
+        ("POST", "/chat/completions", "POST /v1/chat/completions"),
+        ("GET", "/models", "GET /v1/models"),
+        ("GET", "/props", "GET /v1/models or /server_info"),
+    ],
+)
+def test_a_route_of_llama_cpp_names_ours(server: Server, method: str, path: str, instead: str):
+    message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
+    assert message == f"there is no {method} {path} here; write {instead}"
+
+
+def test_the_routes_that_are_named_exist(server: Server):
+    served = asking.get(server, "/openapi.json").body["paths"]
+    named = {path for routes in ROUTES.values() for path in re.findall(r"/\S+", routes)}
+    assert named <= set(served)
 
 
 def test_a_wrong_method(server: Server):
@@ -214,6 +236,7 @@ def test_a_fault_is_named_without_the_alternatives_of_a_union():
     ("field", "hint"),
     [
         ("max_token", ", did you mean max_tokens?"),
+        ("n_predict", ", did you mean max_tokens?"),
         ("guided_json", ', take structured_outputs: {"json": …}'),
         ("guided_choice", ', take structured_outputs: {"choice": …}'),
         ("colour", ""),

@@ -1,0 +1,15 @@
+"""Name what stands here for routes and fields of llama.cpp's server."""
+
+ROUTES = {
+    "/completion": "POST /v1/completions",
+    "/completions": "POST /v1/completions",
+    "/chat/completions": "POST /v1/chat/completions",
+    "/embedding": "POST /v1/embeddings",
+    "/embeddings": "POST /v1/embeddings",
+    "/models": "GET /v1/models",
+    "/props": "GET /v1/models or /server_info",
+    "/slots": "GET /load or /metrics",
+    "/apply-template": "POST /tokenize with messages",
+    "/lora-adapters": "GET /v1/models",
+}
+FIELDS = {"n_predict": "max_tokens", "content": "prompt", "json_schema": "response_format"}

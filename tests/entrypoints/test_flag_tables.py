@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from generated import check_block
 
+from atom.config.schema import Config
+from atom.config.schema_keys import keys
 from atom.entrypoints.args import ROCM, VLLM, describe
 from atom.entrypoints.openai_server import ServerArgs
 from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED
+from atom.jobs.flags import LLAMA_CPP
 
 PAGES = {"from-vllm.md": (VLLM, VLLM_REFUSED), "from-rocm-atom.md": (ROCM, ROCM_REFUSED)}
 
@@ -30,6 +33,20 @@ def tables(of: str, reasons: dict[str, str]) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_tables_of_a_page_are_those_of_the_parser(page: str, request: pytest.FixtureRequest):
     check_block(page, "flags", tables(*PAGES[page]), request)
+
+
+def test_the_table_of_llama_cpps_flags_is_that_of_the_parser(request: pytest.FixtureRequest):
+    lines = ["| llama.cpp | here |", "|---|---|"]
+    for flags, write in LLAMA_CPP.items():
+        meant = f"`{write.format('…')}`" if write else "nothing is needed"
+        lines.append(f"| {', '.join(f'`{flag}`' for flag in flags.split())} | {meant} |")
+    check_block("from-llama-cpp.md", "flags", "\n".join(lines) + "\n", request)
+
+
+@pytest.mark.parametrize("write", [write for write in LLAMA_CPP.values() if write])
+def test_what_is_written_for_a_flag_of_llama_cpp_is_a_field(write: str):
+    name = write.partition("=")[0]
+    assert name in keys(Config) or name in ("job", "OMP_NUM_THREADS")
 
 
 def test_the_guides_flags_are_all_rocm_atoms():

@@ -37,9 +37,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from atom.checkpoint import open_checkpoint
 from atom.config.folders import CONF
-from atom.config.overrides import may_be_checkpoint, no_model, parse, plain, rewrite
+from atom.config.overrides import no_model, parse, plain, rewrite
 from atom.config.schema_keys import inner_blocks, keys, plain_fields
 from atom.config.spelling import did_you_mean, override
+from atom.config.words import may_be_checkpoint
 from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError, one_line
 from atom.plugins import package_folders
 

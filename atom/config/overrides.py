@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from omegaconf import OmegaConf
 from atom.config.folders import CONF
 from atom.config.recipes import format_recipe, read_recipe
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
+from atom.config.words import as_overrides
 from atom.errors import ConfigError, one_line
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words")
@@ -84,23 +84,6 @@ def ranks_of(name: str) -> list[str]:
     else:
         found = {"tensor": tensor, "pipeline": stages, "replicas": num}
     return [f"parallel.{field}={size}" for field, size in found.items() if size > 1] or ["parallel.tensor=1"]
-
-
-def as_overrides(words: Sequence[str]) -> list[str]:
-    """Words without a key as overrides: a job; a checkpoint, which may have any name behind a job; a prompt."""
-    jobs = [word for word in words if re.fullmatch(r"\w+", word) and (CONF / "job" / f"{word}.yaml").is_file()]
-    is_command = words[:1] == jobs and len(words) == 2  # as in `serve MODEL`
-    keys = ["job" if word in jobs else "checkpoint" if is_command or may_be_checkpoint(word) else "" for word in words]
-    pairs = [f"{key}={word}" if key else word for key, word in zip(keys, words, strict=True)]
-    return [
-        f"prompts={shlex.quote(each)}" if re.search(r"\w\s+\w", each) and "=" not in each else each for each in pairs
-    ]
-
-
-def may_be_checkpoint(text: str) -> bool:
-    """Whether a word looks like a folder, a hub id, an address, or a GGUF file."""
-    is_path = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|(/|~/|\.{1,2}/|https?://)\S+|\S+\.gguf", text) is not None
-    return is_path or Path(text, "config.json").is_file()
 
 
 def no_model(name: str) -> ConfigError:

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
-from atom.config.overrides import as_overrides, may_be_checkpoint
 from atom.config.schema import SET_BY_LOAD, Config
 from atom.config.schema_keys import keys
+from atom.config.words import as_overrides, may_be_checkpoint
 from atom.errors import ConfigError
 
 LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an environment variable; nothing at all
@@ -74,7 +74,8 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 def refuse_others(argv: list[str], own: Container[str]) -> None:
     """Raise ConfigError for flags of llama.cpp and vLLM: what to write for all of them. own: the flags of atom-run."""
-    found, taken = {}, set()
+    found: dict[str, str] = {}
+    taken: set[int] = set()
     for at, text in enumerate(argv):
         match = re.fullmatch(r"(-[a-z]+|--[\w-]+)=?(.*)", text)
         if match is None or (match[1] in own and not is_of_llama_cpp(argv, at)):
@@ -91,16 +92,16 @@ def refuse_others(argv: list[str], own: Container[str]) -> None:
     if not found:
         return
     words = [text for at, text in enumerate(argv) if at not in taken and text[0] != "-" and "=" not in text]
-    write = list(dict.fromkeys([*as_overrides(words), *filter(None, found.values())]))
-    if "job=chat" in write:
-        write = [each for each in write if not each.startswith("prompts=")]  # a chat begins with what its user types
-    environment = [each for each in write if each[0].isupper()]
+    meant = list(dict.fromkeys([*as_overrides(words), *filter(None, found.values())]))
+    if "job=chat" in meant:
+        meant = [each for each in meant if not each.startswith("prompts=")]  # a chat begins with what its user types
+    environment = [each for each in meant if each[0].isupper()]
     if environment:
-        write = [*environment, "atom-run", *(each for each in write if each not in environment)]
+        meant = [*environment, "atom-run", *(each for each in meant if each not in environment)]
     is_llama_cpp = not found.keys().isdisjoint(LLAMA_CPP_FLAGS)
     other = "" if is_llama_cpp else ", or start python -m atom.entrypoints.openai_server, which takes them"
-    meant = f"write {' '.join(write)}{other}" if write else "nothing is needed for that"
-    raise ConfigError(f"{', '.join(found)} as in {'llama.cpp' if is_llama_cpp else 'vLLM'}: {meant}")
+    instead = f"write {' '.join(meant)}{other}" if meant else "nothing is needed for that"
+    raise ConfigError(f"{', '.join(found)} as in {'llama.cpp' if is_llama_cpp else 'vLLM'}: {instead}")
 
 
 def find_key(flag: str) -> str | None:

@@ -38,7 +38,8 @@ def test_the_tables_of_a_page_are_those_of_the_parser(page: str, request: pytest
 def test_the_table_of_llama_cpps_flags_is_that_of_the_parser(request: pytest.FixtureRequest):
     lines = ["| llama.cpp | here |", "|---|---|"]
     for flags, write in LLAMA_CPP.items():
-        meant = f"`{write.format('…')}`" if write else "nothing is needed"
+        file = "@ before a file's name in " if "@" in write else ""
+        meant = f"{file}`{write.partition('=')[0] if '{}' in write else write}`" if write else "nothing is needed"
         lines.append(f"| {', '.join(f'`{flag}`' for flag in flags.split())} | {meant} |")
     check_block("from-llama-cpp.md", "flags", "\n".join(lines) + "\n", request)
 

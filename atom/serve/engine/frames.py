@@ -1,4 +1,4 @@
-"""Frames of msgpack between the HTTP process and the engine process, and the first message in one.
+"""Frames of msgpack between the HTTP process and the engine.
 
     connection.sendall(encode(Start(config)))
     for message in frames.feed(data):                 # bytes in any portions, whole messages

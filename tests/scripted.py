@@ -20,19 +20,8 @@ from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.serve.app import create_app
 from atom.serve.context import Context
-from atom.serve.engine.protocol import (
-    Abort,
-    End,
-    Finish,
-    Message,
-    Output,
-    Outputs,
-    Ready,
-    Start,
-    Submit,
-    encode,
-    to_engine,
-)
+from atom.serve.engine.frames import Message, encode
+from atom.serve.engine.protocol import Abort, End, Finish, Output, Outputs, Ready, Submit, to_engine
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
 from atom.serve.tenants import Tenant
@@ -90,11 +79,10 @@ async def play(connection: socket.socket, script: Script, seen: list[Submit]) ->
     """The engine, until it is to end."""
     reader, writer = await asyncio.open_connection(sock=connection)
     frames = to_engine()
+    writer.write(encode(Ready(100)))
     while not reader.at_eof():
         for message in frames.feed(await reader.read(1 << 16)):
-            if isinstance(message, Start):
-                writer.write(encode(Ready(100)))
-            elif isinstance(message, Submit):
+            if isinstance(message, Submit):
                 seen.append(message)
                 for answer in answers(script, message):
                     await asyncio.sleep(script.pause if isinstance(script, Said) else 0)

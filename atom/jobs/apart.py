@@ -46,12 +46,14 @@ def run_apart(argv: Sequence[str]) -> int | None:
     engine = None if kind in HERE else EngineProcess(run_engine, is_piped=not sys.stderr.isatty())
     await_config = load_apart(argv, has_engine=kind in HERE)
     try:
-        if engine is not None:
-            await_config()  # three processes at once would take turns on two cores, and the engine's takes longest
-        job = module_of(kind)
+        if engine is None:
+            module_of(kind)  # imports torch meanwhile
         loaded = await_config()
         if loaded is None or loaded.config.job.kind != kind:
             return None
+        if engine is not None:
+            engine.configure(loaded.config)  # and imports the server beside the engine's start
+        job = module_of(kind)
         print(loaded.said, end="", file=sys.stderr)
         code: int = job.run(loaded.config) if engine is None else job.run(loaded.config, engine)
         return code

@@ -53,6 +53,7 @@ from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.engine.replicas import Replicas
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
+from atom.serve.output.parsers import prepare_chats
 from atom.serve.systemd import adopt, notify
 from atom.serve.tenants import read_tenants
 
@@ -315,9 +316,11 @@ class Server:
                 tokenizer = tokenizer.with_template(self._template)
             report = partial(self._set_tokenizer, tokenizer)
         except Exception as error:
-            report = partial(self._fail, error)
+            tokenizer, report = None, partial(self._fail, error)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(report)
+        if tokenizer is not None:
+            prepare_chats(self._config, tokenizer)
 
     def _set_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         self._context.tokenizer = tokenizer

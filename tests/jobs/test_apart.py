@@ -128,6 +128,27 @@ def test_a_server_that_cannot_be_configured_leaves_no_engine_behind(checkpoints:
     assert len(done.stderr.splitlines()) == 1 and "nosuch" in done.stderr
 
 
+def test_the_engine_is_configured_before_the_server_is_imported(checkpoints: Any):
+    code = """
+import sys
+from atom.jobs import apart
+
+started, make, find = [], apart.EngineProcess, apart.module_of
+apart.EngineProcess = lambda *first, **rest: started.append(make(*first, **rest)) or started[0]
+
+def module_of(name):
+    if name == "serve":
+        print(started[0].is_configured, "fastapi" in sys.modules)
+        sys.exit(3)
+    return find(name)
+
+apart.module_of = module_of
+apart.run_apart(sys.argv[1:])
+"""
+    done = run(code, f"checkpoint={checkpoints('llama')}", "device=cpu")
+    assert (done.returncode, done.stdout) == (3, "True False\n")
+
+
 def test_the_process_that_loads_ends_with_the_one_that_waits_for_it():
     code = """
 import os, signal, time

@@ -14,7 +14,8 @@ from scripted import Said
 from atom.config import Config
 from atom.config.load import load
 from atom.runtime.types import Logprobs
-from atom.serve.engine.protocol import Finish, Message, Output, Outputs, Refused, Submit
+from atom.serve.engine.frames import Message
+from atom.serve.engine.protocol import Finish, Output, Outputs, Refused, Submit
 from atom.serve.openai.response import finish_reason
 from atom.serve.response import Choice, best
 

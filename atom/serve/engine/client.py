@@ -29,16 +29,15 @@ from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import NO_OPTIONS, TAGS, RequestOptions
 from atom.sampling_params import SamplingParams
+from atom.serve.engine.frames import Frames, Message, encode
 from atom.serve.engine.protocol import (
     Abort,
     Beat,
     Done,
     End,
     Failed,
-    Frames,
     FromEngine,
     LoadAdapter,
-    Message,
     Output,
     Outputs,
     Profile,
@@ -46,11 +45,9 @@ from atom.serve.engine.protocol import (
     Refused,
     ResetPrefixCache,
     Sleep,
-    Start,
     Submit,
     UnloadAdapter,
     WakeUp,
-    encode,
     from_engine,
 )
 from atom.serve.engine.stream import MAX_UNREAD, RequestStream, UnreadError
@@ -110,10 +107,9 @@ class EngineClient(asyncio.Protocol):
         self._num_unseen = Counter[str]()  # sequences of these, by tenant
         self._num_waiting: dict[str, int] = {}  # sequences that wait in the engine, by tenant
 
-    async def connect(self, connection: socket, replica: int = 0) -> None:
-        """Connect to the engine process and send the configuration. replica: the engine's number."""
+    async def connect(self, connection: socket) -> None:
+        """Connect to an engine process that has the configuration."""
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
-        self._send(Start(self._config, replica))
 
     @property
     def is_sleeping(self) -> bool:

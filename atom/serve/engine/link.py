@@ -14,7 +14,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from atom.serve.engine.protocol import Beat, Failed, Frames, Message, ToEngine, encode, to_engine
+from atom.serve.engine.frames import Frames, Message, encode
+from atom.serve.engine.protocol import Beat, Failed, ToEngine, to_engine
 
 RECEIVE = 1 << 16  # bytes at a time
 

@@ -2,7 +2,7 @@
 
 engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`, which imports torch at once
 engine = EngineProcess(work)              # or a fork of this process, which need not import what this one has
-await client.connect(engine.connection)   # and sends what it opens
+engine.configure(config)                  # sends what it opens; an `EngineClient` takes the connection then
 engine.has_ended()
 code = engine.end()                       # kills what is left of it, compilers included
 describe_exit(code, has_left=client.has_left)
@@ -10,6 +10,7 @@ describe_exit(code, has_left=client.has_left)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from functools import partial
 
 from atom.child_process import Process, end, exit_status, fork
+from atom.config import Config
+from atom.serve.engine.frames import Start, encode
 
 READ_SECONDS = 1.0  # to read its last lines: another process may hold its stderr open
 WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
@@ -34,6 +37,7 @@ class EngineProcess:
         is_piped: its stderr is a pipe, which `relay` reads; else it shares ours
         """
         self.is_piped = is_piped
+        self.is_configured = False
         self.connection, theirs = socket.socketpair()
         with theirs:
             self._process = self._start(command, theirs.fileno())
@@ -55,6 +59,13 @@ class EngineProcess:
     def _work(self, work: Callable[[int], int], descriptor: int) -> int:
         self.connection.close()  # here, where it is the other's
         return work(descriptor)
+
+    def configure(self, config: Config, replica: int = 0) -> None:
+        """Send the configuration, once. replica: the engine's number"""
+        if not self.is_configured:
+            self.is_configured = True
+            with contextlib.suppress(OSError):  # it is gone, which its client sees
+                self.connection.sendall(encode(Start(config, replica)))
 
     def relay(self, take: Callable[[str], object]) -> None:
         """Call `take` in a thread with each line of its stderr, also with those of before."""

@@ -83,7 +83,8 @@ class Replica:
         self._process = started or EngineProcess(self._command, is_piped=relay is not None)
         if relay is not None:
             self._process.relay(relay)
-        await self.client.connect(self._process.connection, self.number)
+        self._process.configure(self._config, self.number)
+        await self.client.connect(self._process.connection)
 
     async def restart(self) -> None:
         self.num_restarts += 1

@@ -43,6 +43,7 @@ from atom.runtime.metrics import EngineStats
 from atom.runtime.speculation import DraftLog
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
 from atom.serve import log
+from atom.serve.engine.frames import Start
 from atom.serve.engine.grammar_queue import GrammarQueue
 from atom.serve.engine.link import Link, fail, send_heartbeats
 from atom.serve.engine.protocol import (
@@ -59,7 +60,6 @@ from atom.serve.engine.protocol import (
     Refused,
     ResetPrefixCache,
     Sleep,
-    Start,
     Submit,
     ToEngine,
     UnloadAdapter,

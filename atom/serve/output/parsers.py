@@ -8,15 +8,17 @@ parser = talk.parser(prompt)                     # for a streamed answer; None: 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from atom.checkpoint import Tokenizer
+from atom.checkpoint.chat_template import compile_template
 from atom.config import Config
 from atom.config.tool_formats import ToolFormat, detect_format, read_format
-from atom.errors import RequestError
+from atom.errors import CheckpointError, RequestError
 from atom.runtime.detokenizer import MARK
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError
@@ -41,6 +43,14 @@ def choose_format(config: Config, tokenizer: Tokenizer | None) -> str | None:
     if config.serve.http.tool_calls != "auto":
         return config.serve.http.tool_calls
     return (tokenizer and detect_format(tokenizer.template_text)) or config.model.tool_calls
+
+
+def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
+    """Read the formats and compile the template that the first chat would wait for."""
+    Talk(config, None, None, tokenizer)
+    if tokenizer.chat_template is not None:
+        with contextlib.suppress(CheckpointError):  # each chat has this error
+            compile_template(tokenizer.chat_template)
 
 
 @lru_cache(maxsize=64)

@@ -13,9 +13,10 @@ from serve.stub_engine import Options, StubEngine
 from atom.errors import RequestError
 from atom.runtime.types import RequestOptions, Sequence
 from atom.sampling_params import SamplingParams
+from atom.serve.engine.frames import encode
 from atom.serve.engine.grammar_queue import GrammarQueue
 from atom.serve.engine.link import Link
-from atom.serve.engine.protocol import Abort, Output, Outputs, Refused, Submit, encode, from_engine
+from atom.serve.engine.protocol import Abort, Output, Outputs, Refused, Submit, from_engine
 from atom.serve.engine.worker import Worker
 
 GRAMMAR = SamplingParams(max_tokens=2, n=3, structured_outputs={"regex": "a+"})

@@ -7,7 +7,8 @@ import pytest
 
 from atom.runtime.types import Logprobs, RequestOptions
 from atom.sampling_params import SamplingParams
-from atom.serve.engine.protocol import Abort, Finish, Output, Outputs, Ready, Submit, encode, from_engine, to_engine
+from atom.serve.engine.frames import encode
+from atom.serve.engine.protocol import Abort, Finish, Output, Outputs, Ready, Submit, from_engine, to_engine
 
 SUBMIT = Submit(
     "cmpl-1",

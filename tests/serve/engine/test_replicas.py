@@ -7,6 +7,7 @@ import itertools
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from atom.kernels import find_target
 from atom.sampling_params import SamplingParams
 from atom.serve.engine import replica, replicas, worker
 from atom.serve.engine.client import EngineState
+from atom.serve.engine.frames import Start, encode
 from atom.serve.engine.process import EngineProcess
-from atom.serve.engine.protocol import Finish, Output, Outputs, Ready, Start, encode, to_engine
+from atom.serve.engine.protocol import Finish, Output, Outputs, Ready
 from atom.serve.engine.replica import Replica
 from atom.serve.engine.replicas import Replicas
 
@@ -37,7 +39,7 @@ class Played(Replica):
     async def start(self) -> None:
         ours, self.theirs = socket.socketpair()
         self.clock.append((asyncio.get_running_loop().time(), self.number))
-        await self.client.connect(ours, self.number)
+        await self.client.connect(ours)
         if self.script[self.number].pop(0):
             self.theirs.sendall(encode(Ready(100)))
         else:
@@ -144,14 +146,35 @@ def test_a_load_is_of_sequences_that_wait_and_run(monkeypatch: pytest.MonkeyPatc
     play(monkeypatch, [[True], [True]], body)
 
 
-def test_an_engine_is_told_its_number(monkeypatch: pytest.MonkeyPatch):
-    async def body(engines: Replicas) -> None:
-        await until(lambda: engines.state is EngineState.READY)
-        for number, engine in enumerate(engines):
-            (start,) = to_engine().feed(engine.theirs.recv(1 << 20))  # type: ignore[attr-defined]
-            assert isinstance(start, Start) and start.replica == number
+LISTEN = """
+import contextlib, socket, sys
+from atom.serve.engine.link import Link
 
-    play(monkeypatch, [[True], [True]], body)
+link = Link(socket.socket(fileno=int(sys.argv[-1])))
+with contextlib.suppress(EOFError), open(sys.argv[1], "a") as file:
+    while True:
+        for message in link.receive():
+            print(type(message).__name__, message.replica, message.config.serve.max_num_seqs, file=file, flush=True)
+"""
+
+
+def test_each_engine_is_told_its_number_and_the_configuration_once_though_one_had_it_before(tmp_path: Path):
+    config = load(["parallel.replicas=2", "serve.http.log=json", "serve.max_num_seqs=77", "device=cpu"])
+    told = tmp_path / "told"
+    command = (sys.executable, "-c", LISTEN, str(told))
+    started = EngineProcess(command, is_piped=True)
+    started.configure(config)
+
+    async def main() -> None:
+        engines = Replicas(config, command, started)
+        await until(lambda: told.exists() and told.read_text())  # before there is a client
+        await engines.start()
+        await until(lambda: len(told.read_text().splitlines()) == 2)
+        engines.close("the test is over")
+        await engines.end()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert sorted(told.read_text().splitlines()) == ["Start 0 77", "Start 1 77"]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from serve.stub_engine import Options, StubEngine
 import atom.serve
 from atom.config.load import load
 from atom.kernels import find_piece_compiler
+from atom.serve.engine.frames import Start, encode
 from atom.serve.engine.link import Link
 from atom.serve.engine.process import EngineProcess
-from atom.serve.engine.protocol import Beat, Done, End, Failed, Profile, Ready, Start, encode, from_engine
+from atom.serve.engine.protocol import Beat, Done, End, Failed, Profile, Ready, from_engine
 from atom.serve.engine.worker import Worker
 
 STUB = (sys.executable, str(serving.STUB), "{}", "--engine")

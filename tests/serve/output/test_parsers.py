@@ -10,13 +10,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from atom.checkpoint import Tokenizer
-from atom.config import Config
+from atom.config import Config, tool_formats
 from atom.config.load import load
+from atom.errors import CheckpointError
 from atom.runtime.detokenizer import Detokenizer
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError
 from atom.serve.openai.schema import NamedTool, Tool
-from atom.serve.output.parsers import Talk, choose_format
+from atom.serve.output.parsers import Talk, choose_format, prepare_chats
 
 THINK = ("<think>", "</think>")
 
@@ -31,6 +32,25 @@ def config() -> Config:
 def tool(name: str) -> Tool:
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+
+def test_the_first_chat_reads_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch):
+    template = "{% for message in messages %}{{ message.content }} for the first time{% endfor %}"
+    config, tokenizer = load(["load_dummy=true"]), Tokenizer(Backend(models.BPE()), templates={"default": template})
+    for cached in (tool_formats.format_files, tool_formats.read_format, tool_formats.known_templates):
+        cached.cache_clear()
+    prepare_chats(config, tokenizer)
+    monkeypatch.setattr("yaml.safe_load", None)
+    monkeypatch.setattr("jinja2.Environment.from_string", None)
+    assert Talk(config, None, None, tokenizer).read("Hello", "prompt").content == "Hello"
+    assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "Hi for the first time"
+
+
+def test_a_template_that_is_no_jinja_is_told_to_each_chat_and_ends_no_server():
+    tokenizer = Tokenizer(Backend(models.BPE()), templates={"default": "{% for %}"})
+    prepare_chats(load(["load_dummy=true"]), tokenizer)
+    with pytest.raises(CheckpointError, match="not valid jinja"):
+        tokenizer.render_chat([])
 
 
 def test_reasoning_and_calls_are_separated_from_content(config: Config):

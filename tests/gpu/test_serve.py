@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -26,6 +26,8 @@ pytestmark = [*ON_GPU, pytest.mark.skipif(bool(MISSING), reason=f"there is no {'
 
 FIELDS = {"num_kvcache_blocks": 200, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64,
           "cudagraph_capture_sizes": "[1,4,8]"}  # fmt: skip
+BODY: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 40, "temperature": 0}
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +55,15 @@ def expected(cpu: LLMEngine, prompt: str, **params: Any) -> str:
     return str(cpu.generate([prompt], SamplingParams(**params))[0]["text"])
 
 
+def pin(number: int) -> dict[str, str]:
+    """Headers that name a replica."""
+    return {"X-data-parallel-rank": str(number)}
+
+
 def test_a_completion_is_the_cpu_s(server: Server, cpu: LLMEngine):
-    body = {"prompt": "The capital of France is", "max_tokens": 40, "temperature": 0}
-    answer = wire.ask(server.url, "POST", "/v1/completions", body)
+    answer = wire.ask(server.url, "POST", "/v1/completions", BODY)
     assert answer.status == 200
-    assert answer.json["choices"][0]["text"] == expected(cpu, body["prompt"], max_tokens=40, temperature=0)
+    assert answer.json["choices"][0]["text"] == expected(cpu, **BODY)
 
 
 def test_the_version_names_the_gpus_that_torch_finds(server: Server):
@@ -106,18 +112,61 @@ def test_a_grammar_is_held(server: Server):
     assert len(text) == 6 and set(text) <= {"a", "b"}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
-def test_each_replica_answers_on_a_gpu_of_its_own(talker: Path, cpu: LLMEngine, tmp_path: Path):
+@pytest.fixture
+def pair(talker: Path, tmp_path: Path) -> Iterator[Server]:
+    """Two replicas that serve, one on each of two GPUs."""
+    used_on_each()  # which needs memory itself at first
+    before = used_on_each()
     overrides = [f"serve.{name}={value}" for name, value in FIELDS.items()]
     server = serving.start(talker, tmp_path, "device=cuda", "level=1", "parallel=dp2", *overrides)
-    health = partial(wire.ask, server.url, "GET", "/health")
-    wire.wait_until(lambda: [each["state"] for each in health().json["engines"]] == ["ready", "ready"], 60)
-    body = {"prompt": "The capital of France is", "max_tokens": 40, "temperature": 0}
-    for number in range(2):
-        answer = wire.ask(server.url, "POST", "/v1/completions", body, {"X-data-parallel-rank": str(number)})
-        assert answer.json["choices"][0]["text"] == expected(cpu, body["prompt"], max_tokens=40, temperature=0)
-    seen = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in serving.family(server)]
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-    assert {f"CUDA_VISIBLE_DEVICES={name}".encode() for name in names} <= {each for own in seen for each in own}
+    wire.wait_until(lambda: states(server) == ["ready", "ready"], 60)
+    grown = [now - then for now, then in zip(used_on_each(), before, strict=True)]
+    assert all(each > 200 << 20 for each in grown), f"a process with a CUDA context is on each GPU: {grown}"
+    yield server
     server.process.terminate()
     assert server.process.wait(60) == 0, "it ends cleanly"
+
+
+def used_on_each() -> list[int]:
+    """The bytes in use on each of two GPUs."""
+    found = map(torch.cuda.mem_get_info, range(2))
+    return [total - free for free, total in found]
+
+
+def states(server: Server) -> list[str]:
+    return [each["state"] for each in wire.ask(server.url, "GET", "/health").json["engines"]]
+
+
+def engines(server: Server) -> list[int]:
+    """The engines' processes, by the replica's number at the first start."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return sorted(map(int, children.split()))
+
+
+@two_gpus
+def test_each_replica_answers_on_a_gpu_of_its_own(pair: Server, cpu: LLMEngine):
+    for number in range(2):
+        answer = wire.ask(pair.url, "POST", "/v1/completions", BODY, pin(number))
+        assert answer.json["choices"][0]["text"] == expected(cpu, **BODY)
+
+
+@two_gpus
+def test_a_replica_that_is_killed_comes_back_while_the_other_serves(pair: Server, cpu: LLMEngine):
+    first, text = engines(pair)[0], expected(cpu, **BODY)
+    endless = {"prompt": "A", "max_tokens": 240, "temperature": 0, "ignore_eos": True,
+               "stream_options": {"include_usage": True}}  # fmt: skip
+    dies, lives = (wire.Stream(pair.url, endless, **pin(number)) for number in range(2))
+    for stream in (dies, lives):
+        stream.read_events(1)
+    os.kill(first, signal.SIGKILL)
+    assert dies.read_events()[-1]["error"]["code"] == "unavailable"
+    *_, counted, _ = lives.read_events()
+    assert counted["usage"]["completion_tokens"] == 240
+    num_answered = 0
+    while states(pair) != ["ready", "ready"]:
+        answer = wire.ask(pair.url, "POST", "/v1/completions", BODY)
+        assert answer.json["choices"][0]["text"] == text
+        num_answered += 1
+    assert num_answered > 0
+    assert wire.ask(pair.url, "POST", "/v1/completions", BODY, pin(0)).json["choices"][0]["text"] == text
+    assert first not in engines(pair)

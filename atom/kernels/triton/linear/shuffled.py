@@ -54,15 +54,17 @@ def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, 
     Where each row has its own expert, few programs share out the columns, too.
     """
     room = 2 if style.values == "e2m1" else 1.5  # these take longer to unpack again
-    block_rows = _block_rows(max(math.ceil(room * rows / experts), 16 if style.values == "e2m1" else 8), style)
+    block_rows = _block_rows(max(math.ceil(room * rows / experts), 8), style)
     if rows <= experts:
-        columns = 4 * BOX * 8 // style.bits
+        boxes, stages = (2, 2) if style.bits == 4 else (4, 3)
+        columns = boxes * BOX * 8 // style.bits
         splits = _split(rows * -(-out // BLOCK_OUT), inner, columns, 1.9 * gpu.units)
-        return Wgmma(8, 4, 3, splits)
+        return Wgmma(8, boxes, stages, splits)
     if block_rows == 8:
         return Wgmma(block_rows, 4 if style.bits == 8 else 2, 2)
     boxes = 1 if style.bits == 4 and block_rows > 32 else 2
-    return Wgmma(block_rows, boxes, 2 if style.values == "e2m1" else 3 if boxes == 1 or block_rows > 32 else 4)
+    few_stages = style.values == "e2m1" or (style.bits == 4 and block_rows == 16)
+    return Wgmma(block_rows, boxes, 2 if few_stages else 3 if boxes == 1 or block_rows > 32 else 4)
 
 
 def _split(tiles: int, inner: int, columns: int, wanted: float) -> int:

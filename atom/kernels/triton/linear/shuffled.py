@@ -53,18 +53,15 @@ def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, 
 
     Where each row has its own expert, few programs share out the columns, too.
     """
-    room = 2 if style.values == "e2m1" else 1.5  # these take longer to unpack again
+    room = 4 / 3 if style.bits == 4 else 1.5
     block_rows = _block_rows(max(math.ceil(room * rows / experts), 8), style)
-    if rows <= experts:
-        boxes, stages = (2, 2) if style.bits == 4 else (4, 3)
-        columns = boxes * BOX * 8 // style.bits
-        splits = _split(rows * -(-out // BLOCK_OUT), inner, columns, 1.9 * gpu.units)
-        return Wgmma(8, boxes, stages, splits)
-    if block_rows == 8:
-        return Wgmma(block_rows, 4 if style.bits == 8 else 2, 2)
-    boxes = 1 if style.bits == 4 and block_rows > 32 else 2
-    few_stages = style.values == "e2m1" or (style.bits == 4 and block_rows == 16)
-    return Wgmma(block_rows, boxes, 2 if few_stages else 3 if boxes == 1 or block_rows > 32 else 4)
+    if block_rows > 32:
+        return Wgmma(block_rows, 1 if style.bits == 4 else 2, 2 if style.values == "e2m1" else 3)
+    boxes = 4 if style.bits == 8 and block_rows == 8 else 2
+    if rows > experts:
+        return Wgmma(block_rows, boxes, 4 if style.bits == 8 and block_rows == 16 else 2)
+    columns = boxes * BOX * 8 // style.bits
+    return Wgmma(block_rows, boxes, 2, _split(rows * -(-out // BLOCK_OUT), inner, columns, 1.9 * gpu.units))
 
 
 def _split(tiles: int, inner: int, columns: int, wanted: float) -> int:

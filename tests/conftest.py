@@ -238,9 +238,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for of_test in cases.values():
         mark = of_test[0].get_closest_marker("sampled")
         assert mark is not None
+        (every,), is_gpu = mark.args, of_test[0].get_closest_marker("gpu") is not None
+        every = mark.kwargs.get("gpu", every) if is_gpu else every
         # those that run have all kinds of values, and are the same each time
         of_test.sort(key=lambda item: crc32(item.nodeid.encode()))
-        for item in of_test[ceil(len(of_test) / mark.args[0]) :]:
+        for item in of_test[ceil(len(of_test) / every) :]:
             item.add_marker("slow")
 
 

@@ -231,16 +231,19 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
-    cases: dict[tuple[str, bool], list[pytest.Item]] = {}
+    cases: dict[tuple[str, bool, bool], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):
-            cases.setdefault((item.nodeid.split("[")[0], item.get_closest_marker("gpu") is None), []).append(item)
+            name, is_gpu = item.nodeid.split("[")[0], item.get_closest_marker("gpu") is not None
+            cases.setdefault((name, is_gpu, "interpreter" in item.nodeid), []).append(item)
     for of_test in cases.values():
         mark = of_test[0].get_closest_marker("sampled")
         assert mark is not None
+        (every,), is_gpu = mark.args, of_test[0].get_closest_marker("gpu") is not None
+        every = mark.kwargs.get("gpu", every) if is_gpu else every
         # those that run have all kinds of values, and are the same each time
         of_test.sort(key=lambda item: crc32(item.nodeid.encode()))
-        for item in of_test[ceil(len(of_test) / mark.args[0]) :]:
+        for item in of_test[ceil(len(of_test) / every) :]:
             item.add_marker("slow")
 
 

@@ -25,6 +25,7 @@ def conf(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize(
     "changes", [{}, {"use_parallel_residual": True}, {"use_qkv_bias": True, "tie_word_embeddings": True}]

@@ -249,6 +249,7 @@ def test_a_job_of_a_sweep_that_fails_leaves_the_others(capsys: Any, job: Any):
     assert err.endswith("atom-run: 2 of 3 jobs failed: job 1, job 2\n")
 
 
+@pytest.mark.slow
 def test_a_choice_that_is_not_supported_leaves_the_others(capsys: Any, job: Any):
     seen = job()
     assert main(["-m", "prompts=hi", "parallel.tensor=2,3", "device=cpu"]) == 2
@@ -256,6 +257,7 @@ def test_a_choice_that_is_not_supported_leaves_the_others(capsys: Any, job: Any)
     assert "atom-run: UnsupportedError: parallel.tensor=2 does not divide 9 heads" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_hydras_own_choices_work_in_a_sweep(job: Any):
     seen = job()
     assert main(["-m", "prompts=hi", "seed=range(1,3)"]) == 0
@@ -273,6 +275,7 @@ def test_a_config_dir_counts_in_a_run_and_in_a_sweep(tmp_path: Path, job: Any):
     assert [config.model.max_position for config in seen] == [7, 7, 8192]
 
 
+@pytest.mark.slow
 def test_several_config_dirs_count_in_a_run_a_sweep_and_what_hydra_shows(tmp_path: Path, job: Any):
     for name, parent in (("one", "llama"), ("two", "one")):
         (tmp_path / name / "model").mkdir(parents=True)
@@ -285,6 +288,7 @@ def test_several_config_dirs_count_in_a_run_a_sweep_and_what_hydra_shows(tmp_pat
     assert "model/two" in run("--info", "defaults", "model=two", *dirs).stdout
 
 
+@pytest.mark.slow
 def test_hydras_search_path_counts_in_the_jobs_of_a_sweep(tmp_path: Path, job: Any):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [llama, _self_]\nauto: false\n")
@@ -356,6 +360,7 @@ def test_cfg_hides_keys(
     assert shown in out or (flags == ["job"] and "${oc.env:ATOM_API_KEYS,${oc.env:VLLM_API_KEY,null}}" in out)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flag", ["--cfg=all", "--info=all"])
 def test_what_hydra_shows_hides_keys_too(flag: str):
     ended = run(flag, "serve.http.api_keys=sesame")
@@ -372,6 +377,7 @@ def test_cfg_shows_the_model_that_auto_means(tmp_path: Path, capsys: Any):
     assert "heads: 4" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -439,6 +445,7 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert max(map(len, out.splitlines())) <= 140
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("argv", [["--help"], ["--cfg", "job"]])
 def test_questions_are_answered_at_once(argv: list[str]):
     """In half a second of CPU time on an idle machine; the limit leaves room for a busy one."""

@@ -47,6 +47,7 @@ pytestmark = pytest.mark.early
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG = {"sweeps", "parallel", "quantization", "benchmarks"}  # whose commands take the longest
 COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z]|torchrun|srun .* torchrun)")
 GROUPS = {"model", "job", "serve"}
 STAND_INS = {  # for names in capitals, for plugins, which are not installed, and for what is only the part of a command
@@ -315,7 +316,10 @@ def stand_in(word: str, folder: Path) -> str:
     return re.sub(pattern, rf"\1{folder}/{name}", word)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page.stem in LONG else (), id=page.name) for page in PAGES],
+)
 def test_every_command_of_a_page_runs(page: Path, here: Path):
     main_text = main_of(["job.stage=semantic", f"checkpoint={here.parent}/llama"])
     (here / "saved.py").write_text(main_text)

@@ -119,7 +119,7 @@ def opened(folder: Path, **fields: Any) -> LLMEngine:
     return LLMEngine(str(folder), **fields)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("name", "num_drafts"), [(name, 3 - at % 2 * 2) for at, name in enumerate(CASES)])
 def test_drafts_are_those_of_the_double(
     name: str, num_drafts: int, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
@@ -151,7 +151,7 @@ LIMITS = {"roomy": {}, "eventful": EVENTFUL, "busy": BUSY}
 METHODS = ["mtp_deepseek_v3", "eagle3_qwen3", "draft_llama"]  # with all limits, and each number of steps ahead in one
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize(
     ("name", "limits", "run_ahead"),
     [
@@ -182,7 +182,7 @@ def test_tokens_are_those_of_none(
     engine.close()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -217,7 +217,7 @@ def test_ranks_groups_and_stages_draft_alike(
     engine.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("name", ["mtp_glm4_moe", "eagle3_d2t", "draft_llama"])
 def test_padded_steps_give_the_tokens_of_none(

@@ -109,6 +109,7 @@ def test_an_embedding_that_is_aborted_on_its_way_frees_its_blocks_and_leaves_the
     assert_near([kept.embedding], references("qwen3"), "MEAN", [PROMPTS[3]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"parallel.tensor": 2, "parallel.data": 2}])
 def test_ranks_give_what_the_reference_gives(
     divided: dict[str, Any], open_engine: Open, references: Callable[[str], Any], thread_ranks: list[ThreadRanks]
@@ -118,6 +119,7 @@ def test_ranks_give_what_the_reference_gives(
     assert len(thread_ranks) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "pooling", "fields"),
     [

@@ -50,7 +50,7 @@ def save_of_each_expert(model: Any, folder: Path, seed: int = 0, rank: int = 3) 
     return folder
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("name", "level", "divided", "fields"),
     [

@@ -144,6 +144,7 @@ print(anonymous() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["experts", "stacked"])
 def test_experts_are_in_memory_once(form: str, tmp_path: Path, checkpoints: Checkpoints):

@@ -120,7 +120,7 @@ def open_engine() -> Iterator[Open]:
         engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_a_cache_that_rounds(
@@ -133,7 +133,7 @@ def test_logits_are_those_of_a_cache_that_rounds(
     assert relative_error(rounded_logits(model, tokens), tiny.logits(model, tokens)) > 1e-3, "rounding is seen"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", ["llama", "qwen3_window", "deepseek_v3"])
 def test_prefix_hits_chunks_and_preemptions_change_nothing(
@@ -230,6 +230,7 @@ def test_weights_may_be_plain_beside_the_scales_of_a_cache(
     assert relative_error(ours, rounded_logits(references("llama"), tokens)) > RELATIVE_ERROR
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("names", "shape", "dtype"),
     [

@@ -47,7 +47,7 @@ def load_always(engine: LLMEngine) -> LLMEngine:
     return engine
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -71,7 +71,7 @@ def test_a_tenth_of_the_pool_gives_the_same_tokens(name: str, fields: dict[str, 
     assert 0 < now.num_host_blocks_used <= now.num_host_blocks and 0 < now.host_cache_usage <= 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

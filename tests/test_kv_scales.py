@@ -155,7 +155,7 @@ def test_a_second_start_measures_nothing_and_answers_alike(
     assert "measured" in start()[2], "another file"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model.layers.0.k_scale": 1.0}', "nan"])
 def test_what_is_kept_and_is_none_is_measured_again(content: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     open_engine(checkpoint).close()
@@ -229,7 +229,7 @@ def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Pa
     assert line() == f"atom-run: kv scales: {has}; 1.0 is used"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
 def test_several_ranks_measure_what_one_does(
     layout: str, checkpoint: Path, thread_ranks: list[ThreadRanks], capsys: pytest.CaptureFixture[str]

@@ -44,7 +44,7 @@ def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model
         tiny.assert_greedy(answer, prompt, model)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize(
     ("name", "level"),
     [
@@ -95,6 +95,7 @@ def test_bad_words_and_allowed_tokens_are_those_of_transformers(tmp_path: Path):
     engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (1, 15, 16, 17, 2, 48, 33)]
@@ -103,7 +104,7 @@ def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int,
     assert engine.metrics.scheduler.num_steps < 2 * GREEDY.max_tokens, "they ran together"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (3, 61, 20, 50)]
@@ -112,7 +113,7 @@ def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_en
     assert engine.metrics.scheduler.num_chunks > 10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_prefix_hits_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     engine = open_engine(name, level=level, enable_prefix_caching=True, block_size=4)
@@ -170,7 +171,7 @@ def test_prefixes_are_forgotten_while_requests_run(open_engine: Open, references
     assert_greedy([{"token_ids": answers[ids[1]]}], [other], references("llama"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "level"), EVENTFUL_AT)
 def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, references: Any):
     prompts = [tiny.prompt(length, seed=length) for length in (30, 25, 41)]
@@ -180,7 +181,7 @@ def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, re
         assert engine.metrics.scheduler.num_preemptions > 0
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize(
     ("name", "level"),
     [
@@ -394,7 +395,7 @@ def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, 
     assert engine.is_finished()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(54)
 @pytest.mark.parametrize("name", tiny.MODEL_FILES)
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(
     name: str, open_engine: Open, checkpoints: Any, references: Any

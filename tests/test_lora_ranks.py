@@ -30,11 +30,11 @@ MIXTURE = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
 @pytest.mark.parametrize(
     ("name", "level", "divided", "fields"),
     [
-        ("llama_three_groups", 1, {"tensor_parallel_size": 3}, {}),  # a width of 80 is filled up
         ("qwen3", 1, {"tensor_parallel_size": 2}, {"rank_pattern": {"q_proj": 2, r".*\.1\.mlp\.down_proj": 7}}),
-        ("qwen3_moe", 1, {"parallel.data": 2, "parallel.experts": 2}, MIXTURE),
-        ("llama_tied", 1, {"pipeline_parallel_size": 2}, {}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("llama_three_groups", 1, {"tensor_parallel_size": 3}, {}),  # a width of 80 is filled up
+            ("qwen3_moe", 1, {"parallel.data": 2, "parallel.experts": 2}, MIXTURE),
+            ("llama_tied", 1, {"pipeline_parallel_size": 2}, {}),
             ("llama", 0, {"tensor_parallel_size": 2}, {}),
             ("llama", 1, {"tensor_parallel_size": 4}, {"use_rslora": True, "r": 3}),  # each of 2 kv heads on 2 ranks
             ("llama_biases", 1, {"tensor_parallel_size": 2}, {}),
@@ -78,6 +78,7 @@ def test_room_for_adapters_changes_no_random_weights(thread_ranks: list[ThreadRa
     assert found["token_ids"] == wanted["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "divided"),

@@ -117,7 +117,7 @@ def assert_drafts(graph: Graph, config: Config, case: Case, mesh: Mesh) -> None:
     assert torch.equal(run("draft_head", hidden=drafted, **drafts.cold(length)), case.logits.argmax(-1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("has_copies", [False, True])
 @pytest.mark.parametrize(("name", "changes"), VARIANTS)
 def test_the_semantic_text_drafts_as_the_double(
@@ -185,7 +185,7 @@ def assert_steps_draft(graph: Graph, config: Config, case: Case) -> None:
     assert torch.equal(torch.cat(tokens), case.logits.argmax(-1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize(("name", "changes"), VARIANTS)
 def test_the_lowered_text_drafts_as_the_double(
@@ -198,7 +198,7 @@ def test_the_lowered_text_drafts_as_the_double(
     assert_steps_draft(graph, config, case)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("left_plain", [None, "eh_proj", "model.layers.3."])
 @pytest.mark.parametrize(
     ("name", "layout"),

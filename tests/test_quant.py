@@ -84,6 +84,7 @@ def logits(folder: Path, *overrides: str) -> Tensor:
         engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_model_packed_while_it_loads_is_that_of_the_rounded_weights(name: str, level: int, tmp_path: Path):

@@ -284,7 +284,7 @@ def open_engine(folder: Path, level: int, **options: Any) -> LLMEngine:
     return LLMEngine(model=str(folder), dtype="fp32", level=level, kv_cache_memory=1 << 22, **options)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("variant", "layout", "level"),
     [
@@ -316,7 +316,7 @@ RANKS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel_size": 2}, "tp4": {
                                    "tp4 ep2": {"parallel.tensor": 4, "parallel.experts": 2}}  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("variant", "layout", "ranks"),
     [
@@ -408,7 +408,7 @@ def test_modules_that_the_file_has_plain_are_read_as_they_are(layout: str, tmp_p
     assert_same_as(plain, packed, level=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "layout", ["deepseek", "fp8 static", "W8A8", "W4A16 asymmetric", "NVFP4", "quark MXFP4", "awq", "gptq"]
 )

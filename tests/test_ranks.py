@@ -71,7 +71,7 @@ EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max
             "enable_prefix_caching": True}  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
 )
@@ -91,6 +91,7 @@ def test_ranks_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -127,7 +128,7 @@ def test_groups_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -150,6 +151,7 @@ def test_stages_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > metrics.num_steps
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -202,7 +204,8 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
     assert rank_processes() == []
 
 
-@pytest.mark.parametrize("folder", ["traces", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["traces", "none"])
 def test_each_rank_writes_a_trace_of_its_own(
     folder: str, open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -432,7 +435,7 @@ def even_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize(
     "fields", [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 4}]
@@ -489,6 +492,7 @@ def test_the_ranks_of_a_compiled_model_compile_nothing(
     assert tokens[0] == [answer["token_ids"] for answer in alone.generate(prompts, GREEDY)]
 
 
+@pytest.mark.slow
 def test_ranks_run_where_their_driver_does(checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
     folder = checkpoints("llama")
     monkeypatch.chdir(folder.parent)
@@ -578,6 +582,7 @@ def test_a_rank_has_the_folders_of_its_host_and_else_the_driver_s_command_line(
         assert f"differs in {name}" in other.refused
 
 
+@pytest.mark.slow
 def test_groups_on_two_hosts_send_tokens_to_their_experts(
     open_engine: Open, checkpoints: Callable[[str], Path], references: Any, tmp_path: Path
 ):

@@ -64,7 +64,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("run_ahead", RUN_AHEADS)
 @pytest.mark.parametrize("limits", [{}, EVENTFUL, BUSY], ids=["roomy", "eventful", "busy"])
 def test_looked_up_tokens_are_those_of_none(
@@ -87,6 +87,7 @@ def test_looked_up_tokens_are_those_of_none(
     assert_all_is_free(engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run_ahead", RUN_AHEADS)
 def test_padded_steps_give_the_tokens_of_none(
     run_ahead: int, open_engine: Open, drafting: Any, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +106,7 @@ def test_padded_steps_give_the_tokens_of_none(
 TURNS = {"right": [[True] * 3], "wrong": [[False] * 3], "mixed": [[True, False, True], [True] * 3, [False], [True] * 2]}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "kind", "run_ahead"),  # each two of them meet
     [
@@ -148,7 +149,7 @@ def test_an_end_within_accepted_tokens_is_the_end(run_ahead: int, open_engine: O
     assert_all_is_free(engine)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [1, 1.5, 2.5, 4])
 def test_chance_accepts_as_many_as_it_is_told_to(length: float, open_engine: Open, drafting: Any):
     drafting(1, Drafting(3, 2, 4, rates=acceptance_rates(length, 3)))

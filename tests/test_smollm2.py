@@ -79,6 +79,7 @@ def test_logits_at_every_position(engine: LLMEngine, reference: Any):
         assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
 
 
+@pytest.mark.slow
 def test_24_greedy_tokens_of_10_chats_together(engine: LLMEngine, reference: Any):
     prompts = [engine.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
     answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
@@ -130,6 +131,7 @@ def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
     engine.close()
 
 
+@pytest.mark.slow
 def test_stop_strings_and_streams_show_whole_text(engine: LLMEngine):
     prompt = engine.encode_chat([{"role": "user", "content": "Repeat: 日本語 🎉 naïve café. Repeat it again."}])
     seen: list[RequestOutput] = []
@@ -177,6 +179,7 @@ def moe_checkpoint(shallow: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.slow
 def test_experts_that_are_all_its_mlp_give_the_same_tokens(moe_checkpoint: Path, shallow: Any, engine: LLMEngine):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [engine._engine.vocabulary.tokenize(text) for text in PROMPTS[:2]]

@@ -105,7 +105,7 @@ def test_ngram_gives_the_tokens_of_none(open_engine: Open):
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "olmo2", "glm4_moe"])
 def test_every_kind_of_attention_verifies(name: str, open_engine: Open, drafting: Callable[[Any], None]):
     params = [each for each in PARAMS if each.n == 1]
@@ -119,7 +119,7 @@ def test_every_kind_of_attention_verifies(name: str, open_engine: Open, drafting
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("turns", [[[True] * 3], [[False] * 3], [[True, False, True], [True] * 3, [False], [True] * 2]],
                          ids=["right", "wrong", "mixed"])  # fmt: skip
 @pytest.mark.parametrize("limits", [{}, EVENTFUL], ids=["roomy", "eventful"])

@@ -153,6 +153,7 @@ def long_pieces() -> tokenizers.Tokenizer:
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "make", [doubling, backtracking, surrounding, long_words, long_pieces], ids=lambda each: each.__name__
 )

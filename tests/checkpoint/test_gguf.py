@@ -542,6 +542,7 @@ def test_two_threads_read_what_one_reads(tmp_path: Path) -> None:
         assert [bytes(view) for view in pool.map(checkpoint.read, names)] == [bytes(checkpoint.read(n)) for n in names]
 
 
+@pytest.mark.slow
 def test_the_embedded_checkpoint_reads_as_the_gguf_package_reads_it(embedded_gguf: Path) -> None:
     checkpoint = open_checkpoint(str(embedded_gguf), gguf=GGUFFacts(interleaved={"q_proj": 9, "k_proj": 3}))
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(embedded_gguf).tensors}

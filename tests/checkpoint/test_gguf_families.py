@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # variant of `
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
     variant, changes, options = CASES[case]
@@ -81,7 +82,7 @@ def test_packed_tensors_are_those_that_they_round_to(
     assert_same_logits(made[1], made[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])  # each expert by its name; one tensor for all
 def test_experts_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_experts_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:
     assert_same_logits(made[True], made[False])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_packed_anew_from_the_numbers_of_a_file(variant: str, tmp_path: Path) -> None:
     tiny.save_changed(variant, tmp_path / "checkpoint", **SIZES)

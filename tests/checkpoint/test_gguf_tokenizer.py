@@ -250,6 +250,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_embedded_tokenizer_agrees_with_transformers(embedded_gguf: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -60,6 +60,7 @@ def transpose_experts(folder: Path) -> None:
     save_file(tensors | experts, folder / "model.safetensors")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_original", [True, False], ids=["as on the hub", "as transformers 5 saves"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_text_half_gives_the_logits_of_the_whole(

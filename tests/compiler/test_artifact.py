@@ -124,15 +124,16 @@ def restore(file: Path, before: str | None) -> None:
         file.write_text(before)
 
 
-def test_200_random_changes_miss_exactly_where_they_matter_and_are_named(
-    configure: Any, cache: Cache, package: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_changes", [100, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_changes_miss_exactly_where_they_matter_and_are_named(
+    num_changes: int, configure: Any, cache: Cache, package: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A letter of a source, an override, another torch, another CPU: each by itself, against one artifact."""
     generator, told = random.Random(0), Counter[str]()
     base = configure("model.layers=1")
     configs = {text: configure("model.layers=1", text) for text in OVERRIDES}
     key = compiled(base).key
-    for _ in range(200):
+    for _ in range(num_changes):
         kind = generator.choice(["source", "source", "override", "torch", "CPU"])
         with monkeypatch.context() as patch:
             config, name, file = base, "", None
@@ -165,6 +166,7 @@ def test_200_random_changes_miss_exactly_where_they_matter_and_are_named(
     assert set(told) == {*OVERRIDES.values(), *SOURCES.values(), "torch", "instruction set", ""}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

@@ -66,7 +66,7 @@ def counts(graph: Graph, *found: ops.Op) -> list[int]:
     return [len(graph.find(op)) for op in found]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
@@ -182,6 +182,7 @@ def drafting(config: Config) -> Config:
     return replace(config, serve=replace(config.serve, method="mtp"), model=replace(config.model, mtp_layers=1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_text_that_drafts_runs_from_any_stage(target: str, configure: Configure):
     texts, whole = texts_by_stage(drafting(configure("deepseek_v3", 2)), TARGETS[target])

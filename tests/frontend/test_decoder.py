@@ -21,7 +21,7 @@ from atom.config.load import load
 from atom.graph import interpret, ops, verify
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", tiny.VARIANTS)
 def test_the_semantic_text_gives_the_logits_of_transformers(
     name: str, checkpoints: Callable[[str], Path], references: Any
@@ -29,7 +29,7 @@ def test_the_semantic_text_gives_the_logits_of_transformers(
     assert_same_as_transformers(load([f"checkpoint={checkpoints(name)}", "dtype=fp32"]), references(name))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", tiny.COMBINED)
 def test_each_model_file_gives_the_logits_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(tiny.VARIANTS, name, tiny.COMBINED[name])

@@ -23,6 +23,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_the_logits_are_those_of_transformers(family: str, changes: dict[str, Any], level: int, tmp_path: Path) -> None:

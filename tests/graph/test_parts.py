@@ -127,7 +127,7 @@ OTHERS = ("fp8[16, 32]", "fp8[1, *]", "ct_fp8[*, *]", "ct_int8[1, *]", "ct_packe
           "ct_mxfp4", "quark_mxfp4", "ct_nvfp4", "modelopt_nvfp4")  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("fmt", OTHERS)
 @pytest.mark.parametrize(
     "make",

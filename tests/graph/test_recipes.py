@@ -169,6 +169,7 @@ NARROWED: dict[str, Recipe] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", NARROWED.values(), ids=NARROWED)
 def test_a_narrowed_recipe_is_a_range_of_the_tensor_and_reads_nothing_else(recipe: Recipe):
     checkpoint = Memory(tensors_of(recipe))

@@ -67,6 +67,7 @@ def test_it_is_the_same_configuration_and_hydra_stays_away(checkpoints: Any):
     assert done.stdout.strip() == f"{load(overrides)!r} []", done.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrong", ["nosuch=1", "checkpoint=/nowhere", "job.save_recipe=mine"])
 def test_what_cannot_be_loaded_there_is_left_to_the_ordinary_way(wrong: str, checkpoints: Any):
     done = run(LOAD, f"checkpoint={checkpoints('llama')}", "job=generate", "prompts=Hi", wrong)
@@ -74,6 +75,7 @@ def test_what_cannot_be_loaded_there_is_left_to_the_ordinary_way(wrong: str, che
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_command_answers_and_says_what_was_wrong_once(checkpoints: Any, tmp_path: Path):
     heavy = "hydra omegaconf yaml triton sympy torch._dynamo torch._inductor transformers jinja2 fastapi pydantic gguf"
     main = "import sys; from atom.cli import main; code = main(sys.argv[1:]); "
@@ -118,6 +120,7 @@ def test_a_server_imports_neither_torch_nor_hydra(module: str, flags: str, check
     assert len(engines) == 1 and any("opened in" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_configured_leaves_no_engine_behind(checkpoints: Any):
     code = "import sys; from atom.jobs import apart; started = []\n"
     code += "make = apart.EngineProcess\n"

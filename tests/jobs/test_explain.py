@@ -276,6 +276,7 @@ def parts_of(name: str, **changes: Any) -> tuple[dict[str, Any], list[Part]]:
     return c, PUBLISHED[name].layers(c) + ends
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name: str, sizes: Any):
     c, parts = parts_of(name)
@@ -339,6 +340,7 @@ GPU              h200: 139.8 GiB of memory, 4.47 TB/s
 """
 
 
+@pytest.mark.slow
 def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(published: Any):
     command = [sys.executable, "-m", "atom.cli", "job=explain", published("deepseek_v3"), "job.gpu=h200"]
     before = os.times()
@@ -361,6 +363,7 @@ def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(publ
 # active parameters
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["llama", "llama_tied", "phi3", "gpt_oss", "mixtral_odd", "qwen3_moe_dense_list", "deepseek_v2"]
 )
@@ -403,6 +406,7 @@ KV_BYTES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: Any, explain: Any, published: Any):
     assert sizes(name)["kv_bytes_per_token"] == KV_BYTES[name]
@@ -691,6 +695,7 @@ def test_drafts_are_explained_by_the_stage_that_has_them(run: Any, published: An
     assert decodes[0] == decodes[1], "a step passes all stages"
 
 
+@pytest.mark.slow
 def test_layouts_of_several_gpus_are_those_that_they_would_be_explained_with(explain: Any, published: Any):
     """Of a mixture whose weights do not fit two of these GPUs, nor its heads 16."""
     model = (published("qwen3_30b_a3b"), "load_dummy=true", "job.gpu=rtx_4090", "level=1")

@@ -36,6 +36,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_recipe_composes_and_is_about_something(name: str):
     load_settings([f"recipe={name}"])
@@ -47,7 +48,7 @@ def test_every_shipped_recipe_composes_and_is_about_something(name: str):
     assert numbers or about["measured"].startswith("not yet"), "which must be said where nothing has been measured"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_laptop_explains_a_recipe_of_large_gpus(name: str, tmp_path: Path, capsys: Any):
     base, changes, parameters = PUBLISHED[name]

@@ -117,6 +117,7 @@ def uniform(num: int) -> list[tuple[int, int]]:
     return [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(num)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "lengths", "what", "stated", "tolerance"),
     [
@@ -244,6 +245,7 @@ def test_what_latents_are_multiplied_with_is_read_once_a_layer(costs_of: Any):
     assert one.flops == 9 * attention.decode_flops + 2 * num_kv_b
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3_8b", "gpt_oss_20b", "deepseek_v3"])
 def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
     """Which has other ops, since some are several in one."""
@@ -272,6 +274,7 @@ def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):
         assert each.work(1).bytes == pytest.approx(num_bytes * 4 / 32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("quant", "act"), [("fp8", "fp8"), ("fp8_block", "fp8"), ("int8", "int8"), ("int4", "flops")])
 def test_operations_count_as_those_of_the_numbers_that_are_multiplied(quant: str, act: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))

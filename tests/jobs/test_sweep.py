@@ -105,6 +105,7 @@ def run(tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_a_sweeper_gets_the_objective_and_what_it_finds_is_shown_and_kept(run: Any, checkpoints: Any, tmp_path: Path):
     ended = run(
         "-m", "hydra/sweeper=better", f"checkpoint={checkpoints('qwen3')}", "level=0,1", "job.objective=tokens", *QUICK
@@ -116,6 +117,7 @@ def test_a_sweeper_gets_the_objective_and_what_it_finds_is_shown_and_kept(run: A
     assert f"atom-run: what the sweep writes is in {results.parent}\n" in ended.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -133,6 +135,7 @@ def test_a_sweeper_without_an_objective_is_refused_before_any_job(
     assert os.listdir(tmp_path / "here") == []
 
 
+@pytest.mark.slow
 def test_what_jobs_write_elsewhere_is_kept_and_shown(run: Any, checkpoints: Any, tmp_path: Path):
     ended = run(
         "-m", "hydra/launcher=elsewhere", f"checkpoint={checkpoints('qwen3')}", "level=0,1", "job.output=json", *QUICK
@@ -147,6 +150,7 @@ def test_what_jobs_write_elsewhere_is_kept_and_shown(run: Any, checkpoints: Any,
     assert (folder / "0.log").is_file() and out.read_text() == ended.stdout.splitlines(True)[0]
 
 
+@pytest.mark.slow
 def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_sweeps(run: Any, checkpoints: Any):
     ended = run(
         "-m",
@@ -222,6 +226,7 @@ def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], 
     assert (err.count("\n"), out) == (1, "")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_fails_alone(
     checkpoints: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -239,6 +244,7 @@ def test_a_checkpoint_that_cannot_be_read_fails_alone(
     assert re.search(r"broken/config\.json", err)
 
 
+@pytest.mark.slow
 def test_a_recipe_may_hold_fields_of_other_jobs_in_a_sweep_too(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

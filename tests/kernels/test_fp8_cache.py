@@ -64,7 +64,7 @@ def expected(case: Case, pair: tuple[float | None, float | None], **attributes: 
     return ops.paged_attention.body(*change(case, rounded), **attributes)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24, gpu=8)
 @pytest.mark.parametrize("pair", SCALES)
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "group", "block_size"), [(8, 1, 1, 16), (20, 2, 3, 3), (64, 1, 8, 16), (80, 3, 2, 1)]
@@ -78,7 +78,7 @@ def test_entries_are_numbers_of_fp8_times_their_scale(
     assert_equal(out, expected(case, pair, scale=0.2))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24, gpu=8)
 @pytest.mark.parametrize("pair", SCALES[:2])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -90,7 +90,7 @@ def test_windows_sinks_and_soft_caps(kernels: Kernels, window: Any, has_sinks: b
     assert_equal(out, expected(case, pair, **attributes))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, gpu=2)
 @pytest.mark.parametrize("window", [None, 17])
 def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels, window: Any):
     decodes = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129]
@@ -141,7 +141,7 @@ def test_what_is_written_is_divided_by_its_scale_and_rounded(kernels: Kernels, p
         assert (written[untouched] == 7).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12, gpu=2)
 @pytest.mark.parametrize("pair", SCALES[:2])
 @pytest.mark.parametrize("prefills", [[], [(5, 21), (40, 40)]])
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (17, 1.5, True)])

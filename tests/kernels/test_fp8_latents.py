@@ -100,6 +100,7 @@ def test_latents_are_numbers_of_fp8_times_their_scale(
     check(kernels, case, scale)
 
 
+@pytest.mark.sampled(3, gpu=1)
 def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels):
     decodes, prefills = [1, 15, 16, 17, 31, 32, 33, 65], [(16, 16), (17, 17), (1, 31), (40, 65)]
     check(kernels, make_latent_case(decodes, prefills, heads=3))

@@ -91,6 +91,7 @@ def test_a_random_row_draws_what_it_draws_on_the_cpu(place: Place, vocab: int):
     assert sample(place, logits, rows) == expected(logits, rows)
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("vocab", [1, 37, 150])
 def test_a_filtered_row_draws_what_it_draws_on_the_cpu(place: Place, vocab: int):
     rows = [sequence(seed, **each) for seed, each in enumerate(FILTERS)]

@@ -53,7 +53,7 @@ def logits_of_ranks(overrides: list[str], tokens: list[int], mesh: Mesh) -> list
     return interpret_ranks([graph], "head", [{"hidden": each} for each in hidden], read, mesh)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("name", tiny.VARIANTS)
 def test_the_text_of_several_ranks_gives_the_logits_of_transformers(
     name: str, checkpoints: Callable[[str], Path], references: Any
@@ -67,7 +67,7 @@ def test_the_text_of_several_ranks_gives_the_logits_of_transformers(
 MIXTURES = list(filter(tiny.is_mixture, tiny.VARIANTS))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "experts"), [*((name, 2) for name in MIXTURES), ("gpt_oss", 4), ("dots1", 4)])
 def test_a_mesh_that_divides_experts_gives_the_logits_of_transformers(
     name: str, experts: int, checkpoints: Callable[[str], Path], references: Any
@@ -80,7 +80,7 @@ def test_a_mesh_that_divides_experts_gives_the_logits_of_transformers(
     assert all(torch.equal(made[0], other) for other in made[1:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -191,7 +191,7 @@ def logits_of_stages(checkpoint: Path, tokens: list[int], mesh: Mesh) -> list[to
     return interpret_ranks(graphs, "head", [{"hidden": each} for each in hidden], read, mesh)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

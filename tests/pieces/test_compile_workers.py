@@ -84,6 +84,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "files"
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_ends_the_others(place: Path, monkeypatch: pytest.MonkeyPatch):
     pid = place.parent / "pid"
     (place.parent / "bin" / "g++").write_text(COMPILER.format(pid=pid, failing=1))
@@ -95,7 +96,8 @@ def test_a_compiler_that_fails_ends_the_others(place: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+    "number",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
 )
 def test_compilers_end_with_their_parent_and_leave_no_file(place: Path, number: int):
     pid = place.parent / "pid"

@@ -163,6 +163,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", [SMALL, LARGE])
 def test_a_check_finds_what_is_wrong_in_fp16(text: str, monkeypatch: pytest.MonkeyPatch):
     program = parse(text).programs["piece"]
@@ -232,6 +233,7 @@ def test_the_row_of_a_large_embedding_matters(large: int, triton_device: str, mo
         compilers._check(program, {"piece.py": wrong.encode()}, "cuda", triton_device)
 
 
+@pytest.mark.slow
 def test_the_error_of_a_wrong_piece_names_its_text():
     """In float16 the reference is infinite, and code that does not round in between is not."""
     wrong = """\

@@ -104,7 +104,7 @@ def logits_of(model: Any, prompts: list[list[int]], chunk: int = 7) -> list[Tens
 PROMPTS = [tiny.prompt(45), tiny.prompt(19, seed=1)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "mixtral_window_stacked", "deepseek_v3_plain_q_odd", "gpt_oss_odd"]
 )
@@ -127,6 +127,7 @@ def test_the_device_that_vllm_makes_models_on_is_not_ours(load_format: str, make
     assert all(logits.isfinite().all() for logits in logits_of(model, PROMPTS))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "experts"), [("qwen3", False), ("qwen3_moe", True), ("deepseek_v3", False), ("gpt_oss", False)]
 )

@@ -115,6 +115,7 @@ def stream(name: str, prompt: list[int], ids: list[int], **params) -> Iterator[t
     yield detokenizer, ids, shown
 
 
+@pytest.mark.sampled(3)
 @each_tokenizer
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
@@ -137,6 +138,7 @@ def test_a_token_that_completes_text_shows_it_at_once(name, data):
             assert shown == text
 
 
+@pytest.mark.sampled(3)
 @each_tokenizer
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
@@ -177,6 +179,7 @@ def test_the_shortest_of_the_stop_strings_that_begin_together_stays_in_the_text(
     assert shown_by("byte_level", ["a", "b", "c"], **stops) == ["a", "", "bc", ""]
 
 
+@pytest.mark.sampled(3)
 @each_tokenizer
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), visible=st.sampled_from([[], [SPECIAL], [OTHER], [SPECIAL, OTHER, "no token"]]))

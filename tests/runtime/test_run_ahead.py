@@ -529,7 +529,7 @@ Serving.TestCase.settings = settings(
 TestServing = Serving.TestCase
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 7, 14, 14], strict=True)])
 def test_a_tiny_pool_under_load_ends_every_sequence(
@@ -552,6 +552,7 @@ def test_a_tiny_pool_under_load_ends_every_sequence(
     assert stats.num_prefix_hit_tokens > 0 if prefix else stats.num_forked_tokens > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [30, 20, 30, 30], strict=True)])
 def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
     kinds: list[CacheKind], num_blocks: int, depth: int

@@ -139,7 +139,7 @@ EVERY_WAY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12, gpu=2)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_every_way_to_sample_gives_the_tokens_of_the_cpu(checkpoints: Any, place: Place, depth: int):
     asked = [(tiny.prompt(1 + 2 * at, seed=at), SamplingParams(**{"max_tokens": 4, "seed": 7 + at, **params}))
@@ -150,6 +150,7 @@ def test_every_way_to_sample_gives_the_tokens_of_the_cpu(checkpoints: Any, place
     assert stats.num_chunks > 0 and (stats.num_ahead > 0) == (depth > 0)
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_log_probabilities_are_of_the_logits_before_the_host_has_shaped_them(
     checkpoints: Any, place: Place, depth: int
@@ -165,6 +166,7 @@ def test_log_probabilities_are_of_the_logits_before_the_host_has_shaped_them(
     assert sequences[0].logprobs[0].rank > 1, "without the bias another is likelier"  # type: ignore[union-attr]
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_tokens_behind_a_stop_are_thrown_away_and_none_are_computed_behind_max_tokens(
     checkpoints: Any, place: Place, depth: int
@@ -182,6 +184,7 @@ def test_tokens_behind_a_stop_are_thrown_away_and_none_are_computed_behind_max_t
     assert (engine.scheduler.stats.num_overrun > 0) == (depth > 0)
 
 
+@pytest.mark.sampled(2, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any, place: Place, depth: int):
     target = HOPPER if place == Place("cpu", "triton") else None
@@ -190,7 +193,7 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8, gpu=2)
 @pytest.mark.parametrize(("name", "level"), [("qwen3", 0), ("qwen3", 1), ("qwen3_moe", 0), ("deepseek_v3", 0)])
 def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
     checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, name: str, level: int
@@ -221,6 +224,7 @@ def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
     assert any(0 < few < most and few < rows and more for few, most, rows, more in taken), "decodes before prompts"
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize(("max_tokens", "prompts"), [(3, [3, 3]), (100, [100, 16, 32, 64, 100]),
                                                      (700, [700, 16, 32, 64, 128, 256, 384, 512])])  # fmt: skip
 def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
@@ -239,6 +243,7 @@ def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_small_pool_preempts_and_changes_nothing(checkpoints: Any, place: Place, depth: int):
     asked = [
@@ -251,6 +256,7 @@ def test_a_small_pool_preempts_and_changes_nothing(checkpoints: Any, place: Plac
     assert engine.scheduler.stats.num_preemptions > 0
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_prefixes_that_are_found_change_nothing(checkpoints: Any, place: Place, depth: int):
     engine = open_runner(checkpoints("qwen3"), place, depth, enable_prefix_caching=True)
@@ -290,6 +296,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return serving.save_talker(tmp_path_factory.mktemp("talker") / "talker")
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_grammar_waits_for_its_tokens_and_the_others_run_ahead(talker: Path, place: Place, depth: int):
     pytest.importorskip("llguidance")
@@ -306,6 +313,7 @@ def test_a_grammar_waits_for_its_tokens_and_the_others_run_ahead(talker: Path, p
         assert engine.scheduler.stats.num_ahead >= len(sequences[2].output) - 1
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_stop_string_ends_an_answer_and_the_tokens_behind_it_do_not_show(talker: Path, place: Place, depth: int):
     cpu = on_cpu(talker)
@@ -335,6 +343,7 @@ class Broken:
         return False
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_row_that_fails_while_steps_run_leaves_the_others_their_tokens(checkpoints: Any, place: Place, depth: int):
     asked = greedy(3, 5, 8, max_tokens=8)
@@ -357,7 +366,7 @@ TORCH_LACKS = torch.OutOfMemoryError("out of memory")
 TRITON_LACKS = RuntimeError("Triton Error [CUDA]: out of memory")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, gpu=2)
 @pytest.mark.parametrize(
     ("verb", "error"),
     [
@@ -439,7 +448,7 @@ class FailingAllocations(TorchDispatchMode):
         return run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, gpu=2)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
     checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, depth: int

@@ -49,6 +49,7 @@ class Odd:
         return False
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_run_s_inputs_give_the_same_tokens_on_another_runner(checkpoints: Any, place: Place, depth: int):
     fields = {

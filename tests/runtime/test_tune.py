@@ -170,6 +170,7 @@ def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened
     assert steps.num_captured == num_captured
 
 
+@pytest.mark.slow
 def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Path):
     model, graph = opened
     rows = torch.tensor([0, 1], dtype=torch.int32)
@@ -186,6 +187,7 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
     assert (again - expected).norm() <= 1e-2 * expected.norm()
 
 
+@pytest.mark.slow
 def test_what_fewer_rows_than_parameters_hold_for_found_is_used_and_not_kept(opened: Any, tmp_path: Path):
     model, graph = opened
     lines: list[str] = []
@@ -255,6 +257,7 @@ def test_buckets_wholly_above_the_rows_of_a_step_are_left_out(opened: Any, tmp_p
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
 
 
+@pytest.mark.slow
 def test_what_was_found_before_an_interruption_is_kept(opened: Any, tmp_path: Path):
     model, graph = opened
     steps = Steps(model)
@@ -307,6 +310,7 @@ def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
     assert lines == ["tune=true finds no linears of 16-bit weights of this model on Test GPU: nothing is measured"]
 
 
+@pytest.mark.slow
 def test_products_by_experts_are_measured_beside_linears(
     checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

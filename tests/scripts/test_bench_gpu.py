@@ -91,7 +91,7 @@ def test_the_page_has_a_place_for_the_table():
     assert replaced.partition(END)[2] == text.partition(END)[2]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
     row = ROWS[name]
@@ -206,6 +206,7 @@ def test_sums_are_rows_by_size_with_a_bound_by_ranks(monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_is_reported_with_its_reason(tmp_path: Path):
     with pytest.raises(RuntimeError, match="CheckpointError"):
         bench_gpu.time_start(tmp_path / "nothing", tmp_path, ["load_dummy=true"])

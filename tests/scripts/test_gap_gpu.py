@@ -133,6 +133,7 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: An
     assert capsys.readouterr().err == "gap-gpu: there is no GPU here that torch can use\n"
 
 
+@pytest.mark.slow
 def test_clients_keep_an_engine_busy_while_it_is_traced(tmp_path: Path, checkpoints: Any, monkeypatch: Any):
     for name, value in (("WARM_SECONDS", 0.5), ("REST_SECONDS", 0), ("EVERY_EOS", 20), ("NUM_ROWS", 8)):
         monkeypatch.setattr(gap_gpu, name, value)

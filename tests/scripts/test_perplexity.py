@@ -38,6 +38,7 @@ def save_words(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied"])
 def test_perplexities_are_those_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

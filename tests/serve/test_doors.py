@@ -412,6 +412,7 @@ def test_two_keys_share_an_overloaded_engine_whoever_asks_for_more(start_server:
     assert all(is_right(shares[name]) for name, is_right in expected.items()), shares
 
 
+@pytest.mark.slow
 def test_a_key_of_a_better_priority_goes_first(start_server: Start, tmp_path: Path):
     file = tmp_path / "keys.yaml"
     file.write_text("urgent: {key: u, priority: -5}\nbatch: {key: b}\n")

@@ -20,6 +20,7 @@ def health(server: Server) -> tuple[int, str]:
     return answer.status, answer.json["state"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_lets_what_runs_end_and_takes_no_more(start_server: Start, number: int, code: int):
     server = start_server(stub=SLOW)
@@ -45,6 +46,7 @@ def test_a_signal_lets_what_runs_end_and_takes_no_more(start_server: Start, numb
     assert server.process.wait(20) == code
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_what_still_runs_when_the_time_is_over_ends_with_an_error(start_server: Start, number: int, code: int):
     server = start_server("serve.http.drain_seconds=0.5", stub=SLOW)

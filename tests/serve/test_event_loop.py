@@ -220,6 +220,7 @@ def test_no_body_holds_the_event_loop(watched: Watched, name: str):
     raise AssertionError(f"{holds} s")
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/health", "/ready", "/metrics", "/version", "/v1/models",
                                   "/v1/models/" + "a" * 60_000, "/start_profile", "/stop_profile", "/" + "%41" * 20_000,

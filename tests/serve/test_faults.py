@@ -182,6 +182,7 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, t
     assert "ended while it loaded (SIGKILL, as where memory runs out)" in server.log.read_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("load_seconds", [100, 0])
 def test_no_process_is_left_where_the_http_process_is_killed(talker: Path, tmp_path: Path, load_seconds: int):
     port = free_port()
@@ -238,7 +239,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_or_stops_ends_streams_with_an_error_and_the_server(

@@ -79,6 +79,7 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         each.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "gone"),
     [
@@ -132,6 +133,7 @@ def run_torchrun(arguments: list[str], *overrides: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_of_one_host(talker: Path):
     fields = [f"checkpoint={talker}", "prompts=Hello", "sampling.temperature=0", "job.output=json"]
     out = run_torchrun(["--standalone", "--nproc-per-node", "2"], "parallel.launcher=torchrun", *fields)

@@ -51,6 +51,7 @@ def assert_whole(folder: Path) -> None:
     assert {(path.suffix, path.stat().st_size) for path in files(folder)} == set(sizes.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_ending", [False, True], ids=["while it serves", "while it writes what is kept"])
 def test_an_engine_whose_server_is_killed_writes_no_more(is_ending: bool, start_server: Start, tmp_path: Path):
     kept = [*SMALL, f"serve.kv_cache_dir={tmp_path / 'kv'}", "serve.http.drain_seconds=100"]
@@ -68,6 +69,7 @@ def test_an_engine_whose_server_is_killed_writes_no_more(is_ending: bool, start_
     assert_whole(tmp_path / "kv")
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_in_order_writes_all_that_it_can_in_its_time(start_server: Start, tmp_path: Path):
     kept = [*SMALL, f"serve.kv_cache_dir={tmp_path / 'kv'}"]
     server = start_server(*kept, "serve.http.drain_seconds=3", stub={"write_seconds": 0.1})

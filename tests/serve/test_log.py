@@ -73,6 +73,7 @@ def test_a_log_of_text_has_no_json(lines_of: Run):
     assert "a word of C" in lines and "ArithmeticError: a fault" in lines
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "level"), [("json", "warning"), ("text", "error")])
 def test_a_level_leaves_out_the_lines_below_it_and_no_error(talker: Path, tmp_path: Path, kind: str, level: str):
     port = serving.free_port()
@@ -99,6 +100,7 @@ def test_a_level_leaves_out_the_lines_below_it_and_no_error(talker: Path, tmp_pa
     assert "a word of ours" not in text and "status=200" not in text and '"level":"info"' not in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("override", "told"), [("serve.http.api_keys=@/no/such/file", "/no/such/file"),
                                                 ("serve.http.host=192.0.2.1", "choose another serve.http.host")])  # fmt: skip
 def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path: Path, override: str, told: str):
@@ -108,6 +110,7 @@ def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path
     assert line["level"] == "error" and line["message"].startswith("ConfigError: ") and told in line["message"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("place", "kind"), [("a full disk", "json"), ("a closed pipe", "text")])
 def test_a_log_that_takes_nothing_costs_no_request(talker: Path, tmp_path: Path, place: str, kind: str):
     reader, writer = os.pipe()

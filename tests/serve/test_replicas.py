@@ -192,6 +192,7 @@ def test_a_replica_that_is_killed_ends_its_streams_alone_and_comes_back(start_pa
     assert "engine 0 is dead; it is started again in 0.2 s" in told and "engine 0 serves again" in told
 
 
+@pytest.mark.slow
 def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[..., Server]):
     server = start_pair(broken=[1])
     wire.wait_until(lambda: "stays_dead" in wire.ask(server.url, "GET", "/health").json["engines"][1])
@@ -210,6 +211,7 @@ def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[...
     assert "all engines are dead" in [line["message"] for line in lines(server)]
 
 
+@pytest.mark.slow
 def test_a_server_whose_replicas_all_die_ends_with_1(start_pair: Callable[..., Server]):
     server = start_pair("serve.http.heartbeat_seconds=1", pause_seconds=10)  # none is back before the last is missed
     wire.wait_until(lambda: are_ready(server))
@@ -247,6 +249,7 @@ def test_a_drain_waits_for_all_replicas_and_outlives_one(start_pair: Callable[..
     assert server.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_all_replicas_at_once(start_pair: Callable[..., Server]):
     server = start_pair()
     wire.wait_until(lambda: are_ready(server))
@@ -286,6 +289,7 @@ def test_a_full_queue_sends_a_request_to_the_replica_with_room(start_pair: Calla
         each.close()
 
 
+@pytest.mark.slow
 def test_real_engines_give_the_tokens_of_one(server: Server, start_server: Start):
     replicas = start_server(*DP2)
     wire.wait_until(lambda: are_ready(replicas))

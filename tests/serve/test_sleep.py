@@ -50,6 +50,7 @@ def is_sleeping(server: str) -> bool:
     return bool(answer.json["is_sleeping"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("query", ["", "?level=2", "?level=1&mode=keep"])
 def test_requests_wait_until_it_is_woken_up(query: str, server: str):
     answers: list[Any] = []

@@ -24,6 +24,7 @@ def engine(talker: Path) -> Iterator[LLMEngine]:
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_engine_under_random_load_loses_nothing_and_changes_no_token(engine: LLMEngine):
     assert soak_cpu.soak_engine(engine, random.Random(7), 30) == []
     stats = engine.metrics.scheduler

@@ -20,6 +20,7 @@ from atom.errors import ConfigError
 from atom.serve.systemd import adopt, notify
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_abstract", [False, True])
 def test_systemd_is_told_when_the_server_is_ready_and_when_it_drains(
     talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_abstract: bool
@@ -94,6 +95,7 @@ def activate(
         return subprocess.Popen([sys.executable, "-c", PASS, str(number), *command], pass_fds=[number], stderr=log)
 
 
+@pytest.mark.slow
 def test_the_first_request_waits_and_an_idle_server_ends_and_starts_anew(
     talker: Path, tmp_path: Path, listening: socket.socket
 ):
@@ -115,6 +117,7 @@ def test_the_first_request_waits_and_an_idle_server_ends_and_starts_anew(
     assert sum(each.get("seconds") == 1 and each["message"] == "idle" for each in told) == 2
 
 
+@pytest.mark.slow
 def test_what_comes_to_a_passed_socket_in_a_drain_waits_for_the_next_server(
     talker: Path, tmp_path: Path, listening: socket.socket
 ):

@@ -273,6 +273,7 @@ def test_the_environments_variables_count(collector: Collector, start_server: St
     assert collector.resource["deployment.environment.name"] == "test"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_collector_that_is_dead_or_silent_delays_no_answer_and_no_end(
     start_server: Start, monkeypatch: pytest.MonkeyPatch, is_silent: bool

@@ -245,6 +245,7 @@ def test_wide_linears_have_mean_squares_alone(tmp_path: Path, monkeypatch: pytes
     assert any(len(moment) > 70 for moment in whole.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "phi3"])
 def test_every_range_of_a_stored_tensor_is_rounded_by_what_it_is_multiplied_with(name: str, tmp_path: Path):
     """Experts one by one, experts stored with inputs first whose gates and ups take turns, and q, k and v in one."""

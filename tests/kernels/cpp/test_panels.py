@@ -162,6 +162,7 @@ def test_what_it_does_not_take_has_a_reason(x: Type, weight: Type, reason: str):
     assert reason in str(find_kernel(ops.linear, "cpp").accepts(CPU, x, weight))
 
 
+@pytest.mark.slow
 def test_a_piece_has_such_calls_within():
     text = (
         'def piece(x0: i64[A], w0: bf16[100, 64, "q8_0"], w1: bf16[64], w2: bf16[128, 64, "q4_1"]):\n'
@@ -198,16 +199,16 @@ def test_the_library_is_compiled_once_for_a_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     with build.keep_libraries(Cache(tmp_path)):
-        assert build.load_library("packed.cpp")
-    assert "compiling packed.cpp" in capsys.readouterr().err
+        assert build.load_library("plain.cpp")
+    assert "compiling plain.cpp" in capsys.readouterr().err
     monkeypatch.setattr(build._Process, "loaded", {})
     monkeypatch.setattr(build, "find_compiler", lambda: None)
-    assert build.load_library("packed.cpp")
+    assert build.load_library("plain.cpp")
     with build.keep_libraries(Cache(tmp_path / "other")):  # a process that has it puts it into any folder
-        build.build_library("packed.cpp")
+        build.build_library("plain.cpp")
     assert not capsys.readouterr().err and len(Cache(tmp_path / "other").entries("binaries")) == 1
     (entry,) = Cache(tmp_path).entries("binaries")
-    assert entry.about["name"] == "packed.cpp"
+    assert entry.about["name"] == "plain.cpp"
 
 
 ALONE = """
@@ -226,6 +227,7 @@ assert torch.equal(embedding(torch.tensor([39, 0]), laid_out), dense[[39, 0]])
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [

@@ -172,7 +172,7 @@ def emulated():
     return emulate(few_hopper, _unpack=unpack, activate_rounded=activate, find_gpu=lambda device: small, **loads)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("fmt", EXPERTS)
 @pytest.mark.parametrize(("kind", "sizes"), [("silu", (4, 128, 256, 3)), ("swigluoai", (3, 128, 128, 1))])
 def test_each_token_goes_through_its_experts_by_these_programs(

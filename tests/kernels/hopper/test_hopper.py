@@ -109,6 +109,7 @@ class TestLayout:
             word = 16 * group + within % 8 // 2 * 4 + within // 32
             assert torch.equal(as_bf16[:, word, within // 8 % 4, within % 2], numbers[:, column].double())
 
+    @pytest.mark.sampled(3, gpu=1)
     @pytest.mark.parametrize("fmt", FORMATS)
     def test_unpacked_by_the_kernel_it_is_what_it_was(self, triton_device: str, fmt: str):
         weight = draw(fmt, 38 if "128, " not in fmt else 256, 2176, dtype="fp32", device=triton_device)

@@ -34,12 +34,12 @@ def exact_sum(ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize(
     ("shots", "ranks"),
     [
-        ("one shot", 2),
         ("two shots", 3),
-        ("tiles", 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("one shot", 2),
+                ("tiles", 2),
                 ("one shot", 3),
                 ("one shot", 4),
                 ("two shots", 2),
@@ -73,6 +73,7 @@ def test_a_sum_is_rounded_once_and_the_same_on_each_rank(shots: str, ranks: int,
         assert bool(((first.double() - exact).abs() <= bound).all()), (shape, dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_are_side_by_side_without_padding_and_tokens_below_each_other(ranks: int, tmp_path: Path):
     shapes = [(1, 2, 3), (3, 258, 511), (2, 2500, 5000)]  # rows, columns of a rank, columns of all
@@ -101,6 +102,7 @@ def test_parts_are_side_by_side_without_padding_and_tokens_below_each_other(rank
             assert torch.equal(ids, torch.cat(expected))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_of_a_sum_go_to_their_rank(ranks: int, tmp_path: Path):
     shapes = [(1, 2), (3, 98), (2, 3000)]
@@ -147,6 +149,7 @@ def calls_of(made: PeerCommunicator, rank: int, ranks: int, seed: int, num_calls
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "num_calls"),
     [(3, 40), *(pytest.param(ranks, 2000, marks=pytest.mark.slow) for ranks in (2, 3, 4))],

@@ -50,6 +50,7 @@ KERNELS = ("all_reduce", "all_reduce_in_parts", "reduce_scatter", "all_gather", 
 THREADS, BLOCK = 128, 512
 
 
+@pytest.mark.slow
 def test_words_are_loaded_and_stored_whole():
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

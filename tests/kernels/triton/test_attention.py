@@ -30,7 +30,7 @@ def test_decodes_and_prefills_equal_the_reference(triton_device, dim, kv_heads, 
     assert_equal(run(case, triton_device, scale=0.1), reference(case, scale=0.1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, gpu=2)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 37])
@@ -40,6 +40,7 @@ def test_windows_sinks_and_soft_caps_equal_the_reference(triton_device, window, 
     assert_equal(run(case, triton_device, **attributes), reference(case, **attributes))
 
 
+@pytest.mark.sampled(9, gpu=1)
 @pytest.mark.parametrize("num_spare", [0, 5])
 @pytest.mark.parametrize(("room", "num_there"), [(18, 4), (7, 2), (1, 0)])  # blocks; of 5, 2, 10 and 1
 def test_few_programs_attend_prompts_over_fp8_that_are_not_unpacked(
@@ -165,7 +166,7 @@ def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(triton_device):
         assert_equal(run(chunk, triton_device, scale=0.3, window=40), expected[first:last])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12, gpu=2)
 @pytest.mark.parametrize("parameters", [None, SMALL_PARTS], ids=["whole", "parts"])
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (17, 1.5, True), (2, None, False)])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 6), (4, 2), (4, 12), (7, 14)])

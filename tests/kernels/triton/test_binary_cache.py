@@ -154,6 +154,7 @@ def test_the_first_process_compiles_and_the_second_finds(built: Any, copy: Path,
         assert again[same] == first[same]
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_the_same_time_compile_each_entry_once(built: Any, tmp_path: Path):
     """As ranks do: what one makes, the others wait for."""
     _, source, first = built
@@ -169,6 +170,7 @@ def test_processes_that_start_at_the_same_time_compile_each_entry_once(built: An
         assert each["binaries"] == first["binaries"] and each["used"] == first["used"] and each["answer"] == 42
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_copied_needs_no_compiler(built: Any, copy: Path, tmp_path: Path):
     """In a process whose ptxas only tells its version, which is part of Triton's key, and which has no C compiler."""
     _, source, first = built
@@ -277,6 +279,7 @@ def test_another_kernel_is_another_entry(built: Any, copy: Path, process: Build,
     assert second["compiled"] == 2 and len({*first["used"], *second["used"]}) == 5
 
 
+@pytest.mark.slow
 def test_another_triton_has_other_entries_whether_or_not_its_files_were_listed(
     built: Any, copy: Path, process: Build, tmp_path: Path
 ):

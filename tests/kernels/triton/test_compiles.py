@@ -194,7 +194,7 @@ FP8_KERNELS = {"_norm_quantize_kernel", "_gate_quantize_kernel"}  # of Hopper al
     ("target", "share"),
     [
         ("sm_90", "few"),
-        ("gfx942", "few"),
+        pytest.param("gfx942", "few", marks=pytest.mark.slow),
         *(pytest.param(target, "all", marks=pytest.mark.slow) for target in ("sm_80", "sm_90", "gfx942", "gfx950")),
     ],
 )

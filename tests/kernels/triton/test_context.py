@@ -11,7 +11,7 @@ FP8 = torch.float8_e4m3fn
 LENGTHS = [5, 130, 17, 63, 1]  # a decode, then sequences of 9, 2, 4 and 1 pieces
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12, gpu=4)
 @pytest.mark.parametrize(("kv_heads", "dim", "block_size"), [(2, 8, 16), (5, 104, 48)])
 @pytest.mark.parametrize(("capacity", "num_there"), [(20, 4), (16, 4), (15, 3), (11, 2), (10, 1), (8, 0)])
 def test_whole_sequences_are_unpacked_while_there_is_room(

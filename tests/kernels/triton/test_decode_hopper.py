@@ -93,6 +93,7 @@ for dtype, queries, window, sinks in (
 """
 
 
+@pytest.mark.slow
 def test_it_compiles_for_such_a_gpu():
     done = compile_for_hopper(COMPILE)
     assert done.stdout.split() == ["compiled"] * 4

@@ -58,6 +58,7 @@ def expanded_by_torch(case: LatentCase, sequence: int, k_scale: float = 1.0) -> 
     return torch.cat((made[..., :plain], keys, made[..., plain:]), dim=2)
 
 
+@pytest.mark.sampled(12, gpu=1)
 @pytest.mark.parametrize(("capacity", "num_there"), [(9, 4), (7, 4), (6, 3), (5, 3), (4, 2), (1, 1)])
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_whole_sequences_for_which_it_pays_are_expanded_while_there_is_room(
@@ -107,6 +108,7 @@ def test_as_many_heads_are_expanded_at_a_time_as_leave_memory_for_long_contexts(
     assert sizes(1, 3, 1 << 20) == [1] * 3
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("capacity", [9, 3, 0])
 @pytest.mark.parametrize(("query_len", "decodes"), [(1, [5, 200]), (3, [(3, 7), (3, 90)])])
 def test_each_prompt_is_attended_by_one_of_both(

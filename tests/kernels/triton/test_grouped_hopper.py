@@ -118,6 +118,7 @@ def emulated() -> SimpleNamespace:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gate", [None, {"kind": "silu"}])
 @pytest.mark.parametrize("counts", [[1], [0, 64, 65, 0, 128, 130], [5] * 9])
 def test_experts_multiply_their_rows_by_these_programs(counts: list[int], gate: Any, emulated: SimpleNamespace):

@@ -102,6 +102,7 @@ def make(fmt: str | None, counts: list[int], out: int, inner: int, dtype: torch.
     return x, weight, torch.tensor(counts).cumsum(0)
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("fmt", [None, "int4[1, 32]", "fp8[128, 128]"])
 def test_what_is_tried_gives_the_product(fmt: str | None, triton_device: str):
     x, weight, ends = make(fmt, [3, 0, 17], 70, 96, torch.float16)

@@ -109,7 +109,7 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
     check(make_latent_case([40 * 32, 300]), triton_device, scale=3.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(18, gpu=2)
 @pytest.mark.parametrize("behind", [[], [(9, 12)]])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (4, 7), (2, 16), (3, 20)])
 def test_leading_sequences_of_several_queries_each(query_len, heads, behind, splits, triton_device):
@@ -305,6 +305,7 @@ latent.norm_rope_write_latent(q_rope, entry[:, :512], entry[:, None, 512:], angl
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_and_copy_entries_by_as_many_bytes_as_each_is_aligned_to(tmp_path):
     done = run_program(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

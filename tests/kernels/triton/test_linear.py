@@ -81,7 +81,7 @@ def test_one_row_is_added_normed_multiplied_and_gated_like_the_ops(triton_device
                 assert torch.equal(total, a if b is None else a + b)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24, gpu=4)
 @pytest.mark.parametrize("kind", [None, "silu"])
 @pytest.mark.parametrize("rows", [2, 16, 33, 65, 127, kernels.MAX_ROWS])
 def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
@@ -95,6 +95,7 @@ def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
                 assert_like_the_ops(y, x, None, None, weight, bias, kind)
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("rows", [1, 3, 17, 65])
 def test_every_function_gives_what_its_ops_give(triton_device, rows):
     products = kernels.Products()
@@ -120,6 +121,7 @@ def test_every_function_gives_what_its_ops_give(triton_device, rows):
         assert torch.equal(total, a + b)
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("rows", [1, 2, 17, kernels.MAX_ROWS + 1])
 def test_rows_that_are_normed_may_be_parts_of_longer_ones(triton_device, rows):
     products = kernels.Products()
@@ -148,6 +150,7 @@ def test_every_gate_is_activated_like_the_op(triton_device, kind):
         assert_as_near(y, ops.gated_activate.body(row, kind=kind), ops.gated_activate.body(row.float(), kind=kind))
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("parameters", MATRIX_PARAMETERS)
 def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
     weight = make(triton_device, torch.float16, 50, 200)

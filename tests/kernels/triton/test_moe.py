@@ -46,6 +46,7 @@ def check_grouped_linear(
     assert_as_near(y, ops.grouped_linear.body(x, weight, ends, bias), truth)
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("counts", "out", "inner"), [
     ([1], 1, 1),
@@ -112,7 +113,7 @@ FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]"
 SHAPES = [([0, 1, 0], 7, 96), ([2, 0, 0], 130, 576), ([3, 0, 17, 1], 33, 96), ([0, 70], 5, 192)]  # few rows, and more
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24, gpu=8)
 @pytest.mark.parametrize(
     ("fmt", "shape"), [(fmt, 2 * more + at % 2) for at, fmt in enumerate(FORMATS) for more in (0, 1)]
 )
@@ -186,7 +187,7 @@ def test_gates_of_grouped_linears_equal_the_reference(counts, width, inner, dtyp
     check_gated(x, weight, ends, bias, weight.float(), triton_device, gate)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12, gpu=4)
 @pytest.mark.parametrize(
     ("at", "fmt"),
     [*enumerate(["mxfp4", "ct_nvfp4", "fp8[128, 128]", "fp8[1, *]", "int4[1, 32]", "awq_int4[1, 96]", "q4_1"])],
@@ -260,7 +261,7 @@ def test_tokens_are_grouped_as_by_the_reference(tokens, top_k, experts, width, i
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9, gpu=3)
 @pytest.mark.parametrize("first", [0, 4, 20])  # of 5 experts here, of 12; the last has none of them
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (43, 6), (90, 3)])
 def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, triton_device, monkeypatch):

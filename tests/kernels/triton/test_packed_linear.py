@@ -97,7 +97,7 @@ def assert_near(y, expected, tolerance=1e-5):
     assert (y.float() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24, gpu=8)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("turn", "rows"), [*enumerate([1, 8, 9, 33])])
 def test_rows_are_multiplied_like_the_op(triton_device, turn, rows, fmt):
@@ -144,7 +144,7 @@ def all_calls(products, a, b, norm, weight, bias, act=None, turn=None):
         yield call(), arguments
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18, gpu=6)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=["vector", "matrix", "library"])
 def test_every_op_gives_what_its_body_gives(triton_device, fmt, parameters):
@@ -352,6 +352,7 @@ def test_the_library_multiplies_activations_of_8_bits_where_it_can():
     )
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("rows", [1, 33, 70])
 def test_the_library_multiplies_rows_of_integers(triton_device, rows, monkeypatch):
     monkeypatch.setattr(quantized, "INT8_ROWS", 40)

@@ -107,6 +107,7 @@ def test_a_new_q_leaves_the_product_alone(triton_device):
     assert torch.equal(qkv, before)
 
 
+@pytest.mark.sampled(2, gpu=1)
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tokens", [2, 100])
 def test_half_precision_rounds_once(triton_device, dtype, tokens):

@@ -67,7 +67,7 @@ def check_norm(tokens: int, experts: int, inner: int, dtype: torch.dtype, device
         assert_equal(weights, expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12, gpu=4)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("rule", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("units", [1, 100])  # with 100 the columns are summed in parts
@@ -77,6 +77,7 @@ def test_routers_choose_as_the_reference(units, rule, dtype, triton_device, monk
         check_router(tokens, 12, inner, dtype, triton_device, **rule)
 
 
+@pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize(("experts", "block_e"), [(20, 32), (40, 64), (130, 128)])
 def test_many_tokens_are_scored_by_tiles_of_many_experts(experts, block_e, triton_device, monkeypatch):
     gpu = find_gpu(torch.device(triton_device))._replace(units=1, shared_memory=200 << 10)

@@ -120,7 +120,7 @@ def test_a_nan_stays_a_nan(triton_device, exact_fp8):
         assert scales[:3].isnan().any(1).tolist() == [False, True, False]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6, gpu=2)
 @pytest.mark.parametrize("fmt", ["fp8[1, *]", "fp8[128, 128]"])
 @pytest.mark.parametrize("is_shuffled", [False, True])
 def test_the_rows_of_gates_reach_the_next_linear_quantized(triton_device, exact_fp8, monkeypatch, fmt, is_shuffled):

@@ -98,7 +98,7 @@ def test_no_two_that_are_tried_launch_the_same_and_what_they_launch_fits(
             assert gpu is not AMD or (block_rows >= 16 and stages == 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12, gpu=4)
 @pytest.mark.parametrize("kind", [None, "silu"])
 @pytest.mark.parametrize(("rows", "out", "inner"), [(1, 34, 600), (1, 130, 77), (8, 70, 1030), (64, 130, 520), (256, 70, 264)])  # fmt: skip
 def test_everything_that_is_tried_gives_the_product(triton_device: str, rows: int, out: int, inner: int, kind: Any):

@@ -52,6 +52,7 @@ class Compiling(StubEngine):
         return super().prepare(prompt, params, *rest, **more)
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_a_grammar_is_compiled_and_a_client_may_leave_before_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ):

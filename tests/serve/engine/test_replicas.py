@@ -177,6 +177,7 @@ def test_each_engine_is_told_its_number_and_the_configuration_once_though_one_ha
     assert sorted(told.read_text().splitlines()) == ["Start 0 77", "Start 1 77"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [

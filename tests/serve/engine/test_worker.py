@@ -100,6 +100,7 @@ print("loaded", [each for each in heavy if each in sys.modules], file=sys.stderr
     assert printed[-1] == "loaded []"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("garbage", [b"\x03\x00\x00\x00abc", b"\xff\xff\xff\xff"])
 def test_what_is_no_message_ends_the_engine_with_a_reason(garbage: bytes):
     engine, frames, told = EngineProcess(STUB), from_engine(), []
@@ -167,6 +168,7 @@ def test_nothing_in_serve_can_unpickle():
         assert not re.search(r"\b(eval|exec|compile)\(", text.replace("re.compile(", "")), file
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.skipif(find_piece_compiler("cpu").find_missing(), reason="no C++ compiler")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -528,7 +528,8 @@ def measure_sums(num: int, runs: int) -> list[list[float]]:
     from atom.config.parallel import devices_of
     from atom.runtime.ranks import RankProcess, Ranks
 
-    parallel = load([f"parallel=tp{num}", "device=cuda"]).parallel
+    with checkpoint(LARGE_MODEL) as model:  # whose heads such numbers divide
+        parallel = load([f"checkpoint={model}", "load_dummy=true", f"parallel=tp{num}", "device=cuda"]).parallel
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scripts.bench_gpu import sum_as_one; sum_as_one(link)"
     with tempfile.TemporaryDirectory() as folder:
         channels = [RankProcess(code, device) for device in devices_of(parallel)[1:]]

@@ -1,4 +1,4 @@
-"""Write words of a command line that are no overrides as overrides: jobs, checkpoints, prompts."""
+"""Write jobs, checkpoints and prompts of a command line as overrides."""
 
 from __future__ import annotations
 

@@ -80,7 +80,6 @@ DEFAULTS = {
 
 REFUSED = {
     "-tp 2": "parallel.tensor=2 does not divide 9 heads with 3 of keys and values; there is: 1, 3, 9",
-    "--port 80": "serve.port: an engine on another machine (serve.http.port is the server's) is not built yet",
     "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",
     "--level 3": "level=3 captures CUDA graphs, device=cpu has none; there is: 0, 1, 2",
 }

@@ -55,6 +55,7 @@ def unfit(config: Config) -> Path:
     return cache.publish("pieces", key, {"piece.so": b"this is no library"}, entry.about)
 
 
+@pytest.mark.slow
 def test_a_piece_that_cannot_be_loaded_is_built_anew(config: Config, unfit: Path, compiled: Path):
     cache = Cache(Path(str(config.cache)))
     made = compile_model(config, cache=cache)

@@ -20,7 +20,7 @@ def test_it(name): assert name == "good"
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "status", "told"), [("good", 0, "no failure"), ("bad", 1, "FAILED")])
 def test_its_exit_status_is_that_of_the_tests(tmp_path: Path, chosen: str, status: int, told: str):
     (tmp_path / "tests").mkdir()

@@ -396,6 +396,7 @@ def soak(server: Server, seconds: float, num_streams: dict[str, int]) -> dict[st
     return {name: after[name] - before[name] for name in before}
 
 
+@pytest.mark.slow
 def test_two_keys_share_an_overloaded_engine_whoever_asks_for_more(start_server: Start, tmp_path: Path):
     """The real engine: 24 streams of one key, 6 of another, and 12 of one with twice the weight; 4 can run."""
     file = tmp_path / "keys.yaml"

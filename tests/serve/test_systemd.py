@@ -139,6 +139,7 @@ def test_what_comes_to_a_passed_socket_in_a_drain_waits_for_the_next_server(
             server.wait()
 
 
+@pytest.mark.slow
 def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
     stub = {"step_seconds": 0.15}
     server = serving.start(talker, tmp_path, "serve.idle_exit_seconds=2", stub=stub)  # longer than a start is noticed

@@ -285,7 +285,7 @@ def test_kernels_of_packed_experts_are_compiled_ahead_too(walk: Any):
     assert "_packed_grouped_linear_kernel" in kernels and "_grouped_linear_kernel" not in kernels
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "method", "changed"),
     [

@@ -26,12 +26,13 @@
 namespace {
 
 constexpr int64_t ROWS = LANES;      // of a panel
-constexpr int64_t FEW = 32;          // rows of x up to which numbers are unpacked in registers
-constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for more
+constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for oneDNN
 #ifdef __AVX512F__
 constexpr bool HAS_SHORT_PRODUCTS = true; // whether oneDNN multiplies 16-bit numbers faster than float32
+constexpr int64_t FEW = 32;               // rows of x up to which numbers are unpacked in registers
 #else
 constexpr bool HAS_SHORT_PRODUCTS = false;
+constexpr int64_t FEW = 2; // sums of more would leave the registers
 #endif
 
 enum Kind : int64_t { INT4, INT8, FP8, FP4 }; // as kernels/cpp/panels.py numbers them
@@ -253,9 +254,19 @@ float sum(const float *x, int64_t count) {
   return total(sums) + rest;
 }
 
+/// Write a panel's part of y [rows, O]. made: fp32[rows, 16], to be multiplied by `power`
+template <class T> void write(const Layout &layout, int64_t panel, const Floats *made, float power, const T *bias, int64_t rows, T *y) {
+  const int64_t first = panel * ROWS, count = std::min(ROWS, layout.out - first);
+  for (int64_t row = 0; row < rows; ++row) {
+    const Floats numbers = made[row] * power;
+    for (int64_t lane = 0; lane < count; ++lane)
+      narrow(numbers[lane] + (bias ? widen(bias[first + lane]) : 0.0f), y[row * layout.out + first + lane]);
+  }
+}
+
 /// Multiply a few rows, whose numbers are unpacked in registers.
 template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
-  const int64_t inner = layout.inner, out = layout.out, num_groups = layout.num_groups();
+  const int64_t inner = layout.inner, num_groups = layout.num_groups();
   const bool is_even = inner % 2 == 0 && layout.group % 2 == 0;
   const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || is_pair(layout.kind));
   const float power = by_pairs ? 1.0f : layout.half_power();
@@ -279,17 +290,54 @@ template <class T> void multiply_few(const Layout &layout, const uint8_t *panels
             return multiply_rows<K>(layout, panel, x, sums.data(), rows, made.data());
         multiply_rows<K>(layout, panel, wide.data(), sums.data(), rows, made.data());
       });
-      const int64_t first = p * ROWS, count = std::min(ROWS, out - first);
-      for (int64_t row = 0; row < rows; ++row) {
-        const Floats numbers = made[row] * power;
-        for (int64_t lane = 0; lane < count; ++lane)
-          narrow(numbers[lane] + (bias ? widen(bias[first + lane]) : 0.0f), y[row * out + first + lane]);
-      }
+      write(layout, p, made.data(), power, bias, rows, y);
     }
   });
 }
 
-/// Multiply many rows of Ts by numbers that are unpacked to Ts first, some panels at a time.
+/// y = numbers x of M rows, whose sums stay in registers. numbers fp32[inner, 16], x fp32[M, inner]
+template <int M> void multiply_plain(const Floats *numbers, const float *x, int64_t inner, Floats *y) {
+#ifdef __AVX__
+  using Part = float __attribute__((vector_size(32), may_alias)); // GCC has no larger ones than a CPU in registers
+#else
+  using Part = float __attribute__((vector_size(16), may_alias));
+#endif
+  constexpr int PARTS = sizeof(Floats) / sizeof(Part);
+  const Part *column = (const Part *)numbers;
+  Part sums[M][PARTS] = {}, *to = (Part *)y;
+  for (int64_t i = 0; i < inner; ++i, column += PARTS)
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int part = 0; part < PARTS; ++part)
+        sums[m][part] += column[part] * x[m * inner + i];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; ++part)
+      to[m * PARTS + part] = sums[m][part];
+}
+
+/// Multiply more rows by a panel at a time, whose numbers are unpacked to a core's cache. x fp32[rows, I]
+template <class T> void multiply_by_panels(const Layout &layout, const uint8_t *panels, const float *x, const T *bias, int64_t rows, T *y) {
+  torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<Floats> numbers(layout.inner), made(rows);
+    for (int64_t p = begin; p < end; ++p) {
+      by_kind(layout.kind, [&]<Kind K>() { unpack<K>(layout, panels + p * layout.panel_size(), numbers.data()); });
+      int64_t row = 0;
+      auto step = [&]<int M>() {
+        for (; row + M <= rows; row += M)
+          multiply_plain<M>(numbers.data(), x + row * layout.inner, layout.inner, made.data() + row);
+      };
+      step.template operator()<6>();
+      step.template operator()<2>();
+      step.template operator()<1>();
+      write(layout, p, made.data(), 1.0f, bias, rows, y);
+    }
+  });
+}
+
+/// Multiply many rows of Ts by numbers that are unpacked to Ts first, some panels at a time, in oneDNN.
 template <class T> void multiply_many(const Layout &layout, const uint8_t *panels, const Tensor &x, const std::optional<Tensor> &bias, Tensor &y) {
   const int64_t at_once = std::clamp(AT_ONCE / (layout.inner * ROWS), int64_t{1}, layout.num_panels());
   Tensor plain = torch::stable::new_empty(x, {layout.inner, at_once * ROWS});
@@ -344,8 +392,10 @@ Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor>
       multiply_few<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
     else if constexpr (HAS_SHORT_PRODUCTS)
       multiply_many<T>(layout, elements<uint8_t>(panels), x, bias, y);
-    else
-      multiply_many<float>(layout, elements<uint8_t>(panels), as_floats(x), bias ? std::optional(as_floats(*bias)) : bias, y);
+    else {
+      const Tensor wide = as_floats(x);
+      multiply_by_panels<T>(layout, elements<uint8_t>(panels), elements<float>(wide), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+    }
   });
   return y;
 }

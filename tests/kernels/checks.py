@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from atom.graph import PackedWeight
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
@@ -23,6 +27,14 @@ def assert_as_near(out: Tensor, by_reference: Tensor, truth: Tensor, factor: flo
     assert (out.dtype, out.shape) == (by_reference.dtype, by_reference.shape)
     error, allowed = ((x.double() - truth).norm() / truth.double().norm() for x in (out, by_reference))
     assert error <= factor * allowed + 1e-5, f"{error:.3g} where the reference is {allowed:.3g} off"
+
+
+def poisoned(weight: PackedWeight, is_unread: Tensor) -> PackedWeight:
+    """The same experts with all bits set in those that are not to be read, bool[E]: NaN in each float and exponent."""
+    parts = {name: part.clone() for name, part in weight.parts.items()}
+    for part in parts.values():
+        part.view(torch.uint8)[is_unread.to(part.device)] = 0xFF
+    return replace(weight, parts=parts)
 
 
 class _Calls(TorchDispatchMode):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.checks import relative_error
+from kernels.checks import poisoned, relative_error
 
 from atom.cache import Cache
 from atom.graph import LaidOut, PackedWeight, Type, ops, parse
@@ -137,15 +137,20 @@ def test_a_weight_that_is_nan_gives_nan_in_its_row_alone(fmt: str, rows: int):
     assert made.isnan().sum() == 2 * rows
 
 
-@pytest.mark.parametrize("fmt", ["q4_1", "fp8[128, 128]", "mxfp4"])
-def test_experts_are_packed_one_by_one(fmt: str):
+@pytest.mark.parametrize("rows", [7, 80])
+@pytest.mark.parametrize(
+    "fmt", ["q4_1", "int4[1, 32]", "int8[1, *]", "fp8[1, *]", "fp8[128, 128]", "mxfp4", "ct_nvfp4"]
+)
+def test_experts_are_packed_one_by_one_and_one_without_rows_is_not_read(fmt: str, rows: int):
     weight, kernel = draw(fmt, 3, 40, 96), find_kernel(ops.grouped_linear, "cpp")
     assert kernel.accepts(CPU, Type("bf16", ("P", 96)), weight.type, Type("i64", (3,))) is None
+    bad = poisoned(weight, torch.tensor([False, True, False]))
     experts = [
-        PackedWeight(Type("bf16", (1, 40, 96), fmt), {name: part[at : at + 1] for name, part in weight.parts.items()})
+        PackedWeight(Type("bf16", (1, 40, 96), fmt), {name: part[at : at + 1] for name, part in bad.parts.items()})
         for at in range(3)
     ]
-    x, ends, bias = torch.randn(9, 96).bfloat16(), torch.tensor([2, 2, 9]), torch.randn(3, 40).bfloat16()
+    ends, bias = torch.tensor([2, 2, 2 + rows]), torch.randn(3, 40).bfloat16()
+    x = torch.randn(2 + rows, 96).bfloat16()
     y = run(ops.grouped_linear, x, [shuffle(expert, "panels") for expert in experts], ends, bias)
     truth = ops.grouped_linear.body(x.float(), unpack(fmt, weight.parts), ends, bias.float())
     assert relative_error(y, truth) < 5e-3

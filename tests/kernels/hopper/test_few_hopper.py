@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kernels.checks import poisoned
 from kernels.compiling import compile_for_hopper
 
 pytest.importorskip("triton")
@@ -115,15 +115,12 @@ def test_they_compile_for_such_a_gpu(share: str):
     assert done.stdout.count("compiled") == (1 if share == "few" else 2) * len(EXPERTS)
 
 
-def poisoned(weight: torch.Tensor | PackedWeight, chosen: set[int]) -> torch.Tensor | PackedWeight:
+def without_others(weight: torch.Tensor | PackedWeight, chosen: set[int]) -> torch.Tensor | PackedWeight:
     """A weight whose experts that nobody chose hold NaN."""
     others = torch.tensor([expert not in chosen for expert in range(weight.shape[0])], device=weight.device)
     if isinstance(weight, torch.Tensor):
         return weight.masked_fill(others[:, None, None], float("nan"))
-    bad = replace(weight, parts={name: part.clone() for name, part in weight.parts.items()})
-    part = bad.parts["values" if str(weight.type.fmt).startswith("fp8") else "scales"]
-    part.view(torch.uint8)[others] = 0x7F if part.element_size() == 1 else 0xFF
-    return bad
+    return poisoned(weight, others)
 
 
 def plain_of(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
@@ -215,7 +212,7 @@ def check_experts(
         downs = torch.einsum("tkw,tkhw->tkh", m.double().view(tokens, top_k, -1), plain[1][ids])
         downs = downs if biases[1] is None else downs + biases[1][ids]
         truth = torch.einsum("tkh,tk->th", downs, weights.double())
-        bad = [poisoned(each, set(ids.flatten().tolist())) for each in (gate_up, down)]
+        bad = [without_others(each, set(ids.flatten().tolist())) for each in (gate_up, down)]
         bad = [each if isinstance(each, torch.Tensor) else shuffle(each) for each in bad]
         for splits in (1, 3):  # at the largest size some of them have nothing to do
             ring = few_hopper.choose_ring(1, hidden, style_of_weight(bad[0]), H200)._replace(stages=1, splits=splits)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from kernels.checks import poisoned
 from kernels.compiling import compile_for_hopper
 
 pytest.importorskip("triton")
@@ -346,11 +346,7 @@ class TestOnHopper:
         counts = [*counts, *[0] * (experts - 3)]
         weight, bias = draw(fmt, experts, out, inner, device="cuda"), make(experts, out)
         plain = unpack_experts(weight, torch.float32).double()
-        bad = replace(weight, parts={name: part.clone() for name, part in weight.parts.items()})
-        for expert, count in enumerate(counts):
-            if not count:
-                part = bad.parts["values" if fmt.startswith("fp8") else "scales"]
-                part.view(torch.uint8)[expert] = 0x7F if part.element_size() == 1 else 0xFF
+        bad = poisoned(weight, torch.tensor(counts) == 0)
         ends = torch.tensor(counts).cumsum(0).cuda()
         x = make(sum(counts) + 3, inner)  # the last three are of no expert
         parts = x[: sum(counts)].split(counts)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.checks import poisoned
 from kernels.compiling import compile_for_hopper
 from kernels.hopper.emulated import Value, WarpGroups, emulate, value
 from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw, make
@@ -147,6 +148,7 @@ def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(
     rows, kernel_gate = tokens.view(torch.uint8)[order // 2].view(FP8), gate and emulated.gate_of("silu")
     plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num)
     truth = truth_of(numbers[order // 2], weight.unpack(), counts, None, gate)
+    weight = poisoned(weight, torch.tensor(counts) == 0)
     for given, *pairs in ((scales, order, 2), (scales[order // 2].t().contiguous().t(),)):
         y = emulated.multiply_fp8(rows, given, weight, plan, kernel_gate, *pairs)
         assert (y.double() - truth).norm() <= 0.006 * truth.norm()
@@ -185,7 +187,8 @@ class TestOnHopper:
         from atom.kernels.triton import grouped_packed_hopper
 
         weight, x, bias = scaled(fmt, len(counts), 384, 640), make(sum(counts), 640), make(len(counts), 384)
-        plain, shuffled = unpack_experts(weight, torch.float32), shuffle(weight)
+        plain, shuffled = unpack_experts(weight, torch.float32), shuffle(poisoned(weight, torch.tensor(counts) == 0))
+        spoil(counts, bias)
         plan = grouped_packed_hopper.plan_tiles(ends_of(counts), len(x))
         for each in (None, bias):
             check(
@@ -198,7 +201,7 @@ class TestOnHopper:
     @pytest.mark.parametrize(("width", "inner"), [(192, 256), (768, 640)])
     def test_both_may_be_in_fp8(self, counts: list[int], width: int, inner: int, gate: Any):
         weight, x = scaled("fp8[128, 128]", len(counts), 2 * width, inner), make(sum(counts), inner)
-        plain, shuffled = unpack_experts(weight, torch.float32), shuffle(weight)
+        plain, shuffled = unpack_experts(weight, torch.float32), shuffle(poisoned(weight, torch.tensor(counts) == 0))
         plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x)), round_rows(x, "fp8[1, 128]")
         values, scales, *_ = quantize_rows(x, 128, FP8, is_shuffled=True)
         kernel_gate = None if gate is None else grouped_hopper.gate_of(**gate)

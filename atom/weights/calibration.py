@@ -26,7 +26,7 @@ from torch.fx import Node
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
 from atom.checkpoint import Checkpoint, Progress
-from atom.errors import ArtifactError
+from atom.errors import ArtifactError, naming_a_lack_of_memory
 from atom.graph import (
     BODY,
     HEAD,
@@ -61,14 +61,14 @@ MAX_COLUMNS = 1 << 14  # of a linear that is rounded by the whole moment, whose 
 PRIOR_ROWS = 4.0  # of the mean over all experts, added to an expert's own
 PREFIX = "rounded:"  # ahead of the names of rounded tensors
 
-Visit = Callable[[Recipe, Tensor], None]
+Visit = Callable[[Recipe, Tensor, Tensor], None]
 
 
 def measure_moments(graph: Graph, tokens: Sequence[int], weights: Weights, visit: Visit, device: str = "cpu") -> None:
     """Run a plain graph over a prompt, in sequences of MAX_LENGTH tokens.
 
-    visit: gets each linear's weight with its inputs' moment, fp32[I, I], or of experts the mean squares, fp32[E, 1, I];
-    linears of the same input get the same tensor, one after the other
+    visit: gets each linear's weight, as recipe and tensor, between them its inputs' moment, fp32[I, I], or of experts
+    the mean squares, fp32[E, 1, I]; linears of the same input get the same moment, one after the other
     weights: loads a recipe's tensor
     """
     sequences = [tokens[start : start + MAX_LENGTH] for start in range(0, len(tokens), MAX_LENGTH)]
@@ -85,9 +85,9 @@ def measure_moments(graph: Graph, tokens: Sequence[int], weights: Weights, visit
             if moment is None:
                 moment = _moment([x for x, *_ in calls])
                 last = calls[0][0], moment
-            visit(node.args[1], moment)
+            visit(node.args[1], moment, args[1])
         elif node.target is ops.grouped_linear:
-            visit(node.args[1], _by_expert([(x, ends.tolist()) for x, _, ends, *_ in calls]))
+            visit(node.args[1], _by_expert([(x, ends.tolist()) for x, _, ends, *_ in calls]), args[1])
         calls.clear()
 
     num_sequences = len(sequences)
@@ -123,24 +123,28 @@ def _by_expert(calls: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
     return torch.stack([(rows.sum(0) + PRIOR_ROWS * mean) / (len(rows) + PRIOR_ROWS) for rows in of_experts])[:, None]
 
 
-def units_of(recipe: Recipe, moment: Tensor) -> Iterator[tuple[str, Recipe, Tensor]]:
-    """The stored tensors of a linear's weight: name, recipe [.., O, I] and moment.
+def units_of(
+    recipe: Recipe, moment: Tensor, tensor: Tensor | None = None
+) -> Iterator[tuple[str, Recipe, Tensor, Tensor | None]]:
+    """The stored tensors of a linear's weight: name, recipe [.., O, I], moment, and the tensor itself, a view of the
+    weight's; None where the weight has not all of it.
 
     Those of which a weight has some of the columns are left out.
     """
     match recipe:
         case W(name) | Dequantize(W(name)) | Transpose(W(name), -2):
-            yield name, recipe, moment
+            yield name, recipe, moment, tensor
         case Cat(parts, dim) if dim < len(recipe.type.shape) - 1:
             start = 0
             for part in parts:
                 size = int(part.type.shape[dim])
                 is_of_rows = dim == len(recipe.type.shape) - 2
-                yield from units_of(part, moment if is_of_rows else moment.narrow(dim, start, size))
+                own = None if tensor is None else tensor.narrow(dim, start, size)
+                yield from units_of(part, moment if is_of_rows else moment.narrow(dim, start, size), own)
                 start += size
         case Stack():
             for at, expert in enumerate(range(recipe.start, recipe.stop)):
-                yield from units_of(recipe.of(expert), moment[at])
+                yield from units_of(recipe.of(expert), moment[at], None if tensor is None else tensor[at])
         case Slice(part, dim=dim) if dim == len(recipe.type.shape) - 2:
             yield from units_of(part, moment)
         case Transpose(Slice(part, dim=dim), -2) if dim == len(recipe.type.shape) - 1:
@@ -170,7 +174,7 @@ class Calibration:
         self._types = {  # of what is rounded, by name
             name: replace(unit.type, fmt=formats[name])
             for weight, moment in _weights_of(graph)
-            for name, unit, _ in units_of(weight, moment)
+            for name, unit, *_ in units_of(weight, moment)
             if name in formats and int(unit.type.shape[-1]) % block_of(replace(unit.type, fmt=formats[name]))[-1] == 0
         }
         ingredients = {
@@ -239,7 +243,13 @@ class Calibration:
         try:
             if not self._file.begin():
                 raise OSError(self._cache.warnings[-1])
-            self._round(weights, device, progress)
+            with naming_a_lack_of_memory(
+                f"device={device} has no room to calibrate in, which takes two plain weights and, for the widest "
+                f"linear, 4 matrices of its columns by its columns in fp32: set quant.calibration=none"
+            ):
+                self._round(weights, device, progress)
+            if device != "cpu":
+                torch.cuda.empty_cache()  # of moments and activations
             self._file.publish()
         except OSError as error:
             fix = "set cache= to a folder with more room, or quant.calibration=none"
@@ -256,9 +266,9 @@ class Calibration:
         missing = {*self._types}
         last: tuple[Tensor | None, Turns | None] = (None, None)  # a moment, and its turns
 
-        def visit(weight: Recipe, moment: Tensor) -> None:
+        def visit(weight: Recipe, moment: Tensor, tensor: Tensor) -> None:
             nonlocal last
-            for name, unit, own in units_of(weight, moment):
+            for name, unit, own, plain in units_of(weight, moment, tensor):
                 if name not in missing:
                     continue
                 by: Tensor | Turns = own
@@ -266,7 +276,7 @@ class Calibration:
                     if last[0] is not own:
                         last = own, plan_turns(own, len(self._tokens))
                     by = last[1] or own.diagonal()[None]
-                made = quantize(self._types[name].fmt or "", weights(unit), by)
+                made = quantize(self._types[name].fmt or "", weights(unit) if plain is None else plain, by)
                 self._file.write({next(leaves(part)).name: made[key] for key, part in self._parts[name].items()})
                 missing.remove(name)
                 task.advance(1)

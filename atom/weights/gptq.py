@@ -39,13 +39,18 @@ def plan_turns(moment: Tensor, num_tokens: int) -> Turns | None:
     order = importance.argsort(descending=True, stable=True)
     root = importance[order].sqrt()
     kept = 1 - shrinkage(len(moment), num_tokens)
-    correlations = moment[order][:, order] * (kept / (root * root[:, None]))
-    correlations.fill_diagonal_(1)
-    lower, failed = torch.linalg.cholesky_ex(correlations)
-    if failed or not lower.isfinite().all():
+    matrix = moment[order[:, None], order].mul_(kept / root).div_(root[:, None])  # correlations
+    matrix.fill_diagonal_(1)
+    # each result in the place of the one before: of wide linears a matrix is a GiB
+    matrix, failed = torch.linalg.cholesky_ex(matrix)
+    if failed or not matrix.isfinite().all():
         return None
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    return Turns(diagonal[None], order, upper / upper.diagonal()[:, None] * (root[:, None] / root))
+    matrix = torch.cholesky_inverse(matrix)
+    matrix, failed = torch.linalg.cholesky_ex(matrix, upper=True)
+    if failed:
+        return None
+    shares = matrix.div_(matrix.diagonal().clone()[:, None]).mul_(root[:, None]).div_(root)
+    return Turns(diagonal[None], order, shares)
 
 
 def shrinkage(num_columns: int, num_tokens: int) -> float:

@@ -166,17 +166,19 @@ def measure(folder: Path, tokens: list[int], *overrides: str) -> dict[str, Tenso
     graph, found = plain_graph(config), dict[str, Tensor]()
     tensors = load_weights(graph, open_checkpoint(str(folder)), config, SILENT)
 
-    def visit(recipe: Recipe, moment: Tensor) -> None:
-        found.update({name: of_unit for name, _, of_unit in units_of(recipe, moment)})
+    def visit(recipe: Recipe, moment: Tensor, tensor: Tensor) -> None:
+        for name, unit, of_unit, own in units_of(recipe, moment, tensor):
+            assert own is None or torch.equal(own, weights.load([unit], open_checkpoint(str(folder)), SILENT)[unit])
+            found[name] = of_unit
 
     measure_moments(graph, tokens, tensors.__getitem__, visit)  # type: ignore[arg-type]  # all are plain
     return found
 
 
-def hooked(folder: Path, sequences: list[list[int]]) -> dict[str, Tensor]:
+def hooked(folder: Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The moments of the inputs of each of the model's linears, by its weight, or of experts' columns."""
     model, inputs, experts = (
-        tiny.reference(folder),
+        tiny.reference(folder, dtype),
         defaultdict[str, list[Tensor]](list),
         defaultdict[str, list[Any]](list),
     )
@@ -255,7 +257,7 @@ def test_every_range_of_a_stored_tensor_is_rounded_by_what_it_is_multiplied_with
     packed = [recipe for recipe in semantic_graph(config).recipes() if isinstance(recipe, Quantize)]
     plain = weights.load([recipe.part for recipe in packed], checkpoint, SILENT)
     load_plain = lambda recipe: weights.load([recipe], checkpoint, SILENT)[recipe]  # noqa: E731
-    measure_moments(plain_graph(config), tokens, load_plain, moments.__setitem__)
+    measure_moments(plain_graph(config), tokens, load_plain, lambda recipe, moment, _: moments.update({recipe: moment}))
     formats = {leaf.name: recipe.fmt for recipe in packed for leaf in leaves(recipe.part)}
     made = Calibration(plain_graph(config), formats, tokens, checkpoint, Cache(tmp_path / "cache"))
     ranges = [narrow(recipe, 0, 16, len(recipe.type.shape) - 2) for recipe in packed]

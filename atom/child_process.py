@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -27,12 +27,13 @@ def start_python(
     stderr: int | IO[Any],
     has_own_session: bool = True,
     cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
     **environment: str,
 ) -> subprocess.Popen[bytes]:
     """Run code in a Python process. environment: variables beside our own.
 
     has_own_session: else it is of this process's group, and is killed with it
-    cwd: its folder; None: that of the package's, which nothing depends on
+    cwd: its folder; None: that of the package's, which nothing depends on. pass_fds: files that stay open in it
     """
     if cwd is not None:
         code = f"import sys; sys.path[0] = {str(ROOT)!r}; {code}"
@@ -44,6 +45,7 @@ def start_python(
         stdout=subprocess.PIPE,
         stderr=stderr,
         start_new_session=has_own_session,
+        pass_fds=pass_fds,
     )
 
 

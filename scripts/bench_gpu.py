@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -190,18 +190,22 @@ class Start(NamedTuple):
 
     title: str
     model: str
-    figures: dict[str, tuple[float | None, float]]
+    figures: Mapping[str, tuple[float | None, float]]
     setup: tuple[str, ...] = ()
     num_gpus: int = 1
     than: str = ""  # the start that it may take `target` longer than
 
 
+MIXTURE_START = {"cold": (None, 20), "warm": (None, 9)}
 STARTS = {
     "start": Start("Qwen3-8B", LARGE_MODEL, {"cold": (73, 20), "warm": (43, 8)}),
     "start-tp4": Start("Qwen3-8B, 4 GPUs", LARGE_MODEL, {"cold": (None, 5), "warm": (None, 5)}, TP4, 4, than="start"),
     "start-235b-tp4": Start(
         "Qwen3-235B-A22B block fp8, tp4", "qwen3_235b_a22b", {"cold": (193, 45), "warm": (None, 25)}, (*BLOCKS, *TP4), 4
     ),
+    "start-30b-a3b-fp8": Start("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", MIXTURE_START, BLOCKS),
+    "start-v2-lite": Start("DeepSeek-V2-Lite", "deepseek_v2_lite", MIXTURE_START),
+    "start-gpt-oss-20b": Start("gpt-oss-20b", "gpt_oss_20b", MIXTURE_START),
 }
 SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
 SUM_ROWS, SUM_WIDTH = (1, 2, 8), 4096  # numbers of bf16: 8, 16 and 64 KB

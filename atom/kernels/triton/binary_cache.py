@@ -36,9 +36,9 @@ from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES, MANIFEST
+from atom.kernels.triton import compile_processes
+from atom.kernels.triton.compile_processes import KEPT
 from atom.messages import say
-
-KEPT = {".json", ".cubin", ".hsaco"}  # the files that a launch reads; intermediate representations are not kept
 
 
 def keep_in(cache: Cache) -> BinaryCache:
@@ -170,6 +170,8 @@ class _Making(NamedTuple):
         }
         if files := self.find(ingredients):
             return CompiledKernel(src, files, key_of(ingredients))
+        if (compiled := compile_processes.compile(src, target, options)) is not None:
+            return CompiledKernel(src, self.binaries.publish(ingredients, dict(compiled)), key_of(ingredients))
         with self.binaries.hashing:
             triton_key()  # cached by Triton, which otherwise reads all its files when it first asks for it
         kernel = compile(src, target=target, options=options, **rest)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from atom.kernels.triton import compile_processes
+
 ALLOCATING = {torch.empty, torch.empty_like, Tensor.new_empty}  # functions that allocate outputs of kernels
 
 
@@ -39,6 +41,7 @@ def compile_launches(pool: Executor) -> Iterator[None]:
             yield
         finally:
             walking.reset(token)
+    compile_processes.wait()
     futures = [pool.submit(task) for task in walk.tasks.values()]
     try:
         for future in as_completed(futures):
@@ -46,6 +49,7 @@ def compile_launches(pool: Executor) -> Iterator[None]:
     finally:
         for future in futures:
             future.cancel()
+        compile_processes.stop()
 
 
 class Walk:

@@ -17,13 +17,16 @@ for something else, whosever it was: an evicted prefix, a preempted sequence, an
 found there alone takes blocks again and is copied back. These copies go with the plan of a step:
 
     plan = Plan(rows, num_decodes, cache.take_copies(planned))    # saves come before loads
+
+Loads of a long prefix take longer than a step. So each plan has a part of them, and its step waits for none: the
+sequence joins the step behind the last part.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -34,6 +37,7 @@ from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
 from atom.runtime.types import BlockCopies, CacheKind, Sequence, SwapCosts
 
 SAVED_BYTES = 64 << 20  # at most beside a step, which takes longer than these copies
+LOADED_BYTES = 256 << 20  # likewise where sequences wait for them; 5 ms of PCIe 5, as a decode step of an 8B model
 
 
 class Cached(NamedTuple):
@@ -57,16 +61,17 @@ class KVCache:
         num_host_blocks: Mapping[str, int] | None = None,
         costs: SwapCosts | None = None,
         files: KVFiles | None = None,
+        loaded_bytes: int = LOADED_BYTES,
     ) -> None:
         """num_blocks: with block 0, where padding reads and writes. salt: all that the KV of this engine depends on.
 
         num_host_blocks: likewise, in host memory, if any. costs: of loading from there; None: it always pays.
-        files: where blocks go that are pushed out of there
+        files: where blocks go that are pushed out of there. loaded_bytes: beside a step without prompts
         """
         self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixCache()
-        self.costs = costs
+        self.costs, self._loaded_bytes = costs, loaded_bytes
         self.host_pools = {
             kind.name: BlockPool(kind, num_host_blocks[kind.name], self.prefixes, f"host:{kind.name}")
             for kind in kinds
@@ -146,15 +151,16 @@ class KVCache:
         return Cached(len(path) * self.block_size, (len(path) - num_loaded) * self.block_size)
 
     def num_loading(self, sequence: Sequence) -> int:
-        """The sequence's tokens whose copies come with the next plan: they are there in the step behind it."""
+        """The sequence's tokens whose copies come with later plans."""
         return max(map(len, self._loads.get(sequence, {}).values()), default=0) * self.block_size
 
-    def take_copies(self, planned: Collection[Sequence]) -> BlockCopies | None:
-        """The copies that come with the plan of these sequences; None without any."""
+    def take_copies(self, planned: Mapping[Sequence, int]) -> BlockCopies | None:
+        """The copies that come with the plan of these sequences, each with its number of tokens; None without any."""
         if not self.host_pools:
             return None
         saves, loads = dict[str, list[tuple[int, int]]](), dict[str, list[tuple[int, int]]]()
-        is_urgent = any(pool.is_overwritten for pool in self.pools) or any(each in self._loads for each in planned)
+        awaited = [each for each in planned if each in self._loads]
+        is_urgent = any(pool.is_overwritten for pool in self.pools) or bool(awaited)
         for pool in self.pools:
             pool.save_ahead(SAVED_BYTES // (self.block_size * pool.kind.bytes_per_token) or 1)
             if pool.saves:
@@ -168,10 +174,9 @@ class KVCache:
                 fills[kind] = host.fills
             host.writes, host.fills = [], []
             host.fresh.clear()
-        for sequence in list(self._loads):
-            for kind, pairs in self._loads[sequence].items():
-                loads.setdefault(kind, []).extend(pairs)
-            self._forget_loads(sequence)
+        budget = math.inf if awaited else self._loaded_beside(sum(planned.values()))
+        for sequence in awaited or list(self._loads):
+            budget -= self._take_loads(sequence, budget, loads)
         copies = BlockCopies(writes, fills, saves, loads, is_urgent)
         return copies if writes or fills or saves or loads else None
 
@@ -398,6 +403,29 @@ class KVCache:
             for place, (at, copy) in enumerate(pairs):
                 table[at] = pool.take(to_load=True)
                 pairs[place] = table[at], copy
+
+    def _loaded_beside(self, num_tokens: int) -> float:
+        """Bytes to load beside a step of so many tokens, in about the time that it takes."""
+        if self.costs is None or not self.costs.load_token_seconds:
+            return self._loaded_bytes
+        num_loaded = num_tokens * self.costs.compute_token_seconds / self.costs.load_token_seconds
+        return self._loaded_bytes + num_loaded * sum(pool.kind.bytes_per_token for pool in self.pools)
+
+    def _take_loads(self, sequence: Sequence, budget: float, loads: dict[str, list[tuple[int, int]]]) -> int:
+        """Move a sequence's loads to those of a plan until they are more than the budget; their bytes."""
+        num_bytes, left = 0, self._loads[sequence]
+        for pool in self.pools:
+            size, pairs = self.block_size * pool.kind.bytes_per_token, left.get(pool.name, [])
+            count = 0
+            while count < len(pairs) and num_bytes < budget:
+                self.host_pools[pool.name].release(pairs[count][1])
+                count, num_bytes = count + 1, num_bytes + size
+            if count:
+                loads.setdefault(pool.name, []).extend(pairs[:count])
+                left[pool.name] = pairs[count:]
+        if not any(left.values()):
+            del self._loads[sequence]
+        return num_bytes
 
     def _forget_loads(self, sequence: Sequence) -> None:
         for kind, pairs in self._loads.pop(sequence).items():

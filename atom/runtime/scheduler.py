@@ -284,17 +284,22 @@ class Scheduler:
 
     def _find_ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that need not wait for a commit: decodes, where there are stages a part of them, and
-        prompts."""
+        prompts. One whose KV is being loaded is among them only where there is no other."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
+        loading: list[Sequence] = []
         for sequence in self.running:
-            if num_left := self._num_left(sequence):
+            if self.cache.num_loading(sequence):
+                loading.append(sequence)
+            elif num_left := self._num_left(sequence):
                 (decodes if num_left == 1 else prompts).append(sequence)
         decodes.sort(key=_priority)
         prompts.sort(key=_priority)
         if self._num_stages > 1:
             num_decodes = len(decodes) + sum(sequence.num_pending > 0 for sequence in self.running)
             del decodes[-(-num_decodes // self._num_stages) :]
+        if not decodes and not prompts:
+            prompts = sorted(loading, key=_priority)[:1]
         return decodes, prompts
 
     def _make_room(self, sequence: Sequence, budget: int, planned: dict[Sequence, int]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from runtime.test_engine import EOS, Letters
 
 from atom.errors import CapacityError, RequestError
 from atom.runtime.engine import Engine
-from atom.runtime.kv_cache import KVCache
+from atom.runtime.kv_cache import LOADED_BYTES, KVCache
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import ADMISSION, NUM_REPORTED, Capacity, StepInput
@@ -38,6 +38,7 @@ from atom.runtime.types import (
     ScheduledRequest,
     Sequence,
     StepLimits,
+    SwapCosts,
 )
 from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
@@ -234,10 +235,10 @@ class World:
 
     def __init__(self, kinds: list[CacheKind], *, run_ahead: int, num_blocks: int = 60, block_size: int = 4,
                  prefix: bool = False, max_num_seqs: int = 8, budget: int = 64, max_model_len: int = 100,
-                 num_host_blocks: int = 0, has_stages: bool = False) -> None:  # fmt: skip
+                 num_host_blocks: int = 0, loaded_bytes: int = LOADED_BYTES, has_stages: bool = False) -> None:  # fmt: skip
         pools, host = ({kind.name: num for kind in kinds} for num in (num_blocks, num_host_blocks))
         cache = KVCache(kinds, pools, block_size, enable_prefix_caching=prefix, num_host_blocks=host if prefix and
-                        num_host_blocks else None)  # fmt: skip
+                        num_host_blocks else None, loaded_bytes=loaded_bytes)  # fmt: skip
         self.device = Device(run_ahead, cache, self.fail)
         self.num_stages = 1 + run_ahead if has_stages else 1
         limits = StepLimits(max_num_seqs, budget, max_model_len)
@@ -466,6 +467,7 @@ class Serving(RuleBasedStateMachine):
         max_model_len=st.integers(10, 40),
         has_stages=st.booleans(),
         num_host_blocks=st.sampled_from([0, 2, 10, 60]),
+        loaded_bytes=st.sampled_from([1, 5, LOADED_BYTES]),
     )
     def begin(self, num_tokens: int, block_size: int, **limits: Any) -> None:
         self.world = World(num_blocks=1 + -(-num_tokens // block_size), block_size=block_size, **limits)
@@ -553,12 +555,13 @@ def test_a_tiny_pool_under_load_ends_every_sequence(
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("loaded_bytes", [1, LOADED_BYTES])
 @pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [30, 20, 30, 30], strict=True)])
 def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
-    kinds: list[CacheKind], num_blocks: int, depth: int
+    kinds: list[CacheKind], num_blocks: int, loaded_bytes: int, depth: int
 ) -> None:
     world = World(kinds, run_ahead=depth, num_blocks=num_blocks, block_size=2, prefix=True, max_num_seqs=6, budget=9,
-                  max_model_len=30, num_host_blocks=400)  # fmt: skip
+                  max_model_len=30, num_host_blocks=400, loaded_bytes=loaded_bytes)  # fmt: skip
     talks = [[66 + number, 67, 68 - number % 3] for number in range(24)]
     for turn in range(6):
         for number, talk in enumerate(talks):
@@ -573,3 +576,60 @@ def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
     assert stats.num_saved_blocks > 0 and stats.num_loaded_blocks > 0
     assert stats.num_prefix_hit_tokens >= stats.num_host_hit_tokens > stats.num_prefix_hit_tokens / 3
     assert any(plan.copies and plan.copies.loads and not plan.copies.is_urgent for plan in world.device.plans)
+
+
+def load_beside(depth: int, costs: SwapCosts | None = None) -> tuple[World, Sequence, Sequence]:
+    """A sequence that decodes, and one whose 8 blocks of 4 tokens the host alone has."""
+    world = World([FULL], run_ahead=depth, num_blocks=18, prefix=True, num_host_blocks=60, loaded_bytes=8, budget=40)
+    world.scheduler.cache.costs = costs
+    world.add([90, *prompt(33)], max_tokens=1)
+    world.finish()
+    for number in (91, 92):  # push the first one's blocks out
+        world.add([number, *prompt(33)], max_tokens=1)
+        world.finish()
+    (running,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
+    while len(running.output) < 2:
+        world.step()
+    (loaded,) = world.add([90, *prompt(33)], max_tokens=2, ignore_eos=True)
+    return world, running, loaded
+
+
+def blocks_loaded(plan: Plan) -> int:
+    return sum(map(len, plan.copies.loads.values())) if plan.copies else 0
+
+
+def test_a_long_prefix_is_loaded_beside_several_steps_that_do_not_wait_for_it(depth: int) -> None:
+    world, running, loaded = load_beside(depth)
+    first = len(world.device.plans)
+    while not loaded.output:
+        world.step()
+    loading = [plan for plan in world.device.plans[first:] if blocks_loaded(plan)]
+    assert [blocks_loaded(plan) for plan in loading] == [2, 2, 2, 2]  # 8 bytes each
+    assert all(not plan.copies.is_urgent for plan in loading if plan.copies)
+    assert all([row.sequence for row in plan.rows] == [running] for plan in loading)
+    joined = next(plan for plan in world.device.plans[first:] if any(row.sequence is loaded for row in plan.rows))
+    assert world.device.plans.index(joined) == world.device.plans.index(loading[-1]) + 1
+    world.finish()
+
+
+def test_more_is_loaded_beside_a_prompt_in_the_time_that_it_takes() -> None:
+    costs = SwapCosts(load_seconds=0.0, load_token_seconds=1.0, compute_token_seconds=3.0)
+    world, _, loaded = load_beside(0, costs)
+    world.add(prompt(5), max_tokens=1)  # 5 tokens of a prompt and one of a decode: 18 bytes more
+    first = len(world.device.plans)
+    while not loaded.output:
+        world.step()
+    assert [blocks_loaded(plan) for plan in world.device.plans[first:]][:3] == [7, 1, 0]
+    world.finish()
+
+
+def test_a_step_with_nothing_else_to_do_waits_for_one_prefix(depth: int) -> None:
+    world, running, loaded = load_beside(depth)
+    world.engine.abort(running.request_id)
+    first = len(world.device.plans)
+    while not loaded.output:
+        world.step()
+    plan = world.device.plans[first]
+    assert plan.copies is not None and plan.copies.is_urgent and blocks_loaded(plan) == 8
+    assert [row.sequence for row in plan.rows] == [loaded]
+    world.finish()

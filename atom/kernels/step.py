@@ -68,6 +68,8 @@ class Rows(Protocol):
     @property
     def given(self) -> Tensor: ...
     @property
+    def places(self) -> Tensor: ...
+    @property
     def row_of(self) -> Tensor: ...
 
 
@@ -77,11 +79,14 @@ class StepKernels(NamedTuple):
     extend_tables: Callable[[Tensor, Tensor], None]
     decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs, Tensor | None], None]
     mixed_inputs: Callable[[Rows, State, Tensor, int, Inputs], None]
+    draft_inputs: Callable[[Tensor, Rows | None, State, Inputs], tuple[Tensor, Tensor]]
     sample: Callable[[Tensor, Tensor, State, str, Tensor, bool], None]
     score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     find_ngrams: Callable[[Tensor, State, int, int], None]
     draw_noise: Callable[[Tensor, State, int], tuple[Tensor, Tensor, Tensor]]
     accept: Callable[[Tensor, Tensor, Tensor, State, int, Tensor | None], None]
+    finish_drafts: Callable[[Tensor, Tensor, Tensor, State, bool], Tensor]
+    keep_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def import_step_kernels(package: str) -> StepKernels:
@@ -92,9 +97,12 @@ def import_step_kernels(package: str) -> StepKernels:
         inputs.extend_tables,
         inputs.decode_inputs,
         inputs.mixed_inputs,
+        inputs.draft_inputs,
         sampling.sample,
         sampling.score_drawn,
         speculation.find_ngrams,
         speculation.draw_noise,
         speculation.accept,
+        speculation.finish_drafts,
+        speculation.keep_rows,
     )

@@ -79,6 +79,7 @@ class Model:
         self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
         starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
+        self._behind = torch.arange(self.num_drafts, -1, -1, dtype=torch.int32, device=device)[:, None]
         self.has_experts = any(
             node.target in (ops.experts, ops.grouped_linear) for each in graph.programs.values() for node in each.nodes
         )
@@ -229,28 +230,16 @@ class Model:
         Comes after the step has sampled, since a draft that takes a hidden state reads the token behind it. slots:
         i32[R] that sampled. rows: of a step with prompts; None: of decodes, with drafts or without
         """
-        inputs, state = computed.inputs, self.state
+        inputs = computed.inputs
         if not self.carries_hidden:
             self.executables[DRAFT](inputs._asdict())
             return
-        assert state.history is not None
-        num_queries = inputs.batch.query_len
-        if rows is None:
-            owners = slots.repeat_interleave(num_queries)
-            places = torch.arange(len(slots), device=self.device) * num_queries
-        else:
-            owners, places = rows.slots.index_select(0, rows.row_of), rows.places
-        if num_queries > 1:
-            num_accepted = state.lengths.index_select(0, slots) - 2 - inputs.positions.index_select(0, places)
-            # a prompt and padding have none; a rehearsal has any number
-            places = (places + num_accepted.clamp(0, num_queries - 1)).clamp(max=len(inputs.positions) - 1)
-        behind = owners.long() * state.history.shape[1] + (inputs.positions + 1).clamp(0, state.history.shape[1] - 1)
-        tokens = state.history.view(-1).index_select(0, behind).long()
+        tokens, places = self._step.draft_inputs(slots, rows, self.state, inputs)
         draft_in = self.executables[DRAFT_IN]
         (hidden,) = draft_in(dict(zip(draft_in.inputs, computed.states, strict=True)))
         drafted = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})
         for kept, values in zip(self._drafted, drafted, strict=True):
-            kept.index_copy_(0, slots.long(), values.index_select(0, places))
+            self._step.keep_rows(kept, slots, values, places)
 
     def sample(self, slots: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
         """slots: i32[R], logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""
@@ -266,8 +255,6 @@ class Model:
         logits: [S, V] behind the newest token, then behind each draft, of all rows or the first ones; the rest as in
         `decode_drafts` -> tokens i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts]
         """
-        assert self.state.drafts is not None
-        drafts = self.state.drafts.index_select(0, slots)[:, : len(logits) - 1]
         drawn = torch.empty(len(logits), len(slots), dtype=torch.int64, device=self.device)
         left = slots.repeat(len(logits), 1)  # the slots whose draws go on, else that of padding
         for depth, rows in enumerate(logits):
@@ -275,9 +262,7 @@ class Model:
                 self._step.accept(drawn, left, most, self.state, depth, self._rates)
             num_rows = len(rows)
             self._step.sample(rows, left[depth, :num_rows], self.state, kind, drawn[depth, :num_rows], penalties)
-        if self._rates is not None:
-            drafts = drafts.clamp(min=0)  # what was not found is accepted by chance, too
-        return drawn.masked_fill_(left == self.padding, -1), drafts
+        return drawn, self._step.finish_drafts(drawn, left, slots, self.state, self._rates is not None)
 
     def score_drawn(
         self, logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor
@@ -324,29 +309,33 @@ class Model:
             hidden = tuple(kept.index_select(0, slots) for kept in self._drafted)
         head = self.executables[DRAFT_HEAD]
         keys, *rest = self._step.draw_noise(slots, self.state, num_drafts)
+        drafted, places = list[Tensor](), self._split_places(inputs, len(slots)) if num_drafts > lag else []
         for number in range(num_drafts):
             if number >= lag:
-                hidden = self._extend_draft(inputs, number - lag, tokens[:, number].contiguous(), hidden)
+                positions, batch = places[number - lag]
+                token = drafted[-1] if drafted else tokens[:, 0].contiguous()
+                given = {"tokens": token, "positions": positions, "batch": batch}
+                hidden = self.executables[DRAFT](given | ({"hidden": hidden[0]} if self.carries_hidden else {}))
             token, *behind = head(dict(zip(head.inputs, (*hidden, keys[number], *rest), strict=True)))
             hidden = tuple(behind) or hidden
-            tokens[:, number + 1] = token
-            self.state.drafts[:, number].index_copy_(0, slots.long(), token)
+            drafted.append(token)
+        tokens[:, 1:] = torch.stack(drafted, 1)
+        self.state.drafts[:, :num_drafts].index_copy_(0, slots.long(), tokens[:, 1:])
 
-    def _extend_draft(self, inputs: Inputs, place: int, tokens: Tensor, hidden: Hidden) -> Hidden:
-        """Run the draft of one token i64[S] of each row, at the row's position of this place."""
-        batch, num_rows, num_queries = inputs.batch, len(tokens), inputs.batch.query_len
+    def _split_places(self, inputs: Inputs, num_rows: int) -> list[tuple[Tensor, Batch]]:
+        """The positions i64[S] of each row's first token, second token and so on, and a batch of these tokens alone."""
+        batch, num_queries = inputs.batch, inputs.batch.query_len
         some = slice(num_rows * num_queries)
-        mappings = inputs.slots[:, some].view(-1, num_rows, num_queries)[:, :, place].contiguous()
-        single = Batch(
-            tables={kind: table[:num_rows] for kind, table in batch.tables.items()},
-            slot_mappings=dict(zip(self.kinds, mappings.unbind(), strict=True)),
-            starts=self._starts[0][: num_rows + 1],
-            lengths=batch.lengths[:num_rows] - (num_queries - 1 - place),
-            num_decodes=num_rows,
+        positions = aligned(inputs.positions[some].view(num_rows, num_queries).T)
+        mappings = aligned(inputs.slots[:, some].view(-1, num_rows, num_queries).permute(2, 0, 1))
+        lengths = aligned(batch.lengths[:num_rows].expand(num_queries, -1)).sub_(self._behind[-num_queries:])
+        tables = {kind: table[:num_rows] for kind, table in batch.tables.items()}
+        starts = self._starts[0][: num_rows + 1]
+        batches = (
+            Batch(tables, dict(zip(self.kinds, each.unbind(), strict=True)), starts, length, num_rows)
+            for each, length in zip(mappings, lengths, strict=True)
         )
-        positions = inputs.positions[some].view(num_rows, -1)[:, place].contiguous()
-        given = {"tokens": tokens, "positions": positions, "batch": single}
-        return self.executables[DRAFT](given | ({"hidden": hidden[0]} if self.carries_hidden else {}))
+        return list(zip(positions, batches, strict=True))
 
     def _decode_inputs(self, slots: Tensor, most: Tensor | None = None, num_drafts: int = 0) -> Inputs:
         num_rows, query_len = len(slots), 1 + num_drafts
@@ -387,6 +376,12 @@ class Model:
             if self._kv_memory is not None:
                 return self._kv_memory.zeros(shape, TORCH_DTYPES[cache.type.dtype])
             return zeros(shape, TORCH_DTYPES[cache.type.dtype], self.device)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The same numbers, each last dim from an address on that is a multiple of 16, as kernels are compiled for."""
+    size = x.shape[-1]
+    return x.new_empty(*x.shape[:-1], -(-size // 4) * 4)[..., :size].copy_(x)
 
 
 def logits_type(graph: Graph) -> Type:

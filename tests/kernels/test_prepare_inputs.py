@@ -15,7 +15,8 @@ from atom.graph import Batch
 from atom.kernels import find_step_kernels
 from atom.kernels.step import Inputs
 from atom.kernels.triton.prepare_inputs import ENTRIES, TOKENS
-from atom.runtime.step_input import BatchShape
+from atom.runtime.request_state import RequestState
+from atom.runtime.step_input import BatchShape, PackedRows
 
 NUM_SLOTS = 11  # of which the last, behind these, is nobody's
 KINDS = ("full", "window_5", "latent")
@@ -254,3 +255,69 @@ def test_tables_are_extended_where_the_update_is_and_nowhere_else(place: Place, 
         tables, torch.tensor([places, blocks], dtype=torch.int32, device=place.device)
     )
     assert torch.equal(tables.cpu(), expected)
+
+
+@pytest.mark.parametrize("num_queries", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, 5, TOKENS + 3])
+def test_a_draft_reads_the_tokens_behind_those_of_decodes(place: Place, num_rows: int, num_queries: int):
+    """Each slot knows of its positions p the token 1000 * slot + p."""
+    chance = random.Random(num_rows)
+    state, history = histories(place.device, num_rows)
+    slots = chance.sample(range(num_rows), num_rows - num_rows // 5) + [num_rows] * (num_rows // 5)
+    firsts, counts = [chance.randrange(20) for _ in slots], [chance.randrange(num_queries) for _ in slots]
+    for slot, first, count in zip(slots, firsts, counts, strict=True):
+        state.lengths[slot] = first + 2 + count
+    positions = [first + query for first in firsts for query in range(num_queries)]
+    found, places = ask_for_draft_inputs(place, slots, None, state, positions, num_queries)
+    owners = [slot for slot in slots for _ in range(num_queries)]
+    assert found == [history[slot][position + 1] for slot, position in zip(owners, positions, strict=True)]
+    expected = [row * num_queries + count for row, count in enumerate(counts)]
+    used = [at for at, slot in enumerate(slots) if slot < num_rows]
+    assert [places[at] for at in used] == [expected[at] for at in used]
+    assert all(0 <= each < len(positions) for each in places)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_draft_reads_the_tokens_behind_those_of_prompts(place: Place, num_drafts: int):
+    """Two decodes, the second of padding; a prompt that samples, one that does not, and padding."""
+    state, history = histories(place.device, 5)
+    shape = BatchShape(2 + 90 + 60 + 20, 5, 3, 2).drafting(num_drafts)
+    packed = torch.zeros(len(shape.pad(5)) // 4, dtype=torch.int32)
+    rows, queries = shape.split(packed), 1 + num_drafts
+    lengths = [queries, queries, 90, 60, 20]
+    rows.slots[:] = torch.tensor([3, 5, 0, 2, 5])
+    rows.row_of[:] = torch.arange(5).repeat_interleave(torch.tensor(lengths))
+    rows.sampled[:] = torch.tensor([3, 5, 0])
+    rows.places[:] = torch.tensor([0, queries, 2 * queries + 89])
+    positions = [*range(7, 7 + queries), *range(queries), *range(4, 94), *range(60), *([0] * 20)]
+    state.lengths[3], state.lengths[0] = 7 + 2 + num_drafts, 95  # all drafts were accepted
+    rows = PackedRows(*(each.to(place.device) for each in rows))
+    found, places = ask_for_draft_inputs(place, rows.sampled.tolist(), rows, state, positions, queries)
+    owners = [3] * queries + [5] * queries + [0] * 90 + [2] * 60 + [5] * 20
+    assert found == [history[slot][position + 1] for slot, position in zip(owners, positions, strict=True)]
+    assert (places[0], places[2]) == (num_drafts, 2 * queries + 89) and queries <= places[1] < 2 * queries
+
+
+def test_no_token_is_read_behind_the_last_one_that_a_slot_has_room_for(place: Place):
+    state, history = histories(place.device, 1)
+    state.lengths[0] = 500  # of a rehearsal
+    found, places = ask_for_draft_inputs(place, [0], None, state, [98, 99, 100], 3)
+    assert (found, places) == ([history[0][99]] * 3, [2])
+
+
+def histories(device: str, num_slots: int) -> tuple[RequestState, list[list[int]]]:
+    state = RequestState(num_slots, 50, device, 3, 100)
+    assert state.history is not None
+    history = [[1000 * slot + at for at in range(100)] for slot in range(num_slots + 1)]
+    state.history.copy_(torch.tensor(history))
+    return state, history
+
+
+def ask_for_draft_inputs(
+    place: Place, slots: list[int], rows: PackedRows | None, state: RequestState, positions: list[int], num_queries: int
+) -> tuple[list[int], list[int]]:
+    own, at = (torch.tensor(each, device=place.device) for each in (slots, positions))
+    batch = Batch({}, {}, own.int(), own.int(), len(slots), num_queries)
+    inputs = Inputs(at, at, batch, at[None], at[None, None].int())
+    tokens, places = find_step_kernels(place.device, place.backend).draft_inputs(own.int(), rows, state, inputs)
+    return tokens.tolist(), places.tolist()

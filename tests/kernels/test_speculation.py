@@ -195,3 +195,41 @@ def probabilities(scaled: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> t
         sorted_p, order = scaled.softmax(0).sort(descending=True)
         kept[order[sorted_p.cumsum(0) - sorted_p >= top_p]] = -torch.inf
     return kept.softmax(0)
+
+
+@pytest.mark.parametrize("is_by_chance", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
+def test_what_was_not_drawn_is_reported_as_nothing(place: Place, num_rows: int, is_by_chance: bool):
+    chance, num_drafts = random.Random(num_rows), 3
+    state = RequestState(200, 50, place.device, num_drafts, 10)
+    assert state.drafts is not None
+    drafts = [[chance.randrange(-1, 50) for _ in range(num_drafts)] for _ in range(201)]
+    state.drafts.copy_(torch.tensor(drafts))
+    order = chance.sample(range(201), num_rows)
+    drawn = [[chance.randrange(50) for _ in order] for _ in range(num_drafts)]  # one draft fewer than there may be
+    left = [[chance.choice([slot, 200]) for slot in order] for _ in drawn]
+    on_device = torch.tensor(drawn, device=place.device)
+    found = find_step_kernels(place.device, place.backend).finish_drafts(
+        on_device, torch.tensor(left, dtype=torch.int32, device=place.device),
+        torch.tensor(order, dtype=torch.int32, device=place.device), state, is_by_chance,
+    )  # fmt: skip
+    assert on_device.tolist() == [
+        [-1 if slot == 200 else token for token, slot in zip(*row, strict=True)]
+        for row in zip(drawn, left, strict=True)
+    ]
+    least = 0 if is_by_chance else -1
+    assert found.tolist() == [[max(token, least) for token in drafts[slot][:2]] for slot in order]
+
+
+@pytest.mark.parametrize(("shape", "width"), [((7,), 7), ((3, 700), 2100), ((5,), 9)], ids=["few", "many", "gaps"])
+def test_rows_are_kept_by_slot(place: Place, shape: tuple[int, ...], width: int):
+    chance = torch.Generator().manual_seed(width)
+    values = torch.randn(11, width, generator=chance).bfloat16()
+    values = values[:, : math.prod(shape)].unflatten(1, shape)
+    before = torch.randn(6, *shape, generator=chance).bfloat16()
+    kept = before.to(place.device)
+    slots, places = torch.tensor([4, 0, 3], dtype=torch.int32), torch.tensor([10, 2, 2])
+    keep_rows = find_step_kernels(place.device, place.backend).keep_rows
+    keep_rows(kept, slots.to(place.device), values.to(place.device), places.to(place.device))
+    assert torch.equal(kept[[4, 0, 3]].cpu(), values[[10, 2, 2]])
+    assert torch.equal(kept[[1, 2, 5]].cpu(), before[[1, 2, 5]])

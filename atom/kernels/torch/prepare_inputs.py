@@ -3,6 +3,7 @@
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
     mixed_inputs(rows, state, tables, block_size, inputs)               # and prompts, whose tokens the host gave
+    tokens, places = draft_inputs(slots, rows, state, inputs)           # of the draft that follows the step
 
 Shapes by letter as in `atom.kernels.step`.
 """
@@ -70,6 +71,24 @@ def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inpu
         inputs.tokens[is_draft] = state.drafts[owner[is_draft], number[is_draft]].clamp(min=0)
         has_kv &= (number < 0) | is_draft
     inputs.slots.mul_(has_kv)
+
+
+def draft_inputs(slots: Tensor, rows: Rows | None, state: State, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The tokens i64[T] behind those of a step that has sampled, and the places i64[R] of the newest of its tokens in
+    each row that samples: that behind which the last one was drawn.
+
+    slots: i32[R]; rows: None where all are decodes
+    """
+    assert state.history is not None
+    positions, num_queries, index = inputs.positions, inputs.batch.query_len, slots.long()
+    if rows is None:
+        owners, places = index.repeat_interleave(num_queries), torch.arange(len(slots)) * num_queries
+    else:
+        owners, places = rows.slots[rows.row_of].long(), rows.places.long()
+    # a prompt and padding have none; a rehearsal has any number
+    num_accepted = (state.lengths[index] - 2 - positions[places]).clamp(0, num_queries - 1)
+    places = (places + num_accepted).clamp(max=len(positions) - 1)
+    return state.history[owners, (positions + 1).clamp(0, state.history.shape[1] - 1)].long(), places
 
 
 def _copy_tables(tables: Tensor, index: Tensor, block_size: int, inputs: Inputs) -> None:

@@ -4,6 +4,8 @@
     keys, *rest = draw_noise(slots, state, 3)   # of the next three draws
     gumbel_argmax(logits, keys[0], *rest)       # what a program drafts for the first of them
     accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
+    drafts = finish_drafts(drawn, left, slots, state, False)    # what is reported of them
+    keep_rows(kept, slots, hidden, places)      # what the next drafts of slots are read from
 
 Shapes by letter as in `atom.kernels.step`; Q draws a row, the first of which needs no draft.
 """
@@ -83,3 +85,19 @@ def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, 
     else:
         is_next &= uniform(hash_seeds(~state.seed[index], state.lengths[index])) < float(rates[depth - 1])
     left[depth] = torch.where(is_next, left[depth - 1], state.num_slots)
+
+
+def finish_drafts(drawn: Tensor, left: Tensor, slots: Tensor, state: State, is_by_chance: bool) -> Tensor:
+    """Write -1 to drawn i64[Q, S] where a row drew nothing; the drafts i64[S, Q - 1] of slots i32[S].
+
+    is_by_chance: what was not found is 0, since it may be accepted, too
+    """
+    assert state.drafts is not None
+    drawn.masked_fill_(left == state.num_slots, -1)
+    drafts = state.drafts.index_select(0, slots)[:, : len(drawn) - 1]
+    return drafts.clamp(min=0) if is_by_chance else drafts
+
+
+def keep_rows(kept: Tensor, slots: Tensor, values: Tensor, places: Tensor) -> None:
+    """Copy rows of values [T, …] at places i64[R] to slots i32[R] of kept [slots + 1, …]."""
+    kept.index_copy_(0, slots.long(), values.index_select(0, places))

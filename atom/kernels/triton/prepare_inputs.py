@@ -5,12 +5,14 @@ So a plan names no token.
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
     mixed_inputs(rows, state, tables, block_size, inputs)               # and prompts, whose tokens the host gave
+    tokens, places = draft_inputs(slots, rows, state, inputs)           # of the draft that follows the step
 
 Shapes by letter as in `atom.kernels.step`; `atom.kernels.torch.prepare_inputs` says what each argument is.
 """
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -34,6 +36,20 @@ def decode_inputs(
 
 def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
     _launch(rows.slots, rows, None, state, tables, block_size, inputs)
+
+
+def draft_inputs(slots: Tensor, rows: Rows | None, state: State, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    history, positions = state.history, inputs.positions
+    assert history is not None
+    num_tokens, num_rows = len(positions), len(slots)
+    tokens = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
+    places = torch.empty(num_rows, dtype=torch.int64, device=positions.device)
+    owners, row_of, firsts = (rows.slots, rows.row_of, rows.places) if rows else (slots, None, None)
+    _prepare_draft[(-(-max(num_tokens, num_rows) // TOKENS),)](
+        slots, owners, row_of, firsts, positions, state.lengths, history, tokens, places, num_tokens, num_rows,
+        history.shape[1], QUERIES=inputs.batch.query_len, TOKENS=TOKENS,
+    )  # fmt: skip
+    return tokens, places
 
 
 def _launch(
@@ -132,3 +148,32 @@ def _prepare(
         tl.store(slots + at, tl.where(has_kv, blocks * BLOCK_SIZE + place % BLOCK_SIZE, 0), mask=is_there)
         tl.store(tokens + at, token, mask=is_there)
         tl.store(positions + at, place.to(tl.int64), mask=is_there)
+
+
+@jit(
+    do_not_specialize=["num_tokens", "num_rows"],
+    do_not_specialize_on_alignment=["slots", "owners", "row_of", "firsts", "positions"],
+)
+def _prepare_draft(
+    slots, owners, row_of, firsts, positions, known, history, tokens, places, num_tokens, num_rows, width,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = at < num_tokens
+    row = at // QUERIES
+    if row_of is not None:
+        row = tl.load(row_of + at, mask=is_token, other=0)
+    owner = tl.load(owners + row, mask=is_token, other=0).to(tl.int64)
+    behind = tl.load(positions + at, mask=is_token, other=0) + 1
+    behind = tl.minimum(tl.maximum(behind, 0), width - 1)
+    token = tl.load(history + owner * width + behind, mask=is_token, other=0)
+    tl.store(tokens + at, token.to(tl.int64), mask=is_token)
+    is_row = at < num_rows
+    place = (at * QUERIES).to(tl.int64)
+    if firsts is not None:
+        place = tl.load(firsts + at, mask=is_row, other=0).to(tl.int64)
+    slot = tl.load(slots + at, mask=is_row, other=0)
+    first = tl.load(positions + place, mask=is_row, other=0)
+    num_accepted = tl.load(known + slot, mask=is_row, other=0) - 2 - first
+    place += tl.minimum(tl.maximum(num_accepted, 0), QUERIES - 1)
+    tl.store(places + at, tl.minimum(place, num_tokens - 1), mask=is_row)

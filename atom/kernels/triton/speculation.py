@@ -4,6 +4,8 @@
     keys, *rest = draw_noise(slots, state, 3)   # of the next three draws
     gumbel_argmax(logits, keys[0], *rest)       # what a program drafts for the first of them
     accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
+    drafts = finish_drafts(drawn, left, slots, state, False)    # what is reported of them
+    keep_rows(kept, slots, hidden, places)      # what the next drafts of slots are read from
 
 `atom.kernels.torch.speculation` says what each argument is.
 """
@@ -26,6 +28,7 @@ PART = 4096  # logits that a program reads
 PLACES = 1024  # that a program compares at a time
 PARTS = 8  # programs of a row
 ROWS = 128  # of a program that accepts
+COLUMNS = 1024  # that a program copies
 
 
 def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
@@ -46,6 +49,23 @@ def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, 
         drawn, left, most, state.drafts, state.seed, state.lengths, rates, num_rows, state.num_slots, depth,
         state.drafts.shape[1], ROWS,
     )  # fmt: skip
+
+
+def finish_drafts(drawn: Tensor, left: Tensor, slots: Tensor, state: State, is_by_chance: bool) -> Tensor:
+    assert state.drafts is not None
+    num_draws, num_rows = drawn.shape
+    drafts = torch.empty(num_rows, num_draws - 1, dtype=torch.int64, device=drawn.device)
+    _finish[(-(-num_rows // ROWS),)](
+        drawn, left, slots, state.drafts, drafts, num_rows, state.num_slots, state.drafts.shape[1], num_draws,
+        is_by_chance, ROWS,
+    )  # fmt: skip
+    return drafts
+
+
+def keep_rows(kept: Tensor, slots: Tensor, values: Tensor, places: Tensor) -> None:
+    width, stride = kept[0].numel(), values.stride(0)
+    assert kept.is_contiguous() and values[:1].is_contiguous(), "rows have gaps"
+    _keep[(-(-width // COLUMNS), len(slots))](kept, slots, values, places, width, stride, COLUMNS)
 
 
 def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,3 +215,30 @@ def _accept(drawn, left, most, drafts, seed, lengths, rates, num_rows, num_slots
         chance = uniform(hash_seed(-1 - seeds, tl.load(lengths + slot, mask=is_row, other=0)))
         is_next = is_next & (chance < tl.load(rates + depth - 1).to(tl.float64))
     tl.store(left + before + num_rows, tl.where(is_next, slot, num_slots), mask=is_row)
+
+
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
+def _finish(
+    drawn, left, slots, drafts, out, num_rows, num_slots, width, NUM_DRAWS: tl.constexpr, BY_CHANCE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    slot = tl.load(slots + row, mask=is_row, other=0).to(tl.int64)
+    for draw in tl.static_range(NUM_DRAWS):
+        at = draw * num_rows + row
+        is_over = tl.load(left + at, mask=is_row, other=0) == num_slots
+        tl.store(drawn + at, tl.full([ROWS], -1, tl.int64), mask=is_row & is_over)
+    for number in tl.static_range(NUM_DRAWS - 1):
+        draft = tl.load(drafts + slot * width + number, mask=is_row, other=0)
+        if BY_CHANCE:
+            draft = tl.maximum(draft, 0)
+        tl.store(out + row * (NUM_DRAWS - 1) + number, draft, mask=is_row)
+
+
+@jit(do_not_specialize_on_alignment=["slots"])
+def _keep(kept, slots, values, places, width, stride, COLUMNS: tl.constexpr):
+    row, columns = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    slot, place = tl.load(slots + row).to(tl.int64), tl.load(places + row)
+    found = tl.load(values + place * stride + columns, mask=columns < width)
+    tl.store(kept + slot * width + columns, found, mask=columns < width)

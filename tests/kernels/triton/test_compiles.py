@@ -139,9 +139,13 @@ for offsets in (None, torch.zeros(500).long()):
     speculation.gumbel_argmax(bf16(3, 500), keys[0], *rest, offsets)
 for rates in (None, torch.ones(3)):
     speculation.accept(torch.zeros(4, 3).long(), rows.repeat(4, 1), rows, drafting, 1, rates)
+    speculation.finish_drafts(torch.zeros(4, 3).long(), rows.repeat(4, 1), rows, drafting, rates is not None)
+speculation.keep_rows(bf16(4, 8, 128), rows, bf16(9, 8, 128), slots)
+prepare_inputs.draft_inputs(rows, None, drafting, room._replace(batch=room.batch._replace(query_len=4)))
 sampling.sample(bf16(3, 500), rows, drafting, "filtered", torch.zeros(3, dtype=torch.int64))
 split = PackedRows(rows, starts, rows, rows, rows, slots.int(), slots.int(), rows)
 prepare_inputs.mixed_inputs(split, state, tables, 16, inputs)
+prepare_inputs.draft_inputs(rows, split, drafting, inputs)
 prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
 for kind in ("greedy", "random", "filtered"):
     sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))
@@ -171,7 +175,7 @@ for fmt, rows in packed_shapes(formats, (14, 200, 1000)):
 """
 NAMES = {
     "decode": "_decode",
-    "prepare_inputs": "_prepare _extend",
+    "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",
     "lora": "_expand_kernel",
@@ -184,7 +188,7 @@ NAMES = {
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
-    "speculation": "_find _repeat _accept _draw_noise _largest_of_part _best_of_part _best_of_row",
+    "speculation": "_find _repeat _accept _finish _keep _draw_noise _largest_of_part _best_of_part _best_of_row",
     "sampling": "_summarize _limit _gather _draw _score",
 }
 FP8_KERNELS = {"_norm_quantize_kernel", "_gate_quantize_kernel"}  # of Hopper alone

@@ -8,6 +8,9 @@ The launch is the second product. What the first one gives is masked to the colu
 one dense product by the b of many adapters is right for all rows: b is read once for all tokens, and nothing is sorted.
 Columns whose adapters no token of a tile has are skipped: without adapters a launch copies y. Rows by adapter in one
 launch are as in SGMV of Punica (Chen et al. 2023).
+
+On NVIDIA from sm_90 a launch of few tokens starts while the preceding kernel still runs, and loads b meanwhile, which
+must have been written before that kernel began.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def _expand(
     _expand_kernel[(num_tiles, -(-tokens // block_t))](
         y, shrunk, b, adapters, out, tokens, y.stride(0), shrunk.stride(0), WIDTH=width, COLUMNS=columns, RANK=rank,
         FIRST=first, SECOND=second, UP=columns if len(sizes) > 1 else 0, KIND=kind, BLOCK_T=block_t, BLOCK_O=block_o,
-        BLOCK_K=block_k, num_warps=4, **gpu.options,
+        BLOCK_K=block_k, IS_FEW=is_few, num_warps=4, **gpu.options,
     )  # fmt: skip
     return out
 
@@ -73,7 +76,7 @@ def _expand(
 def _expand_kernel(
     y, shrunk, b, adapters, out, num_tokens, y_stride, shrunk_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     RANK: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, IS_FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, tokens = tl.program_id(0), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     # the slice that the tile is of: its first output, its end, and the first column of what the first product gives
@@ -87,34 +90,61 @@ def _expand_kernel(
     outputs = start + tl.arange(0, BLOCK_O)
     is_token, is_output = tokens < num_tokens, outputs < end
     numbers = tl.load(adapters + tokens, mask=is_token, other=-1)
+    factor, ups_factor = None, None
+    if IS_FEW:  # loads do not wait for the preceding kernel
+        factor = _load_factor(b, numbers, outputs, is_output, 0, COLUMNS, RANK, BLOCK_K)
+        if KIND is not None:
+            ups_factor = _load_factor(b, numbers, WIDTH + outputs, is_output, 0, COLUMNS, RANK, BLOCK_K)
     wait_for_inputs(PDL)
     rows, is_there = tokens.to(tl.int64)[:, None], is_token[:, None] & is_output[None, :]
     total = tl.load(y + rows * y_stride + outputs[None, :], mask=is_there, other=0.0).to(tl.float32)
-    total = _add(total, shrunk + at, b, numbers, rows, is_token, outputs, is_output, shrunk_stride, COLUMNS, RANK,
-                 BLOCK_K)  # fmt: skip
+    total = _add(total, factor, shrunk + at, b, numbers, rows, is_token, outputs, is_output, shrunk_stride, COLUMNS,
+                 RANK, BLOCK_K)  # fmt: skip
     if KIND is not None:
         ups = tl.load(y + rows * y_stride + WIDTH + outputs[None, :], mask=is_there, other=0.0).to(tl.float32)
-        ups = _add(ups, shrunk + UP, b, numbers, rows, is_token, WIDTH + outputs, is_output, shrunk_stride, COLUMNS,
-                   RANK, BLOCK_K)  # fmt: skip
+        ups = _add(ups, ups_factor, shrunk + UP, b, numbers, rows, is_token, WIDTH + outputs, is_output, shrunk_stride,
+                   COLUMNS, RANK, BLOCK_K)  # fmt: skip
         dtype: tl.constexpr = y.dtype.element_ty
         total = gated(total.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32), dtype, KIND)
     tl.store(out + rows * WIDTH + outputs[None, :], total.to(out.dtype.element_ty), mask=is_there)
 
 
 @jit
-def _add(total, shrunk, b, numbers, rows, is_token, outputs, is_output, shrunk_stride, COLUMNS: tl.constexpr,
+def _add(total, factor, shrunk, b, numbers, rows, is_token, outputs, is_output, shrunk_stride, COLUMNS: tl.constexpr,
          RANK: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """total fp32[T, O] and the product of each token's own columns by b"""
-    for first in range(0, COLUMNS, BLOCK_K):
-        columns = first + tl.arange(0, BLOCK_K)
-        last = (first + BLOCK_K - 1) // RANK
-        if tl.max(((numbers >= first // RANK) & (numbers <= last)).to(tl.int32), 0) > 0:
-            is_column = columns < COLUMNS
-            factor = tl.load(
-                b + outputs.to(tl.int64)[None, :] * COLUMNS + columns[:, None],
-                mask=is_output[None, :] & is_column[:, None], other=0.0,
-            )  # fmt: skip
-            is_own = is_token[:, None] & is_column[None, :] & (numbers[:, None] == (columns // RANK)[None, :])
-            own = tl.load(shrunk + rows * shrunk_stride + columns[None, :], mask=is_own, other=0.0)
-            total = tl.dot(own, factor, total, input_precision="ieee")
+    """total fp32[T, O] and the product of each token's own columns by b; factor: the first rows of b, if loaded"""
+    if factor is not None:
+        total = _multiply(total, factor, shrunk, numbers, rows, is_token, 0, shrunk_stride, COLUMNS, RANK, BLOCK_K)
+    for first in range(0 if factor is None else BLOCK_K, COLUMNS, BLOCK_K):
+        more = _load_factor(b, numbers, outputs, is_output, first, COLUMNS, RANK, BLOCK_K)
+        total = _multiply(total, more, shrunk, numbers, rows, is_token, first, shrunk_stride, COLUMNS, RANK, BLOCK_K)
     return total
+
+
+@jit
+def _load_factor(b, numbers, outputs, is_output, first, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+                 BLOCK_K: tl.constexpr):  # fmt: skip
+    """Columns [K, O] of b from first on, zeros where no token has their adapters"""
+    columns = first + tl.arange(0, BLOCK_K)
+    is_read = (columns < COLUMNS) & _are_used(numbers, first, RANK, BLOCK_K)
+    at = b + outputs.to(tl.int64)[None, :] * COLUMNS + columns[:, None]
+    return tl.load(at, mask=is_output[None, :] & is_read[:, None], other=0.0)
+
+
+@jit
+def _multiply(total, factor, shrunk, numbers, rows, is_token, first, shrunk_stride, COLUMNS: tl.constexpr,
+              RANK: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    columns = first + tl.arange(0, BLOCK_K)
+    if _are_used(numbers, first, RANK, BLOCK_K):
+        is_column = columns < COLUMNS
+        is_own = is_token[:, None] & is_column[None, :] & (numbers[:, None] == (columns // RANK)[None, :])
+        own = tl.load(shrunk + rows * shrunk_stride + columns[None, :], mask=is_own, other=0.0)
+        total = tl.dot(own, factor, total, input_precision="ieee")
+    return total
+
+
+@jit
+def _are_used(numbers, first, RANK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Whether a token has an adapter whose columns are among these"""
+    last = (first + BLOCK_K - 1) // RANK
+    return tl.max(((numbers >= first // RANK) & (numbers <= last)).to(tl.int32), 0) > 0

@@ -171,6 +171,8 @@ class Graphs:
         ):
             self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))  # the slowest to compile first: long prompts,
             self._sample_in_every_way()  # and sampling
+            most = min(max_tokens, model.state.num_slots)
+            self._rehearse_mixed(BatchShape(max_tokens, most, most))  # with which memory is measured
             for shape in self._find_shapes():
                 if not shape.num_decodes and shape.num_tokens <= SHORT:
                     self._rehearse_mixed(shape)

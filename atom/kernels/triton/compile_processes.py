@@ -4,9 +4,9 @@ start()                                      # kernels are about to be compiled:
 files = compile(src, target, options)        # by name; None: compile it in this process
 stop()
 
-Triton's front end is Python and takes half of a compilation, so that threads of one process compile hardly more than two
-kernels at a time. The processes are forks of one that has imported Triton. They use no GPU and write to a folder that
-ends with them.
+Triton's front end is Python and takes half of a compilation, so that threads of one process compile little more than
+two kernels at a time. The processes are forks of one that has imported Triton. They use no GPU and write to a folder
+that ends with them.
 
 A request names its kernel by module. A process whose kernel is another one, for instance since a global of the module
 was changed here, declines it.
@@ -79,8 +79,9 @@ class _Processes:
     def __init__(self, count: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
         self._starting = [Connection(ours.detach()) for ours, _ in pairs]
-        self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: one that is gone
-        self._collecting = threading.Lock()
+        self._num_left = count
+        self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: all are gone
+        self._collecting, self._counting = threading.Lock(), threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True)
         theirs = [each.fileno() for _, each in pairs]
         code = f"from {__name__} import work; work({self._folder.name!r}, {theirs})"
@@ -96,27 +97,34 @@ class _Processes:
                     each.recv_bytes()
                     self._idle.put(each)
                 except (EOFError, OSError):
-                    self._idle.put(None)
+                    self._lose()
                 self._starting.remove(each)
 
     def compile(self, src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> dict[str, bytes] | None:
         self.collect()
         if self._starting:
             return None
-        process = self._idle.get()
+        if (process := self._idle.get()) is None:
+            self._idle.put(None)  # for the next
+            return None
         files: dict[str, bytes] | None = None
-        if process is not None:
-            try:
-                process.send_bytes(
-                    _dump((src.fn, src.signature, src.constants, src.attrs, type(src), target, options), src.hash())
-                )
-                files = pickle.loads(process.recv_bytes())
-            except (pickle.PicklingError, AttributeError, KeyError, TypeError):  # what no process can be told
-                pass
-            except (EOFError, OSError):
-                process = None
-        self._idle.put(process)
+        try:
+            kernel = src.fn, src.signature, src.constants, src.attrs, type(src)
+            process.send_bytes(_dump((*kernel, target, options), src.hash()))
+            files = pickle.loads(process.recv_bytes())
+        except (pickle.PicklingError, AttributeError, KeyError, TypeError):  # what no process can be told
+            self._idle.put(process)
+        except (EOFError, OSError):
+            self._lose()
+        else:
+            self._idle.put(process)
         return files
+
+    def _lose(self) -> None:
+        with self._counting:
+            self._num_left -= 1
+            if not self._num_left:
+                self._idle.put(None)
 
     def close(self) -> None:
         end(self._parent)

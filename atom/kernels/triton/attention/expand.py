@@ -3,7 +3,7 @@
 As in DeepSeek-AI 2024, section 2.1.
 
     expansion = Expansion()
-    for heads in expansion.split(cache, weight, rotated):    # slices; of as many heads as there is memory for
+    for heads in expansion.split(weight, rotated):    # slices; of as many heads as there is memory for
         expanded = expansion.expand(cache, keys, k_scale, table, starts, lengths, 0, weight[heads], plain, rotated)
         expanded.blocks      # [blocks, PIECE, N, P + R + U]: key without position, rotated key, value of each head
         expanded.table, expanded.plan                        # as in context.py
@@ -101,13 +101,12 @@ class Expansion:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._pieces = max_bytes, Pieces(max_bytes)
 
-    def split(self, cache: Tensor, weight: Tensor, rotated: int) -> Iterator[slice]:
+    def split(self, weight: Tensor, rotated: int) -> Iterator[slice]:
         """Heads that are expanded at a time: as many as leave memory for MOST_POSITIONS, and as divide them all.
 
-        cache [blocks, block size, E], weight [N, P + U, L]"""
+        weight [N, P + U, L]"""
         heads, row = weight.shape[0], (weight.shape[1] + rotated) * weight.itemsize
-        positions = min(cache.shape[0] * cache.shape[1], MOST_POSITIONS)
-        most = max(1, self._max_bytes // (positions * row))
+        most = max(1, self._max_bytes // (MOST_POSITIONS * row))
         at_once = next(num for num in range(min(heads, most), 0, -1) if heads % num == 0)
         return (slice(first, first + at_once) for first in range(0, heads, at_once))
 

@@ -134,7 +134,7 @@ class PagedLatentAttention:
         if num_more:  # it takes decodes to have one query each
             starts = starts - num_more
         sequences = starts, batch.lengths, batch.num_decodes
-        for some in self._expansion.split(blocks, weight, rotated):
+        for some in self._expansion.split(weight, rotated):
             expanded = self._expansion.expand(blocks, keys, k_scale, table, *sequences, weight[some], plain, rotated)
             prefill_hopper.prefill_expanded(q_nope[num_more:, some], q_rope[num_more:, some], *expanded, *sequences,
                                             out[num_more:, some], scale, self._tickets)  # fmt: skip

@@ -28,6 +28,20 @@ from atom.kernels.triton.precompile import walking
 class JITFunction(triton.JITFunction):  # type: ignore[misc]
     """A kernel, or a function that kernels call."""
 
+    @property
+    def cache_key(self) -> str:
+        """Triton's, but the same whichever kernels were compiled before.
+
+        Triton counts the globals of a called function only where that function has a key already.
+        """
+        if self.hash is None:
+            called = [self.__globals__.get(name) for name in self.fn.__code__.co_names]
+            for each in called:
+                if isinstance(each, JITFunction) and each is not self:
+                    each.cache_key  # noqa: B018
+        key: str = super().cache_key
+        return key
+
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if not self.device_caches:  # its first launch
             load_driver()

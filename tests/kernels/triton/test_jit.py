@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kernels.compiling import run_program
 from kernels.triton.test_precompile import run  # noqa: F401
 
 FOREIGN = """
@@ -78,3 +79,21 @@ def test_another_library_s_kernels_do_not_see_ours(run: Any, tmp_path: Path):  #
     assert num_compiled == 3, "two of ours, and what launches them"
     assert foreign == ["foreign.cubin", "launcher.so"]
     assert own == ["launcher.so", "own.cubin"]
+
+
+KEYS = """
+import sys
+from atom.kernels.triton import sampling
+from atom.kernels.triton.attention import prefill
+from atom.kernels.triton.linear import packed_hopper
+
+kernels = [sampling._limit, sampling._gather, sampling._draw, packed_hopper._multiply, prefill._prefill]
+for kernel in kernels if sys.argv[1] == "forwards" else kernels[::-1]:
+    kernel.cache_key
+print([kernel.cache_key for kernel in kernels])
+"""
+
+
+def test_a_kernel_s_key_does_not_depend_on_those_before_it():
+    forwards, backwards = (run_program(KEYS, order).stdout for order in ("forwards", "backwards"))
+    assert forwards == backwards and forwards.count(",") == 4

@@ -390,6 +390,7 @@ class JobConfig:
     output: str = of("generate explain compile cache bench profile recipe", one_of(*OUTPUTS))  # html: a page
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
+    system_prompt: str | None = of("generate chat", None)  # begins each chat; of generate with job.chat=true
     stage: str | None = of("explain", None)  # print the whole text after this pass
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
     network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts

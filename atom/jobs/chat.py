@@ -1,6 +1,6 @@
 """`job=chat`: a conversation with the model in the terminal.
 
-atom-run job=chat checkpoint=Qwen/Qwen3-0.6B
+atom-run job=chat checkpoint=Qwen/Qwen3-0.6B job.system_prompt='Answer in French.'
 atom-run job.chat=true                       # the same on a terminal, where no prompts are given
 printf 'Hello\\nAnd again?\\n' | atom-run job=chat
 """
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from atom.config import Config
 from atom.errors import ConfigError, RequestError
+from atom.jobs.generate import first_messages
 from atom.llm import LLMEngine
 from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.messages import say
@@ -50,7 +51,7 @@ def run(config: Config) -> int:
                 case "/exit" | "/quit":
                     break
                 case "/clear":
-                    chat.messages.clear()
+                    chat.clear()
                 case "/help":
                     print(HELP, file=sys.stderr)
                 case command if re.fullmatch(r"/\w+", command):
@@ -65,10 +66,14 @@ class Chat:
 
     def __init__(self, engine: LLMEngine, config: Config) -> None:
         self.engine, self.config = engine, config
-        self.messages: list[dict[str, Any]] = []
+        self.clear()
         self.talk = Talk(config, None, None, engine.tokenizer)
         self.params = SamplingParams(**config.sampling.values())
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def clear(self) -> None:
+        """Forget what was said; the system prompt stays."""
+        self.messages: list[dict[str, Any]] = first_messages(self.config)
 
     def ask(self, question: str) -> None:
         """Show the answer to a question as it comes. A question that cannot be answered is forgotten."""

@@ -37,6 +37,8 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         from atom.jobs import chat
 
         return chat.run(config)
+    if config.job.system_prompt is not None and not config.job.chat:
+        raise ConfigError("job.system_prompt begins a chat, and prompts are sent as they are; set job.chat=true")
     prompts = read_prompts(config.prompts)
     params = SamplingParams(**config.sampling.values())
     started = time.perf_counter()
@@ -47,7 +49,8 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     show = None if is_json else _Screen(indices, is_single=len(prompts) * params.n == 1)
     for index, prompt in enumerate(prompts):
         try:
-            tokens = engine.encode_chat([{"role": "user", "content": prompt}]) if config.job.chat else prompt
+            messages = [*first_messages(config), {"role": "user", "content": prompt}]
+            tokens = engine.encode_chat(messages) if config.job.chat else prompt
             (request_id,) = engine.add_request([tokens], params, show)
             indices[request_id] = index
         except RequestError as error:
@@ -70,6 +73,12 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         if not is_json:
             _show_times(times)
     return 0 if len(indices) == len(prompts) else RequestError.exit_code
+
+
+def first_messages(config: Config) -> list[dict[str, Any]]:
+    """The messages that each chat begins with."""
+    text = config.job.system_prompt
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 def read_prompts(prompts: Any) -> list[Any]:

@@ -62,6 +62,30 @@ def test_a_question_is_sent_with_what_was_said_before(engine: LLMEngine, talker:
     assert capsys.readouterr().out.lstrip("\n") == shown.lstrip("\n")
 
 
+def test_a_system_prompt_begins_every_chat(engine: LLMEngine, talker: Path):
+    talk = opened(engine, talker, "job.system_prompt=Be brief.", "sampling.max_tokens=2")
+    system = {"role": "system", "content": "Be brief."}
+    assert talk.messages == [system]
+    talk.ask("Hello")
+    assert [each["role"] for each in talk.messages] == ["system", "user", "assistant"]
+    talk.clear()
+    assert talk.messages == [system]
+
+
+def test_prompts_as_chats_have_it_and_plain_ones_refuse_it(
+    engine: LLMEngine, talker: Path, monkeypatch: Any, capsys: Any
+):
+    asked: list[list[dict[str, str]]] = []
+    monkeypatch.setattr(LLMEngine, "from_config", lambda config, clock: engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    monkeypatch.setattr(engine, "encode_chat", lambda messages: asked.append(messages) or [1, 2])
+    given = [f"checkpoint={talker}", "prompts=[Hi]", "job.system_prompt=Be brief.", "sampling.max_tokens=1", *GIVEN]
+    assert main([*given, "job.chat=true"]) == 0
+    assert asked == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]]
+    assert main(given) == 2
+    assert "job.system_prompt begins a chat, and prompts are sent as they are; set job.chat=true" in capsys.readouterr().err
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(engine: LLMEngine, talker: Path, monkeypatch: Any):
     talk = opened(engine, talker, "sampling.ignore_eos=true")
     shown: list[str] = []

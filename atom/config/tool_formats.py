@@ -122,8 +122,8 @@ def read_format(name: str) -> ToolFormat:
     try:
         values = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"tool_calls={name}: {getattr(error, 'strerror', None) or error}") from None
-    return make_format(values, f"tool_calls={name}")
+        raise ConfigError(f"tool_calls={path}: {getattr(error, 'strerror', None) or error}") from None
+    return make_format(values, f"tool_calls={path}")
 
 
 def detect_format(template: str) -> str | None:

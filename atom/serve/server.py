@@ -305,7 +305,7 @@ class Server:
         LOG.info("reloaded", extra={"fields": {"keys": [each.name for each in tenants]}})
 
     def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the tokenizer while the engines load the weights; it also finds faults of the checkpoint."""
+        """Open the tokenizer and prepare chats while the engines load the weights; faults of either end the server."""
         try:
             checkpoint = open_for(self._config, self._context.progress, weights=False)
             try:
@@ -314,13 +314,13 @@ class Server:
                 checkpoint.close()
             if tokenizer is not None and self._template is not None:
                 tokenizer = tokenizer.with_template(self._template)
+            if tokenizer is not None:
+                prepare_chats(self._config, tokenizer)
             report = partial(self._set_tokenizer, tokenizer)
         except Exception as error:
-            tokenizer, report = None, partial(self._fail, error)
+            report = partial(self._fail, error)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(report)
-        if tokenizer is not None:
-            prepare_chats(self._config, tokenizer)
 
     def _set_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         self._context.tokenizer = tokenizer

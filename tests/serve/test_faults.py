@@ -212,6 +212,25 @@ def test_what_an_engine_has_started_ends_with_the_engine(start_server: Start):
     assert not is_alive(child)
 
 
+def test_a_package_whose_format_of_calls_is_none_ends_the_server_by_name(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = {
+        "broken-1.0.dist-info/METADATA": "Name: broken\nVersion: 1.0\n",
+        "broken-1.0.dist-info/entry_points.txt": "[atom.conf]\nbroken = broken.conf\n",
+        "broken/conf/tool_calls/mine.yaml": "begin: <tools>\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    server = serving.launch(talker, tmp_path, stub={})
+    assert server.process.wait(60) == 2
+    log = server.log.read_text()
+    assert f"ConfigError: tool_calls={tmp_path}/broken/conf/tool_calls/mine.yaml: call is missing" in log
+    assert "Traceback" not in log
+
+
 def test_only_http_listens(start_server: Start):
     server = start_server(stub={})
     port = int(server.url.rpartition(":")[2])

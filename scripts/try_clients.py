@@ -159,6 +159,27 @@ def try_guidellm(url: str, checkpoint: str) -> None:
     assert (totals["successful"], totals["errored"], totals["incomplete"]) == (3, 0, 0), totals
 
 
+def try_vllm(url: str, checkpoint: str) -> None:
+    """`vllm bench serve`: random prompts to be completed, and a ShareGPT file's as chats."""
+    talk = [{"from": "human", "value": f"{ASKED} {ASKED}"}, {"from": "gpt", "value": "The dog."}]
+    with tempfile.TemporaryDirectory() as folder:
+        report, conversations = Path(folder, "report.json"), Path(folder, "ShareGPT.json")
+        conversations.write_text(json.dumps([{"conversations": talk}] * 3))
+        runs = {
+            "--backend openai --dataset-name random --random-input-len 16 --random-output-len 8": 24,
+            f"--backend openai-chat --endpoint /v1/chat/completions --dataset-name sharegpt "
+            f"--dataset-path {conversations}": 3 * len("The dog."),  # its tokens are bytes
+        }
+        for flags, num_tokens in runs.items():
+            command = [str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--base-url", url, *flags.split()]
+            command += f"--model {MODEL} --tokenizer {checkpoint} --num-prompts 3 --ignore-eos --temperature 0".split()
+            command += f"--save-result --result-dir {folder} --result-filename {report.name}".split()
+            subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True, timeout=300)
+            told = json.loads(report.read_text())
+            counts = told["completed"], told["failed"], told["total_output_tokens"]
+            assert counts == (3, 0, num_tokens), (flags, counts)
+
+
 CLIENTS: dict[str, Callable[[str, str], None]] = {
     "openai": try_openai,
     "anthropic": try_anthropic,
@@ -168,6 +189,7 @@ CLIENTS: dict[str, Callable[[str, str], None]] = {
     "instructor": try_instructor,
     "litellm": try_litellm,
     "guidellm": try_guidellm,
+    "vllm": try_vllm,
 }
 
 

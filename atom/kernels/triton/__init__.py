@@ -43,7 +43,7 @@ LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
 @cache
 def knows_gluon() -> bool:
     """Whether our kernels in Gluon, which is experimental and changes, compile with this version of Triton."""
-    return (3, 6) <= tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
+    return (3, 6) <= tuple(map(int, version("triton").split(".")[:2])) < (3, 10)
 
 
 def find_features() -> frozenset[str]:

@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from atom.graph import PackedWeight
 from atom.kernels.triton.activations import activate_rounded
-from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gluon import async_load, jit, reinterpret
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed_hopper import (
     BYTES,
@@ -105,15 +105,15 @@ def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexp
         for number in gl.static_range(BOXES):
             column, box = (step * BOXES + number) * WIDTH, slot * BOXES + number
             if PARTS is None:
-                tma.async_copy_global_to_shared(weight, [starts[0], 0, 0, column], bar, weight_boxes.index(box))
+                async_load(weight, [starts[0], 0, 0, column], bar, weight_boxes.index(box))
             else:
                 for part in gl.static_range(len(starts)):
                     place = weight_boxes.index(box * PARTS + part)
-                    tma.async_copy_global_to_shared(weight, [starts[part], column], bar, place)
+                    async_load(weight, [starts[part], column], bar, place)
     if WITH_X:
         for number in gl.static_range(BOXES):
             column = (step * BOXES + number) * COLUMNS
-            tma.async_copy_global_to_shared(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
+            async_load(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
 
 
 @jit
@@ -129,7 +129,7 @@ def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.co
         boxes = gl.allocate_shared_memory(weight.dtype, [STAGES * BOXES, ROWS // 16, 2, 8, WIDTH], GATED)
     else:
         boxes = gl.allocate_shared_memory(weight.dtype, [STAGES * BOXES * PARTS, ROWS // PARTS, WIDTH], TILE)
-    tiles = boxes._reinterpret(weight.dtype, [STAGES * BOXES, ROWS, WIDTH], TILE)
+    tiles = reinterpret(boxes, weight.dtype, [STAGES * BOXES, ROWS, WIDTH], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)

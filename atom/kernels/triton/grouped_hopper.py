@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom.graph import PackedWeight
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
-from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gluon import async_load, async_store, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit as triton_jit
 from atom.kernels.triton.linear.gate_hopper import SILU
@@ -158,11 +158,9 @@ def _produce(x, weight, plan, sizes, memory, IS_GATED: gl.constexpr, PRODUCTS: g
             mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
             mbarrier.expect(bar, BYTES)
             for number in gl.static_range(BOXES):
-                tma.async_copy_global_to_shared(
-                    x, [row + number * ROWS, column], bar, x_boxes.index(slot * BOXES + number)
-                )
-            tma.async_copy_global_to_shared(weight, [left, column], bar, w_boxes.index(slot * 2))
-            tma.async_copy_global_to_shared(weight, [right, column], bar, w_boxes.index(slot * 2 + 1))
+                async_load(x, [row + number * ROWS, column], bar, x_boxes.index(slot * BOXES + number))
+            async_load(weight, [left, column], bar, w_boxes.index(slot * 2))
+            async_load(weight, [right, column], bar, w_boxes.index(slot * 2 + 1))
             turn += 1
 
 
@@ -183,7 +181,7 @@ def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.c
     x_boxes, w_boxes, y_boxes, ready, free = memory
     COLUMNS: gl.constexpr = x_boxes.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
-    weights = w_boxes._reinterpret(x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
+    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
     first = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
         expert, row, end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
@@ -206,7 +204,7 @@ def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE
     COLUMNS: gl.constexpr = x_boxes.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    weights = w_boxes._reinterpret(x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
+    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
     is_left = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, ACC))[None, :] < HALF
     first = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
@@ -294,7 +292,7 @@ def _store(values, y, y_rows, box, row, end, column, out):
     box.store(values)
     if row + ROWS <= end:
         fence_async_shared()
-        tma.async_copy_shared_to_global(y, [row, column], box)
+        async_store(y, [row, column], box)
     else:
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
         columns = column + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, STORED))

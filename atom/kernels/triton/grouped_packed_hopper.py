@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from atom.graph import PackedWeight
 from atom.kernels.triton.attention.common import wait_for_inputs
-from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gluon import async_load, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.grouped_hopper import ENTRY, Plan, _find_place, make_plan
 from atom.kernels.triton.linear.packed_hopper import (
@@ -60,14 +60,14 @@ def _produce(x, weight, plan, sizes, memory, OUT: gl.constexpr, KIND: gl.constex
             mbarrier.expect(bar, ROWS * COLUMNS * 2 + GROUPS * BOXES * BLOCK_O * BOX)
             for number in gl.static_range(BOXES):
                 column, byte = step * COLUMNS + number * EACH, (step * BOXES + number) * BOX
-                tma.async_copy_global_to_shared(x, [row, column], bar, x_boxes.index(slot * BOXES + number))
+                async_load(x, [row, column], bar, x_boxes.index(slot * BOXES + number))
                 for who in gl.static_range(GROUPS):
                     box = w_boxes.index((slot * GROUPS + who) * BOXES + number)
                     if KIND is None:
-                        tma.async_copy_global_to_shared(weight, [expert * OUT + first + who * BLOCK_O, byte], bar, box)
+                        async_load(weight, [expert * OUT + first + who * BLOCK_O, byte], bar, box)
                     else:
                         octet = expert * (OUT // 8) + (first + who * BLOCK_O) // 16
-                        tma.async_copy_global_to_shared(weight, [octet, 0, 0, byte], bar, box)
+                        async_load(weight, [octet, 0, 0, byte], bar, box)
             turn += 1
 
 
@@ -86,7 +86,7 @@ def _consume(given, plan, sizes, memory, WHO: gl.constexpr, OUT: gl.constexpr, I
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     tiles = w_boxes
     if KIND is not None:
-        tiles = w_boxes._reinterpret(gl.uint8, [STAGES * GROUPS * BOXES, BLOCK_O, BOX], WEIGHT)
+        tiles = reinterpret(w_boxes, gl.uint8, [STAGES * GROUPS * BOXES, BLOCK_O, BOX], WEIGHT)
     row = gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, ACC))
     first = 0
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):

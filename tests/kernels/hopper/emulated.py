@@ -68,7 +68,7 @@ class Memory:
     def permute(self, dims: tuple[int, ...]) -> Memory:
         return Memory(self.tensor.permute(dims))
 
-    def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Memory:
+    def reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Memory:
         return Memory(self.tensor.view(shape))
 
     def load(self, _layout: Any) -> Value:
@@ -176,7 +176,7 @@ def _language() -> Any:
         full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         where=torch.where, sum=lambda x, *dim: x.sum(*dim), cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, layout: x,
-        thread_barrier=lambda: None, expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
+        expand_dims=lambda x, dim: x.unsqueeze(dim), static_assert=lambda holds, why: None,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(_garbage(getattr(dtype, "dtype", dtype), shape)),
     )  # fmt: skip
     layouts = (
@@ -210,10 +210,9 @@ class WarpGroups:
                 MBarrierLayout=lambda *_: None, init=self._init, wait=self._wait,
                 expect=lambda bar, size: self._arrive(bar, size), arrive=lambda bar: self._arrive(bar, 0),
             ),
-            "tma": SimpleNamespace(
-                async_copy_global_to_shared=self._copy, store_wait=lambda _: None,
-                async_copy_shared_to_global=lambda target, begin, source: target.fill(begin, source),
-            ),
+            "tma": SimpleNamespace(store_wait=lambda _: None),
+            "async_load": self._copy,
+            "async_store": lambda target, begin, source: target.fill(begin, source),
             "wait_for_inputs": lambda _: None,
             "warp_specialize": self._specialize,
         }  # fmt: skip
@@ -277,9 +276,8 @@ def emulate(module: ModuleType, **replaced: Any) -> SimpleNamespace:
         "tl": language,
         "mma_v2": lambda a, b, sums: value(a.float() @ b.float() + sums),
         "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing),
-        "tma": SimpleNamespace(
-            async_copy_global_to_shared=lambda source, begin, _bar, target: source.copy(begin, target)
-        ),
+        "async_load": lambda source, begin, _bar, target: source.copy(begin, target),
+        "reinterpret": Memory.reinterpret,
         "TensorDescriptors": lambda *_: SimpleNamespace(find=Descriptor),
         "fence_async_shared": nothing,
         "barrier": nothing,

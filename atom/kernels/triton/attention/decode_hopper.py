@@ -24,7 +24,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,12 +37,11 @@ from atom.kernels.triton.attention.common import (
     sequence_bucket,
 )
 from atom.kernels.triton.attention.rope import rotate_heads
-from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 POSITIONS = gl.constexpr(64)  # of keys and values in a tile
 PIECE = gl.constexpr(16)  # of them, which one copy brings
 PIECES = gl.constexpr(4)  # POSITIONS / PIECE
@@ -158,8 +156,8 @@ def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.con
     for part in gl.static_range(DIM // COLUMNS):
         for piece in gl.static_range(PIECES):
             box, column = (slot * (DIM // COLUMNS) + part) * PIECES + piece, head * DIM + part * COLUMNS
-            tma.async_copy_global_to_shared(pieces, [rows[piece], column], bar, keys.index(box))
-            tma.async_copy_global_to_shared(pieces, [rows[piece], HEADS * DIM + column], bar, values.index(box))
+            async_load(pieces, [rows[piece], column], bar, keys.index(box))
+            async_load(pieces, [rows[piece], HEADS * DIM + column], bar, values.index(box))
 
 
 @jit
@@ -302,8 +300,8 @@ def _decode(
 
     keys = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], SHARED)
     values = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], SHARED)
-    key_tiles = keys._reinterpret(ENTRY, [STAGES, POSITIONS, DIM], SHARED)
-    value_tiles = values._reinterpret(ENTRY, [STAGES, POSITIONS, DIM], SHARED)
+    key_tiles = reinterpret(keys, ENTRY, [STAGES, POSITIONS, DIM], SHARED)
+    value_tiles = reinterpret(values, ENTRY, [STAGES, POSITIONS, DIM], SHARED)
     queries = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], OPERANDS)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_M, POSITIONS], OPERANDS)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -23,17 +23,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from atom.kernels.triton.attention.common import LOG2E, NOTHING, cap_scores, score_factor, wait_for_inputs
-from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 ROWS = gl.constexpr(128)  # of a tile: queries times heads
 HALF = gl.constexpr(64)  # of them, which a group of warps has
 PIECE = gl.constexpr(16)  # positions of a tile of keys and values, which one copy brings
@@ -117,9 +115,7 @@ def copy_tile(pieces, rows, column, boxes, slot, ready, skipped, also_skipped, D
         for piece in gl.static_range(PIECES):
             box = boxes.index((slot * (DIM // COLUMNS) + part) * PIECES + piece)
             place = [rows[piece], column + part * COLUMNS]
-            tma.async_copy_global_to_shared(
-                pieces, place, ready.index(slot), box, pred=(piece != skipped) & (piece != also_skipped)
-            )
+            async_load(pieces, place, ready.index(slot), box, pred=(piece != skipped) & (piece != also_skipped))
 
 
 @jit
@@ -213,10 +209,10 @@ def produce(cache, pieces, queries, rotated, table, plan, starts, lengths, ticke
                 for part in gl.static_range(PARTS):
                     corner = [token, head * GROUP, part * COLUMNS]
                     box = q_boxes.index((side * 2 + half) * PARTS + part)
-                    tma.async_copy_global_to_shared(queries, corner, q_ready.index(side), box)
+                    async_load(queries, corner, q_ready.index(side), box)
                 if ROTATED:
                     box = rotated_boxes.index(side * 2 + half)
-                    tma.async_copy_global_to_shared(rotated, [token, head * GROUP, 0], q_ready.index(side), box)
+                    async_load(rotated, [token, head * GROUP, 0], q_ready.index(side), box)
             produce_tile(cache, pieces, blocks, start, length, stop, head, num_tiles, first_tile, base, memory, WINDOW,
                          BLOCK_SIZE, ROW, HEAD_ROW, FIRST_VALUE, KEY_DIM, VALUE_DIM)  # fmt: skip
             number += 1
@@ -382,12 +378,12 @@ def consume(out, out_stride, sinks, k_scale, v_scale, memory, SCALE: gl.constexp
     plans, q_boxes, rotated_boxes, k_boxes, rotated_k_boxes, v_boxes, q_ready, q_free, _, _, _, _, _ = memory
     SIDES: gl.constexpr = q_boxes.shape[0] // (2 * (KEY_DIM // COLUMNS))
     POSITIONS: gl.constexpr = k_boxes.shape[0] // (STAGES * (KEY_DIM // COLUMNS)) * PIECE
-    q_tiles = q_boxes._reinterpret(q_boxes.dtype, [2 * SIDES, HALF, KEY_DIM], SHARED)
-    keys = k_boxes._reinterpret(k_boxes.dtype, [STAGES, POSITIONS, KEY_DIM], SHARED), None
-    values = v_boxes._reinterpret(v_boxes.dtype, [STAGES, POSITIONS, VALUE_DIM], SHARED)
+    q_tiles = reinterpret(q_boxes, q_boxes.dtype, [2 * SIDES, HALF, KEY_DIM], SHARED)
+    keys = reinterpret(k_boxes, k_boxes.dtype, [STAGES, POSITIONS, KEY_DIM], SHARED), None
+    values = reinterpret(v_boxes, v_boxes.dtype, [STAGES, POSITIONS, VALUE_DIM], SHARED)
     if rotated_boxes is not None:
-        rotated_tiles = rotated_boxes._reinterpret(q_boxes.dtype, [2 * SIDES, HALF, COLUMNS], SHARED)
-        keys = keys[0], rotated_k_boxes._reinterpret(k_boxes.dtype, [STAGES, POSITIONS, COLUMNS], SHARED)
+        rotated_tiles = reinterpret(rotated_boxes, q_boxes.dtype, [2 * SIDES, HALF, COLUMNS], SHARED)
+        keys = keys[0], reinterpret(rotated_k_boxes, k_boxes.dtype, [STAGES, POSITIONS, COLUMNS], SHARED)
     number, base = 0, 0
     mbarrier.wait(q_ready.index(0), 0)
     num_tiles = read_plan(plans.index(0), 0)

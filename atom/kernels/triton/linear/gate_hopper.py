@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.kernels.triton.attention.common import wait_for_inputs
-from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gluon import async_load, async_store, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 from atom.kernels.triton.warp_groups import GROUPS, STAGES, make_barriers, multiply_steps
@@ -78,9 +78,9 @@ def produce(x, weight, sizes, memory):
             mbarrier.expect(bar, (GROUPS * ROWS + 2 * OUTS) * INNER * 2)
             for who in gl.static_range(GROUPS):
                 box = x_boxes.index(slot * GROUPS + who)
-                tma.async_copy_global_to_shared(x, [row + who * ROWS, column], bar, box)
-            tma.async_copy_global_to_shared(weight, [gate, column], bar, w_boxes.index(slot * 2))
-            tma.async_copy_global_to_shared(weight, [out + gate, column], bar, w_boxes.index(slot * 2 + 1))
+                async_load(x, [row + who * ROWS, column], bar, box)
+            async_load(weight, [gate, column], bar, w_boxes.index(slot * 2))
+            async_load(weight, [out + gate, column], bar, w_boxes.index(slot * 2 + 1))
             turn += 1
 
 
@@ -91,7 +91,7 @@ def consume(y, sizes, memory, WHO: gl.constexpr):
     x_boxes, w_boxes, y_boxes, ready, free = memory
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * OUTS, 16])
     STORED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 16])
-    weights = w_boxes._reinterpret(y_boxes.dtype, [STAGES, 2 * OUTS, INNER], SHARED)
+    weights = reinterpret(w_boxes, y_boxes.dtype, [STAGES, 2 * OUTS, INNER], SHARED)
     first = 0
     for tile in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
         acc = multiply_steps(x_boxes, weights, ready, free, first, steps, WHO, ACC)
@@ -104,7 +104,7 @@ def consume(y, sizes, memory, WHO: gl.constexpr):
         box.store(gl.convert_layout(m, STORED))
         fence_async_shared()
         row_tile, out_tile = find_place(tile, sizes)
-        tma.async_copy_shared_to_global(y, [(row_tile * GROUPS + WHO) * ROWS, out_tile * OUTS], box)
+        async_store(y, [(row_tile * GROUPS + WHO) * ROWS, out_tile * OUTS], box)
     tma.store_wait(0)
 
 

@@ -23,21 +23,19 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from atom.graph import PackedWeight
 from atom.kernels.triton.activations import activate_rounded
-from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.style import style_of_weight
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 BLOCK_O, BOX = gl.constexpr(shuffled.BLOCK_OUT), gl.constexpr(shuffled.BOX)
 WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 GATED = gl.constexpr(gl.NVMMASharedLayout(64, 8, 4))  # of 16 rows each 8 gates, then their ups
@@ -193,13 +191,13 @@ def _fetch(x, weight, x_row, weight_row, step, slot, memory, WITH_WEIGHT: gl.con
         for number in gl.static_range(BOXES):
             byte, box = (step * BOXES + number) * BOX, weight_boxes.index(slot * BOXES + number)
             if KIND is None:
-                tma.async_copy_global_to_shared(weight, [weight_row, byte], bar, box)
+                async_load(weight, [weight_row, byte], bar, box)
             else:
-                tma.async_copy_global_to_shared(weight, [weight_row, 0, 0, byte], bar, box)
+                async_load(weight, [weight_row, 0, 0, byte], bar, box)
     if WITH_X:
         for number in gl.static_range(BOXES):
             column = (step * BOXES + number) * COLUMNS
-            tma.async_copy_global_to_shared(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
+            async_load(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
 
 
 @jit
@@ -257,7 +255,7 @@ def _multiply(
         tiles = weight_boxes
     else:
         weight_boxes = gl.allocate_shared_memory(gl.uint8, [STAGES * BOXES, BLOCK_O // 16, 2, 8, BOX], GATED)
-        tiles = weight_boxes._reinterpret(gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
+        tiles = reinterpret(weight_boxes, gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)

@@ -83,7 +83,10 @@ def test_prompts_as_chats_have_it_and_plain_ones_refuse_it(
     assert main([*given, "job.chat=true"]) == 0
     assert asked == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]]
     assert main(given) == 2
-    assert "job.system_prompt begins a chat, and prompts are sent as they are; set job.chat=true" in capsys.readouterr().err
+    assert (
+        "job.system_prompt begins a chat, and prompts are sent as they are; set job.chat=true"
+        in capsys.readouterr().err
+    )
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(engine: LLMEngine, talker: Path, monkeypatch: Any):

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom.graph import PackedWeight
 from atom.kernels.triton.activations import activate_rounded
-from atom.kernels.triton.gluon import async_load, jit, reinterpret
+from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed_hopper import (
     BYTES,
@@ -34,7 +34,6 @@ from atom.kernels.triton.linear.packed_hopper import (
     _load_operands,
     _load_scales,
     _unpack,
-    barrier,
     gated_shape,
 )
 from atom.kernels.triton.linear.style import PLAIN, Style, style_of_weight

@@ -117,6 +117,10 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
             "write OMP_NUM_THREADS=2 atom-run checkpoint=a.gguf serve.max_model_len=4096 serve.http.port=8080\n",
         ),
         (["-cnv", "-p", "Tell me a joke"], "atom-run: ConfigError: -cnv, -p as in llama.cpp: write job=chat\n"),
+        (
+            ["chat", "--system-prompt", "Be brief."],
+            "atom-run: ConfigError: --system-prompt as in llama.cpp: write job=chat job.system_prompt='Be brief.'\n",
+        ),
         (["-p", "Tell me a joke"], "atom-run: ConfigError: -p as in llama.cpp: write prompts='Tell me a joke'\n"),
         (["-ngl"], "atom-run: ConfigError: -ngl as in llama.cpp: write device=cuda\n"),
         (["--mlock"], "atom-run: ConfigError: --mlock as in llama.cpp: nothing is needed for that\n"),

@@ -27,6 +27,7 @@ LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an 
     "--temp": "sampling.temperature={}",
     "--repeat-penalty": "sampling.repetition_penalty={}",
     "-cnv --conversation": "job=chat",
+    "-sys --system-prompt": "job.system_prompt={}",  # of `vllm chat` too
     "-ngl --gpu-layers --n-gpu-layers": "device=cuda",
     "-a --alias": "serve.http.served_model_name=[{}]",
     "-np --parallel": "serve.max_num_seqs={}",

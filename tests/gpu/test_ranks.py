@@ -219,7 +219,7 @@ def test_a_rank_that_dies_or_stops_under_load_ends_the_engine(
 ):
     engine = open_engine("llama", level=3, **fields)
     engine.generate([tiny.prompt(9)], GREEDY)
-    assert_ends_by_a_signal(engine, number, reason, within=5.5)
+    assert_ends_by_a_signal(engine, number, reason)
     torch.cuda.synchronize()  # nothing waits on the GPU
 
 

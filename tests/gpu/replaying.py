@@ -49,7 +49,6 @@ class Replayed(NamedTuple):
     wrong: int  # numbers that are not what float64 adds, rounded
     checksum: int  # of the bits of all sums and gathers, in their order: the same on each rank
     num_late: int  # times that this rank was held up
-    pushes: bool  # whether the ranks open each other's memory
 
 
 def numbers_of(number: Tensor, rank: int, place: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -128,8 +127,7 @@ def replay(
             torch.cuda.synchronize()  # so that ranks come at other times
             told(turn + 1)
     assert int(number) == count + len(mixes) * (device == "cuda"), "each graph has run before it was captured"
-    pushes = isinstance(communicator, PeerCommunicator)
-    return Replayed(int(checks.wrong), int(checks.checksum), num_late, pushes)
+    return Replayed(int(checks.wrong), int(checks.checksum), num_late)
 
 
 def capture(run: Callable[[], None]) -> Callable[[], None]:
@@ -174,7 +172,7 @@ def replay_as_one(link: RankLink) -> None:
 
 
 def open_rank(exchange: Exchange, rank: int, num: int, is_shared: bool, folder: str) -> Communicator:
-    rendezvous = Rendezvous(rank, Mesh(tensor=num), "127.0.0.1", exchange, Path(folder))
+    rendezvous = Rendezvous(rank, Mesh(tensor=num), "127.0.0.1", exchange, Path(folder), "peers")
     nobody: Any = None  # takes what is not pushed
     return PeerCommunicator(rendezvous, nobody) if is_shared else connect_rank("cuda", rendezvous)
 

@@ -33,7 +33,7 @@ def test_replays_of_mixed_calls_are_right_whichever_rank_is_late(num: int, count
     if count > 1000 and torch.cuda.device_count() < num:
         pytest.skip(f"there are fewer than {num} GPUs here: ranks that share one take turns")
     found = replay_among(num, count)
-    assert [each.wrong for each in found] == [0] * num and all(each.pushes for each in found)
+    assert [each.wrong for each in found] == [0] * num
     assert len({each.checksum for each in found}) == 1 and found[0].checksum != 0
     assert count < 1000 or all(each.num_late > 0 for each in found)
 

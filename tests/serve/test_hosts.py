@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import serving
 import wire
-from serving import Server, family, free_port, is_alive
+from serving import Server, family, free_port, is_alive, listening
 from slowness import END_SECONDS, slowness
 
 from atom import LLMEngine, SamplingParams
@@ -99,6 +99,8 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
     answer = wire.ask(server.url, "POST", "/v1/completions", PROMPT)
     assert answer.json["choices"][0]["text"] == answer_alone(talker, [0, 9], max_tokens=40, ignore_eos=True)
     (engine,) = family(server)
+    listens = [{host for host, _ in listening(pid)} for pid in (engine, rank, supervisor.pid)]
+    assert listens == [{"127.0.0.1"}, {"127.0.0.2"}, set()], "each at its own address, for gloo"
     with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
         stream.read_events(3)
         limit, since = END_SECONDS * slowness(), time.monotonic()

@@ -55,7 +55,7 @@ def assert_same_answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
     assert found == pytest.approx(expected, abs=1e-4) and any(expected)
 
 
-def assert_ends_by_a_signal(engine: LLMEngine, number: int, reason: str, place: int = -1) -> None:
+def assert_ends_by_a_signal(engine: LLMEngine, number: int, reason: str, place: int) -> None:
     """A signal to one of its ranks ends an engine that runs, and all of its processes, in time and for good.
 
     place: among its other ranks

@@ -25,6 +25,7 @@ def test_pushed_sums_equal_those_in_float64_and_nccl_s_and_have_the_same_bits_on
             assert torch.equal(each, exact), (dtype, shape)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("num", "count"), [(2, 10_000), (3, 200), (4, 200), pytest.param(4, 100_000, marks=pytest.mark.slow)]
 )

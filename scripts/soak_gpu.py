@@ -7,6 +7,11 @@ What it holds when it is idle again must not grow, and nobody's tokens depend on
 Rounds of arrivals, aborts and stops, with more work than the pool holds; between them the engine runs empty, and its
 blocks, slots and memory are counted, those of its other ranks too (--parallel tp2). Then requests of all rounds, a
 sample, run alone in an engine of one rank that waits for each step.
+
+    python scripts/soak_gpu.py --replays 100000 --parallel tp4
+
+This runs no engine. Ranks replay graphs with collectives of mixed sizes, one of them late at times; each number is held
+against float64, and its bits against those of the other ranks (tests/gpu/replaying.py).
 """
 
 from __future__ import annotations
@@ -156,6 +161,29 @@ def num_other_than_alone(folder: Path, sample: list[Sequence], fields: dict[str,
     return num_other
 
 
+def soak_collectives(num: int, count: int) -> int:
+    """Replay so many graphs with collectives of so many ranks."""
+    from gpu.replaying import replay_among
+
+    if torch.cuda.device_count() < num:
+        print(f"FAULT: {num} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
+        return 1
+    since = time.monotonic()
+
+    def tell(turn: int) -> None:
+        if turn % max(count // 1000 * 100, 200) == 0:
+            print(f"{turn} of {count} replays, {time.monotonic() - since:.0f} s", flush=True)
+
+    found = replay_among(num, count, tell)
+    faults = [f"rank {rank} has {each.wrong} wrong numbers" for rank, each in enumerate(found) if each.wrong]
+    faults += ["ranks have other bits"] if len({each.checksum for each in found}) > 1 else []
+    late = ", ".join(str(each.num_late) for each in found)
+    print(f"{count} replays among {num} ranks in {time.monotonic() - since:.0f} s; held up: {late} times, by rank")
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    return 1 if faults else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("minutes", nargs="?", type=float, default=6.0)
@@ -163,7 +191,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parallel", help="of several ranks, as in tp2")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replays", type=int, help="of graphs with collectives of the ranks of --parallel (tp2)")
     asked = parser.parse_args()
+    if asked.replays is not None:
+        return soak_collectives(int((asked.parallel or "tp2").removeprefix("tp")), asked.replays)
     chance = random.Random(asked.seed)
     temporary = tempfile.TemporaryDirectory()  # removed at the end
     folder = tiny.save(asked.variant, Path(temporary.name))

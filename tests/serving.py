@@ -8,6 +8,7 @@ server.process.kill()
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -141,6 +142,25 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses where a process listens."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+        except FileNotFoundError:  # closed since
+            continue
+    found = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if rest[5] in inodes and (state == "0A" or table.startswith("udp")):
+                address, _, port = local.partition(":")
+                host = socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8 else address
+                found.add((host, int(port, 16)))
+    return found
 
 
 def free_port() -> int:

@@ -24,7 +24,8 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads}; there is: {listed}")
     if ranks * data % experts:
         of = "parallel.tensor" if data == 1 else "parallel.tensor * parallel.data"
-        raise ConfigError(f"parallel.experts={experts} must divide the {ranks * data} ranks of {of}")
+        there = ", ".join(str(each) for each in range(1, ranks * data + 1) if ranks * data % each == 0)
+        raise ConfigError(f"parallel.experts={experts} must divide the {ranks * data} ranks of {of}; there is: {there}")
     stated = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
     fewest = min((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
     if data > 1 and not fewest:

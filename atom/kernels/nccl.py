@@ -333,6 +333,10 @@ def connect(rendezvous: Rendezvous) -> Communicator:
     whole, meets = NcclCommunicator(rendezvous), any(rendezvous.mesh.size(axis) > 1 for axis in ops.MEETING_AXES)
     if rendezvous.collectives == "nccl" or not meets:
         return whole
+    if rendezvous.collectives == "auto" and torch.version.hip is not None:
+        if rendezvous.rank == 0:
+            say("ranks meet through RCCL alone; parallel.collectives=peers pushes small tensors, not run on AMD yet")
+        return whole
     try:
         return peers.connect(rendezvous, whole)
     except UnsupportedError as error:

@@ -27,6 +27,7 @@ ends at once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import queue
@@ -46,6 +47,7 @@ from atom.errors import AtomError, EngineDeadError
 HEAD = struct.Struct("<I")
 LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 1.0  # between a rank's heartbeats
+LOOKS = 4  # in that time, at how long the other side has been silent
 START_SECONDS = 120.0  # of silence while ranks start
 MAX_GAP = 1.0  # seconds that count of those between two looks at the clock: this process may have been stopped too
 RANK = "from atom.rank import main; main(link)"  # the code of a rank's process
@@ -289,7 +291,7 @@ class Ranks:
 
     def _watch_silence(self) -> None:
         before = time.monotonic()
-        while not self._is_closing.wait(BEAT_SECONDS / 4) and self._fault is None:
+        while not self._is_closing.wait(BEAT_SECONDS / LOOKS) and self._fault is None:
             now = time.monotonic()
             gap, before = min(now - before, MAX_GAP), now
             self._silent = [silent + gap for silent in self._silent]
@@ -357,10 +359,13 @@ class RankLink:
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # then reading ends too
-            while self._silent <= self._most_silent:
-                self._send(Beat())
-                time.sleep(BEAT_SECONDS)
-                self._silent += BEAT_SECONDS
+            for look in itertools.count():
+                if self._silent > self._most_silent:
+                    break
+                if look % LOOKS == 0:
+                    self._send(Beat())
+                time.sleep(BEAT_SECONDS / LOOKS)
+                self._silent += BEAT_SECONDS / LOOKS
             if os.getppid() == self._parent:
                 os.kill(self._parent, signal.SIGKILL)  # a supervisor that was stopped, or whose driver was
             os._exit(1)

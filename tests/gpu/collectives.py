@@ -115,45 +115,7 @@ def shots(communicator: Communicator, rank: int) -> list[list[Tensor]]:
     return found
 
 
-def mixed(communicator: Communicator, rank: int) -> list[int]:
-    """Replay a graph of 10 calls of mixed sizes, whose tensors change from replay to replay, with ranks that are late at
-    times; how many numbers were wrong, of how many replays."""
-    assert isinstance(communicator, PeerCommunicator), "the GPUs open each other's memory"
-    arena = communicator.arenas["tensor"]
-    shapes = [(1, 5120), (32, 5120), (3, 4098), (2, 2), (1, 576)]
-    number, wrong = torch.zeros(1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
-
-    def run() -> None:
-        number.add_(1)
-        for place, shape in enumerate(shapes):
-            base = number % 61 + place  # small enough to be exact in bf16
-            x = (base + 3 * rank).to(torch.bfloat16).expand(shape).contiguous()
-            gathered = communicator.all_gather(x, axis="tensor", size=2 * shape[1]).view(-1, 2, shape[1])
-            total = (collectives.all_reduce, collectives.all_reduce_in_parts, tiles.all_reduce)[place % 3](x, arena)
-            wrong.add_(
-                (total != 2 * base + 3).sum() + (gathered != base + torch.arange(2, device="cuda")[:, None] * 3).sum()
-            )
-
-    run()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        run()
-        graph.capture_end()
-    late, replays = random.Random(rank), 10_000
-    for turn in range(replays):
-        if late.random() < 0.01:
-            torch.cuda._sleep(late.randrange(1_000_000))
-        graph.replay()
-        if turn % 200 == 0:
-            torch.cuda.synchronize()  # so that ranks come at other times
-    return [int(wrong.item()), replays]
-
-
-WORK: dict[str, Callable[[Communicator, int], Any]] = {
-    "ops": ops, "replays": replays, "shots": shots, "mixed": mixed,
-}  # fmt: skip
+WORK: dict[str, Callable[[Communicator, int], Any]] = {"ops": ops, "replays": replays, "shots": shots}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.collectives import PUSHED, of, push_among, two_ranks
+from gpu.replaying import replay_among
 from gpu.steps import ON_GPU
 
 from scripts import bench_gpu
@@ -24,11 +25,18 @@ def test_pushed_sums_equal_those_in_float64_and_nccl_s_and_have_the_same_bits_on
             assert torch.equal(each, exact), (dtype, shape)
 
 
-@two_gpus
-def test_replays_of_mixed_calls_are_right_with_ranks_that_are_late():
-    with two_ranks() as (_, _, run):
-        ours, theirs = run("mixed")
-    assert ours == theirs == [0, 10_000]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("num", "count"), [(2, 10_000), (3, 200), (4, 200), pytest.param(4, 100_000, marks=pytest.mark.slow)]
+)
+def test_replays_of_mixed_calls_are_right_whichever_rank_is_late(num: int, count: int):
+    """`scripts/soak-gpu --replays 100000` runs as many as one likes."""
+    if count > 1000 and torch.cuda.device_count() < num:
+        pytest.skip(f"there are fewer than {num} GPUs here: ranks that share one take turns")
+    found = replay_among(num, count)
+    assert [each.wrong for each in found] == [0] * num
+    assert len({each.checksum for each in found}) == 1 and found[0].checksum != 0
+    assert count < 1000 or all(each.num_late > 0 for each in found)
 
 
 @two_gpus

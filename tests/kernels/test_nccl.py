@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -126,6 +127,16 @@ def test_a_step_whose_kernels_are_compiled_launches_no_collective():
     assert not backend.is_walking.get()
     with ThreadPoolExecutor(1) as pool, compile_launches("cuda", pool):
         assert backend.is_walking.get(), "as of each backend of a GPU"
+
+
+def test_multicast_is_off_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    monkeypatch.setattr(backend, "_open_library", MagicMock)
+    for name, value in (("NCCL_NVLS_ENABLE", "1"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")):
+        monkeypatch.setenv(name, value)
+    Library(is_one_host=True)
+    assert (getenv(b"NCCL_NVLS_ENABLE"), getenv(b"TORCH_SYMM_MEM_DISABLE_MULTICAST")) == (b"0", b"1")
 
 
 def test_without_the_library_that_torch_brings_ranks_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import slowness
 
 from atom.errors import ConfigError, EngineDeadError
 from atom.runtime import remote_ranks, secure_connection
@@ -223,11 +224,13 @@ def test_a_rank_or_supervisor_that_dies_or_stops_is_a_fault_and_leaves_nothing(
     rank = supervised.rank
     supervised.ranks.limit_silence(1.5)
     time.sleep(1.2)  # a heartbeat brings the limit there
+    limit, since = 2.5 * slowness(), time.monotonic()
     os.kill(rank if which == "rank" else supervised.supervisor.pid, number)
     fault = supervised.ranks.await_fault(30)
     assert re.match("rank 1 has (ended|been silent)", str(fault))
     assert supervised.supervisor.wait(30) != 0 or number == signal.SIGSTOP
     wait_until(lambda: is_gone(rank))
+    assert time.monotonic() - since < limit, "a second more than the limit"
 
 
 def test_an_error_of_a_rank_is_that_of_the_engine(joining: Callable[[int], Joining]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import serving
 import wire
-from serving import Server, Start, family, free_port, is_alive
+from serving import Server, Start, family, free_port, is_alive, listening
+from slowness import END_SECONDS, slowness
 
 HEALTH_SECONDS = 20.0  # within which /health tells of a death
 RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # as in stub_engine.py
@@ -239,25 +239,6 @@ def test_only_http_listens(start_server: Start):
     assert listening(engine) == set()
 
 
-def listening(pid: int) -> set[tuple[str, int]]:
-    """The addresses where a process listens."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-        except FileNotFoundError:  # closed since
-            continue
-    found = set()
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if rest[5] in inodes and (state == "0A" or table.startswith("udp")):
-                address, _, port = local.partition(":")
-                host = socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8 else address
-                found.add((host, int(port, 16)))
-    return found
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -270,12 +251,14 @@ def test_a_rank_that_dies_or_stops_ends_streams_with_an_error_and_the_server(
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes}
     ranks = sorted(processes, key=lambda pid: (b"RankLink" in commands[pid], pid))
     assert [b"RankLink" in commands[pid] for pid in ranks] == [False, True]
+    assert {host for pid in ranks for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
     with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
         stream.read_events(3)
+        limit = END_SECONDS * slowness()
         os.kill(ranks[rank], number)
         since = time.monotonic()
         *_, last = stream.read_events()
-        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < 20
-    assert server.process.wait(20) == 1
-    wire.wait_until(lambda: not any(map(is_alive, processes)))
+        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < limit
+    wire.wait_until(lambda: not any(map(is_alive, processes)), since + limit - time.monotonic())
+    assert server.process.wait(20) == 1  # it tells of the death for some seconds more
     assert (f"rank {rank} has" if rank else "the engine is dead") in server.log.read_text()

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import serving
 import wire
-from serving import Server, family, free_port, is_alive
+from serving import Server, family, free_port, is_alive, listening
+from slowness import END_SECONDS, slowness
 
 from atom import LLMEngine, SamplingParams
 from atom.config.parallel import read_key
@@ -98,9 +99,11 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
     answer = wire.ask(server.url, "POST", "/v1/completions", PROMPT)
     assert answer.json["choices"][0]["text"] == answer_alone(talker, [0, 9], max_tokens=40, ignore_eos=True)
     (engine,) = family(server)
+    listens = [{host for host, _ in listening(pid)} for pid in (engine, rank, supervisor.pid)]
+    assert listens == [{"127.0.0.1"}, {"127.0.0.2"}, set()], "each at its own address, for gloo"
     with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
         stream.read_events(3)
-        since = time.monotonic()
+        limit, since = END_SECONDS * slowness(), time.monotonic()
         if gone == "driver":
             os.kill(engine, signal.SIGKILL)
         if gone == "host":  # its connections stay, and nothing comes
@@ -108,13 +111,14 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
         if gone in ("host", "rank"):
             os.kill(rank, signal.SIGSTOP)
         *_, last = stream.read_events()
-        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < 20
+        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < limit
     if gone != "host":
-        assert supervisor.wait(20) == 0 and not is_alive(rank)
+        assert supervisor.wait(since + limit - time.monotonic()) == 0 and not is_alive(rank)
+    wire.wait_until(lambda: not is_alive(engine), since + limit - time.monotonic())
     if gone != "driver":
         wire.wait_until(lambda: "rank 1 has been silent" in server.log.read_text())
     server.process.terminate()  # it tells of the death for some seconds more
-    assert server.process.wait(20) == 1 and not is_alive(engine)
+    assert server.process.wait(20) == 1
 
 
 def answer_alone(talker: Path, prompt: str | list[int], **params: Any) -> str:

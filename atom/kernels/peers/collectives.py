@@ -46,6 +46,9 @@ WORD = 8  # bytes in the arena, for 4 of a tensor
 REGION_WORDS = 16384  # of all sources together, for a program in an epoch
 WORDS_BYTES = 2 * MAX_PROGRAMS * REGION_WORDS * WORD  # of a rank; tiles lie behind them
 SMALL, LARGE = (512, 4), (1024, 4)  # words of a block, and warps for it
+# Triton drops `volatile` for AMD's GPUs: there modifiers have loads and stores pass the caches (sc0 sc1)
+POLLED = tl.constexpr("" if torch.version.hip is None else ".cv")
+PUSHED = tl.constexpr("" if torch.version.hip is None else ".wt")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # that are added
 
 
@@ -128,7 +131,7 @@ def _push(value, table, rank, epoch, place, PROGRAMS: tl.constexpr, RANKS: tl.co
     """Send the same words to all peers."""
     for distance in tl.static_range(1, RANKS):
         region = _region(table, (rank + distance) % RANKS, epoch, rank, PROGRAMS, RANKS, REGION)
-        tl.store(region + place, _to_word(value, epoch))
+        tl.store(region + place, _to_word(value, epoch), cache_modifier=PUSHED)
 
 
 @jit
@@ -138,11 +141,13 @@ def _sum(own, mine, rank, epoch, stop, place, RANKS: tl.constexpr, REGION: tl.co
     low, high = unpack(own.to(tl.int32), DTYPE)
     waits = 1
     while waits > 0:
-        waits = (tl.load(stop, volatile=True) == 0).to(tl.int32)
+        waits = (tl.load(stop, volatile=True, cache_modifier=POLLED) == 0).to(tl.int32)
         is_late = tl.zeros(own.shape, tl.int32)
         for source in tl.static_range(RANKS):
             is_peer = tl.full(own.shape, source, tl.int32) != rank
-            word = tl.load(mine + source * REGION + place, mask=is_peer, other=own, volatile=True)
+            word = tl.load(
+                mine + source * REGION + place, mask=is_peer, other=own, volatile=True, cache_modifier=POLLED
+            )
             is_late |= ((word >> 32).to(tl.int32) != epoch).to(tl.int32)
             more_low, more_high = unpack(word.to(tl.int32), DTYPE)
             if source == 0:
@@ -196,7 +201,7 @@ def _reduce_scatter_kernel(
             source = peer * part + inside
             value = tl.load(x + source, mask=(inside < part) & (source < words), other=0)
             region = _region(table, peer, epoch, rank, PROGRAMS, RANKS, REGION)
-            tl.store(region + place, _to_word(value, epoch))
+            tl.store(region + place, _to_word(value, epoch), cache_modifier=PUSHED)
     mine = _region(table, rank, epoch, 0, PROGRAMS, RANKS, REGION)
     for tile in range(tiles):
         place = tile * BLOCK + columns
@@ -216,11 +221,11 @@ def _reduce_scatter_kernel(
             inside = first + place
             waits = 1
             while waits > 0:
-                waits = (tl.load(stop, volatile=True) == 0).to(tl.int32)
+                waits = (tl.load(stop, volatile=True, cache_modifier=POLLED) == 0).to(tl.int32)
                 is_late = tl.zeros([BLOCK], tl.int32)
                 for distance in tl.static_range(1, RANKS):
                     peer = (rank + distance) % RANKS
-                    word = tl.load(mine + peer * REGION + REGION // 2 + place, volatile=True)
+                    word = tl.load(mine + peer * REGION + REGION // 2 + place, volatile=True, cache_modifier=POLLED)
                     is_here = (word >> 32).to(tl.int32) == epoch
                     target = peer * part + inside
                     is_kept = is_here & (inside < part) & (target < words)
@@ -264,11 +269,13 @@ def _gather_kernel(
         own = _to_word(value, epoch)
         waits = 1
         while waits > 0:
-            waits = (tl.load(stop, volatile=True) == 0).to(tl.int32)
+            waits = (tl.load(stop, volatile=True, cache_modifier=POLLED) == 0).to(tl.int32)
             is_late = tl.zeros([BLOCK], tl.int32)
             for source in tl.static_range(RANKS):
                 is_peer = tl.full([BLOCK], source, tl.int32) != rank
-                word = tl.load(mine + source * REGION + place, mask=is_peer, other=own, volatile=True)
+                word = tl.load(
+                    mine + source * REGION + place, mask=is_peer, other=own, volatile=True, cache_modifier=POLLED
+                )
                 is_here = (word >> 32).to(tl.int32) == epoch
                 column = source * row + at % row
                 is_x = is_here & (at < x_words) & (column < out_row)

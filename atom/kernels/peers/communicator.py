@@ -29,8 +29,9 @@ from atom.kernels.triton.gpu import find_gpu
 ONE_SHOT_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
 ONE_SHOT_OF_MANY = 128 << 10  # for more ranks
 TWO_SHOT_BYTES = 2 << 20  # up to which each rank gets a part in words; of many ranks twice as much
-# up to which it gets one in tiles, by ranks: beyond it NCCL is faster, and of 2 the kernel's indices, 4 bytes, end
-TILED_BYTES = {2: 4 << 30, 3: 16 << 20, 4: 16 << 20}
+# up to which it gets one in tiles, by ranks: beyond it NCCL is faster, and of 2 the kernel's indices, 4 bytes, end; not
+# on AMD's GPUs, where a barrier does not wait for the stores of all threads
+TILED_BYTES = {2: 4 << 30, 3: 16 << 20, 4: 16 << 20} if torch.version.hip is None else {}
 GATHERED_BYTES = 8 << 20  # of all ranks together, up to which they get each other's
 
 

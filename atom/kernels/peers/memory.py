@@ -1,29 +1,64 @@
-"""Memory of a GPU that the ranks of a host share by CUDA IPC.
+"""GPU memory that the ranks of a host share, by CUDA's or HIP's IPC.
 
     memory = IpcMemory(1 << 25)                     # of zeros, on the current device
     address = memory.open(handle)                   # of what another rank has, by its memory.handle
 
-Handles and addresses come from CUDA's driver, since torch's own allocator may give memory that cannot be shared. Each
-process may see its own GPU alone.
+Handles and addresses come from the driver, since torch's own allocator may give memory that cannot be shared. Each
+process may see its own GPU alone. AMD's GPUs show each other what a running kernel writes in uncached memory alone
+(https://rocm.docs.amd.com/projects/HIP: hipExtMallocWithFlags).
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from atom.errors import UnsupportedError
 
-LIBRARY = "libcuda.so.1"
-PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that there is
+CUDA_LIBRARY, HIP_LIBRARY = "libcuda.so.1", "libamdhip64.so"
+PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS and hipIpcMemLazyEnablePeerAccess, the one flag that there is
+UNCACHED = 3  # hipDeviceMallocUncached
+HIP_GPUS = ("gfx942", "gfx950")  # older ones keep what peers write from a kernel that runs
 
 
 class Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+class Functions(NamedTuple):
+    """The names of a driver's functions, in the order in which memory meets them, and the flags that allocate takes."""
+
+    allocate: str
+    flags: tuple[int, ...]
+    clear: str
+    export: str
+    open: str
+    close: str
+    free: str
+
+
+CUDA = Functions(
+    "cuMemAlloc_v2",
+    (),
+    "cuMemsetD8_v2",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
+    "cuIpcCloseMemHandle",
+    "cuMemFree_v2",
+)
+HIP = Functions(
+    "hipExtMallocWithFlags",
+    (UNCACHED,),
+    "hipMemset",
+    "hipIpcGetMemHandle",
+    "hipIpcOpenMemHandle",
+    "hipIpcCloseMemHandle",
+    "hipFree",
+)
 
 
 class IpcMemory:
@@ -33,38 +68,61 @@ class IpcMemory:
 
     def __init__(self, size: int) -> None:
         """size: in bytes"""
-        if torch.version.hip is not None:
-            raise UnsupportedError("AMD's GPUs show each other what they write in uncached memory alone")
+        self._names = find_functions()
         torch.cuda.synchronize()  # there is a context now, in this thread
         address, handle, pointer = ctypes.c_uint64(), Handle(), ctypes.c_uint64
-        self._driver = ctypes.CDLL(LIBRARY)
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        self._driver = ctypes.CDLL(CUDA_LIBRARY if self._names is CUDA else find_hip())
+        flags = map(ctypes.c_uint, self._names.flags)
+        self._call(self._names.allocate, ctypes.byref(address), ctypes.c_size_t(size), *flags)
         self.address = address.value
         self._opened: list[int] = []
-        weakref.finalize(self, release, self._driver, self.address, self._opened).atexit = False
-        self._call("cuMemsetD8_v2", pointer(self.address), ctypes.c_ubyte(0), ctypes.c_size_t(size))
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer(self.address))
+        release_all = (self._driver, self._names, self.address, self._opened)
+        weakref.finalize(self, release, *release_all).atexit = False
+        self._call(self._names.clear, pointer(self.address), ctypes.c_int(0), ctypes.c_size_t(size))
+        self._call(self._names.export, ctypes.byref(handle), pointer(self.address))
         self.handle = bytes(handle)
         torch.cuda.synchronize()
 
     def open(self, handle: bytes) -> int:
         """The address here of another rank's memory."""
-        address = ctypes.c_uint64()
-        opened = Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(PEER_ACCESS))
+        address, opened = ctypes.c_uint64(), Handle.from_buffer_copy(handle)
+        self._call(self._names.open, ctypes.byref(address), opened, ctypes.c_uint(PEER_ACCESS))
         self._opened.append(address.value)
         return address.value
 
     def _call(self, name: str, *args: Any) -> None:
-        function: Callable[..., int] = getattr(self._driver, name)
-        if (result := function(*args)) != 0:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(result, ctypes.byref(text))
-            reason = text.value.decode() if text.value else f"error {result}"
+        if (result := getattr(self._driver, name)(*args)) != 0:
+            reason = explain(self._driver, self._names, result) or f"error {result}"
             raise UnsupportedError(f"GPUs cannot open each other's memory: {name}: {reason}")
 
 
-def release(driver: Any, address: int, opened: list[int]) -> None:
+def find_functions() -> Functions:
+    """Those of the driver of this machine's GPUs."""
+    if torch.version.hip is None:
+        return CUDA
+    name = torch.cuda.get_device_properties().gcnArchName.partition(":")[0]
+    if name not in HIP_GPUS:
+        raise UnsupportedError(f"of AMD's GPUs {' and '.join(HIP_GPUS)} push into each other's memory, not {name}")
+    return HIP
+
+
+def find_hip() -> str:
+    """The library of HIP that torch has loaded: another one beside it would know none of torch's contexts."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return next((line.split(maxsplit=5)[5] for line in mapped if f"/{HIP_LIBRARY}" in line), HIP_LIBRARY)
+
+
+def explain(driver: Any, names: Functions, result: int) -> str:
+    """What the driver says of an error."""
+    if names is HIP:
+        driver.hipGetErrorString.restype = ctypes.c_char_p
+        return bytes(driver.hipGetErrorString(result) or b"").decode()
+    text = ctypes.c_char_p()
+    driver.cuGetErrorString(result, ctypes.byref(text))
+    return (text.value or b"").decode()
+
+
+def release(driver: Any, names: Functions, address: int, opened: list[int]) -> None:
     for each in opened:
-        driver.cuIpcCloseMemHandle(ctypes.c_uint64(each))
-    driver.cuMemFree_v2(ctypes.c_uint64(address))
+        getattr(driver, names.close)(ctypes.c_uint64(each))
+    getattr(driver, names.free)(ctypes.c_uint64(address))

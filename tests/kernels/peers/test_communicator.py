@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu import replaying
 from kernels.peers.peer_processes import FileMemory, Nobody, run_ranks
 from torch import Tensor
 
@@ -159,6 +161,46 @@ def test_mixed_calls_of_ranks_that_come_early_and_late_never_take_another_call_s
 ):
     found = run_ranks(Mesh(ranks), tmp_path, lambda rank, made: calls_of(made, rank, ranks, 7, num_calls))
     assert found == [0] * ranks
+
+
+class Faulty:
+    """A communicator whose sums of 30 numbers are changed."""
+
+    def __init__(self, made: PeerCommunicator, change: Callable[[Tensor], Tensor]) -> None:
+        self._made, self._change = made, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
+        total = self._made.all_reduce(x, axis=axis)
+        return self._change(total) if total.shape == (1, 30) else total
+
+
+def change_bit(total: Tensor) -> Tensor:
+    total.view(torch.int32)[0, 7] ^= 1  # of float32; within what rounding may give
+    return total
+
+
+@pytest.mark.parametrize("fault", ["none", "bit", pytest.param("number", marks=pytest.mark.slow)])
+def test_replays_find_numbers_that_are_wrong_and_bits_that_differ_between_ranks(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What `scripts/soak-gpu --replays` does on GPUs."""
+    monkeypatch.setattr(replaying, "LATE", 0.5)
+    monkeypatch.setattr(communicator, "ONE_SHOT_BYTES", {3: 1000})
+    monkeypatch.setattr(communicator, "TWO_SHOT_BYTES", 5000)
+    mixes, change = (((2, 6), (1, 30)), ((3, 258), (1, 1500))), {"bit": change_bit, "number": lambda total: total * 1.1}
+
+    def work(rank: int, made: Any) -> replaying.Replayed:
+        if rank == 1 and fault != "none":
+            made = Faulty(made, change[fault])
+        return replaying.replay(made, rank, 3, 6, mixes, "cpu")
+
+    found = run_ranks(Mesh(3), tmp_path, work)
+    assert [each.wrong > 0 for each in found] == [False, fault == "number", False]
+    assert found[0].checksum == found[2].checksum != 0 and (found[0].checksum == found[1].checksum) == (fault == "none")
+    assert sum(each.num_late for each in found) > 0
 
 
 def test_epochs_come_around_without_two_of_the_same_parity_in_a_row(tmp_path: Path):

@@ -11,9 +11,15 @@ from collections import Counter
 import pytest
 
 COMPILE = """
-import torch, triton
+import sys, torch, triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+arch = sys.argv[1]
+target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
+if target.backend == "hip":  # as where torch is ROCm's
+    torch.version.hip = "6.4"
 from atom.kernels.peers import collectives
 
 TYPES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
@@ -31,8 +37,8 @@ class Compile:
                      for name, value in given.items()}
         aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(signature.items())
                    if type[0] == "*" or type == "i32" and given[name] % 16 == 0}
-        made = triton.compile(ASTSource(self.kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
-        print("====", made.asm["ptx"])
+        made = triton.compile(ASTSource(self.kernel, signature, constants, aligned), target, options)
+        print("====", made.asm["ptx" if target.backend == "cuda" else "amdgcn"])
 
 for name in ("_all_reduce_kernel", "_reduce_scatter_kernel", "_gather_kernel"):
     setattr(collectives, name, Compile(getattr(collectives, name)))
@@ -50,16 +56,21 @@ KERNELS = ("all_reduce", "all_reduce_in_parts", "reduce_scatter", "all_gather", 
 THREADS, BLOCK = 128, 512
 
 
-@pytest.mark.slow
-def test_words_are_loaded_and_stored_whole():
+def compile_all(arch: str) -> list[tuple[str, int, str]]:
+    """Each collective's name, its number of ranks, and its assembly."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=250)
+    command = [sys.executable, "-c", COMPILE, arch]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     texts = done.stdout.split("====")[1:]
     assert len(texts) == 2 * len(KERNELS)
-    for number, text in enumerate(texts):
-        ranks, name = (2, 8)[number // len(KERNELS)], KERNELS[number % len(KERNELS)]
+    return [(name, ranks, texts.pop(0)) for ranks in (2, 8) for name in KERNELS]
+
+
+@pytest.mark.slow
+def test_words_are_loaded_and_stored_whole():
+    for name, ranks, text in compile_all("sm_90"):
         found = Counter(re.findall(r"\b(ld\.volatile[.\w]*|st\.(?:volatile\.)?global[.\w]*b64)", text))
         pairs = BLOCK // THREADS // 2  # of words, by a thread
         waits = 2 if name == "all_reduce_in_parts" else 1
@@ -70,3 +81,17 @@ def test_words_are_loaded_and_stored_whole():
             "ld.volatile.global.b32": waits,  # of the flag that ends the wait
             "st.global.v2.b64": stores,
         }, (name, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_words_pass_the_caches_of_amd_s_gpus_two_by_two(arch: str):
+    """sc0 and sc1 together are the scope of the system: https://llvm.org/docs/AMDGPUUsage.html"""
+    for name, ranks, text in compile_all(arch):
+        words = re.findall(r"global_(load|store)_dwordx4 (.*)", text)
+        assert all(rest.endswith("off sc0 sc1") for _, rest in words), (name, ranks)
+        waits = 2 if name == "all_reduce_in_parts" else 1
+        kinds = Counter(kind for kind, _ in words)
+        assert kinds["load"] == (2 * ranks - 1 if waits == 2 else ranks), (name, ranks)
+        assert kinds["store"] >= (ranks - 1) * waits, "loops may be unrolled"
+        assert len(re.findall("global_load_dword .* sc0 sc1", text)) == waits, "of the flag that ends the wait"

@@ -100,6 +100,20 @@ def test_patterns_stay_plain_and_the_head_is_packed_where_that_is_asked_for(tmp_
     assert_same_logits(logits(plain, *overrides), logits(rounded, "level=0"))
 
 
+def test_experts_have_a_format_of_their_own_and_stay_plain_by_the_names_of_their_modules(tmp_path: Path):
+    plain, rounded = (tiny.save("qwen3_moe", tmp_path / each) for each in ("plain", "rounded"))
+    fp8, int8 = by_torch(torch.float8_e4m3fn, 448), by_torch(torch.int8, 127)
+    tensors = load_file(plain / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".self_attn." in name and name.endswith("_proj.weight"):
+            tensors[name] = fp8(tensor)
+        elif ".experts." in name and not name.endswith("down_proj.weight"):
+            tensors[name] = int8(tensor)
+    save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
+    overrides = ("quant=fp8", "quant.experts=int8", r"quant.plain=['re:.*\.experts\.\d+\.down_proj$']")
+    assert_same_logits(logits(plain, *overrides, "level=1"), logits(rounded, "level=0"))
+
+
 @pytest.mark.parametrize("fmt", ["int4[1, 32]", "int4[1, 16]", "mxfp4"])
 def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tensors(fmt: str):
     weight, group = torch.randn(24, 96, generator=torch.Generator().manual_seed(1)), 16 if "16" in fmt else 32
@@ -118,6 +132,8 @@ def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tens
         ("quant.fmt=fp9", r"quant.fmt=fp9: there is no such choice; choices: auto, none, fp8, "),
         ("quant.head=fp88", r"quant.head=fp88: there is no such choice, did you mean fp8\?;"),
         ("quant.plain=['re:(']", r"quant.plain: re:\( is not a regular expression"),
+        ("quant.plain=[lm_heads]", r"quant.plain: the model has no module lm_heads; mend it, or leave it out"),
+        ("quant.experts=int4", r"quant.experts=int4: the model has no experts; leave it out"),
         ("quant.kv=fp4", r"quant.kv=fp4: there is no such choice"),
     ],
 )

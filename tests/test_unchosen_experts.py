@@ -32,6 +32,8 @@ ODD = {"head_dim": 12, "moe_intermediate_size": 27, "hidden_size": 44, "num_expe
 OTHERS = {"qwen3_moe_128_odd": ("Qwen3MoeConfig", ODD), "wide_moe": ("Qwen3MoeConfig", WIDE_MOE)}
 FAMILIES = [*filter(tiny.is_mixture, tiny.MODEL_FILES), "deepseek_v2", "mixtral_window_stacked", "qwen3_moe_128_odd"]
 FORMATS = {**LAYOUTS, "W4A16 32": packed(4, group=32), "W8A16 asymmetric 32": packed(8, group=32, symmetric=False)}
+CASES = [*(("wide_moe", layout) for layout in FORMATS),
+         *(("qwen3_moe_128_odd", layout) for layout in ("deepseek", "FP8", "FP8_DYNAMIC", "W8A8"))]  # fmt: skip
 DEVICES = [("cpu", 1), pytest.param("cuda", 1, marks=ON_GPU), pytest.param("cuda", 3, marks=ON_GPU)]
 
 Chosen = dict[str, set[int]]  # by the name of a layer's experts
@@ -89,17 +91,17 @@ def test_in_every_family(name: str, device: str, level: int, tmp_path: Path):
 
 @pytest.mark.sampled(8, gpu=8)
 @pytest.mark.parametrize(("device", "level"), DEVICES)
-@pytest.mark.parametrize("layout", FORMATS)
-def test_in_every_format(layout: str, device: str, level: int, tmp_path: Path):
-    stored, plain = write("wide_moe", FORMATS[layout], tmp_path)
+@pytest.mark.parametrize(("variant", "layout"), CASES)
+def test_in_every_format(variant: str, layout: str, device: str, level: int, tmp_path: Path):
+    stored, plain = write(variant, FORMATS[layout], tmp_path)
     model = tiny.reference(plain)
     expected, chosen = [tiny.logits(model, tokens) for tokens in PROMPTS], find_chosen(model)
     tensors, spoiled = load_file(stored / "model.safetensors"), set[str]()
     for name, tensor in tensors.items():
         found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
         is_number = tensor.dtype is torch.float8_e4m3fn or "scale" in name
-        if found and is_number and tensor.numel() > 1 and int(found[2]) not in chosen[found[1]]:
-            tensor.view(torch.uint8).fill_(0xFF)  # NaN in each float and exponent
+        if found and is_number and int(found[2]) not in chosen[found[1]]:
+            tensor.view(-1).view(torch.uint8).fill_(0xFF)  # NaN in each float and exponent
             spoiled.add(found[2])
     assert len(spoiled) > 8
     save_file(tensors, stored / "model.safetensors", {"format": "pt"})

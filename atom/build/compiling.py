@@ -53,7 +53,7 @@ def refuse_act(graph: Graph, config: Config) -> None:
     """Raise UnsupportedError where no kernel multiplies activations in the format that quant.act asks for."""
     for node in (node for program in graph.programs.values() for node in program.nodes):
         if "act" in node.kwargs and node.meta.get("kernel") == "reference" and config.level != 0:
-            reasons = "; ".join(node.meta["notes"])
+            reasons = "; ".join(dict.fromkeys(node.meta["notes"]))
             raise UnsupportedError(f"quant.act={config.quant.act}: {reasons}; leave quant.act out")
 
 

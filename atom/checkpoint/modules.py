@@ -25,6 +25,11 @@ def matches(module: str, pattern: str) -> bool:
     return f".{pattern}." in f".{module}." or fnmatch(module, pattern) or fnmatch(module, f"{pattern}.*")
 
 
+def module_of(name: str) -> str:
+    """The module of a weight, by the name that a role has; of experts the first, since all are alike."""
+    return name.removesuffix(".weight").replace("{expert}", "0")
+
+
 def format_of(module: str, fmt: str | None, plain: Collection[str], formats: Mapping[str, str]) -> str | None:
     """The stored format of a module's weight, None for a plain one."""
     if any(matches(module, pattern) for pattern in plain):

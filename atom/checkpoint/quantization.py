@@ -44,8 +44,8 @@ def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
         return Quantization()
     method = stated.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
-        hint = HINTS.get(str(method), f"known are {', '.join(READERS)}")
-        raise UnsupportedError(f"{KEY}: a checkpoint quantized by {method} is not known yet; {hint}")
+        known = f"known are {', '.join(READERS)}"
+        raise UnsupportedError(f"{KEY}.quant_method={json.dumps(method)} is not known yet, {known}; {UNPACKED}")
     read = READERS[method](Stated(stated, names=names))
     if "vision_config" not in hf:
         return read
@@ -138,7 +138,7 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
         group = groups.object(name) if groups else None
         weights = group.object("weights") if group else None
         if group is None or weights is None:
-            raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights, which is not known yet")
+            raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights; {UNPACKED}")
         group.check_keys("targets", "weights", "input_activations", "output_activations", "format")
         one = compressed_format(weights, group.text("format") or stated.text("format"))
         if one.startswith("ct_int8"):
@@ -147,7 +147,7 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
             if target == "Linear":
                 fmt = one
             elif target[:1].isupper():
-                raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet, Linear is")
+                raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet; {UNPACKED}")
             else:
                 formats[target] = one
     if fmt is None and not formats and stated.object("kv_cache_scheme") is None:
@@ -186,14 +186,14 @@ def compressed_format(weights: Stated, packing: str | None) -> str:
         case "block":
             block = weights.block("block_structure")
         case _:
-            raise UnsupportedError(f"{KEY}: weights by {strategy} are not known yet")
+            raise weights.unknown("strategy")
     order = weights.values.get("actorder")  # weight, static: the order in which columns were rounded, no more
     if order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise weights.unknown("actorder")
     ordered = "_ordered" if order in (True, "group", "dynamic") else ""
     name = f"ct_{'packed_' if packing == 'pack-quantized' else ''}{kind}{bits}{'' if is_symmetric else 'z'}{ordered}"
     if name not in FORMATS:
-        raise UnsupportedError(f"{weights.at}: {name.removeprefix('ct_')} is not known yet")
+        raise UnsupportedError(f"{weights.at}: {name.removeprefix('ct_')} is not known yet; {UNPACKED}")
     return name + block
 
 
@@ -293,4 +293,3 @@ READERS: dict[str, Callable[[Stated], Quantization]] = {
     "gptq": read_gptq,
     "gguf": read_gguf,
 }
-HINTS = {"bitsandbytes": UNPACKED, "hqq": UNPACKED, "aqlm": UNPACKED, "quip": UNPACKED, "eetq": UNPACKED}

@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from atom.checkpoint import quantization
-from atom.checkpoint.modules import check_pattern, find_packed, find_plain, format_of
+from atom.checkpoint import DRAFT_PREFIX, quantization
+from atom.checkpoint.modules import check_pattern, find_packed, find_plain, format_of, matches
 from atom.checkpoint.quantization import Quantization
 from atom.checkpoint.stated import KEY
 from atom.config.schema import Config, ModelConfig, QuantConfig
 from atom.config.spelling import did_you_mean
-from atom.config.stored_names import expert_names, find_modules
+from atom.config.stored_names import expert_names, find_modules, modules_of
 from atom.dtypes import FORMATS, GGUF_FORMATS, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -57,8 +57,16 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
 def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
     """What weights are packed to while they load, as formats with their blocks."""
     quant = derive_method(config)
+    modules = modules_of(model)
+    if config.draft is not None:
+        of_draft = modules_of(config.draft)
+        modules |= of_draft | {DRAFT_PREFIX + module for module in of_draft}
     for pattern in quant.plain:
         check_pattern(pattern, "quant.plain", ConfigError)
+        if not any(matches(module, pattern) for module in modules):
+            raise ConfigError(f"quant.plain: the model has no module {pattern}; mend it, or leave it out")
+    if quant.experts is not None and not any(mlp.kind == "moe" for mlp in model.mlp):
+        raise ConfigError(f"quant.experts={quant.experts}: the model has no experts; leave it out")
     stated = {"quant.fmt": quant.fmt or "none", "quant.experts": quant.experts, "quant.head": quant.head}
     words = {"quant.fmt": ("auto", "none"), "quant.experts": ("plain",), "quant.head": ("plain",)}
     fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in stated.items())

@@ -398,7 +398,7 @@ class JobConfig:
     network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts
     graph: str | None = of("serve generate chat explain compile bench profile", None)  # run this text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
-    objective: str | None = of("generate bench", None)  # the number of a run by which -m compares jobs
+    objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
     resume: bool = of("generate explain compile cache bench profile", False)  # skip what the last -m has done
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from atom.checkpoint.modules import module_of
 from atom.checkpoint.stacked import find_stacked
 from atom.config.schema import ModelConfig
 
@@ -23,6 +24,12 @@ def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set
     stored = {re.escape(model.weights[role]) for role in roles if role in model.weights}
     pattern = re.compile("|".join(stored).replace(re.escape("{layer}"), "[0-9]+"))
     return {name for name in names if pattern.fullmatch(name)}
+
+
+def modules_of(model: ModelConfig) -> set[str]:
+    """The modules that a model's roles have in its layers."""
+    layers = range(model.layers + model.mtp_layers)
+    return {module_of(name).replace("{layer}", str(layer)) for name in model.weights.values() for layer in layers}
 
 
 def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:

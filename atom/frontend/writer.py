@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.checkpoint.modules import format_of, matches
+from atom.checkpoint.modules import format_of, matches, module_of
 from atom.config import ModelConfig, QuantConfig
 from atom.errors import ConfigError
 from atom.graph import KV, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
@@ -127,7 +127,7 @@ class Writer:
 
         fmt: in place of quant.fmt; plain: none
         """
-        fmt, module = fmt or self.quant.fmt, self.name(role, layer)
+        fmt, module = fmt or self.quant.fmt, module_of(self.name(role, layer))
         own = self.prefix + module  # which tells a draft's from the model's
         is_plain = any(matches(each, pattern) for each in {module, own} for pattern in self.quant.plain)
         is_packed = weight.type.fmt is not None
@@ -154,8 +154,8 @@ class Writer:
 
     def stored(self, name: str, shape: tuple[int, ...]) -> W:
         """A tensor, in the checkpoint's stored format unless that leaves it plain."""
-        module, model = name.removesuffix(".weight").replace("{expert}", "0"), self.model  # all experts are alike
-        return W(name, Type(self.dtype, shape, format_of(module, model.fmt, model.plain, model.formats)))
+        model = self.model
+        return W(name, Type(self.dtype, shape, format_of(module_of(name), model.fmt, model.plain, model.formats)))
 
     def weight_name(self, role: str, layer: int | None) -> str:
         return f"{self.name(role, layer)}.weight"

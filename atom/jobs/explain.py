@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -47,6 +47,8 @@ from atom.passes import PassReport
 from atom.pieces import identity
 from atom.weights.quantize import is_calibrated
 
+OBJECTIVES = ("decode_limit", "prefill_limit", "weights_bytes", "active_weights_bytes")  # choices of job.objective
+
 
 class Stage(NamedTuple):
     """One pass: its report, and the text after it."""
@@ -57,8 +59,11 @@ class Stage(NamedTuple):
     text: str
 
 
-def run(config: Config) -> int:
-    """Print the stages and the sizes, or one stage's whole text."""
+def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
+    """Print the stages and the sizes, or one stage's whole text.
+
+    report: is called with the numbers of OBJECTIVES
+    """
     if config.job.stage is not None and config.job.output != "text":
         raise ConfigError(f"job.stage={config.job.stage} prints a text: leave out job.output={config.job.output}")
     gpu = None if config.job.gpu is None else load_gpu(config.job.gpu)
@@ -75,6 +80,7 @@ def run(config: Config) -> int:
         sys.stdout.write(show_saved(config.job.stage, _find(stages, config.job.stage).text))
         return 0
     result = find_sizes(graph, gpu, target, config)
+    report(numbers_of(result))
     match config.job.output:
         case "json":
             passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
@@ -88,6 +94,13 @@ def run(config: Config) -> int:
         case _:
             print_text(stages, result, config)
     return 0
+
+
+def numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of OBJECTIVES; limits are None without a GPU."""
+    gpu = result.get("gpu", {"decode": [{"tokens_per_second": None}], "prefill_tokens_per_second": None})
+    rates = gpu["decode"][0]["tokens_per_second"], gpu["prefill_tokens_per_second"]
+    return dict(zip(OBJECTIVES, (*rates, result["weights_bytes"], result["active_weights_bytes"]), strict=True))
 
 
 def find_sizes(graph: Graph, gpu: GPUConfig | None, target: Target | None, config: Config) -> dict[str, Any]:

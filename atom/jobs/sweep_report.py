@@ -24,10 +24,11 @@ from atom.jobs.tables import make_table
 from atom.measurement.plot import Point, Series, write_html
 from atom.messages import say
 
-LOWER_IS_BETTER = re.compile(r".*(_ms|seconds)|duration|failed|num_preemptions|phases\.\w+\.steps")
+LOWER_IS_BETTER = re.compile(r".*(_ms|seconds|_bytes)|duration|failed|num_preemptions|phases\.\w+\.steps")
 COLUMNS = (  # of the table, where the jobs have them
     *("output_throughput", "median_tpot_ms", "mean_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "phases.all.share_of_limit"),
     *("tokens_per_second", "first_token_seconds", "load_seconds"),
+    *("decode_limit", "prefill_limit", "weights_bytes", "active_weights_bytes"),
 )
 LOAD = "job.num_prompts"  # the points of a line differ in it
 LENGTHS = ("job.input_len", "job.output_len")  # plots differ in them

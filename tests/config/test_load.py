@@ -473,8 +473,9 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "a checkpoint quantized by bitsandbytes is not known yet; take the checkpoint that it"),
-        ({"quant_method": "fp7"}, "a checkpoint quantized by fp7 is not known yet; known are fp8, fbgemm_fp8, compressed-tensors"),
+        ({"quant_method": "bitsandbytes"}, 'quantization_config.quant_method="bitsandbytes" is not known yet, known are fp8, .*; take the checkpoint that it was made of'),
+        ({"quant_method": "fp7"}, 'quantization_config.quant_method="fp7" is not known yet, known are fp8, fbgemm_fp8, compressed-tensors'),
+        ({"bits": 4}, "quantization_config.quant_method=null is not known yet, known are fp8, fbgemm_fp8, compressed-tensors"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, 'quantization_config.fmt="e5m2" is not known yet'),
         ({"quant_method": "fp8", "activation_scheme": "none"}, 'activation_scheme="none" is not known yet'),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 'quantization_config.quant_algo="MXFP8" is not known yet'),
@@ -488,7 +489,7 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "quantization_config of compressed-tensors has no config_groups"),
         ({**compressed(), "config_groups": {"a": {"input_activations": {}}}}, "config_groups.a quantizes no weights"),
         ({**compressed(), "config_groups": {"a": {"targets": ["Attention"], "weights": {**WEIGHTS, "num_bits": 8}}}}, "modules of class Attention are not known yet"),
-        (compressed(), "config_groups.group_0.weights: int4 is not known yet"),
+        (compressed(), "config_groups.group_0.weights: int4 is not known yet; take the checkpoint that it was made of"),
         (compressed("pack-quantized", actorder="rows"), 'weights.actorder="rows" is not known yet'),
         ({"quant_method": "fp8", "weights": "e4m3"}, 'quantization_config.weights="e4m3" is not known yet'),
         ({"quant_method": "awq", "lm_head": True}, "quantization_config.lm_head=true is not known yet"),
@@ -500,7 +501,7 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         ({**compressed(), "transform_config": {"config_groups": {"u": {}}}}, "quantization_config.transform_config=.* is not known yet"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, 'sparsity_config.format="sparse-24-bitmask" is not known yet'),
         (compressed("pack-quantized", bits=4), "config_groups.group_0.weights.bits=4 is not known yet"),
-        (compressed(strategy="token"), "quantization_config: weights by token are not known yet"),
+        (compressed(strategy="token"), 'weights.strategy="token" is not known yet'),
     ],
 )  # fmt: skip
 def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dict[str, Any], message: str):

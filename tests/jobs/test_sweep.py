@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pkgutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from sweeping import run_jobs_here
 
 from atom.cli import main
@@ -192,6 +194,29 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("objective", [[], ["job.objective=weights_bytes"]])
+def test_explained_formats_are_a_table_of_their_bytes_and_limits(
+    objective: list[str], checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
+    folder, formats = checkpoints("llama"), "quant=none,fp8"
+    argv = ["-m", "job=explain", f"checkpoint={folder}", formats, "device=cpu", "dtype=bf16", "level=1", "job.gpu=h200"]
+    assert main([*argv, *objective]) == 0
+    (path,) = tmp_path.glob("multirun/*/*/results.csv")
+    rows = {row["quant"]: row for row in csv.DictReader(path.open())}
+    assert [*rows] == ["fp8", "none"], "less is better, or more tokens a second"
+    linears = [each for name, each in load_file(folder / "model.safetensors").items() if name.endswith("_proj.weight")]
+    saved = float(rows["none"]["weights_bytes"]) - float(rows["fp8"]["weights_bytes"])
+    assert saved == sum(each.numel() - 4 * len(each) for each in linears), "a byte a number, but 4 a row for its scale"
+    for name in ("decode_limit", "prefill_limit"):
+        assert float(rows["fp8"][name]) >= float(rows["none"][name]) > 0
+    lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    header = next(line for line in lines if line[:2] == ["job", "quant"])
+    assert header[2] == ("weights_bytes" if objective else "decode_limit")
+    assert {*header[2:]} == {"decode_limit", "prefill_limit", "weights_bytes", "active_weights_bytes"}
+
+
 def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
     path = tmp_path / "plugins" / "hydra_plugins" / "of_the_test.py"
     path.write_text(PLUGINS.replace("        ended = []\n", "        raise RuntimeError('there is no queue')\n"))
@@ -215,7 +240,7 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
         (["job=explain,serve"], "job=serve runs until it is stopped"),
         (["job=glob(s*)"], "job=serve runs until it is stopped"),
         (["job=explain", "level=0,1", "prompts=hi"], "prompts is a field of job=generate, and this is job=explain"),
-        (["job=explain", "job.objective=tokens"], "job.objective is a field of job=generate, bench, and this is job=exp"),
+        (["job=compile", "job.objective=tokens"], "job.objective is a field of job=generate, explain, bench, and this is job=com"),
         (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate reports no such number, did you mean tokens?"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ from atom.cache import Cache
 from atom.checkpoint import SILENT, open_checkpoint
 from atom.compiler import compile_graph, semantic_graph
 from atom.config.load import load
-from atom.errors import ArtifactError, ConfigError
+from atom.errors import ArtifactError, CapacityError, ConfigError
 from atom.graph import PackedWeight, Quantize, Recipe, Type
 from atom.graph.recipe_ranges import narrow
 from atom.graph.recipes import leaves
@@ -369,6 +369,19 @@ def test_with_a_cache_that_takes_nothing_weights_are_rounded_to_the_nearest_unle
         ArtifactError, match=r"^calibrated weights cannot be kept in .*; set cache= to .* or quant\.cal"
     ):
         loaded(folder, "level=0", "quant.calibration=prompt")
+
+
+def test_a_lack_of_memory_is_one_line_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def take_too_much(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(calibration, "measure_moments", take_too_much)
+    with pytest.raises(
+        CapacityError, match=r"^device=cpu has no room to calibrate in, .*: set quant.calibration=none$"
+    ):
+        loaded(folder)
+    assert not Cache(Path(f"{folder}.cache")).entries("weights")
+    assert not [*Path(f"{folder}.cache").glob("weights/*")]
 
 
 def test_formats_that_gain_nothing_measure_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):

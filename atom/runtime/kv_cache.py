@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -149,6 +149,11 @@ class KVCache:
         path = self._find_prefix(sequence)
         num_loaded = sum(self._is_loaded(path, at) for at in range(len(path))) if self.host_pools else 0
         return Cached(len(path) * self.block_size, (len(path) - num_loaded) * self.block_size)
+
+    @property
+    def loading(self) -> Set[Sequence]:
+        """The sequences that have copies which come with later plans."""
+        return self._loads.keys()
 
     def num_loading(self, sequence: Sequence) -> int:
         """The sequence's tokens whose copies come with later plans."""

@@ -289,7 +289,7 @@ class Scheduler:
         prompts: list[Sequence] = []
         loading: list[Sequence] = []
         for sequence in self.running:
-            if self.cache.num_loading(sequence):
+            if sequence in self.cache.loading:
                 loading.append(sequence)
             elif num_left := self._num_left(sequence):
                 (decodes if num_left == 1 else prompts).append(sequence)
@@ -339,7 +339,7 @@ class Scheduler:
                 self.waiting.put_back(sequence)
                 break
             self.running[sequence] = None
-            if planned and self.cache.num_loading(sequence):  # beside this step
+            if planned and sequence in self.cache.loading:  # beside this step
                 continue
             planned[sequence] = num_tokens
             budget -= num_tokens

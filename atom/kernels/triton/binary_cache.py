@@ -36,8 +36,7 @@ from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES, MANIFEST
-from atom.kernels.triton import compile_processes
-from atom.kernels.triton.compile_processes import KEPT
+from atom.kernels.triton.compile_processes import KEPT, CompileProcesses
 from atom.messages import say
 
 
@@ -82,7 +81,7 @@ class BinaryCache:
     current: ClassVar[BinaryCache | None] = None
 
     def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+        self.cache, self.processes = cache, CompileProcesses()
         self._folder = tempfile.TemporaryDirectory(prefix="atom-run-")  # Triton reads back what it has just written
         self._used: dict[str, None] = {}
         self._compiled: list[str] = []
@@ -170,7 +169,7 @@ class _Making(NamedTuple):
         }
         if files := self.find(ingredients):
             return CompiledKernel(src, files, key_of(ingredients))
-        if (compiled := compile_processes.compile(src, target, options)) is not None:
+        if (compiled := self.binaries.processes.compile(src, target, options)) is not None:
             return CompiledKernel(src, self.binaries.publish(ingredients, dict(compiled)), key_of(ingredients))
         with self.binaries.hashing:
             triton_key()  # cached by Triton, which otherwise reads all its files when it first asks for it

@@ -1,8 +1,9 @@
 """Compile kernels in other processes.
 
-start()                                      # kernels are about to be compiled: the processes import Triton meanwhile
-files = compile(src, target, options)        # by name; None: compile it in this process
-stop()
+processes = CompileProcesses()
+processes.start()                                      # they import Triton meanwhile
+files = processes.compile(src, target, options)        # by name; None: compile it in this process
+processes.stop()
 
 Triton's front end is Python and takes half of a compilation, so that threads of one process compile little more than
 two kernels at a time. The processes are forks of one that has imported Triton. They use no GPU and write to a folder
@@ -16,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
-import pickle
 import queue
 import shutil
 import socket
@@ -33,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -45,47 +45,53 @@ from atom.child_process import end, start_python
 MAX_PROCESSES = 16  # a start has some 60 to 100 kernels
 IDLE_SECONDS = 120.0  # after which a process ends, where nobody has stopped it
 KEPT = {".json", ".cubin", ".hsaco"}  # the files that a launch reads; intermediate representations are not kept
-_current: list[_Processes] = []  # one at most
-_changing = threading.Lock()
+Files = dict[str, bytes]  # by name
+Plain = None | bool | int | float | str
 
 
-def start() -> None:
-    """Start the processes, unless they run or there is but one core."""
-    count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    with _changing:
-        if not _current and count > 1:
-            _current.append(_Processes(count))
+class CompileProcesses:
+    """Processes for a start with many kernels; threads may share them."""
+
+    def __init__(self) -> None:
+        self._running: _Running | None = None
+        self._changing = threading.Lock()
+
+    def start(self) -> None:
+        """Start the processes, unless they run or there is but one core."""
+        count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+        with self._changing:
+            if self._running is None and count > 1:
+                self._running = _Running(count)
+
+    def wait(self) -> None:
+        """Wait until processes that were started can compile."""
+        if running := self._running:
+            running.collect(waits=True)
+
+    def stop(self) -> None:
+        """End the processes, which compile nothing now."""
+        with self._changing:
+            running, self._running = self._running, None
+        if running:
+            running.close()
+
+    def compile(self, src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Files | None:
+        """The files of a compiled kernel; None where no process has compiled it: this one can, and tells errors."""
+        running = self._running
+        return running.compile(src, target, options) if running else None
 
 
-def wait() -> None:
-    """Wait until processes that were started can compile."""
-    for processes in _current:
-        processes.collect(waits=True)
-
-
-def stop() -> None:
-    """End the processes, which compile nothing now."""
-    with _changing:
-        while _current:
-            _current.pop().close()
-
-
-def compile(src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> dict[str, bytes] | None:
-    """The files of a compiled kernel by name; None where no process has compiled it: this one can, and tells errors."""
-    return next((processes.compile(src, target, options) for processes in _current), None)
-
-
-class _Processes:
+class _Running:
     def __init__(self, count: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
         self._starting = [Connection(ours.detach()) for ours, _ in pairs]
         self._num_left = count
         self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: all are gone
         self._collecting, self._counting = threading.Lock(), threading.Lock()
-        self._folder = tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True)
+        self.folder = tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True)
         theirs = [each.fileno() for _, each in pairs]
-        code = f"from {__name__} import work; work({self._folder.name!r}, {theirs})"
-        self._parent = start_python(code, stderr=subprocess.DEVNULL, pass_fds=theirs)
+        code = f"from {__name__} import work; work({self.folder.name!r}, {theirs})"
+        self.parent = start_python(code, stderr=subprocess.DEVNULL, pass_fds=theirs)
         for _, each in pairs:
             each.close()
 
@@ -100,25 +106,22 @@ class _Processes:
                     self._lose()
                 self._starting.remove(each)
 
-    def compile(self, src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> dict[str, bytes] | None:
+    def compile(self, src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Files | None:
+        request = _request(src, target, options)
         self.collect()
-        if self._starting:
+        if request is None or self._starting:
             return None
         if (process := self._idle.get()) is None:
             self._idle.put(None)  # for the next
             return None
-        files: dict[str, bytes] | None = None
         try:
-            kernel = src.fn, src.signature, src.constants, src.attrs, type(src)
-            process.send_bytes(_dump((*kernel, target, options), src.hash()))
-            files = pickle.loads(process.recv_bytes())
-        except (pickle.PicklingError, AttributeError, KeyError, TypeError):  # what no process can be told
-            self._idle.put(process)
+            process.send_bytes(msgspec.msgpack.encode(request))
+            files = msgspec.msgpack.decode(process.recv_bytes(), type=Files)
         except (EOFError, OSError):
             self._lose()
-        else:
-            self._idle.put(process)
-        return files
+            return None
+        self._idle.put(process)
+        return files or None
 
     def _lose(self) -> None:
         with self._counting:
@@ -127,53 +130,59 @@ class _Processes:
                 self._idle.put(None)
 
     def close(self) -> None:
-        end(self._parent)
-        self._folder.cleanup()
+        end(self.parent)
+        self.folder.cleanup()
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles a kernel, and functions that kernels call, as its module and name."""
+class _Name(msgspec.Struct, tag="kernel"):
+    """Where a kernel, or a function that kernels call, is found."""
 
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, triton.JITFunction):
+    module: str
+    name: str
+    path: str | None  # of a piece, which is no module that is found by its name
+
+
+class _Type(msgspec.Struct, tag="type"):
+    name: str  # a type of Triton, as in triton.language
+
+
+class _Constant(msgspec.Struct):
+    place: tuple[int, ...]
+    value: Plain | _Name | _Type
+
+
+class _Request(msgspec.Struct):
+    """What an ASTSource is made of, and what it is compiled for."""
+
+    kernel: _Name
+    digest: str
+    signature: dict[str, str]
+    constants: list[_Constant]
+    attributes: list[tuple[tuple[int, ...], list[list[Plain]]]]
+    target: tuple[str, int | str, int]
+    options: dict[str, Any]
+
+
+def _request(src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> _Request | None:
+    """None where a constant is of a kind that is not told."""
+    constants = []
+    for place, value in src.constants.items():
+        if isinstance(value, triton.JITFunction):
+            value = _name(value)
+        elif isinstance(value, triton.language.dtype):
+            value = _Type(value.name)
+        elif not isinstance(value, Plain):
             return None
-        is_found = value.__module__ in sys.modules  # else it is of a piece, which is loaded by its path
-        return value.__module__, None if is_found else value.__globals__["__file__"], value.__name__
+        constants.append(_Constant(place, value))
+    return _Request(
+        _name(src.fn), src.hash(), src.signature, constants, [*src.attrs.items()],
+        (target.backend, target.arch, target.warp_size), options,
+    )  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, pid: Any) -> Any:
-        module, path, name = pid
-        return getattr(_load(module, path) if path else importlib.import_module(module), name)
-
-
-def _dump(value: Any, digest: str) -> bytes:
-    out = io.BytesIO()
-    _Pickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return pickle.dumps((digest, out.getvalue()))
-
-
-_loaded: dict[str, ModuleType] = {}
-
-
-def _load(name: str, path: str) -> ModuleType:
-    """A module that is not found by its name."""
-    if path not in _loaded:
-        spec = spec_from_loader(name, SourceFileLoader(name, path))
-        assert spec is not None and spec.loader is not None
-        _loaded[path] = module_from_spec(spec)
-        spec.loader.exec_module(_loaded[path])
-    return _loaded[path]
-
-
-class _NoDevice:
-    """A driver of a process that only compiles."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
+def _name(kernel: triton.JITFunction) -> _Name:
+    is_found = kernel.__module__ in sys.modules
+    return _Name(kernel.__module__, kernel.__name__, None if is_found else kernel.__globals__["__file__"])
 
 
 def work(folder: str, numbers: list[int]) -> None:
@@ -184,7 +193,7 @@ def work(folder: str, numbers: list[int]) -> None:
             for each in numbers[place + 1 :]:
                 os.close(each)
             try:
-                _serve(Path(folder, str(number)), Connection(number))
+                _Worker(Path(folder, str(number))).serve(Connection(number))
             finally:
                 os._exit(0)
         os.close(number)
@@ -193,28 +202,67 @@ def work(folder: str, numbers: list[int]) -> None:
             os.wait()
 
 
-def _serve(folder: Path, link: Connection) -> None:
-    sys.dont_write_bytecode = True  # beside a piece, which is an entry of the cache
-    knobs.cache.dir = str(folder)
-    link.send_bytes(b"ready")
-    with contextlib.suppress(EOFError, OSError):
-        while link.poll(IDLE_SECONDS):
-            try:
-                answer = _compile(folder, *pickle.loads(link.recv_bytes()))
-            except EOFError:
-                break
-            except Exception:  # whatever it is, the other process tells it when it compiles this kernel
-                answer = None
-            link.send_bytes(pickle.dumps(answer))
+class _Worker:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pieces: dict[str, ModuleType] = {}  # by path
+        knobs.cache.dir = str(folder)
+        sys.dont_write_bytecode = True  # beside a piece, which is an entry of the cache
+
+    def serve(self, link: Connection) -> None:
+        link.send_bytes(b"ready")
+        with contextlib.suppress(EOFError, OSError):
+            while link.poll(IDLE_SECONDS):
+                told = link.recv_bytes()
+                try:
+                    files = self._compile(msgspec.msgpack.decode(told, type=_Request))
+                except Exception:  # whatever it is, the other process tells it when it compiles this kernel
+                    files = {}
+                link.send_bytes(msgspec.msgpack.encode(files))
+
+    def _compile(self, told: _Request) -> Files:
+        target, kernel = GPUTarget(*told.target), self._find(told.kernel)
+        driver.set_active(_NoDevice(target))
+        kernel.create_binder()  # finds the class of its source
+        constants = {each.place: self._value(each.value) for each in told.constants}
+        src = kernel.ASTSource(kernel, told.signature, constants, dict(told.attributes))
+        if src.hash() != told.digest:
+            return {}
+        files = triton.compile(src, target=target, options=_tuples(told.options)).metadata_group
+        made = {name: Path(path).read_bytes() for name, path in files.items() if Path(name).suffix in KEPT}
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return made
+
+    def _value(self, told: Plain | _Name | _Type) -> Any:
+        if isinstance(told, _Name):
+            return self._find(told)
+        return triton.language.dtype(told.name) if isinstance(told, _Type) else told
+
+    def _find(self, told: _Name) -> Any:
+        module = importlib.import_module(told.module) if told.path is None else self._load(told.module, told.path)
+        return getattr(module, told.name)
+
+    def _load(self, name: str, path: str) -> ModuleType:
+        if path not in self._pieces:
+            spec = spec_from_loader(name, SourceFileLoader(name, path))
+            assert spec is not None and spec.loader is not None
+            self._pieces[path] = module_from_spec(spec)
+            spec.loader.exec_module(self._pieces[path])
+        return self._pieces[path]
 
 
-def _compile(folder: Path, digest: str, request: bytes) -> dict[str, bytes] | None:
-    fn, signature, constants, attrs, source, target, options = _Unpickler(io.BytesIO(request)).load()
-    src = source(fn, signature, constants, attrs)
-    if src.hash() != digest:
-        return None
-    driver.set_active(_NoDevice(target))
-    files = triton.compile(src, target=target, options=options).metadata_group
-    made = {name: Path(path).read_bytes() for name, path in files.items() if Path(name).suffix in KEPT}
-    shutil.rmtree(folder, ignore_errors=True)
-    return made
+def _tuples(told: Any) -> Any:
+    """Options as they were: their sequences are tuples, by which Triton hashes them."""
+    if isinstance(told, dict):
+        return {name: _tuples(value) for name, value in told.items()}
+    return tuple(map(_tuples, told)) if isinstance(told, list) else told
+
+
+class _NoDevice:
+    """A driver of a process that only compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target

@@ -29,10 +29,11 @@ class TritonCompiler(PieceCompiler):
 
     def compile(self, text: str) -> dict[str, bytes]:
         if torch.cuda.is_available():
-            from atom.kernels.triton import compile_processes
+            from atom.kernels.triton.binary_cache import BinaryCache
             from atom.kernels.triton.gpu import load_driver
 
-            compile_processes.start()  # a new text's kernels are compiled next
+            if BinaryCache.current:
+                BinaryCache.current.processes.start()  # a new text's kernels are compiled next
             load_driver()  # once, before threads run the compiled code
         return {SOURCE: write_source(text).encode()}
 

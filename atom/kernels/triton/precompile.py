@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from atom.kernels.triton import compile_processes
+from atom.kernels.triton.binary_cache import BinaryCache
+from atom.kernels.triton.compile_processes import CompileProcesses
 
 ALLOCATING = {torch.empty, torch.empty_like, Tensor.new_empty}  # functions that allocate outputs of kernels
 
@@ -41,7 +42,8 @@ def compile_launches(pool: Executor) -> Iterator[None]:
             yield
         finally:
             walking.reset(token)
-    compile_processes.wait()
+    processes = BinaryCache.current.processes if BinaryCache.current else CompileProcesses()
+    processes.wait()
     futures = [pool.submit(task) for task in walk.tasks.values()]
     try:
         for future in as_completed(futures):
@@ -49,7 +51,7 @@ def compile_launches(pool: Executor) -> Iterator[None]:
     finally:
         for future in futures:
             future.cancel()
-        compile_processes.stop()
+        processes.stop()
 
 
 class Walk:

@@ -17,55 +17,51 @@ from atom.kernels.triton.binary_cache import BinaryCache, keep_in
 
 use_hopper()
 tempfile.tempdir = sys.argv[1]
-asked = compile_processes.compile
+compile_processes.MAX_PROCESSES = 2
+os.sched_getaffinity = lambda _: {0, 1}
 given = []
-compile_processes.compile = lambda *args: given.append(asked(*args)) or given[-1]
-first, second = (Cache(Path(sys.argv[1], name)) for name in ("processes", "here"))
 
-def compile_one():
-    zeros = torch.zeros(8)
+class Told(compile_processes.CompileProcesses):
+    def compile(self, *args):
+        given.append(super().compile(*args))
+        return given[-1]
+
+processes = Told()
+
+def compile_one(name):
+    keep_in(Cache(Path(sys.argv[1], name))).processes = processes
     sampling._limit.device_caches.clear()
+    zeros = torch.zeros(8)
     sampling._limit.warmup(
         9, zeros.int(), zeros.double(), zeros.long(), zeros.double(), zeros.double(), zeros, *[zeros.int()] * 3, zeros,
         zeros.int(), 64, 2, 32, grid=(1,),
     )
+    folder = BinaryCache.current.cache.folder
+    found = {path.name: path.read_bytes() for path in folder.glob("binaries/*/*") if path.name != "manifest.json"}
+    assert sorted(Path(name).suffix for name in found) == [".cubin", ".json"]
+    return found
 
-def files(cache):
-    return {
-        path.relative_to(cache.folder).as_posix(): path.read_bytes()
-        for path in cache.folder.glob("binaries/*/*") if path.name != "manifest.json"
-    }
-
-compile_processes.MAX_PROCESSES = 2
-os.sched_getaffinity = lambda _: {0, 1}
-assert compile_processes.compile(None, None, None) is None, "none were started"
-keep_in(first)
-compile_processes.start(), compile_processes.start(), compile_processes.wait()
-(processes,) = compile_processes._current
-compile_one()
-assert sorted(Path(name).suffix for name in given[-1]) == [".cubin", ".json"]
-keep_in(second)
-calls = len(given)
-compile_processes.stop()
-compile_one()
-assert given[calls:] == [None] and files(first) == files(second) and len(files(first)) == 2
-assert processes._parent.returncode == -signal.SIGKILL and not Path(processes._folder.name).exists()
+here = compile_one("here")
+assert given.pop() is None, "none were started"
+processes.start(), processes.start(), processes.wait()
+running = processes._running
+assert compile_one("processes") == here == given.pop()
+processes.stop()
+assert running.parent.returncode == -signal.SIGKILL and not Path(running.folder.name).exists()
+assert compile_one("stopped") == here and given.pop() is None
 
 # a kernel that is another one there, and processes that are gone
-compile_processes.start(), compile_processes.wait()
+processes.start(), processes.wait()
 sampling.NUM_BINS = type(sampling.NUM_BINS)(32)
 sampling._limit.hash = None
-keep_in(Cache(Path(sys.argv[1], "other")))
-compile_one()
-assert given[-1] is None
-os.killpg(compile_processes._current[0]._parent.pid, signal.SIGKILL)
+assert compile_one("other") != here and given.pop() is None
 sampling.NUM_BINS = type(sampling.NUM_BINS)(64)
 sampling._limit.hash = None
+assert compile_one("again") == here == given.pop()
+os.killpg(processes._running.parent.pid, signal.SIGKILL)
 for name in ("gone", "all gone", "still"):
-    keep_in(Cache(Path(sys.argv[1], name)))
-    compile_one()
-    assert given[-1] is None and len(files(BinaryCache.current.cache)) == 2
-compile_processes.stop()
+    assert compile_one(name) == here and given.pop() is None
+processes.stop()
 """
 
 

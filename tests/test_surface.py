@@ -213,6 +213,7 @@ LOCAL_IMPORTS = {
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
+    "atom.kernels.triton.compile_processes": "triton",
     "atom.kernels.triton.gpu.load_driver": "triton",
     "atom.kernels.triton.attention.decode_hopper": "Gluon, which no other GPU needs",
     "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
@@ -226,7 +227,8 @@ LOCAL_IMPORTS = {
 # Where a module is imported by a name that is found at run time.
 IMPORTERS = """
 __init__ entrypoints.args jobs.__init__ kernels.aiter.__init__ kernels.aiter.functions kernels.inductor.piece_compiler
-kernels.peers.__init__ kernels.registry kernels.step kernels.triton.__init__ plugins
+kernels.peers.__init__ kernels.registry kernels.step kernels.triton.__init__
+kernels.triton.compile_processes plugins
 """
 
 

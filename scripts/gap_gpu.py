@@ -119,6 +119,7 @@ async def trace_traffic(config: Config, num_traces: int, seconds: float) -> tupl
     engine, client = EngineProcess(WORKER), EngineClient(config)
     reasons: Counter[str] = Counter()
     try:
+        engine.configure(config)
         await client.connect(engine.connection)
         while not client.ready.is_set():
             if client.state is EngineState.DEAD:

@@ -22,8 +22,6 @@ from atom.kernels import Rendezvous
 from atom.kernels.backend import Communicator
 from atom.kernels.peers.communicator import PeerCommunicator
 
-TIMEOUT = 100  # seconds
-
 
 class FileMemory:
     """Memory in a file that other processes open by its path."""
@@ -50,11 +48,17 @@ class Nobody(Communicator):
 
 
 def run_ranks(
-    mesh: Mesh, folder: Path, work: Callable[[int, Any], Any], large: Communicator | None = None, *, memory: Any = None
+    mesh: Mesh,
+    folder: Path,
+    work: Callable[[int, Any], Any],
+    large: Communicator | None = None,
+    *,
+    memory: Any = None,
+    seconds: float = 100,
 ) -> list[Any]:
     """Run a function on each rank, of its number and communicator, in processes; what each gives, or what it raises"""
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(mesh.num_ranks, timeout=TIMEOUT)
+    barrier = context.Barrier(mesh.num_ranks, timeout=seconds)
 
     def run(rank: int, connection: Any) -> None:
         turns = count()
@@ -82,7 +86,7 @@ def run_ranks(
         process.start()
     try:
         for receiver, _ in pipes:
-            assert receiver.poll(TIMEOUT), "a rank gives nothing"
+            assert receiver.poll(seconds), "a rank gives nothing"
         found = [pickle.loads(receiver.recv_bytes()) for receiver, _ in pipes]
     finally:
         for process in processes:

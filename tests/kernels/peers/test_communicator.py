@@ -152,14 +152,12 @@ def calls_of(made: PeerCommunicator, rank: int, ranks: int, seed: int, num_calls
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "num_calls"),
-    [(3, 40), *(pytest.param(ranks, 2000, marks=pytest.mark.slow) for ranks in (2, 3, 4))],
-)
+@pytest.mark.timeout(600)  # on a busy machine: ranks wait for each other
+@pytest.mark.parametrize(("ranks", "num_calls"), [(3, 40), (2, 500), (3, 500), (4, 500)])
 def test_mixed_calls_of_ranks_that_come_early_and_late_never_take_another_call_s_words(
     ranks: int, num_calls: int, tmp_path: Path
 ):
-    found = run_ranks(Mesh(ranks), tmp_path, lambda rank, made: calls_of(made, rank, ranks, 7, num_calls))
+    found = run_ranks(Mesh(ranks), tmp_path, lambda rank, made: calls_of(made, rank, ranks, 7, num_calls), seconds=500)
     assert found == [0] * ranks
 
 

@@ -261,6 +261,16 @@ def test_flags_of_vllm_are_overrides_of_atom():
     }  # fmt: skip
 
 
+def test_kernels_are_compiled_ahead_for_each_power_of_two_that_a_step_may_have():
+    from atom.plugin.vllm.model import shapes_of_steps
+
+    scheduler = SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=40)
+    compilation = SimpleNamespace(cudagraph_capture_sizes=[1, 3])
+    config: Any = SimpleNamespace(scheduler_config=scheduler, compilation_config=compilation)
+    shapes = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 5), (16, 5), (32, 5), (40, 5)]
+    assert shapes_of_steps(config) == shapes
+
+
 def test_a_checkpoint_that_says_how_it_is_packed_is_read_so():
     packed = SimpleNamespace(quantization_config={"quant_method": "awq"})
     assert not any(each.startswith("quant=") for each in overrides_of(config_of(quantization="awq", hf_config=packed)))

@@ -112,9 +112,13 @@ def executables(graph: Graph, bindings: Bindings) -> tuple[Executable, Executabl
 
 
 def shapes_of_steps(vllm_config: VllmConfig) -> list[tuple[int, int]]:
-    """The tokens of steps, and how many of them have logits, for which kernels are compiled ahead."""
+    """The tokens of steps, and how many of them have logits, for which kernels are compiled ahead.
+
+    Kernels of experts differ by the power of two that holds the tokens.
+    """
     scheduler, captured = vllm_config.scheduler_config, vllm_config.compilation_config.cudagraph_capture_sizes or ()
-    sizes = sorted({1, *captured, scheduler.max_num_seqs, scheduler.max_num_batched_tokens})
+    powers = (1 << power for power in range(scheduler.max_num_batched_tokens.bit_length()))
+    sizes = sorted({*powers, *captured, scheduler.max_num_seqs, scheduler.max_num_batched_tokens})
     return [(size, min(size, scheduler.max_num_seqs)) for size in sizes]
 
 

@@ -43,7 +43,7 @@ from triton.runtime.cache import triton_key
 from atom.child_process import end, start_python
 
 MAX_PROCESSES = 16  # a start has some 60 to 100 kernels
-IDLE_SECONDS = 120.0  # after which a process ends, where nobody has stopped it
+IDLE_SECONDS = 900.0  # after which a process ends, where nobody has stopped it; weights are read meanwhile
 KEPT = {".json", ".cubin", ".hsaco"}  # the files that a launch reads; intermediate representations are not kept
 Files = dict[str, bytes]  # by name
 Plain = None | bool | int | float | str

@@ -276,9 +276,7 @@ class ParallelConfig:
     pipeline: int = number(1, 1, MAX_RANKS)  # stages of layers, each with so many ranks
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
     visible_devices: str | None = None  # GPUs, of which each rank gets one; null: 0,1,… of those that there are
-    collectives: str = one_of(
-        "auto", "peers", "nccl", "gloo"
-    )  # auto: gloo on a CPU; peers on NVIDIA's GPUs that can; else nccl
+    collectives: str = one_of("auto", "peers", "nccl", "gloo")  # auto: gloo on a CPU; on NVIDIA's GPUs peers, else nccl
     dispatch: str = one_of("auto", "gather", "dispatch")  # which tokens of other groups experts read: all, or their own
     launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it
     address: str | None = None  # of the driver for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free

@@ -225,8 +225,8 @@ def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
 
 
 @pytest.mark.sampled(3, gpu=1)
-@pytest.mark.parametrize(("max_tokens", "prompts"), [(3, [3, 3]), (100, [100, 16, 32, 64, 100]),
-                                                     (700, [700, 16, 32, 64, 128, 256, 384, 512])])  # fmt: skip
+@pytest.mark.parametrize(("max_tokens", "prompts"), [(3, [3, 3, 3]), (100, [100, 100, 16, 32, 64, 100]),
+                                                     (700, [700, 700, 16, 32, 64, 128, 256, 384, 512])])  # fmt: skip
 def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
     checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, max_tokens: int, prompts: list[int]
 ):

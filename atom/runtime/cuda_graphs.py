@@ -161,7 +161,8 @@ class Graphs:
         self._max_tokens, self._sizes = max_tokens, sizes
         draft_sizes = self._find_draft_sizes()
         model = self._model
-        largest = max([*sizes, min(model.state.num_slots, max_tokens)])
+        most = min(max_tokens, model.state.num_slots)
+        largest = max([*sizes, most])
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
         with (
@@ -169,9 +170,9 @@ class Graphs:
             compile_launches(model.device.type, pool),
             model.thinned(),
         ):
-            self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))  # the slowest to compile first: long prompts,
-            self._sample_in_every_way()  # and sampling
-            most = min(max_tokens, model.state.num_slots)
+            # the slowest to compile first: long prompts, and sampling
+            self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))
+            self._sample_in_every_way()
             self._rehearse_mixed(BatchShape(max_tokens, most, most))  # with which memory is measured
             for shape in self._find_shapes():
                 if not shape.num_decodes and shape.num_tokens <= SHORT:

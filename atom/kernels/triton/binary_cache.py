@@ -30,13 +30,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import triton
 from triton import knobs
-from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.compiler import CompiledKernel, make_backend
+from triton.compiler import CompiledKernel
 from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES, MANIFEST
-from atom.kernels.triton.compile_processes import KEPT, CompileProcesses
+from atom.kernels.triton.compile_processes import KEPT, CompileProcesses, identify
 from atom.messages import say
 
 
@@ -158,15 +157,8 @@ class _Making(NamedTuple):
         self, compile: Callable[..., Any], src: Any, *, target: Any, options: dict[str, Any], **rest: Any
     ) -> Any:
         """Triton's CompiledKernel, found or compiled; the ingredients of its key are those of Triton's own."""
-        backend = make_backend(target)
-        ingredients = {
-            "triton": self.binaries.triton,
-            "source": src.hash(),
-            "backend": backend.hash(),
-            "options": backend.parse_options(options).hash(),
-            "environment": digest(str(sorted(get_cache_invalidating_env_vars().items()))),
-            "file": f"{src.name[:100]}.json",
-        }
+        named = {"triton": self.binaries.triton, "file": f"{src.name[:100]}.json"}
+        ingredients = named | identify(src, target, options)
         if files := self.find(ingredients):
             return CompiledKernel(src, files, key_of(ingredients))
         if (compiled := self.binaries.processes.compile(src, target, options)) is not None:

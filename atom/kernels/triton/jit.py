@@ -32,7 +32,8 @@ class JITFunction(triton.JITFunction):  # type: ignore[misc]
     def cache_key(self) -> str:
         """Triton's, but the same whichever kernels were compiled before.
 
-        Triton counts the globals of a called function only where that function has a key already.
+        Triton counts the globals of a called function only where that function has a key already. Ours are called by
+        name.
         """
         if self.hash is None:
             called = [self.__globals__.get(name) for name in self.fn.__code__.co_names]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -54,14 +55,19 @@ class _Loader(SourceFileLoader):
         raise OSError("its time is of no interest")
 
 
-def _load_source(path: Path) -> PieceCode:
+def load_module(path: Path) -> ModuleType:
+    """The module of a piece."""
     loader = _Loader("piece", str(path))
     spec = spec_from_loader("piece", loader)
     assert spec is not None, "it has a loader"
     module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _load_source(path: Path) -> PieceCode:
     try:
-        loader.exec_module(module)
-        run: PieceCode = module.run
+        run: PieceCode = load_module(path).run
     except (ImportError, SyntaxError, ValueError, AttributeError) as error:
         raise ArtifactError(f"{path.parent}: this piece cannot be loaded: {error}") from None
     return run

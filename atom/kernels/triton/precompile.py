@@ -12,7 +12,7 @@ are held back, and only in this thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, Future, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -35,17 +35,17 @@ def compile_launches(pool: Executor) -> Iterator[None]:
     and the step would wait for it at every call. After an exception no further kernel is compiled here, but when it is
     first launched.
     """
-    walk = Walk()
-    with _Ones():
-        token = walking.set(walk)
-        try:
-            yield
-        finally:
-            walking.reset(token)
+    walk, futures = Walk(), list[Future[object]]()
     processes = BinaryCache.current.processes if BinaryCache.current else CompileProcesses()
-    processes.wait()
-    futures = [pool.submit(task) for task in walk.tasks.values()]
     try:
+        with _Ones():
+            token = walking.set(walk)
+            try:
+                yield
+            finally:
+                walking.reset(token)
+        processes.wait()
+        futures += [pool.submit(task) for task in walk.tasks.values()]
         for future in as_completed(futures):
             future.result()
     finally:

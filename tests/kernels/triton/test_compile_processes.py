@@ -8,6 +8,7 @@ from kernels.compiling import compile_for_hopper
 
 PROGRAM = """
 import os, signal, sys, tempfile
+from types import SimpleNamespace
 from pathlib import Path
 from kernels.compiling import use_hopper
 import torch
@@ -57,10 +58,18 @@ sampling._limit.hash = None
 assert compile_one("other") != here and given.pop() is None
 sampling.NUM_BINS = type(sampling.NUM_BINS)(64)
 sampling._limit.hash = None
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"  # which they have not
+assert compile_one("variable") and given.pop() is None
+del os.environ["TRITON_DEFAULT_FP_FUSION"]
 assert compile_one("again") == here == given.pop()
+assert processes.compile(SimpleNamespace(constants={(0,): object()}), None, {}) is None, "cannot be encoded"
+given.clear()
 os.killpg(processes._running.parent.pid, signal.SIGKILL)
 for name in ("gone", "all gone", "still"):
     assert compile_one(name) == here and given.pop() is None
+ended = processes._running
+processes.start(), processes.wait()
+assert processes._running is not ended and compile_one("begun again") == here == given.pop()
 processes.stop()
 """
 

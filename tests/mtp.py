@@ -6,14 +6,15 @@
     drafted = double.draft(tokens[1:], hidden[:-1])   # and double.logits(drafted), of the tokens from the third one on
 
 The layer is as DeepSeek-V3's report and README_WEIGHTS.md describe it: embedding and hidden state, each normed, side by
-side through eh_proj, then a decoder layer, which is transformers' own, and a norm.
+side through eh_proj, then a decoder layer, which is transformers' own, and a norm. K-EXAONE's has the names of
+Qwen3-Next's, and is of the kinds that vLLM's exaone_moe_mtp.py makes it of: those of the first layer, with a window.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import drafts
 import tiny
@@ -25,19 +26,42 @@ NUM_LAYERS = 3  # of the model; the one behind them predicts
 AT = f"model.layers.{NUM_LAYERS}."
 
 
+class Names(NamedTuple):
+    """What a checkpoint calls the layer, and what it has beside a layer's usual tensors."""
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    proj: str
+    norm: str
+
+
+OWN = Names("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+NAMES = {False: Names(AT, f"{AT}enorm", f"{AT}hnorm", f"{AT}eh_proj", f"{AT}shared_head.norm"), True: OWN}
+KINDS: dict[str, dict[str, list[str]]] = {  # of layers, that which predicts included
+    "exaone_moe": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    }
+}
+
+
 def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -> Path:
     """Write a variant's checkpoint with such a layer. has_copies: it stores the embedding and the head once more"""
-    model = tiny.save_changed(name, target, **{"num_hidden_layers": NUM_LAYERS + 1, **changes})
+    kinds, names = KINDS.get(name, {}), NAMES[name in KINDS]
+    model = tiny.save_changed(name, target, **{"num_hidden_layers": NUM_LAYERS + 1, **kinds, **changes})
     stored, hidden = load_file(target / "model.safetensors"), model.config.hidden_size
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        stored[f"{AT}{norm}.weight"] = 1 + torch.randn(hidden) * 0.2
-    stored[f"{AT}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
+    stored = {key.replace(AT, names.layer): tensor for key, tensor in stored.items()}
+    for norm in (names.embedding_norm, names.hidden_norm, names.norm):
+        stored[f"{norm}.weight"] = 1 + torch.randn(hidden) * 0.2
+    stored[f"{names.proj}.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
     if has_copies:
         stored[f"{AT}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         stored[f"{AT}shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
     save_file(stored, target / "model.safetensors", {"format": "pt"})
     stated = json.loads((target / "config.json").read_text())
     stated |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    stated |= {key: of[:NUM_LAYERS] for key, of in kinds.items()}
     stated |= tiny.PUBLISHED.get(name, {})
     (target / "config.json").write_text(json.dumps(stated))
     return target
@@ -45,9 +69,16 @@ def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -
 
 class Double(drafts.LayerDouble):
     def __init__(self, folder: Path) -> None:
-        self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1)
-        self.model.config.num_hidden_layers = NUM_LAYERS  # so the last layer is not the model's
         self.stored = load_file(folder / "model.safetensors")
+        self.names = NAMES[f"{OWN.proj}.weight" in self.stored]
+        kinds = KINDS.get(json.loads((folder / "config.json").read_text())["model_type"], {})
+        self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1, **kinds)
+        self.model.config.num_hidden_layers = NUM_LAYERS  # so the last layer is not the model's
+        if kinds:  # its names are none of transformers'
+            at = self.names.layer
+            own = {key.removeprefix(at): tensor for key, tensor in self.stored.items() if key.startswith(at)}
+            self.model.model.layers[NUM_LAYERS].load_state_dict(own)
+        self.window = self.model.config.sliding_window if kinds else None
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -57,17 +88,19 @@ class Double(drafts.LayerDouble):
     @torch.inference_mode()
     def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         embedded = self.model.model.embed_tokens(tokens)
-        joined = torch.cat([self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")], -1)
-        x = (joined @ self.stored[f"{AT}eh_proj.weight"].T)[None]
+        normed = self._norm(embedded, self.names.embedding_norm), self._norm(hidden, self.names.hidden_norm)
+        x = (torch.cat(normed, -1) @ self.stored[f"{self.names.proj}.weight"].T)[None]
         positions = torch.arange(len(tokens))[None]
-        unseen = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        unseen = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)
+        if self.window is not None:
+            unseen = unseen + torch.full_like(unseen, -torch.inf).tril(-self.window)
         x = self.model.model.layers[NUM_LAYERS](
             x,
-            attention_mask=unseen,
+            attention_mask=unseen[None, None],
             position_ids=positions,
             position_embeddings=self.model.model.rotary_emb(x, positions),
         )
-        return self._norm(x[0], "shared_head.norm")
+        return self._norm(x[0], self.names.norm)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -80,4 +113,4 @@ class Double(drafts.LayerDouble):
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
-        return x * scale * self.stored[f"{AT}{name}.weight"]
+        return x * scale * self.stored[f"{name}.weight"]

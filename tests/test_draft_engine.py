@@ -74,6 +74,7 @@ def draft_case(at: Path, name: str, of: str, **changes: Any) -> Case:
 CASES: dict[str, Callable[[Path], Case]] = {
     "mtp_deepseek_v3": partial(mtp_case, name="deepseek_v3"),
     "mtp_glm4_moe": partial(mtp_case, name="glm4_moe"),
+    "mtp_exaone_moe": partial(mtp_case, name="exaone_moe"),
     "eagle3_qwen3": partial(eagle3_case, name="qwen3", changes={"num_hidden_layers": 7}),
     "eagle3_d2t": partial(eagle3_case, name="llama", changes={}, draft_vocab=7, layer="layers.0"),
     "eagle3_own_embedding": partial(

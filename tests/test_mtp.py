@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +30,7 @@ from atom.compiler.artifact import explain_miss, launch_ingredients, publish_art
 from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.config.load import load
+from atom.config.stored_names import find_modules, stacked_parts
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import TORCH_DTYPES, Batch, Graph, Mesh, interpret_ranks, ops, parse, show, verify
 from atom.jobs.explain import sizes
@@ -46,6 +50,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {}),
     ("glm4_moe", {"first_k_dense_replace": 4}),
     ("glm4_moe_plain", {"hidden_size": 36, "tie_word_embeddings": True}),
+    ("exaone_moe", {}),
 ]
 
 
@@ -118,8 +123,10 @@ def assert_drafts(graph: Graph, config: Config, case: Case, mesh: Mesh) -> None:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("has_copies", [False, True])
-@pytest.mark.parametrize(("name", "changes"), VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "changes", "has_copies"),
+    [(*each, copies) for each in VARIANTS for copies in (False, True) if not (copies and each[0] in mtp.KINDS)],
+)
 def test_the_semantic_text_drafts_as_the_double(
     name: str, changes: dict[str, Any], has_copies: bool, case_of: Callable[..., Case]
 ):
@@ -199,16 +206,23 @@ def test_the_lowered_text_drafts_as_the_double(
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize("left_plain", [None, "eh_proj", "model.layers.3."])
+@pytest.mark.parametrize("left_plain", [None, "proj", "layer"])
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("deepseek_v3", "deepseek"), ("glm4_moe", "FP8_DYNAMIC"), ("glm4_moe", "W4A16"), ("glm4_moe", "gptq")],
+    [
+        ("deepseek_v3", "deepseek"),
+        ("glm4_moe", "FP8_DYNAMIC"),
+        ("glm4_moe", "W4A16"),
+        ("glm4_moe", "gptq"),
+        ("exaone_moe", "FP8_DYNAMIC"),
+    ],
 )
 def test_a_layer_that_is_stored_packed_or_plain_beside_packed_ones(
     name: str, layout: str, left_plain: str | None, tmp_path: Path
 ):
     plain = mtp.save(name, tmp_path / "plain")
-    packed = pack(plain, LAYOUTS[layout], tmp_path / "packed", left_plain=left_plain)
+    named = left_plain and getattr(mtp.NAMES[name in mtp.KINDS], left_plain)
+    packed = pack(plain, LAYOUTS[layout], tmp_path / "packed", left_plain=named)
     config = config_of(packed, "level=1")
     assert_steps_draft(compile_graph(config), config, case_from(plain))
 
@@ -270,6 +284,54 @@ def test_tensors_of_the_layer_are_left_out_only_where_nothing_reads_them(case_of
     del stored["model.layers.3.eh_proj.weight"]
     with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.3\.eh_proj\.weight; is it whole"):
         weights.check(graph, stored, mtp_patterns(config))
+
+
+def test_a_layer_with_names_of_its_own_is_left_out_with_what_stands_beside_it(case_of: Callable[..., Case]):
+    config = config_of(case_of("exaone_moe").folder)
+    plain = replace(config, serve=replace(config.serve, method=None))
+    beside = [f"{name}.*" for name in mtp.OWN[1:]]
+    assert mtp_patterns(plain) == ["mtp.layers.0.*", *beside]
+    assert mtp_patterns(config) == []
+    two = replace(config.model, mtp_layers=2)
+    assert mtp_patterns(replace(config, model=two)) == ["mtp.layers.1.*"]
+    assert mtp_patterns(replace(plain, model=two)) == ["mtp.layers.0.*", "mtp.layers.1.*", *beside]
+    stored = dict(open_for(config, SilentProgress()).tensors)
+    weights.check(semantic_graph(plain), stored, mtp_patterns(plain))
+    graph = semantic_graph(config)
+    with pytest.raises(CheckpointError, match=r"does not use tensor mtp\.other\.weight"):
+        weights.check(graph, stored | {"mtp.other.weight": stored["mtp.norm.weight"]}, mtp_patterns(config))
+    for name in (*mtp.OWN[1:], "mtp.layers.0.self_attn.q_proj"):
+        left = {key: tensor for key, tensor in stored.items() if key != f"{name}.weight"}
+        with pytest.raises(CheckpointError, match=rf"has no tensor {re.escape(name)}\.weight; is it whole"):
+            weights.check(graph, left, mtp_patterns(config))
+
+
+def test_its_tensors_are_ignored_where_the_configuration_does_not_count_it(
+    case_of: Callable[..., Case], tmp_path: Path
+):
+    shutil.copytree(case_of("exaone_moe").folder, tmp_path, dirs_exist_ok=True)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    del stated["num_nextn_predict_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    config = load([f"checkpoint={tmp_path}", "dtype=fp32", "device=cpu"])
+    load_all(semantic_graph(config), config)
+    with pytest.raises(ConfigError, match=r"serve\.method=mtp: the model has no layer that predicts further tokens"):
+        semantic_graph(config_of(tmp_path))
+
+
+def test_a_layer_with_names_of_its_own_may_have_experts(case_of: Callable[..., Case]):
+    config = config_of(case_of("exaone_moe").folder, "model.mtp_like=1")
+    text = show(semantic_graph(config))
+    assert 'W("mtp.layers.0.mlp.experts.{expert}.down_proj.weight"' in text
+    assert 'W("mtp.layers.0.mlp.e_score_correction_bias"' in text
+    assert 'KV("mtp.layers.0", fp32[2, 2, 16])' in text, "without a window"
+    assert stacked_parts(config.model)["mtp.layers.{layer}.mlp.experts.down_proj"] == [
+        "mtp.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+    ]
+    names = {"mtp.layers.0.mlp.gate", "mtp.fc", "model.layers.2.mlp.gate"}
+    assert find_modules(config.model, {*names, "mtp.gate"}, "router", "mtp_embedding_proj") == names
+    with pytest.raises(ConfigError, match=r"model\.mtp_like=3 is no layer of the body, which has 3; set at most 2"):
+        config_of(case_of("exaone_moe").folder, "model.mtp_like=3")
 
 
 def test_a_model_without_such_a_layer_drafts_nothing(checkpoints: Callable[[str], Path]):

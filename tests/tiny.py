@@ -238,7 +238,7 @@ def save(name: str, folder: Path) -> Path:
 
 def save_changed(name: str, target: Path, **changes: Any) -> Any:
     """Write the checkpoint of a variant with other values in its config; its model."""
-    class_name, differing = VARIANTS[name]
+    class_name, differing = (VARIANTS | COMBINED)[name]
     torch.manual_seed(0)  # a router whose best experts nearly tie chooses otherwise by rounding
     model = randomized(getattr(transformers, class_name)(**{**SIZES, **differing, **changes}))
     model.save_pretrained(target, save_original_format="stacked" not in name)

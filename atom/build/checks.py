@@ -12,6 +12,7 @@ from atom import weights
 from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Tokenizer
 from atom.compiler import whole_graph
 from atom.config import Config, ModelConfig
+from atom.config.stored_names import stored_name
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import Graph, Recipe, W
 from atom.weights.evaluate import Loaded
@@ -39,7 +40,8 @@ def left_out(config: Config) -> list[str]:
 def mtp_patterns(config: Config) -> Sequence[str]:
     """The patterns of tensors of multi-token prediction layers, stored after the last layer, that are left out.
 
-    Of the first layer, where it drafts tokens, these are its embedding and head, which equal the model's own.
+    Of the first layer, where it drafts tokens, these are its embedding and head, which equal the model's own. What
+    layers share is left out with the first.
     """
     found: list[str] = []
     for prefix, model in models_of(config).items():
@@ -47,14 +49,17 @@ def mtp_patterns(config: Config) -> Sequence[str]:
         num_used = int(model is config.model and config.serve.method == "mtp")
         roles = [(role, layer) for layer in layers[:num_used] for role in ("mtp_embedding", "mtp_head")]
         roles += [("layer", layer) for layer in layers[num_used:]]
-        found += [f"{prefix}{model.weights[role].replace('{layer}', str(layer))}.*" for role, layer in roles]
+        shared = [role for role, name in model.weights.items() if role.startswith("mtp_") and "{layer}" not in name]
+        roles += [(role, layer) for layer in layers[:1] for role in shared if not num_used]
+        names = [stored_name(model, role, layer) for role, layer in roles if role in model.weights]
+        found += [f"{prefix}{name}.*" for name in dict.fromkeys(names)]
     return found
 
 
 def check_kv_scales(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
     """Check that scales of keys and values are numbers above 0."""
     scales = {
-        prefix + model.weights[role].replace("{layer}", str(layer))
+        prefix + stored_name(model, role, layer)
         for prefix, model in models_of(config).items()
         for role in ("k_scale", "v_scale")
         if role in model.weights

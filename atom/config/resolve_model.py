@@ -40,6 +40,9 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
             )
     if model.layers * max((mlp.experts or 0 for mlp in model.mlp), default=0) > MAX_EXPERTS:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
+    if model.mtp_like is not None and model.mtp_like >= model.layers:
+        has = f"is no layer of the body, which has {model.layers}; set at most {model.layers - 1}"
+        raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
     check_stacked(model)
     check_reasoning(model)
     stored = derive_format(config, names)

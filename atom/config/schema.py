@@ -197,6 +197,8 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
     mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored behind the body's, to predict further tokens
+    mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
+    mtp_like: int | None = number(None, 0)  # layer whose kinds of attention and mlp they have; null: counted on
     eagle3: Eagle3Config | None = None  # of a draft for serve.method=eagle3; null: this is a whole model
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
@@ -210,6 +212,10 @@ class ModelConfig:
     reasoning: list[str] | None = None  # the markers before and behind what is thought before an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
     embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load where there is one
+
+    def layer_like(self, layer: int) -> int:
+        """The layer by whose number a layer's kinds of attention and mlp are chosen."""
+        return layer if self.mtp_like is None or layer < self.layers else self.mtp_like
 
 
 @dataclass

@@ -10,6 +10,19 @@ from atom.checkpoint.stacked import find_stacked
 from atom.config.schema import ModelConfig
 
 
+def stored_name(model: ModelConfig, role: str, layer: int | None) -> str:
+    """The stored name of a role in a layer."""
+    name = model.weights[role]
+    if layer is not None and layer >= model.layers and model.mtp_layer is not None:
+        name, layer = name_of_mtp(model, name), layer - model.layers
+    return name.replace("{layer}", str(layer))
+
+
+def name_of_mtp(model: ModelConfig, name: str) -> str:
+    """A name with {layer} as it is in the layers behind the body's."""
+    return name if model.mtp_layer is None else name.replace(model.weights["layer"], model.mtp_layer)
+
+
 def expert_names(model: ModelConfig, names: Collection[str]) -> set[str]:
     """The weights of experts that a checkpoint stores as one tensor, by the names of modules."""
     parts = find_stacked(names, stacked_parts(model)).values()
@@ -21,15 +34,16 @@ def expert_names(model: ModelConfig, names: Collection[str]) -> set[str]:
 
 def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set[str]:
     """Those of these names that a role has in some layer."""
-    stored = {re.escape(model.weights[role]) for role in roles if role in model.weights}
-    pattern = re.compile("|".join(stored).replace(re.escape("{layer}"), "[0-9]+"))
+    stored = [model.weights[role] for role in roles if role in model.weights]
+    stored += [name_of_mtp(model, name) for name in stored]
+    pattern = re.compile("|".join(map(re.escape, stored)).replace(re.escape("{layer}"), "[0-9]+"))
     return {name for name in names if pattern.fullmatch(name)}
 
 
 def modules_of(model: ModelConfig) -> set[str]:
     """The modules that a model's roles have in its layers."""
     layers = range(model.layers + model.mtp_layers)
-    return {module_of(name).replace("{layer}", str(layer)) for name in model.weights.values() for layer in layers}
+    return {module_of(stored_name(model, role, layer)) for role in model.weights for layer in layers}
 
 
 def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
@@ -50,7 +64,10 @@ def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
 
 def stacked_parts(model: ModelConfig) -> dict[str, list[str]]:
     """The stored names of stacked tensors, with those of their parts, see `atom.checkpoint.stacked.unstack`."""
-    return {
+    stacked = {
         name: [model.weights[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
         for name, parts in model.stacked.items()
+    }
+    return stacked | {
+        name_of_mtp(model, name): [name_of_mtp(model, part) for part in parts] for name, parts in stacked.items()
     }

@@ -49,7 +49,7 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     k = rotate(writer, k, rotary, "k")
     if attention.qk_norm == "behind_rope":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
-    window = window_of(attention, layer)
+    window = window_of(attention, model.layer_like(layer))
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
     more: list[Recipe | None] = []
     if attention.sinks:
@@ -101,7 +101,7 @@ ATTENTIONS: dict[str, Callable[[Writer, Node, Rotary | None, int], Node]] = {"gq
 
 def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rotary | None]:
     """The `Rotary` of each of these layers, None for a layer without; layers of one rope share it."""
-    ropes = [rope_of(writer.model.attention, layer) for layer in layers]
+    ropes = [rope_of(writer.model.attention, writer.model.layer_like(layer)) for layer in layers]
     made: dict[int, Rotary] = {}
     for key, rope in {id(rope): rope for rope in ropes if rope is not None}.items():
         freqs, scale, queries = rope_freqs(rope), rotary_scale(rope), None

@@ -99,6 +99,7 @@ MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int], Node]] = {"gated": gate
 
 def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:
     """The first mlp entry that applies to the layer."""
+    layer = model.layer_like(layer)
     for mlp in model.mlp:
         if layer >= mlp.first and (layer + 1) % mlp.every == 0 and layer not in mlp.skip:
             return mlp

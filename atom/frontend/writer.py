@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from atom.checkpoint.modules import format_of, matches, module_of
 from atom.config import ModelConfig, QuantConfig
+from atom.config.stored_names import stored_name
 from atom.errors import ConfigError
 from atom.graph import KV, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
 from atom.graph.formats import FormatError, act_of, fitted
@@ -164,7 +165,7 @@ class Writer:
         """The stored name of a role."""
         if role not in self.model.weights:
             raise ConfigError(f"model.weights: nothing says what the checkpoint calls '{role}'; add {role}: <name>")
-        return self.model.weights[role].replace("{layer}", str(layer))
+        return stored_name(self.model, role, layer)
 
 
 def required(value: Any) -> Any:

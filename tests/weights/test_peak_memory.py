@@ -72,7 +72,10 @@ def peak_of_gpu() -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
-@pytest.mark.parametrize(("device", "num_layers"), [("cpu", 8), pytest.param("cuda", 32, marks=ON_GPU)])
+@pytest.mark.parametrize(
+    ("device", "num_layers"),
+    [pytest.param("cpu", 8, marks=pytest.mark.slow), pytest.param("cuda", 32, marks=ON_GPU)],
+)  # what a process holds tells of it only where no other test has left memory to it
 def test_it_is_the_packed_model_and_a_plain_tensor(device: str, num_layers: int, fmt: str, tmp_path: Path):
     plain = save(tmp_path, num_layers)
     options = [f"checkpoint={tmp_path}", f"device={device}", "dtype=bf16", f"quant={fmt}", f"cache={tmp_path}/cache"]

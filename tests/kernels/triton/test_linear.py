@@ -205,7 +205,9 @@ def test_gates_of_more_rows_than_a_grid_has_in_its_second_dim():
 
 @pytest.mark.parametrize("gpu", [LARGE, SMALL], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("rows", [1, 2, 9, 16, 17, 32])
-@pytest.mark.parametrize("shape", [(64, 64), (1024, 2048), (4096, 12288), (6144, 1024), (151936, 4096), (1000, 8192)])
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (1024, 2048), (4096, 12288), (6144, 1024), (25600, 5120), (151936, 4096), (1000, 8192)]
+)
 def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, gpu):
     out, inner = shape
     for element_size, gates in itertools.product((2, 4), (1, 2)):

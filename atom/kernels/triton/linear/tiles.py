@@ -150,11 +150,13 @@ def fills_library(rows: int, out: int, gpu: Gpu) -> bool:
 
 
 def choose_vector(out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Vector | None:
-    """`choose` for one row by a plain weight; None where a row of the weight is too large."""
+    """`choose` for one row by a plain weight; None where a row is too large, or where padding it wastes too much."""
     columns = next_power_of_2(inner)
     row_size = columns * element_size
     is_large = gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0]
     memory, step = LARGE_MEMORY if is_large else MEMORY
+    if element_size == 2 and out >= 64 * gpu.units and 4 * inner < 3 * columns:
+        return None  # measured on an H200 with 2,880 and 5,120 columns: tensor cores read such weights faster
     if is_large and out < 64 * gpu.units and row_size * gates <= FEW_MEMORY:
         # measured on an H200 with 2,048 to 6,144 rows of 2,880 and 4,096 columns
         return Vector(_step_rows(FEW_MEMORY // row_size, gates, out, 4 * gpu.units), warps=4, stages=3, programs=4)
@@ -177,8 +179,8 @@ def choose_matrix(rows: int, out: int, inner: int, element_size: int, gpu: Gpu) 
     """`choose` for some rows by a plain weight."""
     if element_size > 2 or rows > 32:  # at 64 rows of layers of Qwen3 the library beat what follows
         return None
-    # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows
-    block_out, block_inner, warps, at_least = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.4)
+    # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows, and of 32B's ranks at 32
+    block_out, block_inner, warps, at_least = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.2)
     tiles, splits = -(-out // block_out), 1
     while splits < 8 and tiles * splits < at_least * gpu.units and inner >= 4 * splits * block_inner:
         splits *= 2

@@ -16,8 +16,8 @@ the same call on all of them, and **two regions in turn are enough**, whatever t
 1. A kernel sends at least one word to each peer, and ends only when it has all words of its epoch from each of them:
    blocks are sent whole, their padding too.
 2. A rank that writes epoch e has therefore had words of epoch e - 1 from the peer that it writes to.
-3. That peer sent them in its kernel of epoch e - 1, which began when that of epoch e - 2 had ended: kernels of a stream
-   follow each other (so none of them is launched early, as programmatic dependent launches would be).
+3. That peer sent them in its kernel of epoch e - 1, which did nothing until that of epoch e - 2 had ended: kernels of a
+   stream follow each other, and one that is launched early (PDL) waits for the one ahead, which has waited likewise.
 4. That kernel had read all words of epoch e - 2, the last ones in the region that is written now; the next region is
    the other one. A second shot has words of its own beside the first one's, and the same epoch.
 
@@ -25,7 +25,8 @@ Words that a call does not write are of earlier epochs, which no reader takes fo
 after 2**32 - 2 calls, past 0, which cleared memory has, and past 1, so that even and odd ones stay in turn.
 
 All programs of a launch must be resident at a time, for each waits for a program of its peers: there are no more than
-multiprocessors. `stop` ends their wait when a rank is gone; sums are of no use then.
+multiprocessors, and the next kernel, which may be launched early too, is so only once all of them have begun. `stop`
+ends their wait when a rank is gone; sums are of no use then.
 
 Every rank adds in the order of the ranks, in float32, and rounds once: all have the same bits.
 """
@@ -39,6 +40,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 
 MAX_PROGRAMS, MAX_RANKS = 128, 8
@@ -159,6 +161,15 @@ def _sum(own, mine, rank, epoch, stop, place, RANKS: tl.constexpr, REGION: tl.co
 
 
 @jit
+def _begin(epochs, PDL: tl.constexpr):
+    """This program's epoch, once the preceding kernel has ended; the next one begins to prefetch its weights."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    return tl.load(epochs + tl.program_id(0))
+
+
+@jit
 def _advance(epochs, epoch):
     following = epoch + 1
     tl.store(epochs + tl.program_id(0), tl.where(following == 0, 2, following))
@@ -168,9 +179,10 @@ def _advance(epochs, epoch):
 def _all_reduce_kernel(
     x, out, table, epochs, stop, rank, words, tiles,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x i32[words], out i32[words]"""
-    epoch = tl.load(epochs + tl.program_id(0))
+    epoch = _begin(epochs, PDL)
     first, columns = tl.program_id(0) * tiles * BLOCK, tl.arange(0, BLOCK)
     for tile in range(tiles):
         place = tile * BLOCK + columns
@@ -189,9 +201,10 @@ def _all_reduce_kernel(
 def _reduce_scatter_kernel(
     x, out, table, epochs, stop, rank, words, part, tiles, GATHERS: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x i32[words], of so many words a part -> out i32[part], the sum of the rank's part, or all sums if GATHERS"""
-    epoch = tl.load(epochs + tl.program_id(0))
+    epoch = _begin(epochs, PDL)
     first, columns = tl.program_id(0) * tiles * BLOCK, tl.arange(0, BLOCK)
     for tile in range(tiles):
         place = tile * BLOCK + columns
@@ -251,10 +264,11 @@ def _load_joined(x, y, z, at, x_words, y_words, z_words):
 def _gather_kernel(
     x, y, z, out_x, out_y, out_z, table, epochs, stop, rank, x_words, y_words, z_words, row, out_row, tiles,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x i32[x_words] in rows of so many words -> beside each other in rows of out_row words, which cut off the rest;
     y i32[y_words] and z i32[z_words], unless they are None -> one below the other"""
-    epoch = tl.load(epochs + tl.program_id(0))
+    epoch = _begin(epochs, PDL)
     first, columns = tl.program_id(0) * tiles * BLOCK, tl.arange(0, BLOCK)
     mine = _region(table, rank, epoch, 0, PROGRAMS, RANKS, REGION)
     for tile in range(tiles):
@@ -294,7 +308,7 @@ def _gather_kernel(
 
 def _constants(arena: Arena, launch: Launch) -> dict[str, int]:
     return {"BLOCK": launch.block, "PROGRAMS": len(arena.epochs), "RANKS": arena.ranks, "REGION": arena.region,
-            "num_warps": launch.num_warps}  # fmt: skip
+            "num_warps": launch.num_warps, **find_gpu(arena.table.device).options}  # fmt: skip
 
 
 def as_words(x: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
-"""Words are loaded and stored whole where collectives are compiled for a GPU, and blocks of them side by side."""
+"""Words are loaded and stored whole where collectives are compiled for a GPU, and blocks of them side by side.
+
+On NVIDIA's a kernel is launched early, and does neither until the preceding one has ended.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -21,7 +25,10 @@ target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cu
 if target.backend == "hip":  # as where torch is ROCm's
     torch.version.hip = "6.4"
 from atom.kernels.peers import collectives
+from atom.kernels.triton.gpu import Gpu
 
+gpu = Gpu(132, 232448, (0, 0) if target.backend == "hip" else (target.arch // 10, target.arch % 10))
+collectives.find_gpu = lambda device: gpu
 TYPES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
 
 class Compile:
@@ -56,6 +63,7 @@ KERNELS = ("all_reduce", "all_reduce_in_parts", "reduce_scatter", "all_gather", 
 THREADS, BLOCK = 128, 512
 
 
+@functools.cache
 def compile_all(arch: str) -> list[tuple[str, int, str]]:
     """Each collective's name, its number of ranks, and its assembly."""
     pytest.importorskip("triton")
@@ -81,6 +89,14 @@ def test_words_are_loaded_and_stored_whole():
             "ld.volatile.global.b32": waits,  # of the flag that ends the wait
             "st.global.v2.b64": stores,
         }, (name, ranks)
+
+
+@pytest.mark.slow
+def test_nothing_is_loaded_or_stored_before_the_preceding_kernel_has_ended():
+    for name, ranks, text in compile_all("sm_90"):
+        found = re.findall(r"griddepcontrol\.\w+|\b(?:ld|st)\.[.\w]*global", text)
+        assert found[:2] == ["griddepcontrol.launch_dependents", "griddepcontrol.wait"], (name, ranks)
+        assert len(found) > 4 and not any(each.startswith("grid") for each in found[2:]), (name, ranks)
 
 
 @pytest.mark.slow

@@ -28,21 +28,10 @@ from typing import Any
 from atom.build import open_engine
 from atom.checkpoint import SilentProgress, Tokenizer
 from atom.config.load import engine_overrides, load
+from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
 from atom.errors import CapacityError, EngineDeadError, RequestError, UnsupportedError
-from atom.llm import (
-    POOLED,
-    Prompt,
-    SaltedPrompt,
-    adapters_of,
-    answer,
-    describe_embedding,
-    encode_conversations,
-    pooling_of,
-    prompt_of,
-    prompts_of,
-    scored_prompts,
-    similarities,
-)
+from atom.llm import answer
+from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompt_of, prompts_of, scored_prompts
 from atom.runtime.engine import Engine
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence
 from atom.sampling_params import SamplingParams

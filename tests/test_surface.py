@@ -168,7 +168,7 @@ config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
 compiler | runtime
-build
+build | prompts | embeddings
 rank | llm | plugin
 async_llm
 serve

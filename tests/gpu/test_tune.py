@@ -18,6 +18,7 @@ from atom import LLMEngine
 from atom.cache import Cache
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear import tiles
+from atom.kernels.triton.linear.tiles import Shape
 from atom.kernels.triton.linear.tune import candidates
 
 pytestmark = ON_GPU
@@ -78,8 +79,8 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
     for key, entry in found.items():
         rows, out, inner, gates = map(int, key.split()[:4])
         assert tiles.from_entry(entry) in [
-            tiles.choose(rows, out, inner, 2, gates, gpu),
-            *candidates(rows, out, inner, 2, gates, gpu),
+            tiles.choose(Shape(rows, out, inner, gates), gpu),
+            *candidates(Shape(rows, out, inner, gates), gpu),
         ]
 
     second, third = start(tune=True), start()

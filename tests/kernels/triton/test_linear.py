@@ -211,7 +211,7 @@ def test_gates_of_more_rows_than_a_grid_has_in_its_second_dim():
 def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, gpu):
     out, inner = shape
     for element_size, gates in itertools.product((2, 4), (1, 2)):
-        chosen = tiles.choose(rows, out, inner, element_size, gates, gpu)
+        chosen = tiles.choose(tiles.Shape(rows, out, inner, gates, element_size=element_size), gpu)
         if chosen is None:
             assert element_size == 4  # float32 has no tensor core that is exact
             continue

@@ -160,7 +160,7 @@ def _after_scales(op: Op, run: Callable[..., Any], largest: Largest) -> Callable
 
 
 def _scaled(op: Op, given: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """The scales that a write takes, each with the numbers that it is of."""
+    """The scales that a write takes, each with the numbers that it scales."""
     if op is ops.norm_rope_write_latent:
         return [(given["k_scale"], _normed(given["latent"], given["norm"], given))]
     keys = _normed(given["k"], given["k_norm"], given)

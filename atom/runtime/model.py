@@ -132,7 +132,7 @@ class Model:
 
     @property
     def kernels(self) -> Kernels:
-        """Those in place of the kernels that the text names."""
+        """The kernels that replace those which the text names."""
         return self._bindings.kernels
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
@@ -281,7 +281,7 @@ class Model:
         return Computed(inputs, hidden, score(self.head, hidden), states=states)
 
     def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden]:
-        """What the head takes of its results, and what draft_in does."""
+        """Run the body; the results that the head takes, and those that draft_in takes."""
         results: Hidden = self.body(inputs._asdict())
         num_states = len(self.executables[DRAFT_IN].inputs) if self.carries_hidden else 0
         return results[: len(self.head.inputs)], results[len(results) - num_states :]
@@ -379,7 +379,7 @@ class Model:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The same numbers, each last dim from an address on that is a multiple of 16, as kernels are compiled for."""
+    """A copy whose rows begin at multiples of 16 bytes, as kernels are compiled for; numbers have 4 bytes or 8."""
     size = x.shape[-1]
     return x.new_empty(*x.shape[:-1], -(-size // 4) * 4)[..., :size].copy_(x)
 

@@ -143,7 +143,7 @@ class Model:
         self._bind(self._bindings._replace(caches=caches))
 
     def unbind(self) -> None:
-        """Let go of the KV pool and of what holds weights; `bind` comes before the next step."""
+        """Drop the KV pool and all references to weights; call `bind` before the next step."""
         self._bindings = self._bindings._replace(caches={})
         self.executables = {}
 
@@ -287,7 +287,7 @@ class Model:
         return results[: len(self.head.inputs)], results[len(results) - num_states :]
 
     def _find_ngrams(self, slots: Tensor) -> None:
-        """Draft for slots i32[S] by what stood there before, where no program does."""
+        """Draft for slots i32[S] by prompt lookup, if no program drafts."""
         if len(slots) and self.drafting and not self.has_draft_programs:
             self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
 
@@ -385,6 +385,6 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def logits_type(graph: Graph) -> Type:
-    """What its head gives of each row, [R, V]."""
+    """The type of the logits [R, V] that its head gives."""
     (logits,) = graph.programs[HEAD].results
     return logits.meta["type"]  # type: ignore[no-any-return]

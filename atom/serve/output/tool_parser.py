@@ -219,7 +219,7 @@ class CallReader:
         self._text.at += len(piece.text)
 
     def _read_tail(self, pieces: list[Piece]) -> Reading[None]:
-        """Skip what a form has behind an object, which may be missing: the object says where it ends."""
+        """Skip what follows an object in a form. It may be missing, since the object shows where it ends."""
         end = self._text.at
         try:
             for piece in pieces:

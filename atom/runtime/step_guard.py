@@ -1,4 +1,4 @@
-"""Step an engine until it fails for good: a step that raises ends only its requests.
+"""Run steps so that one that raises ends only its requests.
 
 guard = StepGuard(engine)
 while engine.has_work:

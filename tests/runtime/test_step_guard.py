@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -26,13 +25,9 @@ class Engine:
         self.num_ended += 1
 
 
-def guard(engine: Any) -> StepGuard:
-    return StepGuard(engine)
-
-
 def test_a_step_that_raises_ends_its_requests_and_is_logged(caplog: pytest.LogCaptureFixture):
     engine = Engine(ValueError("a fault"), None, ValueError("a fault"))
-    steps = guard(engine)
+    steps = StepGuard(engine)
     for _ in range(3):
         steps.step()
     assert engine.num_ended == 2
@@ -41,7 +36,7 @@ def test_a_step_that_raises_ends_its_requests_and_is_logged(caplog: pytest.LogCa
 
 def test_two_in_a_row_end_the_engine():
     engine = Engine(ValueError("a fault"), KeyError("another"))
-    steps = guard(engine)
+    steps = StepGuard(engine)
     steps.step()
     with pytest.raises(KeyError, match="another"):
         steps.step()
@@ -52,5 +47,5 @@ def test_two_in_a_row_end_the_engine():
 def test_what_no_request_is_the_reason_of_ends_the_engine_at_once(error: Exception):
     engine = Engine(error)
     with pytest.raises(type(error)):
-        guard(engine).step()
+        StepGuard(engine).step()
     assert engine.num_ended == 0

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.graph import PackedWeight
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

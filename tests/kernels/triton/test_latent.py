@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.checks import assert_as_near, assert_equal
+from kernels.checks import BF16, NEEDS_GPU, assert_as_near, assert_equal
 from kernels.compiling import run_program
 from kernels.paged import KIND, LatentCase, cached, change, make_latent_case, move, reference
 
@@ -12,15 +12,7 @@ from atom.kernels.triton.attention import latent
 from atom.kernels.triton.attention.latent import PagedLatentAttention, norm_rope_write_latent
 from atom.kernels.triton.gpu import find_gpu
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
 LARGE = {"heads": 16, "rank": 512, "plain": 128, "rotated": 64, "value": 128}
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(params=[1, 5])

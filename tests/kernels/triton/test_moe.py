@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.checks import assert_as_near, assert_equal, poisoned
+from kernels.checks import BF16, NEEDS_GPU, assert_as_near, assert_equal, poisoned
 
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import few_experts, grouping, moe
@@ -15,14 +15,6 @@ from atom.kernels.triton.router import Router
 from atom.weights.quantize import quantize
 
 NAN = float("nan")
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 def grouped_by(counts: list[int], out: int, inner: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.checks import assert_as_near, assert_equal
+from kernels.checks import BF16, NEEDS_GPU, assert_as_near, assert_equal
 
 from atom.graph import ops
 from atom.kernels.triton import router
@@ -10,14 +10,6 @@ from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.router import FEW_TOKENS, Router
 
 NAN = float("nan")
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 ROUTERS: dict[str, dict[str, Any]] = {

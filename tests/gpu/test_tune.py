@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, GREEDY, ON_GPU
+from gpu.steps import FIELDS, GREEDY
 from law import relative_error
 from probe import logits_of
 
@@ -21,7 +21,7 @@ from atom.kernels.triton.linear import tiles
 from atom.kernels.triton.linear.tiles import Shape
 from atom.kernels.triton.linear.tune import candidates
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 PROMPTS = [tiny.prompt(length, seed=length) for length in (3, 17, 40)]
 SHORT = [tiny.prompt(1 + seed % 8, seed=seed) for seed in range(40)]  # each a step of no more rows than were tuned
 

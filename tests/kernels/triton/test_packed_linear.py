@@ -201,8 +201,6 @@ BF16, FP8 = 6e-3, 4e-2
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("turn", "rows"), [*enumerate([1, 2, 8, 9, 33, 64, 200, 300, 1025])])
 def test_bf16_is_within_the_bound_of_its_format(turn, rows, fmt):
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
     inner, out = 768 if FORMATS[fmt] == 77 else 12 * FORMATS[fmt], 1280
     weight = make_weight("cuda", fmt, out, inner, "bf16")
     a, b = torch.randn(2, rows, inner).to("cuda", torch.bfloat16)
@@ -223,8 +221,6 @@ def test_bf16_is_within_the_bound_of_its_format(turn, rows, fmt):
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_tried_gives_the_product_in_bf16(every, rows, fmt):
     """All, or every eighth, of formats that follow each other not the same ones; others where none of those fits."""
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
     inner, out = 768 if FORMATS[fmt] == 77 else 12 * FORMATS[fmt], 1280
     weight = make_weight("cuda", fmt, out, inner, "bf16")
     x = torch.randn(rows, inner).to("cuda", torch.bfloat16)

@@ -28,22 +28,12 @@ from typing import Any
 from atom.build import open_engine
 from atom.checkpoint import SilentProgress, Tokenizer
 from atom.config.load import engine_overrides, load
-from atom.errors import CapacityError, EngineDeadError, RequestError, UnsupportedError
-from atom.llm import (
-    POOLED,
-    Prompt,
-    SaltedPrompt,
-    adapters_of,
-    answer,
-    describe_embedding,
-    encode_conversations,
-    pooling_of,
-    prompt_of,
-    prompts_of,
-    scored_prompts,
-    similarities,
-)
+from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
+from atom.errors import EngineDeadError, RequestError, UnsupportedError
+from atom.llm import answer
+from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompt_of, prompts_of, scored_prompts
 from atom.runtime.engine import Engine
+from atom.runtime.step_guard import StepGuard
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
@@ -271,24 +261,15 @@ class AsyncLLMEngine:
             engine.close()
 
     def _run_steps(self, engine: Engine) -> None:
-        """Run steps until the end. A step that raises ends its requests; two in a row end the engine."""
-        is_failing = False
+        """Run steps until the end, or until two in a row have raised."""
+        guard = StepGuard(engine)
         while True:
             while not engine.has_work or not self._inbox.empty():
                 work = self._inbox.get()
                 if work is None:
                     return
                 work()
-            try:
-                engine.step()
-                is_failing = False
-            except (CapacityError, EngineDeadError):
-                raise
-            except Exception:
-                if is_failing:
-                    raise
-                is_failing = True
-                engine.end_failed()
+            guard.step()
 
 
 class _Request:

@@ -4,6 +4,8 @@ process = start_python("from atom.x import work; work()", "argument", TMPDIR="/t
 process.stdin                # ends when this process does, in whatever way
 process = fork(work, is_piped=True)      # a function that returns the exit code
 end(process)
+
+A process that was started so ends its own group by `end_group`, `limit_end` and `end_children`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]  # from where a checkout that is not installed can be imported
@@ -117,3 +119,25 @@ def end(process: Process, reader: Thread | None = None, seconds: float | None = 
                 pipe.close()
         return process.wait()
     return process.returncode
+
+
+def limit_end(seconds: float) -> Timer:
+    """Have this process killed if it has not ended in so many seconds from now."""
+    timer = Timer(seconds, end_group)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def end_group() -> None:
+    """Kill this process and those that it has started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def end_children() -> None:
+    """Kill the processes that this one has started, so that it can end with its own exit code."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGVTALRM)  # ends them, unlike SIGHUP under nohup

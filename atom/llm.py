@@ -14,35 +14,23 @@ import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from atom.build import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
-from atom.errors import AtomError, EngineDeadError, RequestError, UnsupportedError
+from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
+from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.measurement.phases import PhaseClock
+from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompts_of, scored_prompts
 from atom.runtime.metrics import EngineStats
 from atom.runtime.remote_ranks import serve_rank
 from atom.runtime.speculation import describe_drafts, draft_statistics
 from atom.runtime.types import RequestOptions, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
-
-Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, and maybe SALT_KEY, as in vLLM
-PROMPT_KEYS = ("prompt", "prompt_token_ids")
-SALT_KEY = "cache_salt"  # a text: prompts of different salts share no cached prefix
-POOLED = SamplingParams(max_tokens=1, temperature=0)  # of a prompt that is embedded
-
-
-class SaltedPrompt(NamedTuple):
-    """A prompt, read from any of its forms."""
-
-    content: Any  # a text or token ids, checked by the engine
-    salt: bytes = b""  # of prefix caches
 
 
 class LLMEngine:
@@ -299,110 +287,6 @@ class LLMEngine:
 class _Closed:
     def __getattr__(self, name: str) -> Any:
         raise EngineDeadError("the engine is closed")
-
-
-def is_message(given: Any) -> bool:
-    return isinstance(given, Mapping) and "role" in given
-
-
-def encode_conversations(
-    tokenizer: Tokenizer | None,
-    messages: Any,
-    *,
-    chat_template: str | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: list[dict[str, Any]] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> list[list[int]]:
-    """The token ids of a conversation, or of each of a list; the arguments are those of `LLMEngine.chat`."""
-    if continue_final_message and add_generation_prompt:
-        raise RequestError("continue_final_message=True needs add_generation_prompt=False")
-    if tokenizer is None:
-        raise RequestError("the checkpoint has no tokenizer; chat needs one")
-    if chat_template is not None:
-        tokenizer = tokenizer.with_template(chat_template)
-    if not messages:
-        raise RequestError("messages is empty; give at least one message")
-    conversations: list[Any] = (
-        [messages] if isinstance(messages, str | Mapping) or is_message(messages[0]) else messages
-    )
-    for each in conversations:
-        if not isinstance(each, list | tuple) or not each or not all(map(is_message, each)):
-            raise RequestError(f'{each!r:.200} is no conversation; give [{{"role": "user", "content": …}}]')
-    values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
-    return [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
-
-
-def pooling_of(config: Config) -> str:
-    """Which tokens an embedding is made of. RequestError where the model makes none."""
-    pooling = config.serve.pooler_config.pooling_type
-    if pooling is None:
-        raise RequestError("this model makes no embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
-    return pooling
-
-
-def embedding_of(sequence: Sequence) -> npt.NDArray[np.float32]:
-    """The embedding of a prompt, not normalized. AtomError where there is none."""
-    if sequence.embedding is None:
-        raise AtomError(f"a prompt could not be embedded: {sequence.error or sequence.finish_reason}")
-    return sequence.embedding
-
-
-def describe_embedding(sequence: Sequence, config: Config) -> dict[str, Any]:
-    """The dict of an embedded prompt, see `LLMEngine.embed`."""
-    vector = embedding_of(sequence)
-    if config.serve.pooler_config.normalize:
-        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    return {"embedding": vector.tolist(), "num_tokens_input": len(sequence.prompt)}
-
-
-def scored_prompts(
-    data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]
-) -> tuple[list[SaltedPrompt], list[SaltedPrompt]]:
-    """The prompts of `LLMEngine.score`. RequestError where they make no pairs."""
-    first, second = prompts_of(data_1), prompts_of(data_2)
-    if not second or len(first) not in (1, len(second)):
-        raise RequestError(f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none")
-    return first, second
-
-
-def similarities(embedded: List[Sequence], num_first: int) -> list[float]:
-    """The cosine similarities of the first prompts, or of the only first one, with the others."""
-    vectors = np.stack([embedding_of(each) for each in embedded]).astype(np.float64)
-    left, right = vectors[:num_first], vectors[num_first:]
-    lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-    scores: list[float] = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-8)).tolist()
-    return scores
-
-
-def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> list[str | None]:
-    """The adapter of each prompt. RequestError where they are not as many."""
-    names = [adapters] * num_prompts if isinstance(adapters, str | None) else list(adapters)
-    if len(names) != num_prompts:
-        raise RequestError(f"{len(names)} adapters for {num_prompts} prompts; give one, or one for each")
-    return names
-
-
-def prompts_of(given: Prompt | List[Prompt]) -> list[SaltedPrompt]:
-    """The prompts of one text or mapping, or of a list. RequestError names a wrong key."""
-    many: Any = [given] if isinstance(given, str | Mapping) else given
-    return [prompt_of(each) for each in many]
-
-
-def prompt_of(given: Any) -> SaltedPrompt:
-    """Read a prompt in one of vLLM's forms."""
-    if not isinstance(given, Mapping):
-        return SaltedPrompt(given)
-    contents = [given[key] for key in PROMPT_KEYS if key in given]
-    if wrong := [key for key in given if key not in (*PROMPT_KEYS, SALT_KEY)]:
-        raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join((*PROMPT_KEYS, SALT_KEY))}")
-    if len(contents) != 1:
-        raise RequestError(f"a prompt has {len(contents)} of the keys {', '.join(PROMPT_KEYS)}; give one")
-    salt = given.get(SALT_KEY)
-    if not (salt is None or (isinstance(salt, str) and salt)):
-        raise RequestError(f"{SALT_KEY} is {salt!r}; give a text that is not empty, or leave it out")
-    return SaltedPrompt(contents[0], (salt or "").encode())
 
 
 def answer(sequence: Sequence) -> dict[str, Any]:

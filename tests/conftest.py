@@ -71,10 +71,9 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def triton_device(request: pytest.FixtureRequest) -> str:
     """The device that Triton's kernels run on: a GPU, or without one the CPU, under Triton's interpreter."""
-    has_gpu = torch.cuda.is_available()
     if request.param == "cuda":
-        return "cuda" if has_gpu else pytest.skip("there is no GPU here")
-    return pytest.skip("kernels are compiled here, not interpreted") if has_gpu else "cpu"
+        return "cuda"
+    return pytest.skip("kernels are compiled here, not interpreted") if torch.cuda.is_available() else "cpu"
 
 
 class Place(NamedTuple):
@@ -231,6 +230,10 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
     cases: dict[tuple[str, bool, bool], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):

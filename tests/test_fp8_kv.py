@@ -341,7 +341,6 @@ def test_other_dtypes_are_refused_in_one_line(typed: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu_logits_are_those_of_a_cache_that_rounds(

@@ -100,7 +100,6 @@ def test_a_model_whose_keys_are_beyond_448_keeps_its_logits(level: int, checkpoi
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("level", [1, 3])
 def test_on_a_gpu_too(level: int, checkpoint: Path):
     exact = tiny.logits(tiny.reference(checkpoint), TOKENS)

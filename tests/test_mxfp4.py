@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import ON_GPU
 from law import assert_same_logits, relative_error
 from probe import logits_of
 from safetensors.torch import load_file, save_file
@@ -65,7 +64,7 @@ def reference(checkpoint: Path) -> Any:
 
 @pytest.fixture(
     scope="module",
-    params=[("cpu", 0), ("cpu", 1), *(pytest.param(("cuda", level), marks=ON_GPU) for level in (0, 1, 3))],
+    params=[("cpu", 0), ("cpu", 1), *(pytest.param(("cuda", level), marks=pytest.mark.gpu) for level in (0, 1, 3))],
 )
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
     device, level = request.param
@@ -116,7 +115,7 @@ def test_a_saved_text_is_unpacked_too_and_one_that_calls_dequantize_itself(check
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*tensors, strict=True))
 
 
-@pytest.mark.parametrize("level", [pytest.param(level, marks=ON_GPU) for level in (1, 3)])
+@pytest.mark.parametrize("level", [pytest.param(level, marks=pytest.mark.gpu) for level in (1, 3)])
 def test_bf16_on_a_gpu_is_as_near_to_float32_as_that_of_transformers(checkpoint: Path, reference: Any, level: int):
     engine = LLMEngine(model=str(checkpoint), dtype="bf16", device="cuda", level=level, kv_cache_memory=1 << 22)
     half = copy.deepcopy(reference).bfloat16()

@@ -168,7 +168,7 @@ config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
 compiler | runtime
-build
+build | prompts | embeddings
 rank | llm | plugin
 async_llm
 serve
@@ -265,38 +265,31 @@ def test_the_groups_jobs_and_commands():
         "job": {"bench", "cache", "chat", "compile", "explain", "generate", "profile", "recipe", "serve"},
         "model": set(MODEL_FILES.split()),
         "tool_calls": set(TOOL_FORMATS.split()),
-        "parallel": {
-            "tp1",
-            "tp2",
-            "tp4",
-            "tp8",
-            "tp2_ep",
-            "tp4_ep",
-            "tp8_ep",
-            "dp2",
-            "dp4",
-            "dp8",
-            "dp2_ep",
-            "dp4_ep",
-            "dp8_ep",
-        },
+        "parallel": set(
+            [
+                "tp1",
+                "tp2",
+                "tp4",
+                "tp8",
+                "tp2_ep",
+                "tp4_ep",
+                "tp8_ep",
+                "dp2",
+                "dp4",
+                "dp8",
+                "dp2_ep",
+                "dp4_ep",
+                "dp8_ep",
+            ]
+        ),
         "quant": {"auto", "none", "fp8", "fp8_block", "int8", "int4", "mxfp4"},
         "serve": {"default"},
     }
     assert set(JOBS) == groups["job"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
-    assert set(project["project"]["optional-dependencies"]) == {
-        "amd",
-        "bench",
-        "cuda",
-        "dev",
-        "otel",
-        "ray",
-        "signatures",
-        "structured",
-        "vllm",
-    }
+    extras = "amd bench cuda dev otel ray signatures structured vllm"
+    assert set(project["project"]["optional-dependencies"]) == set(extras.split())
     assert project["project"]["entry-points"] == {
         "vllm.general_plugins": {"atom": "atom.plugin.vllm:register_model"},
         "vllm.platform_plugins": {"atom": "atom.plugin.vllm:register_platform"},

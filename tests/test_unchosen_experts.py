@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, ON_GPU
+from gpu.steps import FIELDS
 from law import assert_same_logits
 from probe import logits_of
 from safetensors.torch import load_file, save_file
@@ -34,7 +34,7 @@ FAMILIES = [*filter(tiny.is_mixture, tiny.MODEL_FILES), "deepseek_v2", "mixtral_
 FORMATS = {**LAYOUTS, "W4A16 32": packed(4, group=32), "W8A16 asymmetric 32": packed(8, group=32, symmetric=False)}
 CASES = [*(("wide_moe", layout) for layout in FORMATS),
          *(("qwen3_moe_128_odd", layout) for layout in ("deepseek", "FP8", "FP8_DYNAMIC", "W8A8"))]  # fmt: skip
-DEVICES = [("cpu", 1), pytest.param("cuda", 1, marks=ON_GPU), pytest.param("cuda", 3, marks=ON_GPU)]
+DEVICES = [("cpu", 1), pytest.param("cuda", 1, marks=pytest.mark.gpu), pytest.param("cuda", 3, marks=pytest.mark.gpu)]
 
 Chosen = dict[str, set[int]]  # by the name of a layer's experts
 

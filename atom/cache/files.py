@@ -151,7 +151,7 @@ def sweep_unfinished(parent: Path) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether a path is unfinished, and its process dead or long at it."""
+    """Whether a path is unfinished and was left by a process that is dead or has had it for too long."""
     if not (match := UNFINISHED.fullmatch(path.name)):
         return False
     with contextlib.suppress(OSError):

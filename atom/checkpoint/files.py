@@ -22,7 +22,7 @@ MAX_TOKENIZER = 256 << 20  # of tokenizer.json: vocabularies of 256k tokens make
 
 
 def open_file(path: Path) -> FileIO:
-    """Open a regular file to read. CheckpointError where it is none or cannot be read."""
+    """Open a regular file for reading. CheckpointError if it is none or cannot be read."""
     try:
         file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # a pipe must not block
     except OSError as error:

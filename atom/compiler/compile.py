@@ -226,7 +226,7 @@ def _load(keys: Mapping[str, str], target: Target, cache: Cache) -> dict[str, Pi
 def _make(
     keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress, *, is_retry: bool
 ) -> tuple[dict[str, PieceCode], int]:
-    """Make the code of missing pieces; how many had to be compiled. keys: by text.
+    """Make the code of missing pieces; the number of those compiled. keys: by text.
 
     PieceError where one is wrong, or was so before, unless failures are to be tried again.
     """
@@ -240,7 +240,7 @@ def _make(
 
 
 def find_failure(key: str, cache: Cache) -> str | None:
-    """Why a piece must not be used, where an earlier launch found that: equal ingredients, equal code."""
+    """Why an earlier launch found that a piece must not be used; equal ingredients give equal code."""
     entry = cache.describe("failures", key)
     return None if entry is None else str(entry.about.get("reason"))
 

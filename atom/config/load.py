@@ -25,7 +25,9 @@ from atom.config.aliases import respell
 from atom.config.checks import check
 from atom.config.draft import check_fits, check_kind
 from atom.config.folders import CONF
-from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
+from atom.config.hydra import attach, compose, resolve
+from atom.config.hydra_errors import no_such, one_line_errors, unknown_key
+from atom.config.model_files import find_source
 from atom.config.overrides import SECRET, is_for_sweep, rewrite
 from atom.config.resolve import derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig

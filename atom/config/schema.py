@@ -228,8 +228,8 @@ class QuantConfig:
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
     calibration: str = "auto"  # auto | prompt | none | FILE; auto: 4 bits, on a built-in text; none: to the nearest
     act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
-    kv: str = one_of("auto", "fp8")  # of the KV cache; auto: serve.kv_cache_dtype
-    method: str | None = None  # quant_method that a packed checkpoint must have, and that a plain one is packed to
+    kv: str = one_of("auto", "fp8")  # dtype of the KV cache; auto: serve.kv_cache_dtype
+    method: str | None = None  # quant_method that a packed checkpoint must have; a plain one is packed to it
 
     @property
     def asks_act(self) -> bool:
@@ -241,18 +241,18 @@ class QuantConfig:
 class PassesConfig:
     """Passes of users, and those of ours that may be left out."""
 
-    extra: list[str] = field(default_factory=list)  # module:function, ahead of select_kernels; …@NAME: of that pass
-    sink_into_head: bool = True  # the last layer's work for the rows that have logits alone
-    fuse_qkv: bool = True  # one linear for queries, keys and values
-    fuse_gate_up: bool = True  # one linear for gate and up
-    fuse_shared_experts: bool = True  # the expert that all tokens share as some of the experts
-    fuse_norm_residual: bool = True  # a sum and the norm that reads it
-    fuse_lora: bool = True  # adapters and the linear beside them
-    fuse_linear_gate: bool = True  # a linear and the activation behind it
-    fuse_norm_linear: bool = True  # a norm and the linear that reads it
-    fuse_norm_router: bool = True  # a norm and the router that reads it
-    fuse_norm_rope_attention: bool = True  # norms, rope and the write to the cache
-    fuse_gate_quant: bool = True  # gates, and the quantizing of their rows for the linear behind
+    extra: list[str] = field(default_factory=list)  # module:function, run ahead of select_kernels; …@NAME: of that pass
+    sink_into_head: bool = True  # compute what follows the last attention only for rows that need logits
+    fuse_qkv: bool = True  # merge queries, keys and values into one linear
+    fuse_gate_up: bool = True  # merge gate and up into one linear
+    fuse_shared_experts: bool = True  # make the expert that all tokens share some of the routed experts
+    fuse_norm_residual: bool = True  # merge a residual sum and the norm that reads it
+    fuse_lora: bool = True  # merge adapters into the linear beside them
+    fuse_linear_gate: bool = True  # merge a linear and the gated activation after it
+    fuse_norm_linear: bool = True  # merge a norm and the linear that reads it
+    fuse_norm_router: bool = True  # merge a norm and the router that reads it
+    fuse_norm_rope_attention: bool = True  # merge norms, rope and the cache write into a decode's attention
+    fuse_gate_quant: bool = True  # have gates quantize their rows for the next linear
 
     @property
     def left_out(self) -> list[str]:
@@ -276,17 +276,17 @@ class TorchrunConfig:
 class ParallelConfig:
     """How many engines serve, how the ranks of each divide the model, and where they run."""
 
-    tensor: int = number(1, 1, MAX_RANKS)  # ranks, which divide heads, widths and the vocabulary
-    data: int = number(1, 1, MAX_RANKS)  # groups of these, with sequences of their own, which share a mixture's experts
-    experts: int = number(1, 1, MAX_RANKS)  # parts of all ranks, which divide experts; ranks of a part divide widths
-    pipeline: int = number(1, 1, MAX_RANKS)  # stages of layers, each with so many ranks
+    tensor: int = number(1, 1, MAX_RANKS)  # ranks that divide heads, widths and the vocabulary
+    data: int = number(1, 1, MAX_RANKS)  # groups of these ranks with sequences of their own; they share the experts
+    experts: int = number(1, 1, MAX_RANKS)  # parts of all ranks that divide experts; ranks of a part divide widths
+    pipeline: int = number(1, 1, MAX_RANKS)  # stages of layers; each has tensor x data ranks
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
-    visible_devices: str | None = None  # GPUs, of which each rank gets one; null: 0,1,… of those that there are
+    visible_devices: str | None = None  # GPUs, one for each rank; null: the first of those that are visible
     collectives: str = one_of("auto", "peers", "nccl", "gloo")  # auto: gloo on a CPU; on NVIDIA's GPUs peers, else nccl
-    dispatch: str = one_of("auto", "gather", "dispatch")  # which tokens of other groups experts read: all, or their own
-    launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it
-    address: str | None = None  # of the driver for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free
-    key_file: str | None = None  # of a secret of all hosts, which torchrun's ranks on several show each other
+    dispatch: str = one_of("auto", "gather", "dispatch")  # tokens sent to a rank: all, or its experts'
+    launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as its child processes
+    address: str | None = None  # the driver's, for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free
+    key_file: str | None = None  # file of a secret by which torchrun's ranks on several hosts know each other
     host: str | None = None  # address of this host for other ranks; null: the one by which it reaches the driver
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
 
@@ -305,57 +305,57 @@ class ParallelConfig:
 class HTTPConfig:
     host: str = "0.0.0.0"  # address to listen on
     port: int = number(8000, 0, 65535)  # 0: a free one
-    root_path: str = ""  # in front of all paths, as /llm, where a proxy serves others beside these
+    root_path: str = ""  # path in front of all routes, as /llm, where a proxy serves other programs too
     ssl_certfile: str | None = None  # PEM file of the certificates of HTTPS; null: HTTP
-    ssl_keyfile: str | None = None  # PEM file of its private key; null: that is in ssl_certfile
+    ssl_keyfile: str | None = None  # PEM file of the private key of HTTPS; null: it is in ssl_certfile
     served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
-    api_keys: str | None = None  # keys, separated by commas, or @FILE of lines or YAML; null: nobody needs one
+    api_keys: str | None = None  # keys, separated by commas, or @FILE of lines or YAML; null: requests need none
     public_keys: str | None = None  # @FILE with Ed25519 keys of clients that sign their requests; null: none does
-    signature_seconds: float = number(300.0, 0, above=True)  # after its creation in which a signature counts
+    signature_seconds: float = number(300.0, 0, above=True)  # seconds after its creation for which a signature is valid
     signing_key: str | None = None  # @FILE with the Ed25519 key that signs answers; null: none is signed
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
-    log: str = one_of("auto", "json", "text")  # lines on stderr; auto: text on a terminal, else JSON
-    log_level: str = one_of("info", "warning", "error")  # of the lines that are written; requests are of level info
-    chat_template: str | None = None  # a file that takes the place of the checkpoint's template
-    chat_template_kwargs: Any = None  # a mapping of variables of templates, under a request's own
-    tool_calls: str | None = "auto"  # auto: by chat template, else model file; none, a name, a YAML file
-    max_queue: int = number(1024, 1)  # requests that wait for each engine; more are answered 429
+    log: str = one_of("auto", "json", "text")  # format of lines on stderr; auto: text on a terminal, else JSON
+    log_level: str = one_of("info", "warning", "error")  # level from which lines are written; requests are info
+    chat_template: str | None = None  # file of a chat template that replaces the checkpoint's
+    chat_template_kwargs: Any = None  # mapping of template variables; a request can override them
+    tool_calls: str | None = "auto"  # format: auto, by chat template, else model file; none, a name or a YAML file
+    max_queue: int = number(1024, 1)  # requests that may wait for each engine; further ones are answered with 429
     max_input_length: int | None = number(None, 1)  # tokens of a prompt; null: what max_total_tokens leaves
     max_total_tokens: int | None = number(None, 1)  # tokens of prompt and answer; null: max_model_len
-    max_stop_sequences: int = number(16, 0)  # of a request
+    max_stop_sequences: int = number(16, 0)  # stop strings of a request
     max_top_n_tokens: int = number(20, 0, 20)  # logprobs that a request may ask for at each token
     best_of: int = number(16, 1, 128)  # answers that a request may ask for, n included
-    max_body: int = number(8 << 20, 1)  # bytes of a request
-    max_values: int = number(1_000_000, 1000)  # of it: numbers, texts, lists and objects; a token id is one
-    max_items: int = number(100_000, 1000)  # of it: texts, names of fields, lists and objects
-    max_header: int = number(64 << 10, 1024)  # bytes of its head
-    read_seconds: float = number(30.0, 0, above=True)  # for a request to arrive
-    write_seconds: float = number(60.0, 0, above=True)  # for a client to take what was sent
-    comment_seconds: float = number(15.0, 0, above=True)  # of silence in a stream before empty lines are sent
-    drain_seconds: float = number(30.0, 0)  # for running requests to end after SIGTERM or Ctrl-C
-    heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
-    vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too
+    max_body: int = number(8 << 20, 1)  # bytes of a request's body
+    max_values: int = number(1_000_000, 1000)  # numbers, texts, lists and objects in a body; a token id is one
+    max_items: int = number(100_000, 1000)  # texts, names of fields, lists and objects in a body
+    max_header: int = number(64 << 10, 1024)  # bytes of a request's head
+    read_seconds: float = number(30.0, 0, above=True)  # seconds for a request to arrive
+    write_seconds: float = number(60.0, 0, above=True)  # seconds for a client to read what was sent
+    comment_seconds: float = number(15.0, 0, above=True)  # seconds of silence in a stream before empty lines
+    drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
+    heartbeat_seconds: float = number(4.0, 0.5)  # seconds without a heartbeat after which an engine is taken for dead
+    vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
-    notify_socket: str | None = None  # of systemd, which is told READY=1 and STOPPING=1; null: nobody is told
-    listen_fds: int = number(0, 0)  # sockets that systemd passes, of which there may be one; 0: host and port count
-    listen_pid: int = number(0, 0)  # of the process that it passes them to
+    notify_socket: str | None = None  # systemd's socket, which is told READY=1 and STOPPING=1; null: none
+    listen_fds: int = number(0, 0)  # sockets that systemd passes, at most one; 0: host and port are used
+    listen_pid: int = number(0, 0)  # process to which systemd passes them
 
 
 @dataclass
 class PoolerConfig:
     pooling_type: str | None = one_of("auto", None, "LAST", "MEAN")  # of embeddings; auto: as in 1_Pooling; null: none
-    normalize: bool | None = None  # embeddings have the length 1; null: as modules.json says, else true
+    normalize: bool | None = None  # scale embeddings to the length 1; null: as modules.json says, else true
 
 
 @dataclass
 class ServeConfig:
-    kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, "fp8", "fp8_e4m3", later=("fp8_e5m2",))  # auto: dtype
+    kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, "fp8", "fp8_e4m3", later=("fp8_e5m2",))  # of KV; auto: dtype
     block_size: int = number(16, 1)  # tokens of a KV block
-    num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
+    num_kvcache_blocks: int | None = number(None, 1)  # KV blocks; null: as many as kv_cache_memory holds
     kv_cache_memory: int = number(4 << 30, 1)  # bytes of an engine's KV pool on a CPU; a GPU gives it what is left
-    swap_space: int = number(0, 0)  # bytes of host memory a rank, for KV that its pool has no room for; 0: none
+    swap_space: int = number(0, 0)  # bytes of host memory a rank for KV that its pool has no room for; 0: none
     kv_cache_dir: str | None = None  # folder of files for KV that leaves swap_space; they outlive the server
-    kv_cache_dir_bytes: int = number(64 << 30, 1)  # that they may take; what was used longest ago is removed
+    kv_cache_dir_bytes: int = number(64 << 30, 1)  # bytes of kv_cache_dir; the least recently used files are removed
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
@@ -364,28 +364,28 @@ class ServeConfig:
     tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
     pipeline_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.pipeline
     data_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.replicas
-    enable_expert_parallel: bool = False  # the same as parallel.experts=… of all ranks
+    enable_expert_parallel: bool = False  # the same as parallel.experts=N for all N ranks
     enable_dp_attention: bool = False  # parallel.data: tensor_parallel_size ranks in data_parallel_size groups
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
-    cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
-    scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps of prompts; 0: none
+    cudagraph_capture_sizes: list[int] | None = None  # numbers of decodes with a CUDA graph; null: up to max_num_seqs
+    scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps with prompts; 0: none
     method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
-    num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3
-    max_verified_tokens: int | None = number(None, 1)  # decodes and drafts; null: see docs/speculation.md
-    acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; with load_dummy=true alone
-    prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
-    prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
-    idle_exit_seconds: float | None = number(None, 0, above=True)  # without a request, before it ends; null: never
+    num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3
+    max_verified_tokens: int | None = number(None, 1)  # decodes and drafts of a step; null: see docs/speculation.md
+    acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; needs load_dummy=true
+    prompt_lookup_min: int = number(2, 1, 16)  # the fewest last tokens that ngram looks up in prompt and answer
+    prompt_lookup_max: int = number(4, 1, 16)  # the most last tokens that ngram looks up; longer matches are preferred
+    idle_exit_seconds: float | None = number(None, 0, above=True)  # idle seconds before the server ends; null: never
     enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep
-    enable_lora: bool = False  # room for adapters beside the weights; the next ones make it, too
-    lora_modules: Any = None  # a mapping from names in requests to folders of LoRA adapters, as PEFT saves them
+    enable_lora: bool = False  # make room for adapters beside the weights; the three fields below imply it
+    lora_modules: Any = None  # mapping from names in requests to folders of LoRA adapters, as PEFT saves them
     allow_runtime_lora_updating: bool = False  # serve /v1/load_lora_adapter and /v1/unload_lora_adapter
-    lora_experts: bool = False  # room for adapters of a mixture's experts too
-    max_loras: int = number(8, 1)  # adapters that are loaded at a time
-    max_lora_rank: int = number(16, 1)  # of an adapter; smaller ones take as much room
+    lora_experts: bool = False  # make room for adapters of experts too
+    max_loras: int = number(8, 1)  # adapters that are loaded at the same time
+    max_lora_rank: int = number(16, 1)  # rank of an adapter, at most; smaller ones take as much room
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
-    profiler_more: bool = False  # shapes, stacks and memory in them
+    profiler_more: bool = False  # traces have shapes, stacks and memory too
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     http: HTTPConfig = of("serve", field(default_factory=HTTPConfig))
 

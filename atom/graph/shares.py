@@ -32,13 +32,13 @@ def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
 
 
 def num_parts(experts: Node) -> int:
-    """Among how many ranks the experts of this call are divided."""
+    """The number of ranks that divide the experts of this call."""
     first = experts.args[7] if len(experts.args) > 7 else None
     return 1 if first is None else int(first.ranks)
 
 
 def group_of(node: Node) -> Node:
-    """The call that has grouped the rows of one that multiplies them by expert."""
+    """The `group` call that made the rows of a call that multiplies them by expert."""
     group = call_of(node.args[ENDS[node.target]])
     if group.target is ops.ends_of_experts:
         group = call_of(group.args[0])

@@ -70,7 +70,7 @@ def run_engine(descriptor: int) -> int:
 
 
 def find_kind(argv: Sequence[str]) -> str | None:
-    """The job of a command line, where it is one of KINDS without flags, and this process has it whatever it is."""
+    """The job of a command line; None with flags, words or torchrun, or where it is none of KINDS."""
     if any(text.startswith("-") or "=" not in text for text in argv):
         return None
     kind = find_job(argv)
@@ -80,7 +80,7 @@ def find_kind(argv: Sequence[str]) -> str | None:
 
 
 def load_apart(argv: Sequence[str], *, has_engine: bool = False) -> Callable[[], Loaded | None]:
-    """Start loading the configuration of a command line; what waits for it. None: it cannot be loaded, or not so.
+    """Start to load the configuration of a command line; a function that waits for it, which gives None if that fails.
 
     has_engine: this process opens a GPU, as soon as the configuration says so
     """

@@ -12,7 +12,8 @@ import hydra
 
 from atom.config import Config
 from atom.config.folders import CONF
-from atom.config.hydra import one_line_errors, register, with_search_path
+from atom.config.hydra import register, with_search_path
+from atom.config.hydra_errors import one_line_errors
 from atom.config.load import show
 from atom.config.overrides import SECRET, hide_secret, rewrite
 from atom.config.spelling import HIDDEN, override

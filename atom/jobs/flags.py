@@ -113,7 +113,7 @@ def find_key(flag: str) -> str | None:
 
 
 def is_of_llama_cpp(argv: list[str], at: int) -> bool:
-    """Whether the flag at this place, which Hydra has too, is llama.cpp's."""
+    """Whether the flag at this place is meant as llama.cpp's, though Hydra has it too."""
     match argv[at]:
         case "-p":  # --package, of what is shown
             return not any(re.fullmatch(r"(--cfg|-c|--info|-i)(=.*)?", text) for text in argv)

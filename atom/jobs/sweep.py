@@ -32,7 +32,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from atom.config import Config
-from atom.config.hydra import SEARCHPATH, make_search_path, no_choice, one_line_errors, register, search_path_of
+from atom.config.hydra import register
+from atom.config.hydra_errors import no_choice, one_line_errors
+from atom.config.model_files import SEARCHPATH, make_search_path, search_path_of
 from atom.config.overrides import parse, plain, rewrite
 from atom.config.schema_keys import plain_fields
 from atom.config.spelling import override

@@ -160,7 +160,7 @@ def timeline(boxes: Sequence[Box], seconds: float) -> str:
 
 
 def curves(values: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Which share of some values is no more than what is on the axis: a curve for each name."""
+    """Cumulative distributions, a curve for each name: the share of values up to the one on the axis."""
     width, height, left = 620, 240, 46
     lines, top = [], max((max(each) for each in values.values() if each), default=0.0) or 1.0
     for share in (0.0, 0.5, 0.9, 1.0):

@@ -40,7 +40,7 @@ def _lower(graph: Graph, attention: Node) -> None:
 
 
 def ahead_of_norm_rope(q: Node, k: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What norm_rope takes to give these: q and k ahead of the norms and the rope that they share, and these."""
+    """The arguments with which norm_rope gives q and k: both ahead of norms and rope, the norms, and the rope."""
     q, k, cos, sin, attributes = _before_rope(q, k)
     q_norm = k_norm = None
     if q.target is ops.rms_norm and k.target is ops.rms_norm and q.kwargs == k.kwargs:

@@ -73,7 +73,7 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
 
 
 def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:
-    """The last value ahead of a layer that is all that is read from there on of the layers before it."""
+    """The last value ahead of a layer through which alone later calls depend on the layers before it."""
     nodes = list(body.fx.nodes)
     for node in reversed(nodes[nodes.index(before[-1]) : nodes.index(layer)]):
         type = node.meta["type"]
@@ -84,7 +84,7 @@ def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:
 
 
 def _needed(results: Sequence[Node], given: Node | None) -> set[Node]:
-    """What results are computed of, where this value is given."""
+    """The calls that results depend on, if this value is given."""
     found: set[Node] = set()
     waiting = list(results)
     while waiting:

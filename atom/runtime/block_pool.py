@@ -5,7 +5,8 @@
     pool.publish(block, prefix)                         # others find it, and share it
     pool.release(block)                                 # by its last holder: cached
 
-A pool may have another one behind it, in host memory, where the content of cached blocks is saved.
+A pool may have a `HostPool` behind it, in host memory, where the content of cached blocks is saved. That one may have
+files behind it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are
 class BlockPool:
     """The blocks of one cache kind: held by tables, free and blank, or free and cached until they are taken."""
 
-    def __init__(
-        self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache, name: str = "", host: BlockPool | None = None
-    ) -> None:
-        """name: in `Prefix.blocks`; the kind's by default. host: where the content of cached blocks is kept"""
+    def __init__(self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache, host: HostPool | None = None) -> None:
+        """host: where the content of cached blocks is saved"""
         assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
-        self.kind, self.name, self.window = kind, name or kind.name, kind.window
+        self.kind, self.name, self.window = kind, kind.name, kind.window  # the name is that of its blocks in `Prefix`
         self.num_blocks = num_blocks
         self.num_holders = [0] * num_blocks
         self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
@@ -37,10 +36,6 @@ class BlockPool:
         self.host = host
         self.saves: list[tuple[int, int]] = []  # of blocks to the host's, to come with the next plan
         self.is_overwritten = False  # one of these blocks is taken already
-        self.files: KVFiles | None = None  # where the host's blocks go
-        self.writes: list[tuple[int, bytes]] = []  # blocks of the host to files, by key, to come with the next plan
-        self.fills: list[tuple[int, object]] = []  # blocks of the host from files, likewise
-        self.fresh: set[int] = set()  # blocks of the host that the next plan's copies write to
         self._prefixes = prefixes
 
     @property
@@ -48,14 +43,12 @@ class BlockPool:
         return len(self.blank) + len(self.cached)
 
     def take(self, *, to_load: bool = False) -> int:
-        """Take a free block. to_load: what is copied there comes behind what is saved from there"""
+        """Take a free block. to_load: for a load from the host, which runs after the save of what the block held"""
         if self.blank:
             block = self.blank.pop()
         else:
             block, _ = self.cached.popitem(last=False)
-            self.is_overwritten |= self._save(block) and not to_load
-            if self.files is not None:
-                self.writes.append((block, digest_of(self._prefix_of(block))))
+            self._evict(block, to_load)
             self.drop(block)
         self.num_holders[block] = 1
         return block
@@ -71,8 +64,7 @@ class BlockPool:
             block, _ = self.cached.popitem(last=False)
             self.drop(block)
             self.blank.append(block)
-        self.saves, self.writes, self.fills, self.is_overwritten = [], [], [], False
-        self.fresh.clear()
+        self.saves, self.is_overwritten = [], False
 
     def share(self, block: int) -> int:
         if not self.num_holders[block]:
@@ -93,34 +85,27 @@ class BlockPool:
         self.prefix[block] = prefix
         prefix.blocks[self.name] = block
 
-    def save_ahead(self, most: int) -> None:
-        """Save at most so many of the blocks that are taken next."""
-        assert self.host is not None
+    def take_saves(self, most: int) -> list[tuple[int, int]]:
+        """The saves to come with the next plan, with at most so many blocks that will be taken soon."""
+        assert self.host is not None, "only a pool with one on the host saves blocks"
         ahead = min(SAVED_AHEAD, self.host.num_blocks // 2) - len(self.blank)
         for block in islice(self.cached, max(ahead, 0)):
             if most <= 0:
                 break
             most -= self._save(block)
+        saves, self.saves, self.is_overwritten = self.saves, [], False
+        return saves
 
     def has(self, prefix: Prefix, on_host: bool) -> bool:
         """Whether it holds the prefix's last tokens, or the host does."""
         return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
 
-    @property
-    def can_refill(self) -> bool:
-        """Whether a block of the host is free that the next plan's copies leave alone."""
-        return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
-
-    def refill(self, prefix: Prefix) -> int:
-        """Take a block of the host for the content of a prefix, which the next plan's copies bring."""
-        block = self.take()
-        self.publish(block, prefix)
-        self.release(block)
-        self.fresh.add(block)
-        return block
+    def _evict(self, block: int, to_load: bool) -> None:
+        """Save the content of a cached block that is taken."""
+        self.is_overwritten |= self._save(block) and not to_load
 
     def _save(self, block: int) -> bool:
-        """Have a cached block copied to the host, if it is not there; whether it is to be."""
+        """Save a cached block that the host does not have, if it has room; whether the next plan copies it."""
         prefix, host = self._prefix_of(block), self.host
         if host is None or host.name in prefix.blocks or not host.can_refill:
             return False
@@ -136,3 +121,45 @@ class BlockPool:
     def first_seen(self, query: int, block_size: int) -> int:
         """The index of the first block that a query at this position sees."""
         return 0 if self.window is None else max(query - self.window + 1, 0) // block_size
+
+
+class HostPool(BlockPool):
+    """The blocks in host memory of one cache kind, whose content may go to files when they are taken."""
+
+    def __init__(self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache, files: KVFiles | None) -> None:
+        super().__init__(kind, num_blocks, prefixes)
+        self.name = f"host:{kind.name}"
+        self.fresh: set[int] = set()  # blocks that the next plan's copies write to
+        self._files = files
+        self._writes: list[tuple[int, bytes]] = []  # blocks to files, by key, to come with the next plan
+        self._fills: list[tuple[int, object]] = []  # blocks from files, likewise
+
+    @property
+    def can_refill(self) -> bool:
+        """Whether a block is free that no copy of the next plan touches."""
+        return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
+
+    def refill(self, prefix: Prefix, content: object = None) -> int:
+        """Take a block for the content of a prefix. content: read from a file; None: a save brings it"""
+        block = self.take()
+        self.publish(block, prefix)
+        self.release(block)
+        self.fresh.add(block)
+        if content is not None:
+            self._fills.append((block, content))
+        return block
+
+    def take_copies(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, object]]]:
+        """The blocks to write to files with the next plan, and those to fill from files."""
+        copies = self._writes, self._fills
+        self._writes, self._fills = [], []
+        self.fresh.clear()
+        return copies
+
+    def forget(self) -> None:
+        super().forget()
+        self.take_copies()
+
+    def _evict(self, block: int, to_load: bool) -> None:
+        if self._files is not None:
+            self._writes.append((block, digest_of(self._prefix_of(block))))

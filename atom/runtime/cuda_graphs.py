@@ -239,7 +239,7 @@ class Graphs:
         return sorted(each for each in choices if each > 0)
 
     def _most_drafting(self, num_drafts: int, largest: int) -> int:
-        """The most of so many decodes that may have this number of drafts each; 1 where none may."""
+        """The largest number of decodes, up to this one, that may have so many drafts each; at least 1."""
         limits = self._model.limits
         return largest if limits.draft_table else max(min(largest, limits.max_verified_tokens // (1 + num_drafts)), 1)
 

@@ -160,7 +160,7 @@ class DataParallelScheduler:
 
 
 def _cost(sequence: Sequence) -> int:
-    """What a sequence costs its group from now on, in tokens of a prompt."""
+    """The work that a sequence still causes its group, in tokens of a prompt."""
     return sequence.num_tokens - sequence.num_computed + ANSWER_TOKENS
 
 
@@ -220,6 +220,6 @@ def pad_scored(steps: list[StepInput]) -> None:
 
 
 def _columns(lists: list[list[int]]) -> Iterator[list[int]]:
-    """The first numbers of all lists, then the second ones of those that have them, and so on."""
+    """The first number of each list, then the second one of each that has it, and so on."""
     for at in range(max(map(len, lists))):
         yield [each[at] for each in lists if at < len(each)]

@@ -175,7 +175,7 @@ def _start_of(stop: str, text: str) -> int:
 
 
 def _tail(tokenizer: TextCodec, prompt: Sequence[int]) -> list[int]:
-    """The last tokens of the prompt, as few as have text; none if it has none or ends within a character."""
+    """The fewest last tokens of the prompt that have text; none if it has none or ends within a character."""
     size = 4
     while True:
         tail = list(prompt[-size:])

@@ -53,7 +53,7 @@ class Driver:
             return RanksPending(self.runner.execute(step), self, self._leaders)
 
     def tell_to_wait(self) -> None:
-        """Have stages that run ahead finish the oldest step; the last one has done so."""
+        """Tell the stages before the last one, which run ahead, to finish the oldest step."""
         if self.runner.model.defers_logits:
             self._ranks.tell([WAIT] * (len(self._groups) - 1))
 

@@ -95,7 +95,7 @@ class HostBlocks:
             self._last = done
 
     def join(self) -> None:
-        """Have the next step wait for the copies beside the last one."""
+        """Have the next step wait for the copies that run beside the last one."""
         if self._due is not None:
             torch.cuda.current_stream().wait_event(self._due)
         self._due, self._last = self._last, None
@@ -134,7 +134,7 @@ class HostBlocks:
                     run(kind, pairs[start : start + size])
 
     def _write(self, kind: str, written: Sequence[tuple[int, bytes]]) -> None:
-        """Have files written of rows that something else is copied to next."""
+        """Have rows written to files before something else is copied to them."""
         assert self.files is not None, "only a cache with files plans writes"
         blocks, ready = [], None
         if self._stream is not None:
@@ -192,7 +192,7 @@ class HostBlocks:
 
 
 def runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
-    """Where rows of the host follow each other: place of the first pair, its row, and how many."""
+    """Runs of consecutive rows on the host: index of the first pair, its row, and the number of rows."""
     start = 0
     for place in range(1, len(pairs) + 1):
         if place == len(pairs) or pairs[place][1] != pairs[place - 1][1] + 1:

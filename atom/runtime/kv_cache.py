@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from atom.runtime.block_pool import BlockPool
+from atom.runtime.block_pool import BlockPool, HostPool
 from atom.runtime.kv_files import Fetch, KVFiles, chain, digest_of
 from atom.runtime.kv_plan import num_blocks_needed
 from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
@@ -73,16 +73,14 @@ class KVCache:
         self.prefixes = PrefixCache()
         self.costs, self._loaded_bytes = costs, loaded_bytes
         self.host_pools = {
-            kind.name: BlockPool(kind, num_host_blocks[kind.name], self.prefixes, f"host:{kind.name}")
+            kind.name: HostPool(kind, num_host_blocks[kind.name], self.prefixes, files)
             for kind in kinds
             if num_host_blocks is not None
         }
         self.pools = [
-            BlockPool(kind, num_blocks[kind.name], self.prefixes, host=self.host_pools.get(kind.name)) for kind in kinds
+            BlockPool(kind, num_blocks[kind.name], self.prefixes, self.host_pools.get(kind.name)) for kind in kinds
         ]
         self.files = files
-        for host in self.host_pools.values():
-            host.files = files
         self._full = [pool for pool in self.pools if pool.window is None]
         self._windows = [pool for pool in self.pools if pool.window is not None]
         self._salt = salt
@@ -100,12 +98,6 @@ class KVCache:
         """Used blocks and all blocks of the fullest pool."""
         counts = ((pool.num_blocks - 1 - pool.num_free, pool.num_blocks - 1) for pool in self.pools)
         return max(counts, key=lambda count: count[0] / count[1])
-
-    @property
-    def usage(self) -> float:
-        """The share of used blocks in the fullest pool."""
-        num_used, num_blocks = self.fullest
-        return num_used / num_blocks
 
     @property
     def host_usage(self) -> tuple[int, int]:
@@ -167,18 +159,15 @@ class KVCache:
         awaited = [each for each in planned if each in self._loads]
         is_urgent = any(pool.is_overwritten for pool in self.pools) or bool(awaited)
         for pool in self.pools:
-            pool.save_ahead(SAVED_BYTES // (self.block_size * pool.kind.bytes_per_token) or 1)
-            if pool.saves:
-                saves[pool.name] = pool.saves
-            pool.saves, pool.is_overwritten = [], False
+            if saved := pool.take_saves(SAVED_BYTES // (self.block_size * pool.kind.bytes_per_token) or 1):
+                saves[pool.name] = saved
         writes, fills = dict[str, list[tuple[int, bytes]]](), dict[str, list[tuple[int, object]]]()
         for kind, host in self.host_pools.items():
-            if host.writes:
-                writes[kind] = host.writes
-            if host.fills:
-                fills[kind] = host.fills
-            host.writes, host.fills = [], []
-            host.fresh.clear()
+            written, filled = host.take_copies()
+            if written:
+                writes[kind] = written
+            if filled:
+                fills[kind] = filled
         budget = math.inf if awaited else self._loaded_beside(sum(planned.values()))
         for sequence in awaited or list(self._loads):
             budget -= self._take_loads(sequence, budget, loads)
@@ -248,7 +237,7 @@ class KVCache:
                 elif index >= fetch.first and pool.name not in child.blocks:
                     row = fetch.blocks[index - fetch.first].get(pool.name)
                     if row is not None and host.can_refill:
-                        host.fills.append((host.refill(child), row))
+                        host.refill(child, row)
             child.num_users -= 1
             prefix = child
         self.prefixes.prune(prefix)
@@ -337,9 +326,9 @@ class KVCache:
             pool.forget()
 
     def _find_prefix(self, sequence: Sequence) -> list[Prefix]:
-        """The longest prefix that all kinds have, less than all the sequence's tokens, block by block.
+        """The longest cached prefix, block by block: all kinds have it, and it leaves at least one token to compute.
 
-        With what the host alone has, if it pays to load that.
+        It includes blocks that only the host has, if loading them pays.
         """
         if not self.enable_prefix_caching:
             return []
@@ -365,7 +354,7 @@ class KVCache:
         return content, path
 
     def _count_hit(self, path: list[Prefix], on_host: bool) -> int:
-        """The most prefixes of a path, each a block, behind which a query finds all that it sees."""
+        """The longest beginning of a path, in blocks, after which a query finds every block that it sees."""
         since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
         num_hit = 0
         for index, prefix in enumerate(path):
@@ -380,12 +369,12 @@ class KVCache:
         return num_hit
 
     def _is_loaded(self, path: list[Prefix], at: int) -> bool:
-        """Whether who hits a path loads a block of this place of it."""
+        """Whether a sequence that hits this path has to load a block of its prefix number `at`."""
         query, blocks = len(path) * self.block_size, path[at].blocks
         return any(pool.name not in blocks and at >= pool.first_seen(query, self.block_size) for pool in self.pools)
 
     def _has_room_to_load(self, sequence: Sequence, path: list[Prefix], spare: int) -> bool:
-        """Whether the blocks of a path that are to be loaded, and of full kinds all others, leave so many blocks."""
+        """Whether loading a path leaves `spare` free blocks; full kinds also need room for the tokens after it."""
         for pool in self.pools:
             first = pool.first_seen(len(path) * self.block_size, self.block_size)
             shared = [block for prefix in path[first:] if (block := prefix.blocks.get(pool.name))]
@@ -410,7 +399,7 @@ class KVCache:
                 pairs[place] = table[at], copy
 
     def _loaded_beside(self, num_tokens: int) -> float:
-        """Bytes to load beside a step of so many tokens, in about the time that it takes."""
+        """The bytes that can be loaded in about the time that a step of so many tokens takes."""
         if self.costs is None or not self.costs.load_token_seconds:
             return self._loaded_bytes
         num_loaded = num_tokens * self.costs.compute_token_seconds / self.costs.load_token_seconds

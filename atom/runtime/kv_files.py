@@ -149,13 +149,13 @@ class KVFiles:
             self._changed.wait_for(lambda: self.is_stopped or not self._num_queued, seconds)
 
     def stop(self) -> None:
-        """Have the thread end behind the block that it is writing."""
+        """Have the thread end after the block that it is writing."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, without what is not written."""
+        """End the thread; what is not written yet is lost."""
         self.stop()
         self._thread.join()
 
@@ -190,7 +190,7 @@ class KVFiles:
                         self._changed.notify_all()
 
     def _read_all(self, fetch: Fetch) -> list[bytes]:
-        """Read a prompt's blocks, until one is missing or it is late; the keys behind one that cannot be read."""
+        """Read the blocks of a prompt until one is missing or time is up; the keys after one that cannot be read."""
         keys, key = list[bytes](), fetch.key
         for start in range(0, len(fetch.content), fetch.width):
             key = chain(key, fetch.content[start : start + fetch.width])
@@ -231,7 +231,7 @@ class KVFiles:
         return row if is_whole else None
 
     def _write(self, block: Block) -> None:
-        """Write a block; nothing more from then on where the disk takes no more."""
+        """Write a block. If the disk is full, nothing more is written from then on."""
         path, num_bytes = self._path(block.key, block.kind), HEAD_BYTES + block.row.nbytes
         if self._is_full or num_bytes > self._max_bytes:
             return
@@ -258,7 +258,7 @@ class KVFiles:
                 new.unlink(missing_ok=True)
 
     def _make_room(self, num_written: int) -> None:
-        """Remove files, from the one that was not used for longest, where there are more bytes than may be."""
+        """Remove the least recently used files while they take more bytes than they may."""
         self._num_unscanned += num_written
         has_room = self._num_bytes + self._num_unscanned <= self._max_bytes
         if has_room and self._num_unscanned <= self._max_bytes / SCANS:

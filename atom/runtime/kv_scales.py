@@ -160,7 +160,7 @@ def _after_scales(op: Op, run: Callable[..., Any], largest: Largest) -> Callable
 
 
 def _scaled(op: Op, given: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """The scales that a write takes, each with the numbers that it is of."""
+    """The scales that a write takes, each with the numbers that it scales."""
     if op is ops.norm_rope_write_latent:
         return [(given["k_scale"], _normed(given["latent"], given["norm"], given))]
     keys = _normed(given["k"], given["k_norm"], given)
@@ -174,7 +174,7 @@ def _normed(x: Tensor, norm: Tensor | None, given: Mapping[str, Any]) -> Tensor:
 
 
 def scale_of(largest: float) -> float:
-    """The power of 2 that numbers up to the largest, with HEADROOM, are divided by to fit fp8_e4m3; 1 of no number."""
+    """The power of 2 that makes numbers up to the largest fit fp8_e4m3 with HEADROOM; 1 if there are none."""
     return 2.0 ** math.ceil(math.log2(HEADROOM * largest / FP8_MAX)) if 0 < largest < math.inf else 1.0
 
 

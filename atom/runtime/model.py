@@ -132,7 +132,7 @@ class Model:
 
     @property
     def kernels(self) -> Kernels:
-        """Those in place of the kernels that the text names."""
+        """The kernels that replace those which the text names."""
         return self._bindings.kernels
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
@@ -143,7 +143,7 @@ class Model:
         self._bind(self._bindings._replace(caches=caches))
 
     def unbind(self) -> None:
-        """Let go of the KV pool and of what holds weights; `bind` comes before the next step."""
+        """Drop the KV pool and all references to weights; call `bind` before the next step."""
         self._bindings = self._bindings._replace(caches={})
         self.executables = {}
 
@@ -281,13 +281,13 @@ class Model:
         return Computed(inputs, hidden, score(self.head, hidden), states=states)
 
     def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden]:
-        """What the head takes of its results, and what draft_in does."""
+        """Run the body; the results that the head takes, and those that draft_in takes."""
         results: Hidden = self.body(inputs._asdict())
         num_states = len(self.executables[DRAFT_IN].inputs) if self.carries_hidden else 0
         return results[: len(self.head.inputs)], results[len(results) - num_states :]
 
     def _find_ngrams(self, slots: Tensor) -> None:
-        """Draft for slots i32[S] by what stood there before, where no program does."""
+        """Draft for slots i32[S] by prompt lookup, if no program drafts."""
         if len(slots) and self.drafting and not self.has_draft_programs:
             self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
 
@@ -379,12 +379,12 @@ class Model:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The same numbers, each last dim from an address on that is a multiple of 16, as kernels are compiled for."""
+    """A copy whose rows begin at multiples of 16 bytes, as kernels are compiled for; numbers have 4 bytes or 8."""
     size = x.shape[-1]
     return x.new_empty(*x.shape[:-1], -(-size // 4) * 4)[..., :size].copy_(x)
 
 
 def logits_type(graph: Graph) -> Type:
-    """What its head gives of each row, [R, V]."""
+    """The type of the logits [R, V] that its head gives."""
     (logits,) = graph.programs[HEAD].results
     return logits.meta["type"]  # type: ignore[no-any-return]

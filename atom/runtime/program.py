@@ -152,7 +152,7 @@ class _Linker:
 
 
 def describe(value: Any) -> Any:
-    """What a launch depends on of an argument that is no result: of a tensor all but its numbers and its place."""
+    """All that a launch depends on of an argument that is no result: of a tensor, all but its content and place."""
     match value:
         case Tensor():
             return value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT

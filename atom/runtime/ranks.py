@@ -184,12 +184,12 @@ class Ranks:
             raise
 
     def limit_silence(self, seconds: float) -> None:
-        """Take a rank for dead, from now on, that is silent for so long."""
+        """From now on, take a rank for dead once it has been silent for so long."""
         for channel in self._channels:
             channel.most_silent = seconds
 
     def await_fault(self, seconds: float) -> AtomError | None:
-        """Why the ranks cannot go on, where that shows within this time."""
+        """Why the ranks cannot go on, if that turns out within this time."""
         end = time.monotonic() + seconds
         while self._fault is None and time.monotonic() < end:
             time.sleep(0.01)
@@ -204,13 +204,13 @@ class Ranks:
             callback(fault)
 
     def tell(self, bodies: Sequence[bytes]) -> None:
-        """Send each rank its frame. The error of the one that is dead, if one is."""
+        """Send each rank its frame. Raises the error of a rank that is dead."""
         self.check()
         for channel, body in zip(self._channels, bodies, strict=True):
             self._send(channel, body)
 
     def receive(self, rank: int) -> bytes:
-        """Wait for a rank's next answer. The error of the one that is dead, if one is."""
+        """Wait for a rank's next answer. Raises the error of a rank that is dead."""
         answer = self._answers[rank - 1].get()
         if answer is None:
             self._answers[rank - 1].put(None)

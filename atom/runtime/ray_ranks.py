@@ -119,7 +119,7 @@ class RayPlacement(Placement):
         self._ray.shutdown()
 
     def _release(self) -> None:
-        """Listen no more, end the ranks, and give their places back."""
+        """Stop listening, end the ranks, and release their places."""
         super().close()
         if self._group is not None:
             with contextlib.suppress(self._ray.exceptions.RayError):

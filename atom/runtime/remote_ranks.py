@@ -134,7 +134,7 @@ class Listener:
         return [joined[rank] for rank in ranks]
 
     def close(self) -> None:
-        """Listen no more, and end the ranks that `join` has not given away."""
+        """Stop listening, and end the ranks that `join` has not returned."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
@@ -217,7 +217,7 @@ class Placement:
         """Raise why a rank cannot come, where that is known."""
 
     def close(self) -> None:
-        """Listen no more, and end the ranks that have joined."""
+        """Stop listening, and end the ranks that have joined."""
         self._listener.close()
         for channel in self._joined:
             channel.close()

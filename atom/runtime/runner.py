@@ -102,7 +102,7 @@ class Runner:
             raise self._dead from error
 
     def keep(self, kept: Iterable[tuple[str, int, int, bytes]], seconds: float) -> None:
-        """Write blocks to files, as `HostBlocks.keep` does, unless they may be others than they seem."""
+        """Write blocks to files, as `HostBlocks.keep` does, unless a copy has failed and left them in doubt."""
         if self.host is not None and self._dead is None:
             self.host.keep(kept, seconds)
 
@@ -196,7 +196,7 @@ class Runner:
     def _sample(
         self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]], pooled: Tensor | None
     ) -> Pending:
-        """Draw the tokens, after what allocates much, but a draft: what has been drawn cannot be drawn again."""
+        """Draw the tokens. All that needs much memory comes first, except drafts, since a draw cannot be repeated."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
         if step.logprobs:
@@ -295,7 +295,7 @@ class Pending:
     def wait(self, check: Callable[[], object] | None = None) -> Sampled:
         """Wait for the device; what was sampled.
 
-        check: raises where the device would wait for ever, as for a rank that is gone; it is called now and then
+        check: called now and then; raises where the device would wait for ever, as for a rank that is gone
         """
         if self.finish is not None:
             return self.finish().wait(check)
@@ -304,36 +304,54 @@ class Pending:
                 self.event.synchronize()
             else:
                 wait_for(self.event, check)
-        step, accepted = self.step, self.accepted
-        num_drafted = {each.row: len(each.tokens) for each in step.drafts}
+        tokens, accepted = self._read_tokens()
+        sums: Any = [] if self.pooled is None else self.pooled.numpy()
+        pooled = {each.row: one.tobytes() for each, one in zip(self.step.pooled, sums, strict=True)}
+        return Sampled(
+            tokens,
+            self._read_logprobs(tokens),
+            {prompt.row: _read_prompt(prompt, reports) for prompt, reports in self.scored if prompt.targets},
+            accepted,
+            self._count_drafts(len(tokens)),
+            pooled,
+        )
+
+    def _read_tokens(self) -> tuple[list[int], dict[int, list[int]]]:
+        """The first token drawn for each row, and those drawn behind it by row."""
+        step = self.step
         if self.drawn is None:
-            tokens: list[int] = self.reported[step.reported].tolist() if step.reported else []
-        else:
-            tokens, *behind = self.drawn[:, : len(step.reported)].tolist()
-            found = enumerate(zip(*behind, strict=True))
-            accepted = {row: [token for token in each if token >= 0] for row, each in found}
-        if self.drafts is not None:
-            packed, num_rows = np.frombuffer(step.packed, np.int32), step.shape.num_rows
-            most = (packed[num_rows:] if step.is_decode else step.shape.split(packed).most)[: len(tokens)]
-            counts = np.minimum((self.drafts[: len(tokens)] >= 0).sum(1).numpy(), most).tolist()
-            num_drafted = {row: count for row, count in enumerate(counts) if count}
+            return (self.reported[step.reported].tolist() if step.reported else []), self.accepted
+        tokens, *behind = self.drawn[:, : len(step.reported)].tolist()
+        found = enumerate(zip(*behind, strict=True))
+        return tokens, {row: [token for token in each if token >= 0] for row, each in found}
+
+    def _count_drafts(self, num_rows: int) -> dict[int, int]:
+        """The number of drafts that were verified, by row that had any."""
+        step = self.step
+        if self.drafts is None:
+            return {each.row: len(each.tokens) for each in step.drafts}
+        packed = np.frombuffer(step.packed, np.int32)
+        most = (packed[step.shape.num_rows :] if step.is_decode else step.shape.split(packed).most)[:num_rows]
+        counts = np.minimum((self.drafts[:num_rows] >= 0).sum(1).numpy(), most).tolist()
+        return {row: count for row, count in enumerate(counts) if count}
+
+    def _read_logprobs(self, tokens: list[int]) -> list[Logprobs | None]:
+        """The log probabilities of each row, None where they were not asked for."""
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         if self.report is not None:
-            rows, nums = zip(*step.logprobs, strict=True)
+            rows, nums = zip(*self.step.logprobs, strict=True)
             for row, logprob in zip(rows, self.report.read([tokens[row] for row in rows], nums), strict=True):
                 logprobs[row] = logprob
-        prompts = {
-            prompt.row: [
-                logprob
-                for start, report in zip(range(0, len(prompt.targets), HEAD_ROWS), reports, strict=True)
-                for logprob in report.read(prompt.targets[start : start + HEAD_ROWS], [prompt.num_top] * HEAD_ROWS)
-            ]
-            for prompt, reports in self.scored
-            if prompt.targets
-        }
-        sums: Any = [] if self.pooled is None else self.pooled.numpy()
-        pooled = {each.row: one.tobytes() for each, one in zip(step.pooled, sums, strict=True)}
-        return Sampled(tokens, logprobs, prompts, accepted, num_drafted, pooled)
+        return logprobs
+
+
+def _read_prompt(prompt: Scored, reports: list[_Report]) -> list[Logprobs]:
+    """The log probabilities of a prompt's tokens, of which each report has HEAD_ROWS."""
+    return [
+        logprob
+        for start, report in zip(range(0, len(prompt.targets), HEAD_ROWS), reports, strict=True)
+        for logprob in report.read(prompt.targets[start : start + HEAD_ROWS], [prompt.num_top] * HEAD_ROWS)
+    ]
 
 
 def wait_for(event: torch.cuda.Event, check: Callable[[], object]) -> None:

@@ -391,12 +391,12 @@ class Scheduler:
         stats.num_forked_tokens += num_forked
 
     def _keep_for_prompts(self, has_prompts: bool) -> int:
-        """The tokens of a step that are not for drafts."""
+        """The tokens of a step that are kept for prompts, so not used for drafts."""
         can_admit = bool(self.waiting and self._slots) and self.waiting.peek() is not self._refused
         return self.limits.max_num_batched_tokens // 2 if has_prompts or can_admit else 0
 
     def _most_drafts(self, num_decodes: int) -> int:
-        """The most that each of a step's decodes may draft: where times are known, what gives the most a second."""
+        """The most drafts of each of a step's decodes; where times are known, what gives the most tokens/s."""
         if self._drafter is None or not num_decodes:
             return 0
         if (table := self.limits.draft_table) is None:
@@ -454,7 +454,7 @@ class Scheduler:
         return len(sequence.output) + sequence.num_pending - sequence.num_unverified
 
     def _ask_to_leave(self, sequence: Sequence, planned: dict[Sequence, int]) -> int:
-        """Have a sequence in flight preempted at its commit; the number of tokens that it was to compute now."""
+        """Have the last sequence preempted at its commit; the tokens of this step that this frees."""
         last = max(reversed(self.running), key=_priority)
         if last is sequence or self._leaving:
             return 0

@@ -93,7 +93,7 @@ class _Index:
         self._places: list[tuple[int, dict[tuple[int, ...], int]]] = [(size, {}) for size in sizes]
 
     def extend(self, sequence: Sequence) -> bool:
-        """Take in the tokens that are new, or some of many; whether these are all.
+        """Index the new tokens, or some of them if there are many; whether all are indexed.
 
         An n-gram at the very end is a place once a token follows it.
         """
@@ -105,7 +105,7 @@ class _Index:
         return len(self.tokens) == sequence.num_tokens
 
     def find(self) -> int | None:
-        """The index of what followed the last tokens at the latest place where the most of them stood."""
+        """The index of the token that followed the longest match of the last tokens, at its latest place."""
         found = (places.get(tuple(self.tokens[-size:])) for size, places in self._places)
         return next((at for at in found if at is not None), None)
 
@@ -142,7 +142,7 @@ class DraftLog:
         self._interval, self._before = interval, SchedulerStats()
 
     def describe(self, stats: SchedulerStats) -> str | None:
-        """A line of the drafts since the last line; None while they are few. stats: nobody changes them"""
+        """A line about the drafts since the last line; None while they are few. stats: a copy that nobody changes"""
         before = self._before
         if stats.num_drafts - before.num_drafts < self._interval:
             return None

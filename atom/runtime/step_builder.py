@@ -274,7 +274,7 @@ def split(row: ScheduledRequest, resident: _Resident) -> list[_Row]:
 
 
 def drafting(row: ScheduledRequest, resident: _Resident, num_drafts: int) -> _Row:
-    """The row of a decode, with so many tokens behind it: what the runner drafts, where it knows the newest token."""
+    """The row of a decode with room for so many drafts, which the runner makes where it knows the newest token."""
     (alone,) = split(row._replace(num_tokens=1, drafts=()), resident)
     most = len(row.drafts) if row.start >= resident.num_known else 0
     tokens = [-2 - number if number < most else NO_DRAFT for number in range(num_drafts)]

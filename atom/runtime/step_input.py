@@ -150,7 +150,7 @@ class Pooled(msgspec.Struct):
 
 
 class Draft(msgspec.Struct):
-    """Tokens that are verified: the first where the row draws it, the others where the row of the one before does."""
+    """Drafts of a row to verify: each is accepted if the row of the token before it draws it."""
 
     row: int  # that samples
     first: int  # row that samples behind the first token; the rows behind the others follow

@@ -37,7 +37,7 @@ class CacheKind:
 
 
 class DraftTable(Protocol):
-    """How many tokens pay; `runtime.draft_table` has it."""
+    """How many drafts pay; see `runtime.draft_table`."""
 
     def best(self, num_decodes: int, rates: Rates[float]) -> int:
         """The number of drafts of each decode that gives the most tokens a second. rates: at which each is accepted"""

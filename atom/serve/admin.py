@@ -1,120 +1,20 @@
-"""Operators' routes: /health, /ready, /ping, /load, /metrics, /version, /server_info, models, sleep, profiler.
+"""Routes by which operators steer the engines: /sleep, /wake_up, /reset_prefix_cache, the profiler.
 
-curl -i localhost:8000/health
+curl -X POST localhost:8000/sleep?level=1
 """
 
 from __future__ import annotations
 
-import asyncio
-import platform
-import time
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi import APIRouter, Query, Response
 
-import atom
-from atom.config import Config
-from atom.config.spelling import HIDDEN, is_secret
-from atom.measurement.hardware import describe_cpus
-from atom.runtime.speculation import draft_statistics
 from atom.serve.context import Context
-from atom.serve.engine.client import EngineState
-from atom.serve.engine.replica import Replica
 from atom.serve.errors import json_response
 
 
 def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["operations"])
-    created = int(time.time())
-
-    @router.get("/health")
-    async def health() -> Response:
-        """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is.
-
-        While it loads, `doing` says what the start is at. Of several engines, `engines` names each; one that serves
-        is enough.
-        """
-        state = context.state
-        status = "ok" if state is EngineState.READY else str(state)
-        body: dict[str, Any] = {"status": status, "state": str(state)}
-        if state is EngineState.LOADING:
-            body["doing"] = context.doing
-        if len(context.engines) > 1:
-            body["engines"] = list(map(describe_engine, context.engines))
-        return json_response(body, 200 if state is EngineState.READY else 503)
-
-    @router.get("/ready")
-    async def ready() -> Response:
-        """The same, for load balancers."""
-        return await health()
-
-    @router.get("/ping")
-    @router.post("/ping")
-    async def ping() -> Response:
-        """The same, for SageMaker and clients of vLLM."""
-        return await health()
-
-    @router.get("/load")
-    async def load() -> Response:
-        """The sequences that run or wait in all engines, as `server_load`."""
-        return json_response({"server_load": sum(engine.client.num_sequences for engine in context.engines)})
-
-    @router.get("/server_info")
-    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
-        """The configuration, API keys hidden: as text, or with config_format=json as an object."""
-        shown = describe_config(context.config)
-        return json_response({"vllm_config": shown if config_format == "json" else str(shown)})
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        """The metrics, for Prometheus."""
-        context.metrics.tasks.set(len(asyncio.all_tasks()))
-        return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/version")
-    async def version() -> Response:
-        """The versions and the hardware; GPUs are named once the engine is ready."""
-        config = context.config
-        return json_response(
-            {
-                "version": atom.__version__,
-                "model": config.model.name,
-                "dtype": config.dtype,
-                "device": config.device,
-                "hardware": describe_cpus() if config.device == "cpu" else context.engines.gpus,
-                "python": platform.python_version(),
-            }
-        )
-
-    def describe(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "atom",
-            "root": context.engines.adapters.get(name) or context.config.checkpoint or context.config.model.name,
-            "parent": None if context.adapter(name) is None else context.names[0],
-            "max_model_len": context.config.serve.max_model_len,
-        }
-
-    @router.get("/v1/models")
-    async def models(request: Request) -> Response:
-        """The names of the served model, then those of its adapters, whose `parent` it is."""
-        names = context.names_for(request.state.tenant)
-        return json_response({"object": "list", "data": [describe(name) for name in names]})
-
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str, request: Request) -> Response:
-        """One of these names."""
-        return json_response(describe(context.model_for(request.state.tenant, name)))
-
-    @router.get("/debug/mtp_stats")
-    async def mtp_stats() -> Response:
-        """Counts of drafted tokens and of those that were accepted, of each engine; see docs/speculation.md."""
-        stats = [draft_statistics(engine.client.stats.scheduler) for engine in context.engines]
-        return json_response(stats[0] if len(stats) == 1 else {"engines": stats})
 
     @router.post("/sleep")
     async def sleep(level: Literal["1", "2"] = "1", mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
@@ -156,22 +56,3 @@ def routes(context: Context) -> APIRouter:
         return json_response({"status": "stopped", "trace": traces[0], "traces": traces})
 
     return router
-
-
-def describe_config(config: Config) -> dict[str, Any]:
-    """The configuration as /server_info shows it: without what it was loaded from, and without API keys."""
-    shown = asdict(config)
-    for name in ("hf", "generation", "overrides"):
-        del shown[name]
-    if is_secret(config.serve.http.api_keys):
-        shown["serve"]["http"]["api_keys"] = HIDDEN
-    return shown
-
-
-def describe_engine(engine: Replica) -> dict[str, Any]:
-    """One of several engines, for /health, which needs no key: nothing that a fault would tell."""
-    client = engine.client
-    body = {"engine": engine.number, "state": str(client.state), "restarts": engine.num_restarts}
-    if client.state is EngineState.LOADING:
-        body["doing"] = client.doing
-    return body | ({"stays_dead": True} if engine.has_failed else {})

@@ -19,19 +19,20 @@ from starlette.types import ASGIApp
 
 import atom
 from atom.errors import AtomError
-from atom.serve import adapters, admin, docs, page, signed_answers
+from atom.serve import adapters, admin, docs, monitoring, page, signed_answers
 from atom.serve.anthropic import messages
+from atom.serve.body_faults import describe
 from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse, shown
 from atom.serve.llama_cpp import ROUTES
 from atom.serve.middleware import Guard
-from atom.serve.openai import chat, completions, embeddings, responses, tokenize
+from atom.serve.openai import chat, completions, embeddings, models, responses, tokenize
 from atom.serve.signatures import load_signing_key
 from atom.serve.tenants import Tenant
 
 TITLE = "atom"
 ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
-NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")  # pydantic's types of this error
+ROUTED = (completions, chat, responses, embeddings, messages, tokenize, models, adapters, monitoring, admin, page)
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Refused: `error` says why, and `param` which field"}
 }
@@ -45,7 +46,7 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
     http = context.config.serve.http
     signing_key = load_signing_key(http.signing_key)
     app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
-    for module in (completions, chat, responses, embeddings, messages, tokenize, adapters, admin, page):
+    for module in ROUTED:
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))
     app.include_router(signed_answers.routes(signing_key))
@@ -107,52 +108,3 @@ def explain(request: Request, error: HTTPException) -> str:
         case 400 if error.__cause__ is not None:
             return f"the body is no JSON that can be read: {error.__cause__}"
     return str(error.detail)
-
-
-def describe(error: RequestValidationError) -> tuple[str | None, str]:
-    """The first wrong field, and the message for all wrong fields."""
-    faults: dict[tuple[str, ...], list[str]] = {}
-    for each in error.errors():
-        reasons = faults.setdefault(find_field(each, error.body), [])
-        if (why := reason(each)) not in reasons:
-            reasons.append(why)
-    lines = [
-        ": ".join(filter(None, (shown(".".join(names)), " or ".join(reasons))))
-        for names, reasons in list(faults.items())[:4]
-    ]
-    first = next(iter(faults))
-    return first[0] if first else None, "; ".join(lines)
-
-
-def find_field(fault: Any, body: Any) -> tuple[str, ...]:
-    """The path of a wrong field: pydantic's location, in the body without the tags of unions."""
-    if fault["loc"][0] != "body":  # of the query, say
-        return tuple(map(str, fault["loc"][1:]))
-    names: list[str] = []
-    *path, last = fault["loc"][1:] or [None]
-    for part in path:
-        if has_part(body, part) and not is_tag(body, part):
-            names.append(str(part))
-            body = body[part]
-    if has_part(body, last) or (fault["type"] == "missing" and last is not None):
-        names.append(str(last))
-    return tuple(names)
-
-
-def is_tag(value: Any, part: Any) -> bool:
-    """Whether a part of pydantic's location is the tag of a union, though the value has a field of that name."""
-    return isinstance(value, dict) and value.get("type") == part and not isinstance(value[part], dict | list)
-
-
-def has_part(value: Any, part: Any) -> bool:
-    if isinstance(value, dict):
-        return part in value
-    return isinstance(value, list) and isinstance(part, int) and part < len(value)
-
-
-def reason(fault: Any) -> str:
-    if fault["type"] == "json_invalid":
-        return f"the body is no JSON: {fault['ctx']['error']} at character {fault['loc'][-1]}"
-    if tuple(fault["loc"]) == ("body",) and fault["type"] in NO_OBJECT:
-        return "the body is no JSON object; send one, with the header Content-Type: application/json"
-    return shown(str(fault["msg"]))  # shortened: it may quote a value of the body

@@ -75,7 +75,7 @@ def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
 
 
 def check_order(graph: Graph, checkpoint: Checkpoint) -> None:
-    """Check that the columns of a group are neighbours in a GPTQ file too, where the format of a weight says so."""
+    """Check the order of columns in a GPTQ file if the format says that the columns of a group are neighbours."""
     in_turn: dict[Type, bytes] = {}  # the groups of all columns
     for leaf in dict.fromkeys(leaf for recipe in graph.recipes() for leaf in leaves(recipe) if leaf.type.fmt):
         index, fmt, type = f"{leaf.name.removesuffix('.weight')}.g_idx", str(leaf.type.fmt), leaf.type

@@ -19,8 +19,9 @@ from atom.checkpoint import quantization
 from atom.checkpoint.modules import format_of, matches
 from atom.config import Config
 from atom.config.folders import CONF
-from atom.config.hydra import compose, model_files
+from atom.config.hydra import compose
 from atom.config.load import engine_overrides, load, load_gpu, show
+from atom.config.model_files import model_files
 from atom.config.resolve_quant import is_format
 from atom.config.spelling import override
 from atom.dtypes import FORMATS
@@ -191,7 +192,7 @@ def test_a_gguf_is_matched_by_its_own_name_for_the_architecture(monkeypatch: pyt
         described = SimpleNamespace(
             config={**config, "gguf_architecture": architecture}, generation_config={}, close=lambda: None
         )
-        monkeypatch.setattr("atom.config.hydra.open_checkpoint", lambda *_, **__: described)
+        monkeypatch.setattr("atom.config.model_files.open_checkpoint", lambda *_, **__: described)
 
     for name in ("llama", "qwen2", "qwen3"):
         opens(name)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
-
 from atom import LLMEngine, SamplingParams
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 FIELDS: dict[str, Any] = {"dtype": "fp32", "device": "cuda", "num_kvcache_blocks": 256, "max_num_seqs": 8,
                           "max_num_batched_tokens": 512, "cudagraph_capture_sizes": [1, 2, 4, 8]}  # fmt: skip

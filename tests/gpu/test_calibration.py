@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, ON_GPU
+from gpu.steps import FIELDS
 from law import assert_same_logits
 from probe import logits_of
 from safetensors import safe_open
@@ -34,7 +34,11 @@ VARIANTS = {"dense": ("LlamaConfig", WIDE),
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SUFFIXES = {"int4": ("_packed", "_scale"), "mxfp4": ("_blocks", "_scales")}
 
-pytestmark = [*ON_GPU, pytest.mark.parametrize("fmt", ["int4", "mxfp4"]), pytest.mark.parametrize("variant", VARIANTS)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("fmt", ["int4", "mxfp4"]),
+    pytest.mark.parametrize("variant", VARIANTS),
+]
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu.steps import ON_GPU
+import pytest
 
 from atom.cache.files import BINARIES
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import sys

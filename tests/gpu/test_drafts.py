@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import tiny
-from gpu.steps import FIELDS, ON_GPU, set_depth
+from gpu.steps import FIELDS, set_depth
 from test_draft_engine import CASES, VOCAB
 
 from atom import LLMEngine, SamplingParams
 from atom.runtime.speculation import acceptance_rates
 from atom.runtime.types import Drafting
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 LOOKED_UP = Drafting(3, 1, 4)
 SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": 60, "ignore_eos": True}
 PARAMS = [

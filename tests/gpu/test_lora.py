@@ -8,11 +8,10 @@ from typing import Any
 import adapters
 import pytest
 import tiny
-from gpu.steps import ON_GPU
 
 from atom import SamplingParams
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name, level", [("llama", 1), ("qwen3", 3), ("qwen2", 3)])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import ON_GPU
 from triton import knobs
 
 from atom import LLMEngine, SamplingParams
@@ -20,7 +19,7 @@ from atom.runtime import memory
 from atom.runtime.runner import Runner
 from atom.weights import load_dummy
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 
 Open = Callable[..., LLMEngine]
 VOCAB = 50_000  # so that logits count

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import GREEDY, ON_GPU, set_depth
+from gpu.steps import GREEDY, set_depth
 from law import assert_same_logits, relative_error
 from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 
 Open = Callable[..., LLMEngine]
 EVENTFUL = ["llama", "llama_odd_heads", "qwen3_window", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"]

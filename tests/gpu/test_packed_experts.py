@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, GREEDY, ON_GPU
+from gpu.steps import FIELDS, GREEDY
 from law import assert_same_logits, relative_error
 from probe import logits_of
 
@@ -17,7 +17,7 @@ from atom import LLMEngine
 pytest.importorskip("compressed_tensors", reason="tests/test_quantized.py packs with it")
 from test_quantized import LAYOUTS, WIDE_MOE, packed, write
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 
 WIDE = {**WIDE_MOE, "hidden_size": 192, "moe_intermediate_size": 96}
 CASES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, GREEDY, ON_GPU
+from gpu.steps import FIELDS, GREEDY
 from law import assert_same_logits
 from probe import logits_of
 
@@ -16,7 +16,7 @@ from atom.dtypes import GGUF_FORMATS
 
 gguf_files = pytest.importorskip("gguf_files")
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 EXPERTS = {"hidden_size": 192, "intermediate_size": 96, "moe_intermediate_size": 96, "num_hidden_layers": 2,
            "head_dim": 16}  # fmt: skip
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "no_rope_layers": None}

@@ -6,11 +6,10 @@ import pytest
 import torch
 from gpu.collectives import PUSHED, of, push_among, two_ranks
 from gpu.replaying import replay_among
-from gpu.steps import ON_GPU
 
 from scripts import bench_gpu
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
 
 

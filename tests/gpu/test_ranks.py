@@ -14,7 +14,7 @@ import test_kv_scales
 import tiny
 import torch
 from gpu.collectives import EXPERTS, SHAPES, SIZES, inputs_of, of, two_ranks
-from gpu.steps import FIELDS, GREEDY, ON_GPU
+from gpu.steps import FIELDS, GREEDY
 from gpu.test_drafts import PARAMS as DRAFTED
 from gpu.test_drafts import PROMPTS as REPEATING
 from rank_checks import (
@@ -34,7 +34,7 @@ from atom.errors import EngineDeadError
 
 __all__ = ["checkpoint"]
 
-pytestmark = [*ON_GPU, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")]
 
 Open = Callable[..., LLMEngine]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,7 +14,6 @@ import pytest
 import serving
 import torch
 import wire
-from gpu.steps import ON_GPU
 from serving import Server
 
 from atom import LLMEngine, SamplingParams
@@ -22,7 +21,7 @@ from atom import LLMEngine, SamplingParams
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 
-pytestmark = [*ON_GPU, pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)} here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)} here")]
 
 FIELDS = {"num_kvcache_blocks": 200, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64,
           "cudagraph_capture_sizes": "[1,4,8]"}  # fmt: skip

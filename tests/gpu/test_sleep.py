@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import GREEDY, ON_GPU
+from gpu.steps import GREEDY
 
 from atom import LLMEngine
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 
 PROMPTS = [tiny.prompt(length, seed=length) for length in (3, 17, 60)]
 

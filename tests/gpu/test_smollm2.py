@@ -10,7 +10,7 @@ import pytest
 import test_smollm2 as on_cpu
 import tiny
 import torch
-from gpu.steps import FIELDS, ON_GPU
+from gpu.steps import FIELDS
 from law import assert_same_logits, relative_error
 from probe import logits_of
 
@@ -19,7 +19,7 @@ from atom.checkpoint import SILENT
 from atom.checkpoint.embedded import fetch
 from atom.config.load import load
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 
 reference = on_cpu.reference  # transformers' model, in float32
 

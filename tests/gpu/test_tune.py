@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, GREEDY, ON_GPU
+from gpu.steps import FIELDS, GREEDY
 from law import relative_error
 from probe import logits_of
 
@@ -18,9 +18,10 @@ from atom import LLMEngine
 from atom.cache import Cache
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear import tiles
+from atom.kernels.triton.linear.tiles import Shape
 from atom.kernels.triton.linear.tune import candidates
 
-pytestmark = ON_GPU
+pytestmark = pytest.mark.gpu
 PROMPTS = [tiny.prompt(length, seed=length) for length in (3, 17, 40)]
 SHORT = [tiny.prompt(1 + seed % 8, seed=seed) for seed in range(40)]  # each a step of no more rows than were tuned
 
@@ -78,8 +79,8 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
     for key, entry in found.items():
         rows, out, inner, gates = map(int, key.split()[:4])
         assert tiles.from_entry(entry) in [
-            tiles.choose(rows, out, inner, 2, gates, gpu),
-            *candidates(rows, out, inner, 2, gates, gpu),
+            tiles.choose(Shape(rows, out, inner, gates), gpu),
+            *candidates(Shape(rows, out, inner, gates), gpu),
         ]
 
     second, third = start(tune=True), start()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.graph import PackedWeight
+
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

@@ -208,7 +208,6 @@ def test_gpus_that_have_no_fp8_are_named(feature: str, reason: str | None):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "group", "window", "softcap"),
     [(128, 8, 4, None, None), (64, 8, 8, 128, None), (256, 4, 2, 500, 30.0), (80, 3, 3, None, None)],

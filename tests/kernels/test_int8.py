@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from kernels.checks import relative_error
@@ -18,13 +16,6 @@ KERNEL = find_kernel(ops.linear, "int8")
 CPU = Target("cpu", frozenset({"int8_products"}))
 BOUNDS = {"fp32": 1e-6, "bf16": 4e-3, "fp16": 6e-4}  # one rounding of the result
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 def draw(dtype: str, out: int, inner: int) -> tuple[LaidOut, Tensor, Tensor]:

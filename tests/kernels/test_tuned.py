@@ -16,6 +16,7 @@ from atom.cache.files import Unfit
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import tiles
+from atom.kernels.triton.linear.tiles import Shape
 from atom.kernels.triton.linear.tune import candidates
 
 FOLDER = Path(tuned.__file__).parent
@@ -24,9 +25,11 @@ H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 
 def test_what_was_measured_goes_before_the_rule_and_a_gpu_nobody_has_measured_has_none():
     measured = json.loads((FOLDER / "nvidia_h200.json").read_text())["linear"]["8 4096 4096 1"]
-    assert tiles.find(5, 4096, 4096, 2, 1, H200) == tiles.Matrix(*measured[1:])
-    assert tiles.find(5, 4096, 4096, 2, 1, H200._replace(name="Other GPU")) == tiles.choose(5, 4096, 4096, 2, 1, H200)
-    assert tiles.find(1, 4096, 4096, 4, 1, H200) == tiles.choose(1, 4096, 4096, 4, 1, H200)  # fp32 was not measured
+    assert tiles.find(Shape(5, 4096, 4096), H200) == tiles.Matrix(*measured[1:])
+    assert tiles.find(Shape(5, 4096, 4096), H200._replace(name="Other GPU")) == tiles.choose(Shape(5, 4096, 4096), H200)
+    assert tiles.find(Shape(1, 4096, 4096, element_size=4), H200) == tiles.choose(
+        Shape(1, 4096, 4096, element_size=4), H200
+    )  # fp32 was not measured
     assert tuned.parameters("Other GPU", "linear", "1 4096 4096 1") is None
     assert tuned.parameters("NVIDIA H200", "linear", "1 3 3 1") is None
 
@@ -34,11 +37,11 @@ def test_what_was_measured_goes_before_the_rule_and_a_gpu_nobody_has_measured_ha
 def test_more_than_32_rows_are_the_librarys_where_nobody_has_measured():
     other = H200._replace(name="Other GPU")
     for rows in (33, 64, 65):
-        assert isinstance(tiles.find(rows, 4096, 1024, 2, 1, H200), tiles.Matrix)
-        assert tiles.find(rows, 4096, 1024, 2, 1, other) is None
-    assert isinstance(tiles.find(32, 4096, 1024, 2, 1, other), tiles.Matrix)
-    assert tiles.find(33, 6144, 4096, 2, 1, H200) is None, "measured, and the library was the fastest"
-    assert tiles.find(65, 4096, 4096, 2, 1, H200) is None
+        assert isinstance(tiles.find(Shape(rows, 4096, 1024), H200), tiles.Matrix)
+        assert tiles.find(Shape(rows, 4096, 1024), other) is None
+    assert isinstance(tiles.find(Shape(32, 4096, 1024), other), tiles.Matrix)
+    assert tiles.find(Shape(33, 6144, 4096), H200) is None, "measured, and the library was the fastest"
+    assert tiles.find(Shape(65, 4096, 4096), H200) is None
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.json")), ids=lambda file: file.stem)
@@ -50,7 +53,7 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
     for key, (style, *numbers) in tables.get("linear", {}).items():
         rows, out, inner, gates = map(int, key.split())
         assert rows in tuned.BUCKETS and gates in (1, 2)
-        found = tiles.find(rows, out, inner, 2, gates, H200)
+        found = tiles.find(Shape(rows, out, inner, gates), H200)
         if style == "library":
             assert found is None and not numbers
             continue
@@ -79,9 +82,9 @@ def test_a_user_s_own_file_goes_before_what_comes_with_atom(tmp_path: Path):
     found = tuned.read("NVIDIA H200", tmp_path, pytest.fail)["linear"]
     assert found == {**packaged, **OWN["linear"]} != packaged
     find = tiles.finder(found)
-    assert find(5, 4096, 4096, 2, 1, H200) == tiles.Matrix(16, 16, 1, 2)
-    assert find(5, 3, 3, 2, 1, H200) is None
-    assert find(5, 4096, 4096, 4, 1, H200) == tiles.choose(5, 4096, 4096, 4, 1, H200)
+    assert find(Shape(5, 4096, 4096), H200) == tiles.Matrix(16, 16, 1, 2)
+    assert find(Shape(5, 3, 3), H200) is None
+    assert find(Shape(5, 4096, 4096, element_size=4), H200) == tiles.choose(Shape(5, 4096, 4096, element_size=4), H200)
     assert tuned.read("Other GPU", tmp_path, pytest.fail) == {"linear": {}, "experts": {}, "drafts": {}}
 
 
@@ -260,8 +263,11 @@ def test_an_entry_that_no_kernel_takes_is_ignored_by_itself_with_a_line_and_kept
 @pytest.mark.parametrize("rows", tuned.BUCKETS)
 def test_whatever_a_search_can_find_is_read_again(rows: int, gates: int, tmp_path: Path):
     for out, inner in ((64, 32), (4096, 16), (6144, 4096), (151936, 1024), (4096, 12288)):
-        key = tiles.key_of(rows, out, inner, gates)
-        options = [tiles.choose(rows, out, inner, 2, gates, H200), *candidates(rows, out, inner, 2, gates, H200)]
+        key = tiles.key_of(Shape(rows, out, inner, gates))
+        options = [
+            tiles.choose(Shape(rows, out, inner, gates), H200),
+            *candidates(Shape(rows, out, inner, gates), H200),
+        ]
         for option in set(options):
             entry = tiles.to_entry(option)
             path = write(tmp_path / "each", json.dumps({"versions": VERSIONS, "linear": {key: entry}}))

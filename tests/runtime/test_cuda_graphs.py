@@ -27,7 +27,6 @@ from atom.runtime.step_input import BatchShape, Capacity, StepInput
 from atom.runtime.types import Plan, ScheduledRequest, Sequence, StepLimits
 
 PADDING = 99
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
 class Replays:
@@ -359,7 +358,6 @@ def build_both(engine: LLMEngine, plan: Plan) -> tuple[StepInput, StepInput]:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v3"])
 @torch.inference_mode()
@@ -374,7 +372,6 @@ def test_captured_decodes_give_the_logits_of_eager_ones(open_engine: Any, name: 
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("lengths", [[1], [15], [16], [17], [31, 1], [5, 6, 7], [100, 28], [250, 1]], ids=str)
 @pytest.mark.parametrize("name", ["qwen3_window", "qwen3_moe", "deepseek_v3"])
 @torch.inference_mode()
@@ -398,7 +395,6 @@ def test_captured_steps_with_prompts_give_the_logits_of_eager_ones(open_engine: 
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("lengths", [[511], [600, 33], [300, 300, 300], [40] * 25, [1018]], ids=str)
 @torch.inference_mode()
 def test_captured_steps_of_many_prompts_give_what_eager_ones_do(checkpoints: Any, tmp_path: Path, lengths: list[int]):
@@ -429,7 +425,6 @@ def test_captured_steps_of_many_prompts_give_what_eager_ones_do(checkpoints: Any
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_memory_is_flat_over_many_steps(open_engine: Any):
     engine = open_engine("qwen3")
     params = [
@@ -448,7 +443,6 @@ def test_memory_is_flat_over_many_steps(open_engine: Any):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_another_pool_forgets_what_was_captured_and_serves_on(open_engine: Any):
     engine = open_engine("qwen3", enable_prefix_caching=False)
     prompt, params = tiny.prompt(20), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -116,7 +116,7 @@ def finish(engine: Engine) -> dict[str, Running]:
             break
         ended += engine.step()
     assert not engine.has_work
-    assert engine.scheduler.cache.usage == 0
+    assert engine.scheduler.cache.fullest[0] == 0
     return {sequence.id: sequence for sequence in ended}
 
 

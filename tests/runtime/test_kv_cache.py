@@ -330,7 +330,7 @@ def test_room_is_refused_without_a_change() -> None:
     cache.free(holder)
     cache.free(sequence)
     assert cache.num_free == {"full": 4, "window": 4}
-    assert cache.usage == 0
+    assert cache.fullest[0] == 0
 
 
 def test_a_window_pool_that_is_short_makes_the_step_shorter() -> None:

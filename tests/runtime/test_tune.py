@@ -21,7 +21,7 @@ from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError
 from atom.graph import Graph, ops
 from atom.kernels import Target, tuned
-from atom.kernels.triton import grouped_tiles, grouped_tune
+from atom.kernels.triton import grouped_tiles, grouped_tune, search
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Tiles
 from atom.kernels.triton.linear import linear, matrix, tiles
@@ -54,8 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
     monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
-    monkeypatch.setattr(kernels, "find_gpu", lambda device: GPU)
-    monkeypatch.setattr(grouped_tune, "find_gpu", lambda device: GPU)
+    monkeypatch.setattr(search, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
 
@@ -74,6 +73,12 @@ def opened(checkpoints: Callable[[str], Path]) -> tuple[Model, Graph]:
 def tune(model: Model, graph: Graph, cache: Path, max_rows: int, *args: Any) -> None:
     model.graph, model.limits = graph, StepLimits(8, max_rows, 32)
     tuning.tune(model, kernels.LinearTuner(model.device), cache, *args)
+
+
+def used(model: Model, graph: Graph, rows: int) -> Parameters:
+    """The parameters of the text's first product, for so many rows."""
+    find = model._bindings.kernels[ops.linear, "triton"].__self__._parameters
+    return find(kernels.products_of(graph)[0].shape(rows), GPU)
 
 
 def use_measured(model: Model, *args: Any) -> None:
@@ -179,9 +184,7 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
     tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, Steps(model).capture)
     assert model.state.lengths.tolist() == [1] * 9 and not model.state.tokens.any() and not model.tables.any()
     assert all(len(cache) == 2 and not cache.any() for cache in model.caches.values())
-    used = model._bindings.kernels[ops.linear, "triton"].__self__._parameters
-    out, inner, gates, *_ = kernels.products_of(graph)[0]
-    assert used(2, out, inner, 2, gates, GPU) == FAST
+    assert used(model, graph, 2) == FAST
     with torch.inference_mode():
         again = model.decode(rows).logits
     assert (again - expected).norm() <= 1e-2 * expected.norm()
@@ -193,8 +196,7 @@ def test_what_fewer_rows_than_parameters_hold_for_found_is_used_and_not_kept(ope
     lines: list[str] = []
     tune(model, graph, tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
-    out, inner, gates, *_ = kernels.products_of(graph)[0]
-    assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == FAST
+    assert used(model, graph, 2) == FAST
     assert "0.349 ms in place of 0.590, 41.0% less; not kept, as it would be for up to 8" in lines[-1]
     shown = Shown()
     tune(model, graph, tmp_path, 8, shown, lines.append, Steps(model).capture)
@@ -283,8 +285,7 @@ def test_a_folder_that_takes_nothing_is_logged_once_and_what_was_found_is_used(o
     lines: list[str] = []
     tune(model, graph, tmp_path, 1, SilentProgress(), lines.append, Steps(model).capture)
     assert sum("takes no file" in line for line in lines) == 1
-    out, inner, gates, *_ = kernels.products_of(graph)[0]
-    assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(1, out, inner, 2, gates, GPU) == FAST
+    assert used(model, graph, 1) == FAST
 
 
 def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):
@@ -294,7 +295,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
     assert model._bindings.kernels == {}
     tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
     use_measured(model, tmp_path, pytest.fail)
-    assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == SLOW
+    assert used(model, graph, 2) == SLOW
     launched: list[Matrix] = []
     multiply = matrix.multiply_matrix
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():

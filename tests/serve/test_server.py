@@ -31,7 +31,7 @@ def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
         logging.captureWarnings(False)
 
 
-def test_a_server_that_does_not_listen_yet_can_stop_to():
+def test_a_server_that_does_not_listen_yet_can_stop_too():
     _Uvicorn(uvicorn.Config("")).stop_listening()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.steps import ON_GPU
 from safetensors.torch import save_file
 
 from atom.build import load_weights
@@ -74,7 +73,7 @@ def peak_of_gpu() -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
 @pytest.mark.parametrize(
     ("device", "num_layers"),
-    [pytest.param("cpu", 8, marks=pytest.mark.slow), pytest.param("cuda", 32, marks=ON_GPU)],
+    [pytest.param("cpu", 8, marks=pytest.mark.slow), pytest.param("cuda", 32, marks=pytest.mark.gpu)],
 )  # what a process holds tells of it only where no other test has left memory to it
 def test_it_is_the_packed_model_and_a_plain_tensor(device: str, num_layers: int, fmt: str, tmp_path: Path):
     plain = save(tmp_path, num_layers)

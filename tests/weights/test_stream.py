@@ -109,8 +109,6 @@ RECIPES: dict[str, tuple[Recipe, Tensor]] = {
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
     return request.param
 
 
@@ -482,11 +480,7 @@ def test_random_weights_of_a_cpu_stay_what_they_are():
     assert_same_bits(tensors[recipes[2]], torch.empty(4).normal_(0.0, 0.02, generator=generator))
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-
-
 @pytest.mark.gpu
-@needs_gpu
 def test_random_weights_of_a_gpu_are_made_there():
     recipes: list[Recipe] = [
         Cat((W("a", Type("bf16", (300, 500))), W("b", Type("bf16", (33, 500))))),
@@ -503,7 +497,6 @@ def test_random_weights_of_a_gpu_are_made_there():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_sizes(tmp_path: Path, is_stored: bool):
     _, total = torch.cuda.mem_get_info()
@@ -518,7 +511,6 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_sizes(tmp_path:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_readers_leave_no_memory_behind_on_a_gpu(tmp_path: Path):
     recipe = W("a", Type("bf16", (2048, 4096)))  # 32 MiB stored, converted in more transfers than there are readers
     checkpoint = open_checkpoint(str(save(tmp_path, {"a": torch.randn(2048, 4096)})))
@@ -529,7 +521,6 @@ def test_readers_leave_no_memory_behind_on_a_gpu(tmp_path: Path):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_buffer_is_read_into_once_it_was_copied(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch):
     set_readers(monkeypatch, 2, 1 << 20)

@@ -1,7 +1,5 @@
 """Tune products by experts: the tiles to try, and a step's calls.
 
-The search is that of linears.
-
     options = candidates(Shape(256, 128, 1536, 2048, 2, 2, PLAIN), find_gpu(device))
     tuner = ExpertsTuner(device)                   # what tune=true asks of these kernels
 
@@ -17,7 +15,6 @@ from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -26,12 +23,12 @@ from atom.graph.graph import type_of
 from atom.graph.ops import Op
 from atom.graph.types import BITS, Type
 from atom.kernels.triton import grouped_tiles
-from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Find, Parameters, Shape, Tiles, key_of, with_whole_groups
 from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
 from atom.kernels.triton.linear.style import Style, Weight, style_of
-from atom.kernels.triton.linear.tune import agrees, is_unfit, search, specialized, take_turns
 from atom.kernels.triton.moe import Experts, ShuffledExperts, describe
+from atom.kernels.triton.search import ProductTuner, Trial, specialized
 
 BACKENDS: Mapping[str, type[Experts]] = {"triton": Experts, "hopper": ShuffledExperts}  # whose kernels these are
 OPS = (ops.grouped_linear, ops.experts)
@@ -120,17 +117,6 @@ def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
             yield Wgmma(height, boxes, stages, num)
 
 
-class Trial:
-    """The lookup while products are tried: the chosen tiles of a product go before the known ones."""
-
-    def __init__(self, known: Find) -> None:
-        self._known = known
-        self.chosen: dict[str, Parameters] = {}
-
-    def __call__(self, shape: Shape, gpu: Gpu) -> Parameters:
-        return self.chosen.get(key_of(shape)) or self._known(shape, gpu)
-
-
 class Recording:
     """Records the calls of a step's products that differ for Triton, on the step's own inputs."""
 
@@ -170,21 +156,18 @@ def _kernels(products: Mapping[str, Experts]) -> dict[tuple[Op, str], Callable[.
     return {(op, backend): getattr(each, op.name) for op in OPS for backend, each in products.items()}
 
 
-class ExpertsTuner:
+class ExpertsTuner(ProductTuner):
     """The backend's `Tuner` of products by experts, of weights of 16 bits and packed ones."""
 
     table, what = "experts", "products by experts"
-    products, trial, recording = staticmethod(products_of), Trial, Recording
-    known, agrees, is_unfit = staticmethod(grouped_tiles.finder), staticmethod(agrees), staticmethod(is_unfit)
-    search, take_turns = staticmethod(search), staticmethod(take_turns)
-    to_entry = staticmethod(grouped_tiles.to_entry)
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = find_gpu(device)
-        self.gpu = self._gpu.name
+    products, recording = staticmethod(products_of), Recording
+    known, to_entry = staticmethod(grouped_tiles.finder), staticmethod(grouped_tiles.to_entry)
 
     def key(self, rows: int, product: Product) -> str:
         return key_of(product.shape(rows))
+
+    def trial(self, known: Find) -> Trial:
+        return Trial(known, key_of)
 
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
         return _kernels({name: kind(find) for name, kind in BACKENDS.items()})

@@ -13,7 +13,7 @@ import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-from atom.config.hydra import model_files, search_path_of
+from atom.config.model_files import model_files, search_path_of
 from atom.errors import AtomError
 from atom.messages import say
 

@@ -55,7 +55,7 @@ class Replica:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it stays dead, as it has come to nothing too often."""
+        """Whether it stays dead, since it has failed to serve too often."""
         return self._num_failures >= MOST_FAILURES
 
     @property
@@ -106,7 +106,7 @@ class Replica:
         return describe_exit(code, has_left=self.client.has_left)
 
     async def end_dead(self) -> str:
-        """Kill what is left, unless it ends by itself, as an engine that is not silent does; how it ended."""
+        """Kill what is left, after some time for a process that is ending by itself; how it ended."""
         loop = asyncio.get_running_loop()
         end = loop.time() + (END_SECONDS if self.client.has_left or self.client.error else 0.0)
         while not self.has_ended() and loop.time() < end:
@@ -114,7 +114,7 @@ class Replica:
         return await self.end()
 
     def _relay(self) -> Callable[[str], object] | None:
-        """What takes the lines that the engine prints; None: it has our stderr, where one progress bar has room."""
+        """What takes the lines that the engine prints; None: it prints to our stderr, for one progress bar."""
         kind = self._config.serve.http.log
         if self.number == 0 and not log.is_json(kind):
             return log.pass_on if log.is_captured(kind) else None

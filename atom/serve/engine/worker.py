@@ -33,14 +33,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
+from atom.child_process import end_children, end_group, limit_end
 from atom.config import Config
 from atom.config.parallel import devices_of
 from atom.devices import open_early
-from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
+from atom.errors import AtomError, RequestError
 from atom.gc_utils import no_collection, settle
 from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.runtime.metrics import EngineStats
 from atom.runtime.speculation import DraftLog
+from atom.runtime.step_guard import StepGuard
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
 from atom.serve import log
 from atom.serve.engine.frames import Start
@@ -90,11 +92,7 @@ class Worker:
         self._num_seen = 0
         self._grammars = GrammarQueue(self._prepare_grammar)
         self._compiling: dict[str, Submit] = {}  # requests whose grammars are not compiled, by id; of the main thread
-        self._sent_state: tuple[int, dict[str, int]] = (
-            0,
-            {},
-        )  # last sent to the HTTP process: `_num_seen`, waiting sequences
-        self._is_failing = False  # the last step raised
+        self._sent_state: tuple[int, dict[str, int]] = 0, {}  # last told: `_num_seen`, and those that wait by tenant
         self._drafts = DraftLog()
         self._last_step: threading.Timer | None = None  # kills the process
 
@@ -118,10 +116,11 @@ class Worker:
         self._link.send(Ready(self._engine.stats().num_blocks, "" if device == "cpu" else describe_gpus()))
 
     def run(self) -> None:
-        """Serve until it is to end."""
+        """Serve until the HTTP process has this process end."""
+        guard = StepGuard(self.engine)
         while self._run_inbox():
             if self.engine.has_work:
-                self._step()
+                guard.step(self._send_outputs)
             self._send_outputs()
 
     def receive(self) -> None:
@@ -145,7 +144,7 @@ class Worker:
             end_group()
 
     def close(self, seconds: float) -> None:
-        """Close the engine, which may take so long to write what is to be kept."""
+        """Close the engine; it may take so many seconds to write KV that is to be kept."""
         if self._last_step is not None:
             self._last_step.cancel()
         limit_end(seconds + GRACE_SECONDS)
@@ -155,20 +154,6 @@ class Worker:
         if self._engine is None:
             end_group()  # a half-loaded model need not be closed
         return limit_end(GRACE_SECONDS)
-
-    def _step(self) -> None:
-        """Run a step. A step that raises ends its requests; two in a row, or a lack of memory, end the engine."""
-        try:
-            self.engine.step(self._send_outputs)
-            self._is_failing = False
-        except (CapacityError, EngineDeadError, BrokenPipeError, ConnectionResetError):
-            raise
-        except Exception:
-            if self._is_failing:
-                raise
-            self._is_failing = True
-            LOG.exception("a step failed")
-            self.engine.end_failed()
 
     def _send_outputs(self) -> None:
         """Send outputs and state if they changed. Before a step too: else its admissions would count as waiting."""
@@ -185,7 +170,7 @@ class Worker:
         return dict(waiting)
 
     def _run_inbox(self) -> bool:
-        """Do the work in the inbox, and wait for some if the engine has none. False: it is to end."""
+        """Do the work in the inbox; wait for some while the engine is idle. False: the process is to end."""
         while True:
             try:
                 work = self._inbox.get(block=not (self.engine.has_work or self._outputs))
@@ -267,7 +252,7 @@ class Worker:
         return submit
 
     def _prepare_adapter(self, message: LoadAdapter) -> Work:
-        """Read an adapter's files here; what is done between two steps."""
+        """Read an adapter's files in this thread; the rest is done between two steps."""
         try:
             files = self.engine.loras.read(message.path)
         except Exception as error:
@@ -347,7 +332,7 @@ def open_real(start: Start, progress: Progress) -> Engine:
 
 
 def run_worker(descriptor: int) -> int:
-    """Do what the command does, in a process that was forked for it. descriptor: of the socket"""
+    """Run `main` in a process that was forked for it. descriptor: of the socket"""
     return main(prepare=import_engine, descriptor=descriptor)
 
 
@@ -427,28 +412,6 @@ def environment_of(config: Config, replica: int) -> dict[str, str]:
     if config.device != "cuda" or config.parallel.replicas == 1:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices_of(config.parallel, replica))}
-
-
-def limit_end(seconds: float) -> threading.Timer:
-    """Have this process killed if it has not ended in so many seconds from now."""
-    timer = threading.Timer(seconds, end_group)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-def end_group() -> None:
-    """Kill this process and those that it has started."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
-
-def end_children() -> None:
-    """Kill the processes that this one has started, so that it can end with its own exit code."""
-    if os.getpgrp() == os.getpid():
-        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGVTALRM)  # ends them, unlike SIGHUP under nohup
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def of_types(*known: str) -> BeforeValidator:
 
 
 def tag_of(content: object) -> str:
-    """Which form a content has, text or blocks, so that an error is about that form alone."""
+    """The form of a content, text or blocks, so that an error is about that form only."""
     return "a-text" if isinstance(content, str) else "a-list"
 
 

@@ -46,7 +46,7 @@ def choose_format(config: Config, tokenizer: Tokenizer | None) -> str | None:
 
 
 def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
-    """Read the formats and compile the template that the first chat would wait for."""
+    """Read the formats and compile the template ahead of the first chat."""
     Talk(config, None, None, tokenizer)
     if tokenizer.chat_template is not None:
         with contextlib.suppress(CheckpointError):  # each chat has this error

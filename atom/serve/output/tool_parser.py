@@ -18,68 +18,18 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-from atom.config.tool_formats import FIELD, ToolFormat, openers
+from atom.config.tool_formats import ToolFormat
 from atom.serve.output.incremental_json import expect, read_items, read_json, read_json_string, read_python
 from atom.serve.output.incremental_text import NEWLINES, SPACE, ParseError, Reading, TextBuffer
 from atom.serve.output.parameter_values import write_value
+from atom.serve.output.tool_forms import Form, Piece, make_form
 
 NAME = re.compile(r"[\w.-]*")  # of a function, written as a call in Python
 WORD = re.compile("[^\\s<>|｜\"'=,;(){}\\[\\]\ufdd1]*")  # {name} or {id}
 KEY = re.compile('[^<>"\\n\ufdd1]*')  # {key}
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}  # of a call
-
-
-class Piece(NamedTuple):
-    """A part of a call's or parameter's form."""
-
-    kind: str  # text, space, or the name of a field
-    text: str = ""  # a text; of a value, the text behind it
-    trims: bool = False  # of a value: a newline that touches it belongs to the form
-
-
-class Form(NamedTuple):
-    """A format, made ready to be read."""
-
-    openers: dict[str, bool]  # a text with which calls begin -> whether it is a part of the first one
-    calls: list[list[Piece]]
-    parameter: list[Piece]
-    ids: list[re.Pattern[str]]  # what {id} may be
-    between: re.Pattern[str]  # characters between the calls of a block
-
-
-@lru_cache(maxsize=64)
-def make_form(tool_format: ToolFormat) -> Form:
-    firsts = {opener: opener not in tool_format.begin for opener in openers(tool_format) if opener}
-    parts = {"name": "(?P<name>.+)", "index": r"\d+"}
-    ids = [
-        "".join(parts.get(text, ".*") if index % 2 else re.escape(text) for index, text in enumerate(FIELD.split(id)))
-        for id in tool_format.id
-    ]
-    between = re.compile(rf"[ \t\r\n{re.escape(tool_format.separator)}]*")
-    calls = [split_form(call) for call in tool_format.call]
-    return Form(firsts, calls, split_form(tool_format.parameter.strip()), list(map(re.compile, ids)), between)
-
-
-def split_form(text: str) -> list[Piece]:
-    """Split `<a>{name} {value}</a>` into its pieces."""
-    pieces: list[Piece] = []
-    for index, part in enumerate(FIELD.split(text)):
-        if index % 2:
-            pieces.append(Piece(part))
-            continue
-        pieces += [Piece("space" if word.isspace() else "text", word) for word in re.split(r"(\s+)", part) if word]
-    for index, piece in enumerate(pieces):
-        if piece.kind == "value":
-            around = pieces[index - 1 : index + 2]
-            trims = any(each.kind == "space" and "\n" in each.text for each in around)
-            rest = [each for each in pieces[index + 1 :] if each.kind != "space"]
-            kept = pieces[:index] if pieces[index - 1].kind != "space" or not trims else pieces[: index - 1]
-            behind = pieces.index(rest[0], index) + 1
-            return [*kept, Piece("value", rest[0].text, trims), *pieces[behind:]]
-    return pieces
 
 
 class ToolDelta(NamedTuple):
@@ -269,7 +219,7 @@ class CallReader:
         self._text.at += len(piece.text)
 
     def _read_tail(self, pieces: list[Piece]) -> Reading[None]:
-        """Skip what a form has behind an object, which may be missing: the object says where it ends."""
+        """Skip what follows an object in a form. It may be missing, since the object shows where it ends."""
         end = self._text.at
         try:
             for piece in pieces:

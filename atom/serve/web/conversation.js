@@ -176,7 +176,7 @@ export class Conversation {
   }
 }
 
-export const newChat = () => ({id: newId(), title: "", created: Date.now(), updated: Date.now(), messages: []});
+const newChat = () => ({id: newId(), title: "", created: Date.now(), updated: Date.now(), messages: []});
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), byte => byte.toString(16).padStart(2, "0")).join("");
 const titleOf = messages => messages[0].content.trim().split("\n")[0].slice(0, 80);
 const stored = ({isBusy, usage, ...message}) => isBusy ? {...message, meta: "", error: "The page was left before the answer ended."} : message;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,13 +20,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = [(64, 1), (65, 33), (100, 70), (200, 192), (1000, 577), (2048, 64)]
 HERE = [name for name in DTYPES if f"blocks_{name}" in blocks.find_features()]
 pytestmark = pytest.mark.skipif(not HERE, reason="oneDNN has other layouts on this CPU")
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 def run(op: ops.Op, *args: object) -> torch.Tensor:

@@ -219,7 +219,8 @@ class WarpGroups:
 
     def _specialize(self, parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
         with ThreadPoolExecutor(len(parts)) as pool:
-            for running in [pool.submit(part, *args) for part, args in parts]:
+            # a thread has an inference mode of its own
+            for running in [pool.submit(torch.inference_mode()(part), *args) for part, args in parts]:
                 running.result()
 
     @staticmethod

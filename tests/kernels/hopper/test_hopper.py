@@ -183,9 +183,11 @@ class TestChoice:
     def test_all_tiles_fit(self, fmt: str, rows: int):
         for out, inner in ((6144, 4096), (24576, 4096), (4096, 12288), (64, 128), (151936, 4096)):
             style = style_of(fmt, out, None, True)
-            chosen = tiles.choose(rows, out, inner, 2, 1, H200, style)
+            chosen = tiles.choose(tiles.Shape(rows, out, inner, style=style), H200)
             assert isinstance(chosen, Wgmma)
-            tried = [each for each in candidates(rows, out, inner, 2, 1, H200, style) if isinstance(each, Wgmma)]
+            tried = [
+                each for each in candidates(tiles.Shape(rows, out, inner, style=style), H200) if isinstance(each, Wgmma)
+            ]
             assert chosen in tried or out == 64
             for each in (chosen, *tried, shuffled.choose_grouped(rows, 8, out, inner, style, H200)):
                 ring = each.stages * each.boxes * shuffled.box_bytes(each.block_rows, style)
@@ -194,8 +196,8 @@ class TestChoice:
 
     def test_many_rows_of_quantized_activations_are_the_librarys(self):
         style = style_of("fp8[1, *]", 4096, "fp8", True)
-        assert isinstance(tiles.choose(64, 4096, 4096, 2, 1, H200, style), Wgmma)
-        assert tiles.choose(65, 4096, 4096, 2, 1, H200, style) is None
+        assert isinstance(tiles.choose(tiles.Shape(64, 4096, 4096, style=style), H200), Wgmma)
+        assert tiles.choose(tiles.Shape(65, 4096, 4096, style=style), H200) is None
 
     @pytest.mark.parametrize(
         ("rows", "out", "inner", "library", "ours"),
@@ -223,7 +225,7 @@ class TestChoice:
     ):
         """library and ours: µs of a linear in blocks of 128 x 128, with x quantized for the library."""
         style = style_of("fp8[128, 128]", inner, "fp8[1, 128]", True)
-        is_librarys = tiles.choose(rows, out, inner, 2, 1, H200, style) is None
+        is_librarys = tiles.choose(tiles.Shape(rows, out, inner, style=style), H200) is None
         assert is_librarys == (library < ours)
 
 

@@ -14,12 +14,6 @@ from atom.kernels import LoadContext, Target, find_kernel
 from atom.kernels.torch import PagedAttention
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
 @st.composite
 def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[str, Any]]:
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (2, 1), (2, 3), (3, 3)]))

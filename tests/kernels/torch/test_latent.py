@@ -10,12 +10,6 @@ from kernels.paged import LatentCase, change, make_latent_case, reference
 from atom.kernels.torch import PagedLatentAttention, latent
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
 @pytest.fixture(params=["absorbed", "expanded", "either"])
 def form(request, monkeypatch):
     """Of the prefills."""

@@ -14,12 +14,6 @@ def packed(weight: torch.Tensor) -> list[torch.Tensor]:
     return [shuffle(expert, "onednn") for expert in weight]
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
 DTYPES = [dtype for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"))
           if f"onednn_{name}" in find_features()]  # fmt: skip
 

@@ -12,12 +12,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEAD_DIMS = [8, 20, 36, 64]
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 100), st.sampled_from(DTYPES), st.floats(1e-2, 1e2))
 def test_norms_are_as_near_to_the_truth_as_the_reference(tokens, width, dtype, size):

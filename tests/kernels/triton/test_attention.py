@@ -205,7 +205,6 @@ def test_half_precision_is_nearly_as_near_to_the_truth_as_the_reference(triton_d
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 class TestOnAGpu:
     @pytest.mark.parametrize(
         ("dim", "kv_heads", "group", "window", "softcap"),

@@ -268,7 +268,6 @@ def test_what_is_no_number_stays_none(load: Load, triton_device: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("width", [576, 1023, 4096, 7168, 16384, MAX_WIDTH])
 def test_rows_as_wide_as_those_of_models(width: int, load: Load):
     for dtype in ("fp32", "bf16"):
@@ -277,7 +276,6 @@ def test_rows_as_wide_as_those_of_models(width: int, load: Load):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_offsets_beyond_32_bits(load: Load):
     text = 'def piece(x0: fp16[A, 65536]):\n    activate = generated.activate(x0, kind="relu")\n    return activate\n'
     x = torch.full((40_000, 65536), -1, dtype=torch.float16, device="cuda")

@@ -27,12 +27,6 @@ NUM_TILES = [1, 3, 1, 2]
 IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
 def weight_of(case: LatentCase) -> torch.Tensor:
     return case.kv_b.view(case.q_nope.shape[1], -1, case.kv_b.shape[1])
 

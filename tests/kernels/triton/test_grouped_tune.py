@@ -18,11 +18,12 @@ from atom.kernels import tuned
 from atom.kernels.triton import grouped_tiles, moe
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Shape, Tiles, finder, key_of, to_entry
-from atom.kernels.triton.grouped_tune import ExpertsTuner, Product, Recording, Trial, candidates, products_of
+from atom.kernels.triton.grouped_tune import ExpertsTuner, Product, Recording, candidates, products_of
 from atom.kernels.triton.linear import tiles as linear_tiles
 from atom.kernels.triton.linear import tune as linears
 from atom.kernels.triton.linear.shuffled import BOX, Wgmma, box_bytes
 from atom.kernels.triton.linear.style import PLAIN, Style
+from atom.kernels.triton.search import Trial, agrees
 from atom.weights.quantize import quantize
 
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
@@ -84,8 +85,8 @@ def test_what_comes_with_atom_is_among_what_is_tried():
 )
 @pytest.mark.parametrize("rows", [1, 16, 128])
 def test_what_is_tried_of_linears_can_be_kept(rows: int, style: Style):
-    for parameters in linears.candidates(rows, 6144, 4096, 2, 1, H200, style):
-        key = linear_tiles.key_of(rows, 6144, 4096, 1, style)
+    for parameters in linears.candidates(linear_tiles.Shape(rows, 6144, 4096, style=style), H200):
+        key = linear_tiles.key_of(linear_tiles.Shape(rows, 6144, 4096, style=style))
         assert tuned.FITS["linear"](key, linear_tiles.to_entry(parameters)), (key, parameters)
 
 
@@ -136,7 +137,7 @@ def test_measured_tiles_hold_up_to_their_rows_and_go_before_the_rule():
     ):
         unmeasured = shape._replace(**other)
         assert find(unmeasured, H200) == grouped_tiles.choose(unmeasured, H200)
-    trial = Trial(find)
+    trial = Trial(find, key_of)
     assert trial(shape, H200) == first
     trial.chosen[key_of(shape)] = second
     assert trial(shape._replace(rows=63), H200) == second
@@ -178,7 +179,7 @@ def test_calls_are_recorded_by_their_product_and_repeated_with_other_tiles(trito
     again = call(parameters=find)
     assert len(again) == 5 and asked
     assert torch.allclose(again, y[:5], atol=1e-3) and torch.equal(call(parameters=lambda *_: None), y[:5])
-    assert linears.agrees(call, Tiles(16, 32, 16, 4, 1))
+    assert agrees(call, Tiles(16, 32, 16, 4, 1))
 
 
 def test_entries_are_read_as_they_are_written():

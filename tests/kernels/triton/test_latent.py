@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.checks import assert_as_near, assert_equal
+from kernels.checks import BF16, assert_as_near, assert_equal
 from kernels.compiling import run_program
 from kernels.paged import KIND, LatentCase, cached, change, make_latent_case, move, reference
 
@@ -12,15 +12,7 @@ from atom.kernels.triton.attention import latent
 from atom.kernels.triton.attention.latent import PagedLatentAttention, norm_rope_write_latent
 from atom.kernels.triton.gpu import find_gpu
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
 LARGE = {"heads": 16, "rank": 512, "plain": 128, "rotated": 64, "value": 128}
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(params=[1, 5])
@@ -157,14 +149,13 @@ def test_prompts_whose_absorbed_queries_are_many_go_by_some_heads_at_a_time(monk
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [
     (torch.float32, torch.float16), (torch.float16, torch.float32), (torch.float16, torch.float16),
-    pytest.param(torch.bfloat16, torch.float32, marks=[pytest.mark.gpu, NEEDS_GPU]),
-    pytest.param(torch.float32, torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU]),
+    pytest.param(torch.bfloat16, torch.float32, marks=pytest.mark.gpu),
+    pytest.param(torch.float32, torch.bfloat16, marks=pytest.mark.gpu),
 ])  # fmt: skip
 def test_the_cache_may_have_another_dtype(dtype, cache_dtype, triton_device):
     check(make_latent_case([20, 5], [(7, 30)], heads=3, dtype=dtype, cache_dtype=cache_dtype), triton_device)
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [16, 128])
@@ -173,7 +164,6 @@ def test_entries_of_full_size_equal_the_reference(heads, dtype):
     check(make_latent_case(decodes, prefills, **{**LARGE, "heads": heads}, dtype=dtype), "cuda", 192**-0.5)
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 def test_blocks_behind_two_billion_numbers_are_found():
     case = on(make_latent_case([300], [(20, 50)], **LARGE, dtype=torch.bfloat16), "cuda")
@@ -184,7 +174,6 @@ def test_blocks_behind_two_billion_numbers_are_found():
     assert torch.equal(PagedLatentAttention()(*moved, scale=0.1), PagedLatentAttention()(*case, scale=0.1))
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 def test_a_captured_step_follows_its_lengths():
     case = on(make_latent_case([300, 70, 33], heads=16), "cuda")
@@ -203,7 +192,7 @@ def test_a_captured_step_follows_its_lengths():
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [
     (torch.float32, torch.float32), (torch.float16, torch.float16),
-    pytest.param(torch.bfloat16, torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU]),
+    pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.gpu),
 ])  # fmt: skip
 @pytest.mark.parametrize(("tokens", "heads", "rank", "rotated", "block_size"), [
     (1, 1, 1, 2, 1), (3, 33, 18, 8, 16), (7, 3, 11, 6, 3),

@@ -197,7 +197,6 @@ def test_a_nan_stays_a_nan_behind_relu(triton_device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_gates_of_more_rows_than_a_grid_has_in_its_second_dim():
     x = torch.randn(70_000, 16, device="cuda")
     torch.testing.assert_close(kernels.activate_gates(x, "silu"), ops.gated_activate.body(x, kind="silu"))
@@ -211,7 +210,7 @@ def test_gates_of_more_rows_than_a_grid_has_in_its_second_dim():
 def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, gpu):
     out, inner = shape
     for element_size, gates in itertools.product((2, 4), (1, 2)):
-        chosen = tiles.choose(rows, out, inner, element_size, gates, gpu)
+        chosen = tiles.choose(tiles.Shape(rows, out, inner, gates, element_size=element_size), gpu)
         if chosen is None:
             assert element_size == 4  # float32 has no tensor core that is exact
             continue
@@ -234,8 +233,6 @@ def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, g
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layers_in_a_graph_give_the_same_on_every_replay(rows, dtype):
     products = kernels.Products()
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
     layers, hidden, width = 6, 1024, 3072
     first = [make("cuda", dtype, 2048, hidden, size=0.03) for _ in range(layers)]
     second = [make("cuda", dtype, hidden, 1024, size=0.03) for _ in range(layers)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.checks import assert_as_near, assert_equal, poisoned
+from kernels.checks import BF16, assert_as_near, assert_equal, poisoned
 
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import few_experts, grouping, moe
@@ -15,14 +15,6 @@ from atom.kernels.triton.router import Router
 from atom.weights.quantize import quantize
 
 NAN = float("nan")
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 def grouped_by(counts: list[int], out: int, inner: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
@@ -62,7 +54,6 @@ def test_grouped_linears_equal_the_reference_where_rows_are_few_or_odd(counts, o
         check_grouped_linear(counts, out, inner, dtype, triton_device, has_bias)
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("counts", [
@@ -148,7 +139,6 @@ MANY = [
 SIZES = [(256, 576), (100, 96), (768, 2112)]
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("turn", range(len(MANY)))
@@ -214,7 +204,6 @@ def test_no_rows_at_all_give_none(triton_device):
     assert moe.Experts().grouped_linear(x, weight, ends).shape == (0, 5)
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 def test_experts_that_lie_behind_two_billion_numbers_are_found():
     weight = torch.zeros(1100, 2048, 1024, dtype=torch.bfloat16, device="cuda")
@@ -381,7 +370,6 @@ def test_experts_of_a_rank_have_biases_and_limits(tokens, is_counted, first, gat
     assert_equal(moe.Experts().experts(*moved, **gate).cpu(), ops.experts.body(*args, **gate))
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 32, 300])
 @pytest.mark.parametrize(("top_k", "counts"), [(6, (64, 1408, 2048)), (8, (128, 768, 2048)), (2, (8, 3584, 1000))])
@@ -396,7 +384,6 @@ def test_large_experts_are_grouped():
     assert not few_experts.suits_few(1, 8, 2048, 14336)
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 def test_a_captured_step_follows_what_its_tokens_choose():
     gate, weight = torch.randn(16, 64).cuda(), (torch.randn(16, 64, 64) / 8).cuda()

@@ -226,7 +226,6 @@ def test_the_newest_key_counts_as_the_cache_keeps_it(triton_device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 class TestOnAGpu:
     @pytest.mark.parametrize(
         ("dim", "turned", "kv_heads", "group", "window", "softcap"),

@@ -22,8 +22,9 @@ from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
 from atom.kernels.triton.linear import matrix, packed, quantized, row_kernels, tiles, vector
 from atom.kernels.triton.linear.style import style_of
-from atom.kernels.triton.linear.tiles import Matrix, Vector
-from atom.kernels.triton.linear.tune import Product, Trial, agrees, candidates, is_unfit
+from atom.kernels.triton.linear.tiles import Matrix, Shape, Vector
+from atom.kernels.triton.linear.tune import Product, candidates
+from atom.kernels.triton.search import Trial, agrees, is_unfit
 from atom.weights.quantize import quantize
 
 pytestmark = pytest.mark.early
@@ -200,8 +201,6 @@ BF16, FP8 = 6e-3, 4e-2
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("turn", "rows"), [*enumerate([1, 2, 8, 9, 33, 64, 200, 300, 1025])])
 def test_bf16_is_within_the_bound_of_its_format(turn, rows, fmt):
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
     inner, out = 768 if FORMATS[fmt] == 77 else 12 * FORMATS[fmt], 1280
     weight = make_weight("cuda", fmt, out, inner, "bf16")
     a, b = torch.randn(2, rows, inner).to("cuda", torch.bfloat16)
@@ -222,13 +221,11 @@ def test_bf16_is_within_the_bound_of_its_format(turn, rows, fmt):
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_tried_gives_the_product_in_bf16(every, rows, fmt):
     """All, or every eighth, of formats that follow each other not the same ones; others where none of those fits."""
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
     inner, out = 768 if FORMATS[fmt] == 77 else 12 * FORMATS[fmt], 1280
     weight = make_weight("cuda", fmt, out, inner, "bf16")
     x = torch.randn(rows, inner).to("cuda", torch.bfloat16)
     truth, gpu = expected(x, None, None, weight, None, None), kernels.find_gpu(x.device)
-    tried = [each for each in candidates(rows, out, inner, 2, 1, gpu, style_of(fmt, out)) if each is not None]
+    tried = [each for each in candidates(Shape(rows, out, inner, style=style_of(fmt, out)), gpu) if each is not None]
     chosen = tried[list(FORMATS).index(fmt) % min(every, len(tried)) :: every]
     num_run = 0
     for at, each in enumerate([*chosen, *(each for each in tried if each not in chosen)]):
@@ -252,8 +249,8 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
         (1, 8, 32, 64, 256), ((4096, 4096), (24576, 4096), (4096, 12288)), (1, 2)
     ):
         style = style_of(fmt, out)
-        tried = [tiles.choose(rows, out, inner, 2, gates, gpu, style)]
-        tried += candidates(rows, out, inner, 2, gates, gpu, style)
+        tried = [tiles.choose(Shape(rows, out, inner, gates, style=style), gpu)]
+        tried += candidates(Shape(rows, out, inner, gates, style=style), gpu)
         assert len(tried) <= 80
         for each in tried:
             if isinstance(each, Matrix):
@@ -270,25 +267,25 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
 
 def test_a_key_says_how_a_packed_weight_holds_numbers():
     def key(fmt):
-        return tiles.key_of(5, 6144, 4096, 1, style_of(fmt, 6144))
+        return tiles.key_of(Shape(5, 6144, 4096, style=style_of(fmt, 6144)))
 
-    assert tiles.key_of(5, 6144, 4096, 1) == "8 6144 4096 1"
+    assert tiles.key_of(Shape(5, 6144, 4096)) == "8 6144 4096 1"
     assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
     assert key("int4[1, 128]") == key("ct_packed_int4") == "8 6144 4096 1 u4[1,128]"
     assert key("awq_int4[1, 128]") == "8 6144 4096 1 u4z[1,128]"
     assert (key("q4_0"), key("q4_1")) == ("8 6144 4096 1 u4[1,32]", "8 6144 4096 1 u4m[1,32]")
     by_fp8 = style_of("fp8[1, *]", 6144, "fp8[1, *]")
-    assert tiles.key_of(5, 6144, 4096, 1, by_fp8) == "8 6144 4096 1 e4m3[1,*] fp8"
+    assert tiles.key_of(Shape(5, 6144, 4096, style=by_fp8)) == "8 6144 4096 1 e4m3[1,*] fp8"
     assert key("mxfp4") == key("quark_mxfp4") == "8 6144 4096 1 e2m1[1,32]"
     find = tiles.finder({"8 6144 4096 1": ["library"], "8 6144 4096 1 e4m3[1,*]": ["matrix", 16, 64, 4, 2]})
-    assert find(5, 6144, 4096, 2, 1, H200) is None
-    assert find(5, 6144, 4096, 2, 1, H200, style_of("fp8[1, *]", 6144)) == Matrix(16, 64, 4, 2)
+    assert find(Shape(5, 6144, 4096), H200) is None
+    assert find(Shape(5, 6144, 4096, style=style_of("fp8[1, *]", 6144)), H200) == Matrix(16, 64, 4, 2)
     blocks = style_of("fp8[128, 128]", 6144)
-    assert find(5, 6144, 4096, 2, 1, H200, blocks) == tiles.choose(5, 6144, 4096, 2, 1, H200, blocks)
-    trial = Trial(find)
+    assert find(Shape(5, 6144, 4096, style=blocks), H200) == tiles.choose(Shape(5, 6144, 4096, style=blocks), H200)
+    trial = Trial(find, tiles.key_of)
     trial.chosen["8 6144 4096 1 e4m3[128,128]"] = Matrix(32, 64, 4, 2)
-    assert trial(5, 6144, 4096, 2, 1, H200, blocks) == Matrix(32, 64, 4, 2)
-    assert trial(5, 6144, 4096, 2, 1, H200) is None
+    assert trial(Shape(5, 6144, 4096, style=blocks), H200) == Matrix(32, 64, 4, 2)
+    assert trial(Shape(5, 6144, 4096), H200) is None
 
 
 def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.checks import assert_as_near, assert_equal
+from kernels.checks import BF16, assert_as_near, assert_equal
 
 from atom.graph import ops
 from atom.kernels.triton import router
@@ -10,14 +10,6 @@ from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.router import FEW_TOKENS, Router
 
 NAN = float("nan")
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -97,7 +89,6 @@ def test_tiles_of_scores_are_the_fastest_of_an_h200(tokens, experts, tile):
     assert router._choose_tiles(tokens, experts, 2, h200._replace(shared_memory=64 << 10))[1] <= 64
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 32, 300])
 @pytest.mark.parametrize("rule", [ROUTERS["renormalized"], {**ROUTERS["pairs of the best"], "groups": 8, "top_k": 8}])
@@ -139,7 +130,6 @@ def test_the_first_of_equal_experts_is_chosen(tokens, experts, triton_device, mo
     assert_equal(weights.sum(1), torch.ones(tokens, device=triton_device))
 
 
-@NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 8, 9])
 @pytest.mark.parametrize(("experts", "inner"), [(64, 2048), (128, 2048), (32, 2880), (256, 7168), (384, 7168)])

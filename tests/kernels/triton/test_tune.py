@@ -20,8 +20,9 @@ from atom.graph import ops, parse
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear, matrix, tiles
-from atom.kernels.triton.linear.tiles import Matrix, Parameters, Vector
-from atom.kernels.triton.linear.tune import MARGIN, Product, Trial, agrees, candidates, products_of, search
+from atom.kernels.triton.linear.tiles import Matrix, Parameters, Shape, Vector
+from atom.kernels.triton.linear.tune import Product, candidates, products_of
+from atom.kernels.triton.search import MARGIN, Trial, agrees, search
 
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 SMALL = Gpu(128, 99 << 10, (8, 9), "small")
@@ -43,8 +44,8 @@ def with_rows(parameters: Parameters, rows: int) -> Parameters:
 def test_what_was_the_fastest_on_an_h200_is_tried(key: str, entry: list[Any]):
     rows, out, inner, gates = map(int, key.split())
     fastest = {"vector": Vector, "matrix": Matrix, "library": lambda: None}[entry[0]](*entry[1:])
-    options = [tiles.choose(rows, out, inner, 2, gates, H200), *candidates(rows, out, inner, 2, gates, H200)]
-    tried = [with_rows(each, rows) for each in options]
+    shape = Shape(rows, out, inner, gates)
+    tried = [with_rows(each, rows) for each in (tiles.choose(shape, H200), *candidates(shape, H200))]
     assert with_rows(fastest, rows) in tried
 
 
@@ -52,7 +53,7 @@ def test_what_was_the_fastest_on_an_h200_is_tried(key: str, entry: list[Any]):
 @pytest.mark.parametrize("rows", tuned.BUCKETS)
 def test_what_is_tried_is_little_and_fits(rows: int, gpu: Gpu):
     for (out, inner), gates in itertools.product(SHAPES, (1, 2)):
-        tried = candidates(rows, out, inner, 2, gates, gpu)
+        tried = candidates(Shape(rows, out, inner, gates), gpu)
         assert None in tried and len(set(tried)) == len(tried) <= 60
         for each in tried:
             if isinstance(each, Vector):
@@ -89,7 +90,7 @@ def test_no_two_that_are_tried_launch_the_same_and_what_they_launch_fits(
     for out, inner in SHAPES[:5]:
         launches.seen.clear()
         x, weight = (torch.empty(num, inner, dtype=torch.bfloat16, device="meta") for num in (rows, out))
-        tried = [each for each in candidates(rows, out, inner, 2, 1, gpu) if isinstance(each, Matrix)]
+        tried = [each for each in candidates(Shape(rows, out, inner), gpu) if isinstance(each, Matrix)]
         for each in tried:
             matrix.multiply_matrix(x, weight, None, None, x, each)
         assert len(set(launches.seen)) == len(launches.seen) == len(tried) > 0
@@ -108,7 +109,7 @@ def test_everything_that_is_tried_gives_the_product(triton_device: str, rows: in
     x = torch.randn(rows, inner).to(triton_device, dtype)
     weight = torch.randn(out, inner).to(triton_device, dtype)
     gpu = linear.find_gpu(x.device)._replace(units=2, shared_memory=H200.shared_memory)
-    tried = [each for each in candidates(rows, out, inner, 2, 1 if kind is None else 2, gpu) if each is not None]
+    tried = [each for each in candidates(Shape(rows, out, inner, 1 if kind is None else 2), gpu) if each is not None]
     if triton_device == "cpu":  # the interpreter is slow: of each kind of splits, groups and heights one
         tried = list({(type(each), *each[-4:]) if isinstance(each, Matrix) else each: each for each in tried}.values())
 
@@ -157,16 +158,17 @@ def test_a_text_s_products_are_those_of_its_kernels_with_16_bits_and_the_largest
 
 
 def test_what_is_chosen_goes_before_what_is_known_and_that_before_the_rule():
-    trial = Trial(tiles.finder({"8 64 32 1": ["matrix", 16, 64, 4, 2], "8 64 32 2": ["library"]}))
-    assert trial(5, 64, 32, 2, 1, H200) == Matrix(16, 64, 4, 2)
-    assert trial(5, 64, 32, 2, 2, H200) is None
+    known = tiles.finder({"8 64 32 1": ["matrix", 16, 64, 4, 2], "8 64 32 2": ["library"]})
+    trial = Trial(known, tiles.key_of)
+    assert trial(Shape(5, 64, 32), H200) == Matrix(16, 64, 4, 2)
+    assert trial(Shape(5, 64, 32, 2), H200) is None
     trial.chosen["8 64 32 1"] = Matrix(32, 64, 4, 2)
-    assert trial(8, 64, 32, 2, 1, H200) == Matrix(32, 64, 4, 2)
+    assert trial(Shape(8, 64, 32), H200) == Matrix(32, 64, 4, 2)
     trial.chosen["8 64 32 1"] = None
-    assert trial(8, 64, 32, 2, 1, H200) is None
-    rule = tiles.choose(8, 64, 32, 4, 1, H200)
-    assert trial(8, 64, 32, 4, 1, H200) == rule, "of 32 bits nothing is tried"
-    assert trial(9, 64, 32, 2, 1, H200) == tiles.choose(9, 64, 32, 2, 1, H200) is not None
+    assert trial(Shape(8, 64, 32), H200) is None
+    rule = tiles.choose(Shape(8, 64, 32, element_size=4), H200)
+    assert trial(Shape(8, 64, 32, element_size=4), H200) == rule, "of 32 bits nothing is tried"
+    assert trial(Shape(9, 64, 32), H200) == tiles.choose(Shape(9, 64, 32), H200) is not None
 
 
 def test_parameters_are_read_as_they_are_written():
@@ -248,9 +250,9 @@ def test_the_hopeless_is_timed_once():
 def call_of(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., Any]:
     def call(*, parameters: tiles.Find) -> torch.Tensor:
         y = x @ weight.T
-        if parameters(len(x), *weight.shape, 2, 1, H200) == OTHER:
+        if parameters(Shape(len(x), *weight.shape), H200) == OTHER:
             y[-1, 3] += 0.1 * y[-1].abs().max()
-        if parameters(len(x), *weight.shape, 2, 1, H200) == THIRD:
+        if parameters(Shape(len(x), *weight.shape), H200) == THIRD:
             y[0, 0] = torch.nan
         return y
 

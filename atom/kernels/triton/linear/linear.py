@@ -46,7 +46,7 @@ from atom.kernels.triton.linear.row_kernels import (
 )
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.style import Weight, style_of_weight
-from atom.kernels.triton.linear.tiles import MAX_ROWS, Find, Matrix, Parameters, Vector, find
+from atom.kernels.triton.linear.tiles import MAX_ROWS, Find, Matrix, Parameters, Shape, Vector, find
 from atom.kernels.triton.linear.vector import multiply_vector
 
 BACKENDS = ("triton", "hopper")  # whose kernels these are
@@ -122,9 +122,8 @@ class Products:
         (out, inner), gates = weight.shape, 1 if kind is None else 2
         if len(x) > MAX_ROWS:
             return None
-        find = parameters or self._parameters
-        gpu, style = find_gpu(weight.device), style_of_weight(weight, act)
-        return find(len(x), out, inner, x.element_size(), gates, gpu, style)
+        shape = Shape(len(x), out, inner, gates, x.element_size(), style_of_weight(weight, act))
+        return (parameters or self._parameters)(shape, find_gpu(weight.device))
 
     def _multiply_tiles(self, x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None,
                         tiles: Matrix | Wgmma) -> Tensor:  # fmt: skip

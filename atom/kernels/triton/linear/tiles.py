@@ -1,6 +1,6 @@
 """Choose the tiles of linears of few rows, measured or by a rule.
 
-tiles = find(32, 6144, 4096, 2, 1, gpu)                     # 32 rows by a weight [6144, 4096], as packaged for this GPU
+tiles = find(Shape(32, 6144, 4096), gpu)        # 32 rows by a weight [6144, 4096], as packaged for this GPU
 find = finder({"32 6144 4096 1": ["matrix", 64, 128, 4, 4]})    # a lookup with other measured ones
 """
 
@@ -30,6 +30,17 @@ MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, a
 LARGE_MEMORY = 131072, 32768
 # the same of a step of four programs on a processor, where a weight has few rows for each
 FEW_MEMORY = 16384
+
+
+class Shape(NamedTuple):
+    """What the tiles of a product depend on."""
+
+    rows: int
+    out: int
+    inner: int
+    gates: int = 1  # 2 where half of the outputs are gates
+    element_size: int = 2  # of x, bytes
+    style: Style = PLAIN  # how the weight holds numbers
 
 
 class Vector(NamedTuple):
@@ -86,14 +97,13 @@ class TileError(Exception):
 
 
 Parameters = Vector | Matrix | Wgmma | None  # None: the vendor's library multiplies
-Find = Callable[[int, int, int, int, int, Gpu, Style], Parameters]  # what `choose` takes
+Find = Callable[[Shape, Gpu], Parameters]
 
 
 @cache
-def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN) -> Parameters:
+def find(shape: Shape, gpu: Gpu) -> Parameters:
     """Look up the packaged parameters of such a product on such a GPU, else `choose` them."""
-    measured = functools.partial(tuned.parameters, gpu.name, "linear")
-    return _find(measured, rows, out, inner, element_size, gates, gpu, style)
+    return _find(functools.partial(tuned.parameters, gpu.name, "linear"), shape, gpu)
 
 
 def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
@@ -101,17 +111,15 @@ def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
     return cache(functools.partial(_find, measured.get))
 
 
-def _find(measured: Callable[[str], Sequence[Any] | None], rows: int, out: int, inner: int, element_size: int,
-          gates: int, gpu: Gpu, style: Style = PLAIN) -> Parameters:  # fmt: skip
-    # of 32 bits nobody measures
-    entry = measured(key_of(rows, out, inner, gates, style)) if element_size == 2 else None
-    return choose(rows, out, inner, element_size, gates, gpu, style) if entry is None else from_entry(entry)
+def _find(measured: Callable[[str], Sequence[Any] | None], shape: Shape, gpu: Gpu) -> Parameters:
+    entry = measured(key_of(shape)) if shape.element_size == 2 else None  # of 32 bits nobody measures
+    return choose(shape, gpu) if entry is None else from_entry(entry)
 
 
-def key_of(rows: int, out: int, inner: int, gates: int, style: Style = PLAIN) -> str:
+def key_of(shape: Shape) -> str:
     """The key of such a product's parameters."""
-    bucket = next(size for size in BUCKETS if size >= rows)
-    return f"{bucket} {out} {inner} {gates} {style.name}".rstrip()
+    bucket = next(size for size in BUCKETS if size >= shape.rows)
+    return f"{bucket} {shape.out} {shape.inner} {shape.gates} {shape.style.name}".rstrip()
 
 
 def from_entry(entry: Sequence[Any]) -> Parameters:
@@ -125,19 +133,16 @@ def to_entry(parameters: Parameters) -> list[Any]:
     return ["library"] if parameters is None else [type(parameters).__name__.lower(), *parameters]
 
 
-def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN
-           ) -> Parameters:  # fmt: skip
-    """Choose the tiles of a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library.
-
-    element_size is that of x. gates is 2 where half of the outputs are gates, else 1.
-    """
+def choose(shape: Shape, gpu: Gpu) -> Parameters:
+    """Choose the tiles of a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library."""
+    rows, out, inner, _, _, style = shape
     if style.is_shuffled:
         by_library = style.act is not None and fills_library(rows, out, gpu)
         return None if by_library else shuffled.choose(rows, out, inner, style, gpu)
     if style.values is not None:
-        return choose_packed(rows, out, inner, element_size, gpu, style)
-    tiles = choose_vector(out, inner, element_size, gates, gpu) if rows == 1 else None
-    return tiles or choose_matrix(rows, out, inner, element_size, gpu)
+        return choose_packed(shape, gpu)
+    tiles = choose_vector(shape, gpu) if rows == 1 else None
+    return tiles or choose_matrix(shape, gpu)
 
 
 def fills_library(rows: int, out: int, gpu: Gpu) -> bool:
@@ -149,8 +154,9 @@ def fills_library(rows: int, out: int, gpu: Gpu) -> bool:
     return rows > 64 and -(-rows // 128) * -(-out // 128) > gpu.units // 6
 
 
-def choose_vector(out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Vector | None:
+def choose_vector(shape: Shape, gpu: Gpu) -> Vector | None:
     """`choose` for one row by a plain weight; None where a row is too large, or where padding it wastes too much."""
+    _, out, inner, gates, element_size, _ = shape
     columns = next_power_of_2(inner)
     row_size = columns * element_size
     is_large = gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0]
@@ -175,8 +181,9 @@ def _step_rows(most: int, least: int, out: int, num_steps: int) -> int:
     return rows
 
 
-def choose_matrix(rows: int, out: int, inner: int, element_size: int, gpu: Gpu) -> Matrix | None:
+def choose_matrix(shape: Shape, gpu: Gpu) -> Matrix | None:
     """`choose` for some rows by a plain weight."""
+    rows, out, inner, _, element_size, _ = shape
     if element_size > 2 or rows > 32:  # at 64 rows of layers of Qwen3 the library beat what follows
         return None
     # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows, and of 32B's ranks at 32
@@ -187,8 +194,9 @@ def choose_matrix(rows: int, out: int, inner: int, element_size: int, gpu: Gpu) 
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
 
 
-def choose_packed(rows: int, out: int, inner: int, element_size: int, gpu: Gpu, style: Style) -> Parameters:
+def choose_packed(shape: Shape, gpu: Gpu) -> Parameters:
     """`choose` of a packed weight: a row too goes through tensor cores, which leave others free to unpack."""
+    rows, out, inner, _, element_size, style = shape
     parts = -(-MIN_BYTES * style.per_byte // (style.columns & -style.columns)) if style.columns else 1
     if element_size > 2 or rows * parts > 64:
         return None

@@ -1,53 +1,40 @@
-"""Tune linears: the parameters to try, and the fastest in a step.
+"""Tune linears: the parameters to try, and a step's calls.
 
-    options = candidates(1, 6144, 4096, 2, 1, find_gpu(device))
-    fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds
-    tuner = LinearTuner(device)                    # what tune=true asks of these kernels
-
-A product is timed in the step that it is part of. Timed alone it says little, since two programs of a kernel share a
-multiprocessor only where attention keeps another one busy. Clocks drift, so two steps are timed in turns.
+options = candidates(Shape(1, 6144, 4096), find_gpu(device))
+tuner = LinearTuner(device)                    # what tune=true asks of these kernels
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import triton
-from torch import Tensor
-from triton.errors import TritonError
 
-from atom.errors import is_out_of_memory
 from atom.graph import BODY, HEAD, Graph, Shuffle
 from atom.graph.graph import type_of
 from atom.graph.ops import Op
-from atom.graph.packed import PackedWeight
 from atom.graph.types import BITS
-from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.linear import BACKENDS, PRODUCTS, Products
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import PLAIN, Style, operand_of, style_of, style_of_weight
+from atom.kernels.triton.linear.style import PLAIN, Style, style_of, style_of_weight
 from atom.kernels.triton.linear.tiles import (
     MAX_STAGES,
     MAX_TILES,
     Find,
     Matrix,
     Parameters,
-    TileError,
+    Shape,
     Vector,
     finder,
     key_of,
     to_entry,
 )
-
-# Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
-MARGIN = 0.005
-ROUNDS = 3  # rounds in which two steps take turns; the best of each counts
-HOPELESS = 0.02  # of the step's time: an option slower by this in the first round is not timed again
+from atom.kernels.triton.search import Call, ProductTuner, Trial, specialized
 
 # Of a thread: of as many, some candidates spill registers already, and compile in 2 to 4 s; of more, some take minutes.
 MAX_SUMS = 128
@@ -90,6 +77,9 @@ class Product(NamedTuple):
         """Elements of the weights that a step reads."""
         return self.out * self.inner * self.num_calls
 
+    def shape(self, rows: int) -> Shape:
+        return Shape(rows, self.out, self.inner, self.gates, style=self.style)
+
 
 def products_of(graph: Graph) -> list[Product]:
     """The products of decodes with these kernels and weights unpacked to 16 bits, those that read most first."""
@@ -110,15 +100,15 @@ def products_of(graph: Graph) -> list[Product]:
     return sorted(products, key=lambda product: -product.num_elements * product.style.bits)
 
 
-def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN
-               ) -> list[Parameters]:  # fmt: skip
+def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:
     """Parameters that may be the fastest for such a product: tiles that won on an H200, with splits for this GPU."""
     found: list[Parameters] = [None]
+    rows, style = shape.rows, shape.style
     if style.is_shuffled:
-        return found + list(_shuffled(rows, out, inner, gpu, style))
-    weight_size = element_size * style.bits / 16
+        return found + list(_shuffled(shape, gpu))
+    weight_size = shape.element_size * style.bits / 16
     if rows == 1 and not (style.columns or 1) & (style.columns or 1) - 1:
-        found += _vectors(inner, weight_size, gates, gpu)
+        found += _vectors(shape.inner, weight_size, shape.gates, gpu)
     heights = (128,) if rows <= 32 else (32, 64, 128)
     tiles: tuple[Matrix, ...] = ONE if rows == 1 else FEW if rows <= 32 else MANY
     if style.values is not None:
@@ -126,7 +116,7 @@ def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, g
     for tile, block_rows in itertools.product(tiles, heights):
         tile = tile._replace(block_rows=block_rows).as_run(rows, gpu, style)
         if tile.num_sums(style) <= MAX_SUMS:
-            found += _splits(tile, rows, out, inner, weight_size, gpu)
+            found += _splits(tile, shape, weight_size, gpu)
     return list(dict.fromkeys(found))
 
 
@@ -140,7 +130,8 @@ def _vectors(inner: int, element_size: float, gates: int, gpu: Gpu) -> Iterator[
                 yield Vector(block_out, warps, stages, programs)
 
 
-def _shuffled(rows: int, out: int, inner: int, gpu: Gpu, style: Style) -> Iterator[Wgmma]:
+def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
+    rows, out, inner, style = shape.rows, shape.out, shape.inner, shape.style
     usual = shuffled.choose(rows, out, inner, style, gpu)
     heights = (usual.block_rows // 2, usual.block_rows)
     for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(2, 9), (1, 2, 4, 6, 8)):
@@ -152,8 +143,9 @@ def _shuffled(rows: int, out: int, inner: int, gpu: Gpu, style: Style) -> Iterat
             yield Wgmma(block_rows, boxes, stages, splits)
 
 
-def _splits(tile: Matrix, rows: int, out: int, inner: int, weight_size: float, gpu: Gpu) -> Iterator[Matrix]:
+def _splits(tile: Matrix, shape: Shape, weight_size: float, gpu: Gpu) -> Iterator[Matrix]:
     """A tile, as it is run, with the splits that keep about every multiprocessor busy, where its ring fits."""
+    rows, out, inner, *_ = shape
     step = tile.block_inner * tile.groups
     if (tile.stages - 1) * step * (tile.block_out * weight_size + tile.block_rows * 2) > gpu.shared_memory:
         return
@@ -163,89 +155,6 @@ def _splits(tile: Matrix, rows: int, out: int, inner: int, weight_size: float, g
     busy = [splits for splits in possible if least <= tiles * splits / gpu.units <= most]
     for splits in busy or [1 if tiles > gpu.units else possible[-1]]:
         yield tile._replace(splits=splits)
-
-
-class Trial:
-    """The lookup while products are tried: the chosen parameters of a product go before the known ones."""
-
-    def __init__(self, known: Find) -> None:
-        self._known = known
-        self.chosen: dict[str, Parameters] = {}
-
-    def __call__(self, rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN
-                 ) -> Parameters:  # fmt: skip
-        key = key_of(rows, out, inner, gates, style)
-        if element_size == 2 and key in self.chosen:
-            return self.chosen[key]
-        return self._known(rows, out, inner, element_size, gates, gpu, style)
-
-
-Call = Callable[..., Tensor | tuple[Tensor, ...]]  # of a kernel with its arguments, but for `parameters`
-
-
-def agrees(call: Call, parameters: Parameters) -> bool:
-    """Whether a call with these parameters equals the library's result, but for rounding; of x too by the library,
-    where the weight is packed."""
-    ours, theirs = (_results(call(parameters=lambda *_, chosen=chosen: chosen)) for chosen in (parameters, None))
-    is_packed = any(isinstance(arg, PackedWeight) for arg in getattr(call, "args", ()))
-    return all(_are_near(a, b, 16 if is_packed else 8) for a, b in zip(ours, theirs, strict=True))
-
-
-def _results(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else result
-
-
-def _are_near(a: Tensor, b: Tensor, roundings: int) -> bool:
-    """a and b [T, O]: no element further apart than so many roundings of the largest of its row.
-
-    All is near an inf or a NaN of b, the library's own, and a NaN of a is near no number.
-    """
-    is_number = b.isfinite()
-    allowed = roundings * torch.finfo(b.dtype).eps * b.abs().where(is_number, 0).amax(1, keepdim=True)
-    return bool((((a - b).abs() <= allowed) | ~is_number).all())
-
-
-def is_unfit(error: Exception) -> bool:
-    """Whether this error says that an option does not fit in memory, or that a pass of Triton fails on it."""
-    if isinstance(error, TileError | TritonError):
-        return True
-    return isinstance(error, RuntimeError) and (is_out_of_memory(error) or "PassManager" in str(error))
-
-
-def search(current: Parameters, options: Sequence[Parameters], prepare: Callable[[Parameters], Callable[[], float]],
-           on_timed: Callable[[], object] = lambda: None) -> Parameters:  # fmt: skip
-    """Find the fastest parameters; the current ones stay where no other is faster by MARGIN.
-
-    prepare gives a function that times a step in seconds; an option is left out where it raises an `is_unfit` error.
-    """
-    start = prepare(current)
-    best, timer = current, start
-    for option in options:
-        try:
-            other = prepare(option)
-        except Exception as error:
-            if not is_unfit(error):
-                raise
-            on_timed()
-            continue
-        ours, theirs = take_turns(timer, other)
-        if theirs < ours:
-            best, timer = option, other
-        on_timed()
-    if best == current:
-        return current
-    before, after = take_turns(start, timer, 2 * ROUNDS)
-    return best if after < before * (1 - MARGIN) else current
-
-
-def take_turns(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
-    """Time two steps in turns; the least seconds of each."""
-    ours, theirs = one(), other()
-    for _ in range(rounds - 1):
-        if theirs > ours * (1 + HOPELESS):
-            break
-        ours, theirs = min(ours, one()), min(theirs, other())
-    return ours, theirs
 
 
 class Recording:
@@ -269,35 +178,24 @@ class Recording:
         return call
 
 
-def specialized(arg: Tensor | PackedWeight | None) -> Any:
-    """The properties of an argument that Triton specializes a kernel on."""
-    if isinstance(arg, PackedWeight):
-        return tuple(map(specialized, operand_of(arg)[:4]))
-    return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
-
-
-class LinearTuner:
+class LinearTuner(ProductTuner):
     """The backend's `Tuner`, for products of weights of 16 bits, and packed ones."""
 
     table, what = "linear", "linears"
-    products, trial, recording = staticmethod(products_of), Trial, Recording
+    products, recording = staticmethod(products_of), Recording
     known, to_entry = staticmethod(finder), staticmethod(to_entry)
-    agrees, is_unfit = staticmethod(agrees), staticmethod(is_unfit)
-    search, take_turns = staticmethod(search), staticmethod(take_turns)
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = find_gpu(device)
-        self.gpu = self._gpu.name
 
     def key(self, rows: int, product: Product) -> str:
-        return key_of(rows, *product[:3], product.style)
+        return key_of(product.shape(rows))
+
+    def trial(self, known: Find) -> Trial:
+        return Trial(known, key_of)
 
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
         return Products(find).kernels()
 
     def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
-        out, inner, gates, _, style = product
-        current = find(rows, out, inner, 2, gates, self._gpu, style)
-        as_run = current.as_run(rows, self._gpu, style) if isinstance(current, Matrix) else current
-        tried = candidates(rows, out, inner, 2, gates, self._gpu, style)
-        return current, [each for each in tried if each != as_run]
+        shape = product.shape(rows)
+        current = find(shape, self._gpu)
+        as_run = current.as_run(rows, self._gpu, shape.style) if isinstance(current, Matrix) else current
+        return current, [each for each in candidates(shape, self._gpu) if each != as_run]

@@ -1,4 +1,4 @@
-"""What operators ask of a server whose engine is not there; the rest is asked of real servers, in other files."""
+"""What a server tells of itself; health, metrics and drafts have files of their own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import wire
 from serving import Start
 
 from atom.config.load import load
-from atom.serve.admin import describe_config
 from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
+from atom.serve.monitoring import describe_config
 
 
 def test_ping_says_what_health_says_and_load_counts_sequences(start_server: Start):
@@ -72,6 +72,6 @@ def test_the_version_names_the_gpus_once_the_engine_has(gpus: str):
 
 
 def test_the_version_names_the_processor_where_the_engine_runs_on_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atom.serve.admin.describe_cpus", lambda: "8 x A CPU")
+    monkeypatch.setattr("atom.serve.monitoring.describe_cpus", lambda: "8 x A CPU")
     told = version("cpu")
     assert (told["device"], told["hardware"]) == ("cpu", "8 x A CPU")

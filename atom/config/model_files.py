@@ -1,0 +1,199 @@
+"""Find the checkpoint that overrides name, and the model file that describes it.
+
+    source = find_source(["checkpoint=/models/qwen3"])     # overrides with model='qwen3', the checkpoint's config.json
+
+The files of the group `model` come from conf/, config dirs, hydra.searchpath, and the packages of plugins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import OmegaConf
+
+from atom.checkpoint import open_checkpoint
+from atom.config.folders import CONF
+from atom.config.overrides import parse, plain, rewrite
+from atom.config.spelling import override
+from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
+from atom.plugins import package_folders
+
+SEARCHPATH = "hydra.searchpath="
+
+
+class ModelFile(NamedTuple):
+    path: Path
+    spec: dict[str, Any]  # as written, without inherited values
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def embedded_config(self) -> dict[str, Any]:
+        """config.json of the model file's own checkpoint."""
+        stated = self.spec["embedded"]
+        if not isinstance(stated, dict) or not isinstance(stated.get("config"), str):
+            raise ConfigError(f"{self.path}: embedded.config has no value; name the config.json beside this file")
+        config: dict[str, Any] = json.loads((self.path.parent / stated["config"]).read_text("utf-8"))
+        return config
+
+
+class Source(NamedTuple):
+    overrides: list[str]  # with the model file named
+    hf: dict[str, Any]  # the checkpoint's config.json
+    embedded: dict[str, Any] | None  # the model file's own checkpoint, where none is given
+    generation: dict[str, Any]  # the checkpoint's generation_config.json
+    names: frozenset[str] = frozenset()  # of the checkpoint's tensors, where they matter and are known
+
+
+def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Source:
+    """Find the checkpoint and the model file of these overrides; of a hub id, only the description is downloaded."""
+    texts = rewrite(overrides, config_dirs=config_dirs)
+    parsed = [parse(text) for text in texts]
+    by_key = {each.key_or_group: each for each in parsed if each.package is None}
+    for text, each in zip(texts, parsed, strict=True):
+        if each.is_sweep_override():
+            raise ConfigError(f"'{text}' is a sweep: add -m, or quote the value")
+        if each.key_or_group.split(".")[:2] == ["model", "embedded"]:
+            raise ConfigError(f"{each.key_or_group}: only a model file brings a checkpoint; set checkpoint instead")
+        if each.key_or_group.split(".")[0] == "draft":
+            raise ConfigError("draft is the model of serve.draft_model and cannot be set; set that")
+
+    def value(key: str, default: Any = None) -> Any:
+        return plain(by_key[key]) if key in by_key else default
+
+    files = model_files(search_path_of(texts, config_dirs))
+    name, checkpoint, embedded = value("model", "auto"), value("checkpoint"), None
+    names: frozenset[str] = frozenset()
+    if checkpoint is None:
+        file = embedded_file(files, name)
+        name = file.name if name == "auto" else name
+        hf, embedded = file.embedded_config(), file.spec["embedded"]
+        generation = embedded.get("generation") or {}
+    else:
+        described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
+        hf, generation = described.config, described.generation_config
+        name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
+        has_options = any(file.name == name and "eagle3" in file.spec for file in files)  # tensors that may be missing
+        names = frozenset(described.names()) if has_options or hf.get("quantization_config") else names
+        described.close()
+    if not isinstance(name, str):
+        raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
+    texts = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
+    return Source([*texts, override("model", name), override("model.name", name)], hf, embedded, generation, names)
+
+
+def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
+    """The search path after conf/ and the paths of plugins: the config dirs, then hydra.searchpath, then packages."""
+    stated = [text for text in overrides if text.startswith(SEARCHPATH)]
+    paths: Any = parse(stated[-1]).value() if stated else []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"{stated[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
+    folders = ([Path(folder).absolute() for folder in config_dirs], package_folders())
+    of_dirs, of_packages = ([f"file://{folder}" for folder in each] for each in folders)
+    return [*of_dirs, *paths, *of_packages]
+
+
+def make_search_path(paths: Sequence[str] = ()) -> ConfigSearchPath:
+    """Make Hydra's search path: conf/, the paths of plugins, these paths."""
+    search_path: ConfigSearchPath = create_config_search_path(str(CONF))
+    for path in paths:
+        search_path.prepend("command-line", path, SearchPathQuery("schema", None))
+    return search_path
+
+
+def model_files(paths: Sequence[str] = ()) -> list[ModelFile]:
+    """The files of the group `model` in Hydra's search path; of two with one name the first counts, as for Hydra."""
+    files: dict[str, ModelFile] = {}
+    for source in ConfigRepository(make_search_path(paths)).get_sources():
+        for file in read_files(source):
+            files.setdefault(file.name, file)
+    return list(files.values())
+
+
+def read_files(source: ConfigSource) -> Iterator[ModelFile]:
+    """Read the model files of one source: a folder, or another kind of Hydra or its plugins."""
+    if source.scheme() != "file":
+        for name in source.list("model", ObjectType.CONFIG) if source.is_group("model") else ():
+            spec: Any = OmegaConf.to_container(source.load_config(f"model/{name}").config, resolve=False)
+            yield ModelFile(Path(f"{source.scheme()}://{source.path}", "model", f"{name}.yaml"), spec)
+        return
+    for path in sorted(Path(source.path, "model").glob("*.yaml")):
+        try:
+            spec = parse_yaml(path.read_text("utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: {one_line(error)}") from None
+        if not isinstance(spec, dict):
+            raise ConfigError(f"{path}: a model file holds the fields of model, not {type(spec).__name__}")
+        yield ModelFile(path, spec)
+
+
+@functools.lru_cache(256)
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text; every load reads all model files, which are the same ones nearly always."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
+    """The model file with its own checkpoint: the named one, else the only one."""
+    candidates = [file for file in files if file.spec.get("embedded")]
+    candidates = [file for file in candidates if file.name == name] or candidates
+    if len(candidates) != 1:
+        names = ", ".join(file.name for file in candidates)
+        raise ConfigError(f"no checkpoint is given; model= can bring one: {names}")
+    return candidates[0]
+
+
+def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: str) -> str:
+    """Choose the model file for `auto`: by architecture, then by model_type; a GGUF has names of its own."""
+    automatic = [file for file in files if file.spec.get("auto", True)]
+    is_gguf = "gguf_architecture" in hf
+    if is_gguf:
+        key, names = "gguf_architecture", [name for name in [hf["gguf_architecture"]] if name is not None]
+        known = [((file.spec.get("gguf") or {}).get("architecture"), file) for file in automatic]
+    else:
+        key, names = "architectures", hf.get("architectures") or []
+        known = [(name, file) for file in automatic for name in file.spec.get("architectures") or ()]
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        stated = f"{key}={json.dumps(hf[key])[:100]} in its config.json"
+        what = "name" if is_gguf else "list of names"
+        raise CheckpointError(f"{checkpoint}: {stated} is not a {what}; mend it, or choose with model=NAME")
+    matching = {file.name: file for name, file in known if name in names}
+    if not matching:
+        all_names = {name for name, _ in known if name}
+        stated = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
+        whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & all_names
+        if whole:
+            stated += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
+        elif near := nearest_architectures(names, all_names):
+            stated += f"; the nearest known ones are {', '.join(near)}"
+        listed = f"docs/checkpoints.md lists all {len(all_names)}"
+        ways = "docs/add-a-model.md shows how to write a YAML file for another, model=NAME takes a file as it is"
+        raise UnsupportedError(f"{checkpoint} has {stated}; {listed}, {ways}")
+    if is_gguf or len(matching) == 1:
+        return next(iter(matching))
+    exact = [name for name, file in matching.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
+    exact = exact or [name for name, file in matching.items() if not file.spec.get("model_types")]
+    if len(exact) != 1:
+        both = f"{' and '.join(exact or matching)} list the architecture {', '.join(names)}"
+        raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
+    return exact[0]
+
+
+def nearest_architectures(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """At most three known architectures whose names are like one of these, the nearest first."""
+    stems = {re.sub(r"For[A-Z]\w+$", "", name).lower(): name for name in sorted(known)}
+    near = [difflib.get_close_matches(re.sub(r"For[A-Z]\w+$", "", name).lower(), stems, 3, 0.7) for name in names]
+    return list(dict.fromkeys(stems[stem] for each in near for stem in each))[:3]

@@ -1,0 +1,97 @@
+"""Prompts of the Python engines, in the forms that vLLM takes.
+
+prompts_of("Hello")                                              # [SaltedPrompt("Hello")]
+prompts_of([{"prompt_token_ids": [1, 2], "cache_salt": "me"}])   # [SaltedPrompt([1, 2], b"me")]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from typing import Any, NamedTuple
+
+from atom.checkpoint import Tokenizer
+from atom.errors import RequestError
+
+Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, and maybe SALT_KEY, as in vLLM
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+SALT_KEY = "cache_salt"  # a text: prompts of different salts share no cached prefix
+
+
+class SaltedPrompt(NamedTuple):
+    """A prompt, read from any of its forms."""
+
+    content: Any  # a text or token ids, checked by the engine
+    salt: bytes = b""  # of prefix caches
+
+
+def is_message(given: Any) -> bool:
+    return isinstance(given, Mapping) and "role" in given
+
+
+def encode_conversations(
+    tokenizer: Tokenizer | None,
+    messages: Any,
+    *,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: list[dict[str, Any]] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> list[list[int]]:
+    """The token ids of a conversation, or of each of a list; the arguments are those of `LLMEngine.chat`."""
+    if continue_final_message and add_generation_prompt:
+        raise RequestError("continue_final_message=True needs add_generation_prompt=False")
+    if tokenizer is None:
+        raise RequestError("the checkpoint has no tokenizer; chat needs one")
+    if chat_template is not None:
+        tokenizer = tokenizer.with_template(chat_template)
+    if not messages:
+        raise RequestError("messages is empty; give at least one message")
+    conversations: list[Any] = (
+        [messages] if isinstance(messages, str | Mapping) or is_message(messages[0]) else messages
+    )
+    for each in conversations:
+        if not isinstance(each, list | tuple) or not each or not all(map(is_message, each)):
+            raise RequestError(f'{each!r:.200} is no conversation; give [{{"role": "user", "content": …}}]')
+    values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+    return [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
+
+
+def scored_prompts(
+    data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]
+) -> tuple[list[SaltedPrompt], list[SaltedPrompt]]:
+    """The prompts of `LLMEngine.score`. RequestError where they make no pairs."""
+    first, second = prompts_of(data_1), prompts_of(data_2)
+    if not second or len(first) not in (1, len(second)):
+        raise RequestError(f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none")
+    return first, second
+
+
+def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> list[str | None]:
+    """The adapter of each prompt. RequestError where they are not as many."""
+    names = [adapters] * num_prompts if isinstance(adapters, str | None) else list(adapters)
+    if len(names) != num_prompts:
+        raise RequestError(f"{len(names)} adapters for {num_prompts} prompts; give one, or one for each")
+    return names
+
+
+def prompts_of(given: Prompt | List[Prompt]) -> list[SaltedPrompt]:
+    """The prompts of one text or mapping, or of a list. RequestError names a wrong key."""
+    many: Any = [given] if isinstance(given, str | Mapping) else given
+    return [prompt_of(each) for each in many]
+
+
+def prompt_of(given: Any) -> SaltedPrompt:
+    """Read a prompt in one of vLLM's forms."""
+    if not isinstance(given, Mapping):
+        return SaltedPrompt(given)
+    contents = [given[key] for key in PROMPT_KEYS if key in given]
+    if wrong := [key for key in given if key not in (*PROMPT_KEYS, SALT_KEY)]:
+        raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join((*PROMPT_KEYS, SALT_KEY))}")
+    if len(contents) != 1:
+        raise RequestError(f"a prompt has {len(contents)} of the keys {', '.join(PROMPT_KEYS)}; give one")
+    salt = given.get(SALT_KEY)
+    if not (salt is None or (isinstance(salt, str) and salt)):
+        raise RequestError(f"{SALT_KEY} is {salt!r}; give a text that is not empty, or leave it out")
+    return SaltedPrompt(contents[0], (salt or "").encode())

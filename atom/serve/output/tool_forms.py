@@ -1,0 +1,64 @@
+"""Tool-call formats, made ready to be read: the pieces of each form.
+
+form = make_form(read_format("tagged_json"))
+form.openers               # {"<tool_call>": False}: it begins a block, and is no part of the first call
+form.calls                 # [[Piece("json")]]
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from atom.config.tool_formats import FIELD, ToolFormat, openers
+
+
+class Piece(NamedTuple):
+    """A part of a call's or parameter's form."""
+
+    kind: str  # text, space, or the name of a field
+    text: str = ""  # a text; of a value, the text behind it
+    trims: bool = False  # of a value: a newline that touches it belongs to the form
+
+
+class Form(NamedTuple):
+    """A format, made ready to be read."""
+
+    openers: dict[str, bool]  # a text with which calls begin -> whether it is a part of the first one
+    calls: list[list[Piece]]
+    parameter: list[Piece]
+    ids: list[re.Pattern[str]]  # what {id} may be
+    between: re.Pattern[str]  # characters between the calls of a block
+
+
+@lru_cache(maxsize=64)
+def make_form(tool_format: ToolFormat) -> Form:
+    firsts = {opener: opener not in tool_format.begin for opener in openers(tool_format) if opener}
+    parts = {"name": "(?P<name>.+)", "index": r"\d+"}
+    ids = [
+        "".join(parts.get(text, ".*") if index % 2 else re.escape(text) for index, text in enumerate(FIELD.split(id)))
+        for id in tool_format.id
+    ]
+    between = re.compile(rf"[ \t\r\n{re.escape(tool_format.separator)}]*")
+    calls = [split_form(call) for call in tool_format.call]
+    return Form(firsts, calls, split_form(tool_format.parameter.strip()), list(map(re.compile, ids)), between)
+
+
+def split_form(text: str) -> list[Piece]:
+    """Split `<a>{name} {value}</a>` into its pieces."""
+    pieces: list[Piece] = []
+    for index, part in enumerate(FIELD.split(text)):
+        if index % 2:
+            pieces.append(Piece(part))
+            continue
+        pieces += [Piece("space" if word.isspace() else "text", word) for word in re.split(r"(\s+)", part) if word]
+    for index, piece in enumerate(pieces):
+        if piece.kind == "value":
+            around = pieces[index - 1 : index + 2]
+            trims = any(each.kind == "space" and "\n" in each.text for each in around)
+            rest = [each for each in pieces[index + 1 :] if each.kind != "space"]
+            kept = pieces[:index] if pieces[index - 1].kind != "space" or not trims else pieces[: index - 1]
+            behind = pieces.index(rest[0], index) + 1
+            return [*kept, Piece("value", rest[0].text, trims), *pieces[behind:]]
+    return pieces

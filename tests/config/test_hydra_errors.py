@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from omegaconf.errors import ConfigKeyError
+
+from atom.config import Config
+from atom.config.hydra_errors import explain, unknown_key
+from atom.errors import ConfigError
+
+
+def test_an_unknown_key_is_sought_near_then_everywhere():
+    assert "did you mean temperature?" in str(unknown_key("sampling.temprature", Config))
+    assert "did you mean serve.max_num_seqs?" in str(unknown_key("max_num_seq", Config))
+    assert "did you mean" not in str(unknown_key("nope", Config))
+
+
+def test_an_error_whose_causes_go_round_is_told_in_a_line():
+    """As one that is kept and raised anew may be its own cause."""
+    first, second = ConfigKeyError("one\ntwo"), ConfigKeyError("three")
+    first.__cause__, second.__cause__ = second, first
+    assert isinstance(error := explain(first, Config), ConfigError) and "\n" not in str(error)

@@ -258,7 +258,7 @@ def test_a_request_that_fails_is_counted_reported_and_an_exit_code(
         ),
         (
             "job.dataset_path=/no/such/file",
-            "job.dataset_path: [Errno 2] No such file or directory: '/no/such/file'",
+            "job.dataset_path=/no/such/file: No such file or directory",
         ),
     ],
 )

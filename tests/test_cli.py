@@ -116,6 +116,16 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
             "atom-run: ConfigError: -m, -c, -t, --port, -fa as in llama.cpp: "
             "write OMP_NUM_THREADS=2 atom-run checkpoint=a.gguf serve.max_model_len=4096 serve.http.port=8080\n",
         ),
+        (
+            ["-m", "a.gguf", "--mirostat", "2", "-fa", "on", "--grammar-file", "x", "--no-webui"],
+            "atom-run: ConfigError: -m, -fa as in llama.cpp: write checkpoint=a.gguf; "
+            "leave out what is not here: --mirostat, --grammar-file, --no-webui\n",
+        ),
+        (
+            ["-m", "a.gguf", "-md", "b.gguf", "--draft-max", "4"],
+            "atom-run: ConfigError: -m, -md, --draft-max as in llama.cpp: write checkpoint=a.gguf "
+            "serve.method=draft serve.draft_model=b.gguf serve.num_speculative_tokens=4\n",
+        ),
         (["-cnv", "-p", "Tell me a joke"], "atom-run: ConfigError: -cnv, -p as in llama.cpp: write job=chat\n"),
         (
             ["chat", "--system-prompt", "Be brief."],

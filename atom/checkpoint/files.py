@@ -19,6 +19,7 @@ from atom.errors import CheckpointError
 MAX_DESCRIPTION = 16 << 20  # bytes of config.json and the like, which have kilobytes
 MAX_INDEX = 64 << 20  # of the list of all tensors: 100k of them make some 10 MB
 MAX_TOKENIZER = 256 << 20  # of tokenizer.json: vocabularies of 256k tokens make some 35 MB
+LFS_POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in place of a large file
 
 
 def open_file(path: Path) -> FileIO:
@@ -50,8 +51,11 @@ def map_file(path: Path) -> memoryview:
     """Map a file: bytes are read when they are touched, and stay valid as long as the view lives."""
     with open_file(path) as file:
         try:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
         except ValueError:  # mmap refuses an empty file
             return memoryview(b"")
+    if bytes(data[: len(LFS_POINTER)]) == LFS_POINTER:
+        raise CheckpointError(f"{path} is a pointer of Git LFS in place of the file; run git lfs pull in its folder")
+    return data

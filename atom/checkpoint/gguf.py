@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
-from atom.checkpoint.gguf_config import FACTORS, make_config, whole_number
+from atom.checkpoint.gguf_config import FACTORS, make_config, make_generation_config, whole_number
 from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, dequantize_blocks, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.gguf_types import SIZES, Type
@@ -96,11 +96,7 @@ class GGUFCheckpoint(Checkpoint):
         self.config = make_config(path, self._metadata, self.tensors, divisors)
         if formats := find_formats({name: each for name, each in self._stored.items() if name in self.tensors}):
             self.config[KEY] = {"quant_method": "gguf", "formats": formats}
-        keys = [
-            key for key in (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")) if key in self._metadata
-        ]
-        ends = sorted({whole_number(path, key, self._metadata[key]) for key in keys})
-        self.generation_config = {"eos_token_id": ends} if ends else {}
+        self.generation_config = make_generation_config(path, self._metadata)
 
     def files(self) -> list[Path]:
         return self._paths

@@ -33,6 +33,8 @@ JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune"
 SECRET = "serve.http.api_keys"
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")
+BYTES = ("serve.kv_cache_memory", "serve.swap_space", "serve.kv_cache_dir_bytes")
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
          "serve.kv_cache_dir",
          "parallel.address", "parallel.key_file", "parallel.host", SECRET, *HTTP_TEXTS, *JOB_TEXTS)  # fmt: skip
@@ -59,6 +61,8 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         if key == "parallel" and value and (sizes := ranks_of(value)):
             result += sizes
             continue
+        if key in BYTES and value is not None:
+            value = re.sub(r"\b(\d+(?:\.\d+)?)([MGT]i?B)\b", lambda at: str(round(float(at[1]) * UNITS[at[2]])), value)
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)
         if key == "recipe" and value is not None and not (parsed := parse(f"{key}={value}")).is_sweep_override():

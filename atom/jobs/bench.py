@@ -34,12 +34,14 @@ from atom.jobs.experts_read import count_experts, describe_experts
 from atom.jobs.roofline import PRODUCTS, Costs, Limits, acts_of, least_seconds, measure_limits, read_costs
 from atom.jobs.tables import make_table
 from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
+from atom.measurement.cores import core_seconds
 from atom.measurement.hardware import describe_cpus
 from atom.measurement.metrics import METRICS, RequestFuncOutput, calculate_metrics, finish_outputs, flatten_metrics
 from atom.messages import say
 from atom.runtime.engine import Engine
 
 PERCENTILES = (50, 90, 99)
+MAX_WAITED = 0.1  # share of the time in which threads waited for a core; above it, results are said to be too low
 OF_PHASE = (
     "steps",
     "tokens",
@@ -78,14 +80,15 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     """
     draw, compiled, costs, limits, engine = open_warm(config)
     settle()
-    before = engine.stats().scheduler
+    before, cores = engine.stats().scheduler, core_seconds()
     runs = [answer(engine, draw(engine), config) for _ in range(config.job.num_iters)]
-    counts = engine.metrics.scheduler
+    waited, counts = core_seconds().share_waited(cores), engine.metrics.scheduler
     result = {
         **describe_run(config, compiled.level),
         **measure(runs),
         "num_preemptions": counts.num_preemptions - before.num_preemptions,
         "num_prefix_hit_tokens": counts.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
+        "share_waited_for_cores": waited,
         **compare(runs, costs, limits),
     }
     if experts := count_experts(engine, draw(engine), config):
@@ -99,6 +102,11 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         print(make_page(result, [output for run in runs for output in run.outputs]))
     else:
         show(result)
+    if waited is not None and waited > MAX_WAITED:
+        say(
+            f"this machine was busy: threads waited for a core {waited:.0%} of the time, so the numbers are too low; "
+            "end other programs, or lower OMP_NUM_THREADS"
+        )
     if result["failed"]:
         failed = next(output.error for run in runs for output in run.outputs if not output.success)
         say(f"{result['failed']} requests failed, the first one with {failed}")

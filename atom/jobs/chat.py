@@ -82,7 +82,8 @@ class Chat:
             self.messages.append({"role": "assistant", "content": self.answer()})
         except RequestError as error:
             self.messages.pop()
-            say(f"RequestError: {error}")
+            is_begun = self.messages != first_messages(self.config)
+            say(f"RequestError: {error}{'; /clear begins anew' if is_begun else ''}")
 
     def answer(self) -> str:
         """Show the answer to the messages; its content, as far as it came before Ctrl-C."""
@@ -92,15 +93,16 @@ class Chat:
         limit = self.config.serve.max_model_len
         if self.config.sampling.max_tokens is None and limit is not None:  # all that fit, as in a chat that is served
             params = replace(params, max_tokens=max(1, limit - len(tokens)))
-        parser, content, error = self.talk.parser(prompt), "", ""
+        parser, content, error, is_cut = self.talk.parser(prompt), "", "", False
 
         def show(output: RequestOutput) -> None:
-            nonlocal content, error
+            nonlocal content, error, is_cut
             text, reasoning = output.text or "", ""
             if parser is not None:
                 text, reasoning, _ = self.talk.next(parser, text, is_last=output.finished)
             content += text
             error = output.sequence.error or ""
+            is_cut = output.finish_reason == "max_tokens"
             self.print(reasoning, style="dim")
             if text and not content.strip("\n"):
                 return  # empty lines between reasoning and answer
@@ -113,6 +115,10 @@ class Chat:
                     self.engine.abort(id)
                 self.engine.step()
         self.console.print()
+        if is_cut:
+            key = "serve.max_model_len" if self.config.sampling.max_tokens is None else "sampling.max_tokens"
+            count = params.max_tokens
+            print(f"cut off after {count} token{'s' * (count != 1)} ({key})", file=sys.stderr)
         if error:
             raise RequestError(error)
         return content
@@ -125,12 +131,15 @@ class Chat:
 
 def read_lines() -> Iterator[str]:
     """The lines that are typed, or piped in. Ctrl-C discards the one that is being typed."""
+    is_terminal = sys.stdin.isatty()
     while True:
         try:
-            yield input("> " if sys.stdin.isatty() else "")
+            yield input("> " if is_terminal else "")
         except KeyboardInterrupt:
-            print()
+            print(f"\n{HELP}", file=sys.stderr)
         except EOFError:
+            if is_terminal:
+                print()  # what comes next begins a line of its own
             return
 
 

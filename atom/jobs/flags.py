@@ -32,12 +32,14 @@ LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an 
     "-a --alias": "serve.http.served_model_name=[{}]",
     "-np --parallel": "serve.max_num_seqs={}",
     "-ub --ubatch-size": "serve.max_num_batched_tokens={}",
+    "-md --model-draft": "serve.method=draft serve.draft_model={}",
+    "--draft-max --draft": "serve.num_speculative_tokens={}",
     "-ctk -ctv --cache-type-k --cache-type-v": "quant.kv=fp8",
     "--api-key-file": "serve.http.api_keys=@{}",
     "--ssl-key-file": "serve.http.ssl_keyfile={}",
     "--ssl-cert-file": "serve.http.ssl_certfile={}",
     "--embedding --embeddings": "serve.pooler_config.pooling_type=LAST",
-    "-fa --flash-attn -cb --cont-batching --jinja --mlock --no-mmap --metrics": "",
+    "-fa --flash-attn -cb --cont-batching --jinja --mlock --no-mmap --no-warmup --metrics -b --batch-size": "",
 }
 LLAMA_CPP_FLAGS = {flag: write for flags, write in LLAMA_CPP.items() for flag in flags.split()}
 OTHER_FLAGS = {  # of vLLM alone or of several programs, where the field has another name
@@ -74,8 +76,12 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def refuse_others(argv: list[str], own: Container[str]) -> None:
-    """Raise ConfigError for flags of llama.cpp and vLLM: what to write for all of them. own: the flags of atom-run."""
+    """Raise ConfigError for flags of llama.cpp and vLLM: what to write for all of them, and which have nothing here.
+
+    own: the flags of atom-run
+    """
     found: dict[str, str] = {}
+    unknown: list[str] = []
     taken: set[int] = set()
     for at, text in enumerate(argv):
         match = re.fullmatch(r"(-[a-z]+|--[\w-]+)=?(.*)", text)
@@ -84,11 +90,12 @@ def refuse_others(argv: list[str], own: Container[str]) -> None:
         write = LLAMA_CPP_FLAGS.get(match[1], OTHER_FLAGS.get(match[1]))
         if write is None and (key := find_key(match[1].lstrip("-").replace("-", "_"))):
             write = f"{key}={{}}"
-        if write is None:
-            continue
         value = match[2] or next(iter(argv[at + 1 :]), "-")
         is_value = re.fullmatch(r"-\d.*|[^-].*", value, re.DOTALL) is not None and "=" not in value
-        found[match[1]] = write.format(shlex.quote(value) if is_value else "…")
+        if write is None:
+            unknown.append(match[1])
+        else:
+            found[match[1]] = write.format(shlex.quote(value) if is_value else "…")
         taken |= {at, at + 1} if is_value and not match[2] and write != "job=chat" else {at}
     if not found:
         return
@@ -102,7 +109,8 @@ def refuse_others(argv: list[str], own: Container[str]) -> None:
     is_llama_cpp = not found.keys().isdisjoint(LLAMA_CPP_FLAGS)
     other = "" if is_llama_cpp else ", or start python -m atom.entrypoints.openai_server, which takes them"
     instead = f"write {' '.join(meant)}{other}" if meant else "nothing is needed for that"
-    raise ConfigError(f"{', '.join(found)} as in {'llama.cpp' if is_llama_cpp else 'vLLM'}: {instead}")
+    left_out = f"; leave out what is not here: {', '.join(unknown)}" if unknown and is_llama_cpp else ""
+    raise ConfigError(f"{', '.join(found)} as in {'llama.cpp' if is_llama_cpp else 'vLLM'}: {instead}{left_out}")
 
 
 def find_key(flag: str) -> str | None:

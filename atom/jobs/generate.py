@@ -94,7 +94,7 @@ def read_prompts(prompts: Any) -> list[Any]:
         try:
             prompts = _parse_prompts(Path(prompts[1:]).read_text(), prompts[1:])
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompts={prompts}: {error}") from None
+            raise ConfigError(f"prompts={prompts}: {getattr(error, 'strerror', error)}") from None
     if not isinstance(prompts, str) and not prompts:
         raise ConfigError("there are no prompts: the list is empty")
     if isinstance(prompts, str) or (all(isinstance(token, int) for token in prompts)):

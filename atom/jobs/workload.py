@@ -170,7 +170,9 @@ def parse_range(key: str, text: str) -> tuple[int, int]:
 def read_conversations(path: str) -> list[Conversation]:
     try:
         return read_sharegpt(Path(path).expanduser())
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(f"job.dataset_path={path}: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"job.dataset_path: {error}") from None
 
 

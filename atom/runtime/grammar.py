@@ -294,4 +294,6 @@ def _from_gbnf(text: str) -> str:
 def _summarize(text: str) -> str:
     """The library's message: its first line, and the reason further down for a regular expression."""
     first, *others = (text.strip() or "the grammar is not valid").splitlines()
+    if first == "NoExtensionBias":  # of a schema or rule that refers to itself alone
+        first = "the grammar allows no text"
     return " ".join([first, *(line.removeprefix("error: ") for line in others if line.startswith("error: "))])

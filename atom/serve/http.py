@@ -36,8 +36,8 @@ UPGRADE = re.compile(rb"(?i)(?<=\n)(?=upgrade[ \t]*:)")
 MESSAGES = {
     HTTPStatus.BAD_REQUEST: "this is not a valid HTTP request",
     HTTPStatus.REQUEST_TIMEOUT: "the request did not arrive in time",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "the body is larger than this server takes",
-    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "the headers are larger than this server takes",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "the body is larger than this server takes (serve.http.max_body)",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "the headers are larger than this server takes (serve.http.max_header)",
 }
 
 

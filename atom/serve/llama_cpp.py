@@ -9,6 +9,8 @@ ROUTES = {
     "/models": "GET /v1/models",
     "/props": "GET /v1/models or /server_info",
     "/slots": "GET /load or /metrics",
+    "/api/chat": "POST /v1/chat/completions",
+    "/api/tags": "GET /v1/models",
     "/apply-template": "POST /tokenize with messages",
     "/lora-adapters": "GET /v1/models",
 }

@@ -92,3 +92,12 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"cannot read .*config.json: Is a directory"):
         open_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tiny.gguf"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str):
+    (tmp_path / "config.json").write_text("{}")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 98765432\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(CheckpointError, match=f"{name} is a pointer of Git LFS in place of the file; run git lfs pull"):
+        open_checkpoint(str(tmp_path / name if name.endswith("gguf") else tmp_path))

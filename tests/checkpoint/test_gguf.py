@@ -328,6 +328,26 @@ def test_the_config_has_the_values_of_the_metadata(tmp_path: Path) -> None:
     assert checkpoint.generation_config == {"eos_token_id": [2, 7]}
 
 
+def test_sampling_values_of_the_metadata_are_those_of_a_generation_config(tmp_path: Path) -> None:
+    names, keys = gguf.Keys.General, gguf.Keys.Tokenizer
+    stated = {
+        names.SAMPLING_TEMP: 0.75,
+        names.SAMPLING_TOP_K: 40,
+        names.SAMPLING_TOP_P: 0.5,
+        names.SAMPLING_MIN_P: 0.25,
+    }
+    metadata = {keys.EOS_ID: 2, **stated, names.SAMPLING_PENALTY_REPEAT: 1.5, names.SAMPLING_MIROSTAT: 0}
+    checkpoint = open_checkpoint(str(write(tmp_path / "tiny.gguf", layer_tensors(), metadata=metadata)))
+    assert checkpoint.generation_config == {
+        "eos_token_id": [2],
+        "temperature": 0.75,
+        "top_k": 40,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+    }
+
+
 def test_ties_and_biases_are_seen_in_the_tensors(tmp_path: Path) -> None:
     names = ["output.weight", "blk.0.attn_output.bias", "blk.0.ffn_down.bias"]
     path = write(tmp_path / "tiny.gguf", {**layer_tensors(), **{name: (random(32), Type.F32) for name in names}})
@@ -394,6 +414,7 @@ def test_one_number_a_layer_is_one_number_where_they_agree(tmp_path: Path) -> No
         ({"block_count": 2.5}, {}, "block_count is 2.5, not a whole number"),
         ({"rope.freq_base": "big"}, {}, "rope.freq_base is 'big', not a number"),
         ({}, {"tokenizer.ggml.eos_token_id": "end"}, "eos_token_id is 'end', not a whole number"),
+        ({}, {"general.sampling.temp": "hot"}, "general.sampling.temp is 'hot', not a number"),
         ({}, {"general.alignment": "wide"}, "general.alignment is 'wide'"),
     ],
 )

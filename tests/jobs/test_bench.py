@@ -21,6 +21,7 @@ from atom.errors import ConfigError
 from atom.jobs import bench, workload
 from atom.jobs.workload import WorkloadRequest, open_workload, parse_range
 from atom.kernels.inductor.piece_compiler import InductorCompiler
+from atom.measurement.cores import CoreSeconds
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.vocabulary import Vocabulary
 
@@ -115,6 +116,17 @@ def test_every_answer_has_its_full_length_and_runs_add_up(measured: Any, checkpo
     assert result["phases"]["prefill"]["steps"] == 3
     slowest, fastest = min(result["output_throughputs"]), max(result["output_throughputs"])
     assert slowest <= result["output_throughput"] <= fastest
+
+
+@pytest.mark.parametrize("waited", [0.05, 0.6])
+def test_a_busy_machine_is_named(waited: float, run: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
+    counts = iter([CoreSeconds(10, 3), CoreSeconds(10 + 1 - waited, 3 + waited)])
+    monkeypatch.setattr(bench, "core_seconds", lambda: next(counts))
+    sizes = ["job.num_prompts=1", "job.input_len=3", "job.output_len=2", "job.output=json"]
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", *sizes)
+    assert code == 0 and json.loads(out)["share_waited_for_cores"] == pytest.approx(waited)
+    line = "atom-run: this machine was busy: threads waited for a core 60% of the time, so the numbers are too low"
+    assert (line in err) is (waited == 0.6)
 
 
 def test_one_output_token_is_a_prefill_alone(measured: Any, checkpoints: Any):
@@ -258,7 +270,7 @@ def test_a_request_that_fails_is_counted_reported_and_an_exit_code(
         ),
         (
             "job.dataset_path=/no/such/file",
-            "job.dataset_path: [Errno 2] No such file or directory: '/no/such/file'",
+            "job.dataset_path=/no/such/file: No such file or directory",
         ),
     ],
 )

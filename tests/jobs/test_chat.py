@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,7 +119,9 @@ def test_reasoning_is_dim_and_no_part_of_the_history(engine: LLMEngine, talker: 
 
     def answer(prompts: Any, params: Any, show: Any) -> list[str]:
         for piece in pieces:
-            show(SimpleNamespace(text=piece, finished=piece == ".", sequence=SimpleNamespace(error=None)))
+            end = "eos" if piece == "." else None
+            sequence = SimpleNamespace(error=None)
+            show(SimpleNamespace(text=piece, finished=end is not None, finish_reason=end, sequence=sequence))
         return ["id"]
 
     monkeypatch.setattr(engine, "add_request", answer)
@@ -157,3 +160,29 @@ def test_chat_without_prompts_on_a_terminal_is_a_chat(talker: Path, monkeypatch:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(chat, "run", lambda config: 7)
     assert main([f"checkpoint={talker}", "job.chat=true", *GIVEN]) == 7
+
+
+def test_an_answer_that_is_cut_off_says_by_what(engine: LLMEngine, talker: Path, capsys: Any):
+    opened(engine, talker, "sampling.ignore_eos=true", "sampling.max_tokens=4").ask("Hello")
+    assert capsys.readouterr().err == "cut off after 4 tokens (sampling.max_tokens)\n"
+    talk = opened(engine, talker, "sampling.ignore_eos=true", "serve.max_model_len=64")
+    talk.ask("Hello")
+    assert re.fullmatch(r"cut off after \d+ tokens \(serve.max_model_len\)\n", capsys.readouterr().err)
+    talk.ask("Hello " * 3000)
+    assert capsys.readouterr().err.endswith("; /clear begins anew\n")
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_end(monkeypatch: Any, capsys: Any):
+    typed = iter([KeyboardInterrupt, "Hello", EOFError])
+
+    def read(prompt: str) -> str:
+        found = next(typed)
+        if isinstance(found, str):
+            return found
+        raise found
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", read)
+    assert list(chat.read_lines()) == ["Hello"]
+    out, err = capsys.readouterr()
+    assert err == f"\n{chat.HELP}\n" and out == "\n"

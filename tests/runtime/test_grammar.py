@@ -273,6 +273,18 @@ def test_a_grammar_is_compiled_once_and_its_matchers_know_nothing_of_each_other(
     assert set(first.allowed(49152).nonzero()[0]) == {EOS}, "at the end nothing else"
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}},
+        {"grammar": "start: a\na: a a"},
+    ],
+)
+def test_a_grammar_that_allows_no_text_is_refused(compiler: GrammarCompiler, wanted: dict[str, Any]):
+    with pytest.raises(RequestError, match="the grammar allows no text"):
+        compiler.compile(wanted)
+
+
 def test_a_grammar_of_llama_cpp_is_converted(compiler: GrammarCompiler, tokenizer: Tokenizer):
     matcher = compiler.compile({"grammar": 'root ::= color "!"\ncolor ::= "b" [cd] # or\n'})
     for text in "b", "cd", "!":

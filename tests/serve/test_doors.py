@@ -127,6 +127,19 @@ def test_a_signed_request_needs_no_key_and_counts_once(doors: Server):
     assert Signed(BODY, covered=("@method", "@target-uri", "content-digest")).ask(doors).status == 200
 
 
+def test_the_example_of_the_docs_signs_a_request(
+    doors: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = code.replace("http://localhost:8000", doors.url).replace('"Hello"', "[0]")  # this model has no tokenizer
+    key = ALICE.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    (tmp_path / "id_ed25519").write_bytes(key)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs/serving.md", "exec"), {})
+    assert "'object': 'text_completion'" in capsys.readouterr().out
+
+
 def test_the_key_of_the_log_and_of_metrics_is_a_name(doors: Server):
     assert Signed(BODY).ask(doors, Signed(BODY).headers() | {"x-request-id": "of-alice"}).status == 200
     wire.wait_until(lambda: "of-alice" in doors.log.read_text())

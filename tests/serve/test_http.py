@@ -51,18 +51,22 @@ def assert_refused(answer: wire.Answer, status: int, message: str) -> None:
 
 def test_a_body_whose_content_length_is_too_large_is_refused_before_it_is_sent(strict: Server):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10001\r\n\r\n"
-    assert_refused(answer_to(strict, head), 413, "the body is larger than this server takes")
+    assert_refused(answer_to(strict, head), 413, "the body is larger than this server takes (serve.http.max_body)")
 
 
 def test_a_body_that_is_too_large_is_refused_though_it_is_sent_whole(strict: Server):
     data = wire.request("POST", "/v1/completions", b" " * 3_000_000)  # a server that closed at once would reset this
-    assert_refused(answer_to(strict, data), 413, "the body is larger than this server takes")
+    assert_refused(answer_to(strict, data), 413, "the body is larger than this server takes (serve.http.max_body)")
 
 
 def test_a_chunked_body_is_refused_once_it_is_too_large(strict: Server):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"%x\r\n%s\r\n" % (4000, b" " * 4000)
-    assert_refused(answer_to(strict, head, chunk, chunk, chunk), 413, "the body is larger than this server takes")
+    assert_refused(
+        answer_to(strict, head, chunk, chunk, chunk),
+        413,
+        "the body is larger than this server takes (serve.http.max_body)",
+    )
 
 
 def test_a_body_of_the_largest_size_is_taken(strict: Server):
@@ -80,7 +84,9 @@ def test_a_body_of_the_largest_size_is_taken(strict: Server):
     ],
 )
 def test_a_head_that_is_too_large_is_refused(strict: Server, head: bytes):
-    assert_refused(answer_to(strict, head), 431, "the headers are larger than this server takes")
+    assert_refused(
+        answer_to(strict, head), 431, "the headers are larger than this server takes (serve.http.max_header)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Measure how long this process's threads waited for a core that others had.
+
+    before = core_seconds()
+    core_seconds().share_waited(before)     # 0.6: of the time in which they wanted to run
+
+Linux counts both times for each thread; elsewhere, and where a sandbox leaves the counts out, nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+
+class CoreSeconds(NamedTuple):
+    """What the threads of a process have run, and waited until they ran."""
+
+    ran: float
+    waited: float
+
+    def share_waited(self, before: CoreSeconds) -> float | None:
+        """The share of waiting since then; None where nothing was counted."""
+        ran, waited = max(0.0, self.ran - before.ran), max(0.0, self.waited - before.waited)
+        return waited / (ran + waited) if ran else None
+
+
+def core_seconds(root: Path = Path("/")) -> CoreSeconds:
+    """The seconds of the threads that are running. root: where /proc is."""
+    counts = []
+    for path in (root / "proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            counts.append([int(count) for count in path.read_text().split()[:2]])
+    ran, waited = map(sum, zip(*counts, strict=True)) if counts else (0, 0)
+    return CoreSeconds(ran / 1e9, waited / 1e9)

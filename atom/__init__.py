@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atom.async_llm import AsyncLLMEngine
+    from atom.entrypoints.llm import LLM
     from atom.errors import (
         ArtifactError,
         AtomError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "ArtifactError",
     "AsyncLLMEngine",
     "AtomError",
@@ -47,7 +49,12 @@ __all__ = [
 ]
 
 # the others live in atom.errors
-HOMES = {"AsyncLLMEngine": "atom.async_llm", "LLMEngine": "atom.llm", "SamplingParams": "atom.sampling_params"}
+HOMES = {
+    "AsyncLLMEngine": "atom.async_llm",
+    "LLM": "atom.entrypoints.llm",
+    "LLMEngine": "atom.llm",
+    "SamplingParams": "atom.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

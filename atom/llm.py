@@ -90,9 +90,19 @@ class LLMEngine:
         prompt_logprobs where asked for. A prompt that fails where others run has finish_reason error and its `error`;
         what fails all that run is raised.
         """
+        return [answer(sequence) for sequence in self.complete(prompts, sampling_params, adapters, use_tqdm)]
+
+    def complete(
+        self,
+        prompts: Prompt | List[Prompt],
+        sampling_params: SamplingParams | List[SamplingParams] | None = None,
+        adapters: str | List[str | None] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[Sequence]:
+        """Answer every prompt, as `generate` does, and return the sequences themselves, those of a prompt in a row."""
         self._need_awake()
         ids = self.add_request(prompts, sampling_params, adapters=adapters)
-        return [answer(sequence) for sequence in self._finish(ids, RichProgress() if use_tqdm else SILENT)]
+        return self._finish(ids, RichProgress() if use_tqdm else SILENT)
 
     def chat(
         self,

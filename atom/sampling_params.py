@@ -72,10 +72,14 @@ class SamplingParams:
     visible_tokens: list[str] | None = None  # special tokens that have it all the same, such as <|python_tag|>
     mark_visible_tokens: bool = False  # with U+FDD1 before each, which tells them from the same text spelled out
     structured_outputs: dict[str, Any] | None = None  # {kind: value} of json, json_object, regex, grammar or choice
-
+    stop: list[str] | None = None  # the same as stop_strings, by vLLM's name
     reasoning: dict[str, str] | None = None  # before what structured_outputs constrains: {begin, end, then}
 
     def __post_init__(self) -> None:
+        if self.stop is not None:
+            if self.stop_strings is not None:
+                raise RequestError("stop and stop_strings are the same; give one")
+            self.stop_strings, self.stop = self.stop, None
         for each in fields(self):
             if "low" in each.metadata:
                 value = sampling_number(each.name, getattr(self, each.name), str(each.type), each.metadata)

@@ -28,7 +28,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 PUBLIC = """
-ArtifactError AsyncLLMEngine AtomError CapacityError CheckpointError ConfigError EngineDeadError LLMEngine PassError RequestError
+ArtifactError AsyncLLMEngine AtomError CapacityError CheckpointError ConfigError EngineDeadError LLM LLMEngine PassError RequestError
 SamplingParams UnsupportedError
 """
 
@@ -37,6 +37,7 @@ SAMPLING = {
     "max_tokens": 64,
     "ignore_eos": False,
     "stop_strings": None,
+    "stop": None,
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
@@ -95,7 +96,7 @@ serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_
 serve.http: drain_seconds heartbeat_seconds vllm_metrics otlp_traces_endpoint notify_socket listen_fds listen_pid
 job: kind output gpu chat system_prompt stage pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
-sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
+sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs reasoning
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides draft

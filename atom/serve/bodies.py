@@ -29,6 +29,7 @@ from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
 from atom.serve.llama_cpp import FIELDS
+from atom.serve.vllm import INSTEAD
 
 CHUNK = 1 << 18  # bytes that are counted at a time
 HINTS = 4  # faults whose field is compared with those that there are
@@ -95,6 +96,8 @@ def hint(fault: Any, model: type[BaseModel]) -> str:
     _, name, *within = [*map(str, fault["loc"]), ""]
     if fault["type"] != "extra_forbidden" or within != [""]:
         return ""
+    if instead := INSTEAD.get(name):
+        return f"; {instead}"
     if name.startswith(GUIDED) and "structured_outputs" in model.model_fields:
         return f', take structured_outputs: {{"{name.removeprefix(GUIDED)[:16]}": …}}'
     if (other := FIELDS.get(name)) in model.model_fields:

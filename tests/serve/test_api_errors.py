@@ -240,6 +240,9 @@ def test_a_fault_is_named_without_the_alternatives_of_a_union():
         ("n_predict", ", did you mean max_tokens?"),
         ("guided_json", ', take structured_outputs: {"json": …}'),
         ("guided_choice", ', take structured_outputs: {"choice": …}'),
+        ("chat_template", "; a template is code, and comes from the server's command line: serve.http.chat_template"),
+        ("use_beam_search", "; there is no beam search; n draws several answers"),
+        ("guided_decoding_backend", "; llguidance is the one library for grammars; leave it out"),
         ("colour", ""),
     ],
 )
@@ -249,4 +252,15 @@ def test_a_field_that_is_not_known_is_told_from_those_that_are(field: str, hint:
         read_body(body, "application/json", CompletionRequest, HTTPConfig())
     _, message = describe(caught.value)
     inner = "stream_options.max_token: Extra inputs are not permitted"
-    assert sorted(message.split("; ")) == sorted([f"{field}: Extra inputs are not permitted{hint}", inner])
+    assert sorted(message.split("; ")) == sorted([*f"{field}: Extra inputs are not permitted{hint}".split("; "), inner])
+
+
+def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
+    body = CompletionRequest.model_validate({"prompt": "a", "colour": None, "stream_options": {"max_token": None}})
+    assert body == CompletionRequest.model_validate({"prompt": "a", "stream_options": {}})
+
+
+def test_an_image_is_refused_as_one():
+    image = {"type": "image_url", "image_url": {"url": "http://x"}}
+    _, message = fault(ChatRequest, {"messages": [{"role": "user", "content": [image]}]})
+    assert message == "messages.0.content.0: image_url blocks are not supported here; there is: text"

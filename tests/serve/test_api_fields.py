@@ -880,6 +880,14 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             ),
             refuses(TOKENIZE, says(user("a"), add_special_tokens=True), "add_special_tokens"),
         ),
+        "return_token_strs": makes(
+            TOKENIZE,
+            {"prompt": "a b", "add_special_tokens": False},
+            {"prompt": "a b", "add_special_tokens": False, "return_token_strs": True},
+            lambda it: it.body.get("token_strs"),
+            None,
+            ["a", "Ġ", "b"],
+        ),
     },
     schema.DetokenizeRequest: {
         "model": refuses(DETOKENIZE, {"tokens": [1], "model": "nobody"}, "model", 404),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
@@ -109,12 +109,14 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_many(cls, value: Any) -> Any:
-        """Refuse many unknown fields, since each is reported by name."""
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+    def read_fields(cls, value: Any) -> Any:
+        """Refuse many unknown fields, since each is reported by name, and leave out those that are null."""
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
             sizes = {"count": len(value), "most": MAX_FIELDS}
             raise PydanticCustomError("fields", "this has {count} fields; no object here takes more than {most}", sizes)
-        return value
+        return {name: field for name, field in value.items() if field is not None or name in cls.model_fields}
 
 
 class StreamOptions(Body):
@@ -210,6 +212,10 @@ class TextPart(Body):
     text: Text
 
 
+TextParts = List[Annotated[TextPart, of_types("text")]]
+Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextParts, Tag("a-list")], Discriminator(tag_of)]
+
+
 class FunctionCall(Body):
     name: str = Field(max_length=256)
     arguments: Text
@@ -224,7 +230,7 @@ class ToolCallMessage(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | List[TextPart] | None = None
+    content: Content | None = None
     name: str | None = Field(None, max_length=256)
     tool_calls: List[ToolCallMessage] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
@@ -326,6 +332,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = Field(None, description="as in a chat")
     continue_final_message: bool | None = Field(None, description="as in a chat")
     add_special_tokens: bool | None = Field(None, description="of a prompt; a template brings its own")
+    return_token_strs: bool | None = Field(None, description="token_strs beside the ids, as the vocabulary spells them")
 
 
 class LoadAdapterRequest(Body):

@@ -6,6 +6,7 @@ curl localhost:8000/tokenize -H "Content-Type: application/json" -d '{"prompt": 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -47,9 +48,14 @@ def routes(context: Context) -> APIRouter:
             text, has_special = body.prompt or "", body.add_special_tokens is not False
             encode = partial(context.encode, text, add_special_tokens=has_special)
             tokens = await context.work(request.state.num_bytes, encode)
-        return json_response(
-            {"count": len(tokens), "max_model_len": context.config.serve.max_model_len, "tokens": tokens}
-        )
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": context.config.serve.max_model_len,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = await context.in_thread(partial(spell_tokens, context, tokens))
+        return json_response(answer)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -67,3 +73,8 @@ def routes(context: Context) -> APIRouter:
         return json_response({"prompt": await context.work(request.state.num_bytes, decode)})
 
     return router
+
+
+def spell_tokens(context: Context, tokens: list[int]) -> list[str | None]:
+    tokenizer = context.need_tokenizer()
+    return [tokenizer.piece(id) for id in tokens]

@@ -265,11 +265,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, usage=f"{prog} [flag ...]", description=description, allow_abbrev=False)
+        self.add_argument("-v", "--version", action="version", version=f"atom-run {atom.__version__}")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse a command line, by default this process's."""
         texts: list[str] = []
         for text in sys.argv[1:] if argv is None else argv:
+            if text.startswith("--help="):
+                raise UnsupportedError(f"{text}: write --help, which shows all flags in groups")
             if refusal := refusal_of(text):
                 raise UnsupportedError(f"{text.partition('=')[0]}: {refusal}")
             is_known = text in self._option_string_actions

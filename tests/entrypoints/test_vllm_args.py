@@ -89,6 +89,7 @@ WRONG = {
     '--pooler-config \'{"pooling_type":"CLS"}\'': "pooling_type=CLS: there is no such choice; choices: LAST, MEAN",
     "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read; there is: pooling_type, normalize",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",
+    "--help=max-num-seqs": "--help=max-num-seqs: write --help, which shows all flags in groups",
     "--tool-call-parser jamba": "--tool-call-parser=jamba: there is no such choice; choices: hermes, ernie45",
     "--reasoning-parser hunyuan_a13b": "--reasoning-parser=hunyuan_a13b: there is no such choice; choices: deepseek_r1",
     "--override-generation-config '{\"temprature\": 1}'": "temprature is not read, did you mean temperature?",

@@ -63,6 +63,10 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             return unknown_key(key, schema)
         if key and re.search(r"is not a ListConfig, list or tuple", text):
             return ConfigError(f"{key} is a list; write {key}=[…]")
+        if key and "does not support deletion" in text:
+            return ConfigError(f"~{key}: a field cannot be removed; leave ~{key} out, or write {key}=VALUE")
+        if twice := re.search(r"An item is already at '(.+?)'|Multiple values for (\S+)\. To override", text):
+            return ConfigError(f"+{twice[1] or twice[2]}: it has a value already; leave out the +")
         if key:
             return ConfigError(f"{key}: {text.splitlines()[0]}")
     return ConfigError(one_line(error))

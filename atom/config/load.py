@@ -177,6 +177,7 @@ def show(
         composed = compose(Config, source.overrides, config_dirs)
         with open_dict(composed):
             del composed["hf"], composed["generation"], composed["overrides"]
+            check_names(Config, OmegaConf.to_container(composed))
             if is_secret(OmegaConf.select(composed, SECRET)):
                 OmegaConf.update(composed, SECRET, HIDDEN)
         attach(composed, normalize_rope(source.hf), sampling_defaults(source.generation, composed))
@@ -195,6 +196,17 @@ def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, 
             raise ConfigError(f"{twice[0]} and {twice[1]} are the same option; give one")
     checkpoint = [] if model is None else [override("checkpoint", model)]
     return checkpoint + [override(f"serve.{name}" if name in serve else name, value) for name, value in values.items()]
+
+
+def check_names(kind: Any, value: Any, at: str = "") -> None:
+    """Raise ConfigError where a name was added, by +name=…, that no dataclass of the type `kind` has."""
+    if not is_dataclass(kind) or not isinstance(value, Mapping):
+        return
+    kinds, prefix = types_of(kind), f"{at}." if at else ""
+    for name, item in value.items():
+        if name not in kinds:
+            raise unknown_key(f"{prefix}{name}", Config)
+        check_names(kinds[name], item, f"{prefix}{name}")
 
 
 def build(kind: Any, value: Any, at: str = "") -> Any:

@@ -28,6 +28,8 @@ HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra wi
 def run_flags(args: argparse.Namespace) -> int:
     """Run one job, a sweep, or what Hydra's flags ask for."""
     dirs = args.config_dir
+    if args.resolve and not args.cfg:
+        raise ConfigError("--resolve is for --cfg: write --cfg job --resolve")
     if args.shell_completion or args.hydra_help or args.cfg in ("hydra", "all"):
         return run_hydra(args, hide_secrets(args.overrides, dirs) if args.cfg else args.overrides)
     if args.multirun:

@@ -60,7 +60,8 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
             where = f"{key} is a field of job={', '.join(jobs.names)}, and this is job={kind}"
             raise ConfigError(f"{where}: leave it out, or write job={jobs.names[0]}")
     if is_sweep and kind in ("serve", "chat"):
-        raise ConfigError(f"job={kind} runs until it is stopped, so -m would never come to the next one; leave out -m")
+        endless = f"job={kind} runs until it is stopped, so -m would never come to the next one"
+        raise ConfigError(f"{endless}; leave out -m, or name another job")
     if config.job.output == "html":
         check_html(kind, is_sweep)
     if config.job.objective is not None and not is_sweep:

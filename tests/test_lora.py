@@ -209,6 +209,14 @@ def test_a_module_without_adapters_is_named(
         open_engine(name, lora_modules={"sql": str(folder)})
 
 
+def test_a_folder_without_an_adapter_is_told_before_anything_is_compiled(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("atom.build.engine.load_model", None)
+    with pytest.raises(CheckpointError, match=r"/nowhere has no adapter_config.json"):
+        open_engine("llama", lora_modules={"sql": "/nowhere"})
+
+
 def test_a_rank_beyond_the_room_names_the_option(open_engine: Open, references: Any, tmp_path: Path):
     folder = adapters.save(references("llama"), tmp_path / "sql", rank=9)
     with pytest.raises(ConfigError, match=r"down_proj.lora_A.weight has rank 9: set serve.max_lora_rank=9"):

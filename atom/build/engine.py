@@ -7,6 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
 from atom.build.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
 from atom.checkpoint import Progress, stop_ids
+from atom.checkpoint.lora import read_adapter
 from atom.compiler import Compiled, mesh_of, whole_graph
 from atom.config import Config
 from atom.config.checkpoint import is_here
@@ -64,6 +66,8 @@ def open_engine(
     replica: its number; each draws tokens of its own where a request has no seed. clock: has the phases before this one
     """
     clock, serve, mesh = clock or PhaseClock(), config.serve, mesh_of(config)
+    for path in (serve.lora_modules or {}).values():
+        read_adapter(Path(path))  # a wrong folder is told before anything is compiled
     with ExitStack() as started:
         placement = place_ranks(config, started)
         processes = start_processes(config, replica, started)  # which import torch meanwhile

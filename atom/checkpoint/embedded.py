@@ -104,7 +104,7 @@ def unpack(wheel: Path, member: str, target: Path, progress: Progress) -> str:
 
 
 def hash_file(path: Path, progress: Progress) -> str:
-    with progress.task(f"Checking {path.name}", path.stat().st_size) as task, path.open("rb") as source:
+    with progress.task(f"checking {path.name}", path.stat().st_size) as task, path.open("rb") as source:
         return read_hashed(source, task)
 
 

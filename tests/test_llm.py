@@ -276,6 +276,11 @@ def test_logprobs_are_those_of_the_reference(open_engine: Open, references: Any)
         assert told.rank == 1 + (expected[place] > expected[place, told.token]).sum()
 
 
+def test_a_prompt_of_one_token_has_no_logprob_before_it(open_engine: Open):
+    (answer,) = open_engine("llama").generate([tiny.prompt(1)], replace(GREEDY, prompt_logprobs=1))
+    assert answer["prompt_logprobs"] == [None]
+
+
 def test_requests_come_and_go_while_others_run(open_engine: Open):
     engine = open_engine("llama")
     seen: list[RequestOutput] = []

@@ -54,8 +54,8 @@ def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
     """Take in what a step reports of the prompt of a row: log probabilities, and what is pooled for an embedding."""
     sequence = row.sequence
     if place in sampled.prompt_logprobs:
-        known = sequence.prompt_logprobs or [None]
-        sequence.prompt_logprobs = [*known[: row.start + 1], *sampled.prompt_logprobs[place]]
+        known = sequence.prompt_logprobs[: row.start + 1]
+        sequence.prompt_logprobs = [*known, *sampled.prompt_logprobs[place]]
     if place in sampled.pooled:
         pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
         if sequence.pooled is not None and row.start:  # else it may have been preempted

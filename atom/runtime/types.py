@@ -181,6 +181,10 @@ class Answer:
 class Sequence(Answer, SchedulingState, Request):
     """One prompt and its answer so far; fields are grouped by who writes them."""
 
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing comes before the first token
+
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)

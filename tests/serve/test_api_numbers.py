@@ -154,6 +154,12 @@ def test_the_log_probabilities_of_a_prompt_are_transformers(server: Server, refe
         assert {int(each) for each in told} == {token, *at.topk(2).indices.tolist()}
 
 
+def test_a_prompt_of_one_token_is_echoed_with_its_logprobs(server: Server):
+    answer = asking.post(server, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "echo": True, "logprobs": 0})
+    told = answer.choices[0]["logprobs"]
+    assert (told["tokens"][0], told["token_logprobs"][0], told["text_offset"]) == ("a", None, [0, 1])
+
+
 def test_the_bytes_of_tokens_are_those_of_the_text(server: Server):
     body = HELLO | {"regex": "é漢🙂!", "logprobs": True}
     answer = asking.post(server, CHAT, body)

@@ -195,17 +195,20 @@ class LLM:
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
-        adapters: Any = self._load(lora_request)
         if isinstance(lora_request, Sequence):
-            adapters = [self._load(each) for each in lora_request]
+            adapters: Any = [self._load(each) for each in lora_request]
+        else:
+            adapters = self._load(lora_request)
         ended = self.llm_engine.complete(prompts, sampling_params, adapters, use_tqdm)
         requests = [list(group) for _, group in groupby(ended, key=lambda each: each.request_id)]
         return [self._describe(group, text) for group, text in zip(requests, texts, strict=True)]
 
     def _load(self, request: Any) -> str | None:
         """The name of the adapter that a LoRARequest asks for, loaded."""
-        if not isinstance(request, LoRARequest):
+        if request is None:
             return None
+        if not isinstance(request, LoRARequest):
+            raise RequestError(f"lora_request={request!r} is no atom.entrypoints.llm.LoRARequest")
         if request.lora_name not in self._adapters:
             self.llm_engine.load_lora_adapter(request.lora_name, request.lora_path)
             self._adapters.add(request.lora_name)

@@ -128,6 +128,9 @@ def test_an_adapter_is_loaded_when_it_is_asked_for(opened: LLM, references: Call
     assert adapted.outputs[0].token_ids == again.outputs[0].token_ids != plain.outputs[0].token_ids
     with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
         opened.generate([PROMPT], GREEDY, lora_request=LoRARequest("none", 2, "/nowhere"))
+    with pytest.raises(RequestError, match=r"lora_request='sql' is no atom\.entrypoints\.llm\.LoRARequest"):
+        wrong: Any = ["sql"]
+        opened.generate([PROMPT], GREEDY, lora_request=wrong)
 
 
 def test_embeddings_and_scores(opened: LLM):

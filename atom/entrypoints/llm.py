@@ -23,7 +23,8 @@ from atom.config.spelling import override
 from atom.entrypoints.args import Parser
 from atom.entrypoints.vllm_args import VLLMArgs, spell_flag
 from atom.errors import ConfigError, RequestError, UnsupportedError
-from atom.llm import LLMEngine, Prompt, encode_conversations, prompts_of
+from atom.llm import LLMEngine
+from atom.prompts import Prompt, encode_conversations, prompts_of
 from atom.runtime.types import Logprobs
 from atom.runtime.types import Sequence as EngineSequence
 from atom.sampling_params import SamplingParams

@@ -27,7 +27,6 @@ from atom.errors import CheckpointError, UnsupportedError
 MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
 MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
-LFS_POINTER = b"version https://git-lfs"  # how a file begins that git has fetched without Git LFS
 OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with a text_config; the head is outside that model
 VISION = "vision_config"  # what config.json has of a model that also reads images
 NO_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
@@ -295,8 +294,6 @@ def parse_header(path: Path) -> tuple[dict[str, Any], memoryview, int]:
     """What the header of a safetensors file says of each tensor, unchecked; the mapped file; where its data begins."""
     data = map_file(path)
     size = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
-    if bytes(data[: len(LFS_POINTER)]) == LFS_POINTER:
-        raise CheckpointError(f"{path} is a pointer of Git LFS, without the weights: run git lfs pull in its folder")
     if len(data) < 8 or size > len(data) - 8:
         raise CheckpointError(f"{path} is cut short in its header ({len(data)} bytes); download it again")
     if size > MAX_HEADER:

@@ -245,13 +245,6 @@ def test_an_unknown_dtype_names_file_and_tensor(tmp_path: Path, dtype: Any) -> N
         open_checkpoint(str(tmp_path))
 
 
-def test_a_pointer_of_git_lfs_says_how_to_fetch_the_weights(tmp_path: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
-    (make_folder(tmp_path) / "model.safetensors").write_text(pointer)
-    with pytest.raises(CheckpointError, match="is a pointer of Git LFS, without the weights: run git lfs pull"):
-        open_checkpoint(str(tmp_path))
-
-
 def test_a_header_of_impossible_size_is_refused(tmp_path: Path) -> None:
     write_safetensors(make_folder(tmp_path) / "model.safetensors", {}, size=(1 << 64) - 1)
     with pytest.raises(CheckpointError, match="cut short in its header"):

@@ -304,7 +304,7 @@ def test_requests_come_and_go_while_others_run(open_engine: Open):
     assert streamed[first] == expected[0] and streamed[third] == expected[2]
     assert streamed[second] == expected[1][:2]
     assert [output.finish_reason for output in seen if output.finished and output.request_id == second] == ["abort"]
-    assert engine._engine.scheduler.cache.usage == 0
+    assert engine._engine.scheduler.cache.fullest[0] == 0
     engine.abort(second)
     engine.abort("nobody")
 
@@ -327,7 +327,7 @@ def test_a_step_that_raises_can_be_taken_again(open_engine: Open, monkeypatch: p
         ended += engine.step()
     answers = {sequence.request_id: sequence.output for sequence in ended}
     assert [answers[ids[0]], answers[ids[2]]] == [expected[0], expected[2]]
-    assert engine._engine.scheduler.cache.usage == 0
+    assert engine._engine.scheduler.cache.fullest[0] == 0
 
 
 def test_a_callback_that_raises_loses_nothing(open_engine: Open):
@@ -380,7 +380,7 @@ def test_a_callback_may_abort_its_own_request(open_engine: Open):
         ended += engine.step()
     assert {sequence.finish_reason for sequence in ended} == {"abort"} and len(ended) == 3
     assert sorted(index for index, finished in seen if finished) == [0, 1, 2], "each is told its end once"
-    assert engine._engine.scheduler.cache.usage == 0
+    assert engine._engine.scheduler.cache.fullest[0] == 0
 
 
 def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
@@ -584,7 +584,7 @@ def test_a_prompt_that_fails_where_others_run_has_its_error_as_answer(
     assert (second["finish_reason"], second["error"]) == ("error", "ValueError: it is nan")
     assert second["token_ids"] == expected[1][:2]
     assert "error" not in first
-    assert engine._engine.scheduler.cache.usage == 0
+    assert engine._engine.scheduler.cache.fullest[0] == 0
     with pytest.raises(ValueError, match="it is nan"):
         engine.generate([prompts[1]], params)
     assert engine.is_finished()
@@ -680,7 +680,7 @@ def test_scores_are_cosines_of_the_hidden_states_of_transformers(open_engine: Op
     assert engine.score(documents, turned) == pytest.approx(expected, abs=1e-5)
     with pytest.raises(RequestError, match="data_1 has 2 prompts and data_2 3"):
         engine.score(documents[:2], documents)
-    assert engine._engine.scheduler.cache.usage == 0
+    assert engine._engine.scheduler.cache.fullest[0] == 0
     embedded = engine.embed([query, *documents])
     assert [each["num_tokens_input"] for each in embedded] == [6, 1, 19, 33]
     for each, prompt in zip(embedded, [query, *documents], strict=True):

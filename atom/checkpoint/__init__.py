@@ -87,6 +87,9 @@ def _open_from_hub(
     address = parse_address(location)
     if address is None or (location.endswith(".gguf") and address.repo == location):
         message = "no such folder or .gguf file, and no hub id (owner/name, owner/name-GGUF:Q4_K_M)"
+        name, _, stated = location.partition("@")
+        if stated and parse_address(name):
+            message += f"; write checkpoint={name} revision={stated}"
         raise CheckpointError(f"no checkpoint {location!r}: {message}")
     if revision is not None and address.revision not in (None, "main", revision):
         raise CheckpointError(

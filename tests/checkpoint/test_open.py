@@ -27,6 +27,7 @@ from atom.errors import AtomError, CheckpointError
         ("/no/such/folder", "no such folder or .gguf file, and no hub id"),
         ("~/surely/not/here", "no such folder or .gguf file, and no hub id"),
         ("a/b/c", "no such folder or .gguf file, and no hub id"),
+        ("owner/name@v2", "write checkpoint=owner/name revision=v2"),
         ("two words", "no such folder or .gguf file, and no hub id"),
         ("model.gguf", "no such folder or .gguf file"),
         ("x" * 5000, "File name too long"),

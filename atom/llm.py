@@ -239,6 +239,11 @@ class LLMEngine:
         """End a request with finish_reason abort; the next step returns it."""
         self._engine.abort(request_id)
 
+    @property
+    def lora_adapters(self) -> list[str]:
+        """The names of the LoRA adapters that are loaded."""
+        return list(self._engine.loras.names)
+
     def load_lora_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter of a folder under a name. CheckpointError where it is not of this model."""
         loras = self._engine.loras

@@ -19,7 +19,7 @@ def enabled() -> Iterator[None]:
 def test_nothing_is_collected_meanwhile_and_what_stays_is_frozen():
     before = gc.get_freeze_count()  # of what tests/conftest.py has frozen
     with no_collection():
-        assert not gc.isenabled() and gc.get_freeze_count() == before
+        assert not gc.isenabled() and gc.get_freeze_count() <= before  # other threads may drop some
         made = [[number] for number in range(1000)]
     assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
 

@@ -62,7 +62,9 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
             result += sizes
             continue
         if key in BYTES and value is not None:
-            value = re.sub(r"\b(\d+(?:\.\d+)?)([MGT]i?B)\b", lambda at: str(round(float(at[1]) * UNITS[at[2]])), value)
+            value = re.sub(
+                r"(?<![\w.])(\d*\.?\d+)([MGT]i?B)\b", lambda at: str(round(float(at[1]) * UNITS[at[2]])), value
+            )
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)
         if key == "recipe" and value is not None and not (parsed := parse(f"{key}={value}")).is_sweep_override():

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from atom.checkpoint import Tokenizer
 from atom.config.spelling import override
 from atom.entrypoints.args import Parser
+from atom.entrypoints.refused_flags import refusal_of
 from atom.entrypoints.vllm_args import VLLMArgs, spell_flag
 from atom.errors import ConfigError, RequestError, UnsupportedError
 from atom.llm import LLMEngine
@@ -38,6 +39,10 @@ REFUSED = {  # method of vLLM's class -> what to use instead
     "get_metrics": "read llm_engine.metrics",
     "reward": "reward models are not built; embed returns embeddings",
 }
+
+
+class RefusedMethod(UnsupportedError, AttributeError):
+    """A method of vLLM's class that there is not, so that hasattr says so."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
         self.llm_engine = LLMEngine.from_config(read_arguments(model, arguments).load())
-        self._adapters: set[str] = set()
+        self._adapters = {name: Path(path) for name, path in (self.llm_engine.config.serve.lora_modules or {}).items()}
 
     def generate(
         self,
@@ -123,6 +128,8 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in order. Without sampling_params, the checkpoint's defaults apply."""
+        if not isinstance(prompts, str | Sequence | Mapping):
+            prompts = list(prompts)  # of an iterator
         contents = [each.content for each in prompts_of(prompts)]
         texts = [content if isinstance(content, str) else None for content in contents]
         return self._answer(prompts, texts, sampling_params, use_tqdm, lora_request)
@@ -153,12 +160,24 @@ class LLM:
         texts = [self._decode(ids) for ids in encoded]
         return self._answer(encoded, texts, sampling_params, use_tqdm, lora_request)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt; RequestError unless the model pools, as with runner="pooling"."""
-        return [EmbeddingRequestOutput(EmbeddingOutput(each["embedding"])) for each in self.llm_engine.embed(prompts)]
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt; RequestError unless the model pools, as with runner="pooling".
 
-    def score(self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt]) -> list[ScoringRequestOutput]:
-        """The cosine similarity of each pair, see `LLMEngine.score`."""
+        use_tqdm: without effect, no progress is shown
+        """
+        found = self.llm_engine.embed(prompts, self._load_all(lora_request))
+        return [EmbeddingRequestOutput(EmbeddingOutput(each["embedding"])) for each in found]
+
+    def score(
+        self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[ScoringRequestOutput]:
+        """The cosine similarity of each pair, see `LLMEngine.score`. use_tqdm: as in `embed`"""
         return [ScoringRequestOutput(ScoringOutput(each)) for each in self.llm_engine.score(data_1, data_2)]
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -185,7 +204,7 @@ class LLM:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in REFUSED:
-            raise UnsupportedError(f"LLM.{name}: {REFUSED[name]}")
+            raise RefusedMethod(f"LLM.{name}: {REFUSED[name]}")
         raise AttributeError(f"'LLM' object has no attribute '{name}'")
 
     def _answer(
@@ -196,13 +215,13 @@ class LLM:
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
-        if isinstance(lora_request, Sequence):
-            adapters: Any = [self._load(each) for each in lora_request]
-        else:
-            adapters = self._load(lora_request)
-        ended = self.llm_engine.complete(prompts, sampling_params, adapters, use_tqdm)
+        ended = self.llm_engine.complete(prompts, sampling_params, self._load_all(lora_request), use_tqdm)
         requests = [list(group) for _, group in groupby(ended, key=lambda each: each.request_id)]
         return [self._describe(group, text) for group, text in zip(requests, texts, strict=True)]
+
+    def _load_all(self, requests: LoRARequest | Sequence[LoRARequest | None] | None) -> str | list[str | None] | None:
+        """The names of the adapters that are asked for, loaded."""
+        return [self._load(each) for each in requests] if isinstance(requests, list | tuple) else self._load(requests)
 
     def _load(self, request: Any) -> str | None:
         """The name of the adapter that a LoRARequest asks for, loaded."""
@@ -210,10 +229,13 @@ class LLM:
             return None
         if not isinstance(request, LoRARequest):
             raise RequestError(f"lora_request={request!r} is no atom.entrypoints.llm.LoRARequest")
-        if request.lora_name not in self._adapters:
-            self.llm_engine.load_lora_adapter(request.lora_name, request.lora_path)
-            self._adapters.add(request.lora_name)
-        return request.lora_name
+        name, path = request.lora_name, Path(request.lora_path)
+        if name not in self.llm_engine.lora_adapters:
+            self.llm_engine.load_lora_adapter(name, request.lora_path)
+            self._adapters[name] = path
+        elif (known := self._adapters.get(name, path)) != path:
+            raise RequestError(f"the adapter {name} is that of {known}, not of {path}; choose another name")
+        return name
 
     def _describe(self, sequences: list[EngineSequence], text: str | None) -> RequestOutput:
         first = sequences[0]
@@ -264,7 +286,8 @@ class ArgumentParser(Parser):
 def read_arguments(model: str | None, arguments: Mapping[str, Any]) -> VLLMArgs:
     """Read arguments as flags. ConfigError and UnsupportedError name them without dashes."""
     settings = [override(key, value) for key, value in arguments.items() if "." in key]
-    named = {"model": model} | {key: value for key, value in arguments.items() if "." not in key}
+    asked = {key: value for key, value in arguments.items() if value is not False or not is_refused(key)}
+    named = {"model": model} | {key: value for key, value in asked.items() if "." not in key}
     parser = ArgumentParser("LLM", "vLLM's offline class.")
     VLLMArgs.add_cli_args(parser)
     parser.set_defaults(model_tag=None)
@@ -277,6 +300,10 @@ def read_arguments(model: str | None, arguments: Mapping[str, Any]) -> VLLMArgs:
         raise
     args.settings = tuple(settings)
     return args
+
+
+def is_refused(key: str) -> bool:
+    return refusal_of(f"--{key.replace('_', '-')}") is not None
 
 
 def spell_argument(key: str, value: Any) -> list[str]:

@@ -377,6 +377,6 @@ def spell_flag(key: str, value: Any, given: set[str]) -> Iterator[str]:
     if isinstance(value, bool):
         yield f"--{name}" if value else f"--no-{name}"
     elif isinstance(value, list):
-        yield from (f"--{name}", *map(str, value))
+        yield from (f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in value))
     else:
         yield f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"

@@ -30,6 +30,6 @@ def core_seconds(root: Path = Path("/")) -> CoreSeconds:
     counts = []
     for path in (root / "proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that has just ended
-            counts.append([int(count) for count in path.read_text().split()[:2]])
+            counts += [[int(count) for count in path.read_text().split()[:2]] or [0, 0]]  # a sandbox's may be empty
     ran, waited = map(sum, zip(*counts, strict=True)) if counts else (0, 0)
     return CoreSeconds(ran / 1e9, waited / 1e9)

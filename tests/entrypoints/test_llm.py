@@ -40,6 +40,8 @@ def opened(checkpoints: Callable[[str], Path]) -> Iterator[LLM]:
         ({"load_format": "dummy", "tensor_parallel_size": 2}, ["parallel.tensor=2", "load_dummy=true"]),
         ({"speculative_config": {"method": "ngram"}}, ["serve.method='ngram'"]),
         ({"disable_log_stats": True, "tokenizer_mode": "auto"}, []),
+        ({"skip_tokenizer_init": False, "enforce_eager": False}, ["serve.enforce_eager=false"]),
+        ({"lora_modules": [{"name": "a", "path": "/b"}]}, ["serve.lora_modules={a:'/b'}"]),
         ({"serve.kv_cache_memory": 1024}, ["serve.kv_cache_memory=1024"]),
     ],
 )
@@ -126,6 +128,13 @@ def test_an_adapter_is_loaded_when_it_is_asked_for(opened: LLM, references: Call
     request = LoRARequest("sql", 1, str(folder))
     plain, adapted, again = opened.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=[None, request, request])
     assert adapted.outputs[0].token_ids == again.outputs[0].token_ids != plain.outputs[0].token_ids
+    opened.llm_engine.load_lora_adapter("by hand", str(folder))
+    (known,) = opened.generate([PROMPT], GREEDY, lora_request=LoRARequest("by hand", 3, str(folder)))
+    assert known.outputs[0].token_ids == adapted.outputs[0].token_ids
+    opened.llm_engine.unload_lora_adapter("by hand")
+    assert opened.llm_engine.lora_adapters == ["sql"]
+    with pytest.raises(RequestError, match=f"the adapter sql is that of {folder}, not of /other; choose another name"):
+        opened.generate([PROMPT], GREEDY, lora_request=LoRARequest("sql", 1, "/other"))
     with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
         opened.generate([PROMPT], GREEDY, lora_request=LoRARequest("none", 2, "/nowhere"))
     with pytest.raises(RequestError, match=r"lora_request='sql' is no atom\.entrypoints\.llm\.LoRARequest"):
@@ -134,14 +143,17 @@ def test_an_adapter_is_loaded_when_it_is_asked_for(opened: LLM, references: Call
 
 
 def test_embeddings_and_scores(opened: LLM):
-    first, second = (torch.tensor(each.outputs.embedding) for each in opened.embed([PROMPT, PROMPT[:5]]))
-    (score,) = opened.score([PROMPT], [PROMPT[:5]])
+    first, second = (
+        torch.tensor(each.outputs.embedding) for each in opened.embed([PROMPT, PROMPT[:5]], use_tqdm=False)
+    )
+    (score,) = opened.score([PROMPT], [PROMPT[:5]], use_tqdm=False)
     assert score.outputs.score == pytest.approx((first @ second / first.norm() / second.norm()).item(), abs=1e-5)
 
 
 def test_what_is_not_there_says_what_is(opened: LLM):
     with pytest.raises(UnsupportedError, match=r"LLM\.beam_search: there is no beam search; SamplingParams"):
         opened.beam_search  # noqa: B018
+    assert not hasattr(opened, "encode")
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         opened.nope  # noqa: B018
     with pytest.raises(RequestError, match="stop and stop_strings are the same; give one"):

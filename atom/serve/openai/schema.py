@@ -116,7 +116,8 @@ class Body(BaseModel):
         if len(value) > MAX_FIELDS:
             sizes = {"count": len(value), "most": MAX_FIELDS}
             raise PydanticCustomError("fields", "this has {count} fields; no object here takes more than {most}", sizes)
-        return {name: field for name, field in value.items() if field is not None or name in cls.model_fields}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: given for name, given in value.items() if given is not None or name in names}
 
 
 class StreamOptions(Body):

@@ -34,7 +34,11 @@ SECRET = "serve.http.api_keys"
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")
 BYTES = ("serve.kv_cache_memory", "serve.swap_space", "serve.kv_cache_dir_bytes")
-UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+UNITS = {
+    **{"MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},
+    **{"M": 1 << 20, "G": 1 << 30, "T": 1 << 40},  # as vLLM reads capitals
+}
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
          "serve.kv_cache_dir",
          "parallel.address", "parallel.key_file", "parallel.host", SECRET, *HTTP_TEXTS, *JOB_TEXTS)  # fmt: skip
@@ -63,7 +67,7 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
             continue
         if key in BYTES and value is not None:
             value = re.sub(
-                r"(?<![\w.])(\d*\.?\d+)([MGT]i?B)\b", lambda at: str(round(float(at[1]) * UNITS[at[2]])), value
+                r"(?<![\w.])(\d*\.?\d+)([MGT](?:i?B)?)\b", lambda at: str(round(float(at[1]) * UNITS[at[2]])), value
             )
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)

@@ -285,6 +285,8 @@ class ArgumentParser(Parser):
 
 def read_arguments(model: str | None, arguments: Mapping[str, Any]) -> VLLMArgs:
     """Read arguments as flags. ConfigError and UnsupportedError name them without dashes."""
+    if shown := {"help", "version"} & arguments.keys():
+        raise UnsupportedError(f"{', '.join(sorted(shown))}: flags of a command, which show something and end it")
     settings = [override(key, value) for key, value in arguments.items() if "." in key]
     asked = {key: value for key, value in arguments.items() if value is not False or not is_refused(key)}
     named = {"model": model} | {key: value for key, value in asked.items() if "." not in key}

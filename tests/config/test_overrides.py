@@ -77,6 +77,7 @@ def test_text_needs_no_quotes(typed: str, meant: object):
 
 def test_sizes_may_have_a_unit():
     assert rewrite(["serve.swap_space=64GiB"]) == ["serve.swap_space=68719476736"]
+    assert rewrite(["serve.swap_space=2G"]) == ["serve.swap_space=2147483648"]
     assert rewrite(["serve.swap_space=.5GiB"]) == ["serve.swap_space=536870912"]
     assert rewrite(["serve.kv_cache_memory=1.5MB,2MiB"], multirun=True) == ["serve.kv_cache_memory=1500000,2097152"]
     assert rewrite(["serve.kv_cache_dir_bytes=7"]) == ["serve.kv_cache_dir_bytes=7"]

@@ -54,6 +54,7 @@ def test_arguments_are_flags(arguments: dict[str, Any], overrides: list[str]):
     [
         ({"max_num_sqs": 1}, ConfigError, "max_num_sqs=1, did you mean max_num_seqs?; docs/from-vllm.md lists them"),
         ({"max_num_seqs": "x"}, ConfigError, "argument max_num_seqs: invalid int value: 'x'; docs/from-vllm.md"),
+        ({"help": True}, UnsupportedError, "help: flags of a command, which show something and end it"),
         ({"tokenizer": "x"}, UnsupportedError, "tokenizer: it is the checkpoint's own"),
         ({"hf_overrides": {}}, UnsupportedError, 'model\'s own field **{"model.attention.rope.theta": 1e6}'),
         ({"compilation_config": 3}, UnsupportedError, "compilation_config: write level 0, 1, 2 or 3"),

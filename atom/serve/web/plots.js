@@ -140,7 +140,7 @@ function drawChart({canvas, ...chart}, rows, ink) {
     pen.textAlign = ago ? "center" : "right";
     pen.fillText(ago === 0 ? "now" : ago === span ? `${label} ${unit}` : label, at, bottom + 6);
   }
-  pen.lineWidth = 1.75;
+  pen.lineWidth = 2;  // a pixel in full wherever it lies
   pen.lineJoin = pen.lineCap = "round";
   for (let which = Object.keys(chart.series).length - 1; which >= 0; which--) {  // the first one lies on top
     pen.strokeStyle = ink.lines[which];
@@ -149,7 +149,7 @@ function drawChart({canvas, ...chart}, rows, ink) {
     for (const {time, values} of [...rows, {time: now, values: []}]) {
       if (values[which] != null) points.push([x(time), y(values[which])]);
       else if (points.length) {
-        stroke([points[0][0] - 1, points[0][1]], ...points);  // so that a single point is seen too
+        stroke([points[0][0] - 2, points[0][1]], ...points);  // so that a single point is seen too
         points = [];
       }
     }

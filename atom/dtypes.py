@@ -102,6 +102,7 @@ GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": 
 GGUF_EXPONENT = Part("", "u8", words="block_exponents")
 GGUF_SCALE, GGUF_MIN = Part("", "fp16", words="block_scales"), Part("", "fp16", words="block_mins")
 GGUF_PAIRS, GGUF_BYTES = Part("", "u8", "bytes", "block_pairs"), Part("", "u8", "bytes", "block_bytes")
+GGUF_BLOCKS = Part("", "u8", "bytes")
 FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 
 # name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Formats without parts can be
@@ -135,6 +136,13 @@ FORMATS: dict[str, Format] = {
     "q4_0": _format(4, 16, (1, 32), "int4", values=GGUF_PAIRS, scales=GGUF_SCALE),
     "q4_1": _format(4, 32, (1, 32), "int4", values=GGUF_PAIRS, scales=GGUF_SCALE, mins=GGUF_MIN),
     "q8_0": _format(8, 16, (1, 32), "int8", values=GGUF_BYTES, scales=GGUF_SCALE),
+    **{  # whole blocks with their scales, which `atom.graph.gguf_blocks` takes apart
+        name: _format(bits, scale_bits, (1, columns), name, values=GGUF_BLOCKS)
+        for name, bits, scale_bits, columns in (
+            ("q5_0", 5, 16, 32), ("q5_1", 5, 32, 32), ("q2_k", 2, 160, 256), ("q3_k", 3, 112, 256),
+            ("q4_k", 4, 128, 256), ("q5_k", 5, 128, 256), ("q6_k", 6, 144, 256),
+        )
+    },
     "gguf_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=GGUF_PAIRS, scales=GGUF_EXPONENT),
     "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
     "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
@@ -144,4 +152,7 @@ FORMATS: dict[str, Format] = {
     "modelopt_nvfp4": _format(4, 8, (1, 16), "nvfp4", values=FP4_VALUES, scales=FP4_SCALE,
                               factor=Part("_scale_2", "fp32", "tensor")),
 }  # fmt: skip
-GGUF_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0", "MXFP4": "gguf_mxfp4"}  # by a tensor's type
+GGUF_FORMATS = {  # by a tensor's type
+    **{name.upper(): name for name in ("q4_0", "q4_1", "q8_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")},
+    "MXFP4": "gguf_mxfp4",
+}

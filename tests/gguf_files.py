@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -56,8 +57,10 @@ def convert(
         assert mapped is not None, name
         array, kind = np.ascontiguousarray(tensor.numpy()), gguf.GGMLQuantizationType.F32
         if rounded and tensor.ndim > 1 and "mlp.gate." not in name:
-            kind = gguf.GGMLQuantizationType[rounded]
-            array = gguf.quants.quantize(array, kind)
+            fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[rounded]][0] == 0
+            name = rounded if fits else SMALLER[rounded]
+            kind = gguf.GGMLQuantizationType[name]
+            array = draw_blocks(name, *array.shape) if name in FACTORS else gguf.quants.quantize(array, kind)
         if not packed:
             array, kind = gguf.quants.dequantize(array, kind), gguf.GGMLQuantizationType.F32
         writer.add_tensor(mapped, array, raw_dtype=kind)
@@ -66,6 +69,30 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return path if not max_tensors else min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # what llama.cpp takes for columns that are no whole blocks
+FACTORS = {"Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+
+
+def draw_blocks(kind: str, *shape: int) -> np.ndarray:
+    """Random blocks u8[..., bytes of a row] of a type that the package reads but does not write.
+
+    Their numbers are about as large as those of a model; a block's float16s are at the bytes in FACTORS.
+    """
+    columns, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng([crc32(kind.encode()), *shape])
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // columns, num_bytes), dtype=np.uint8)
+    largest = np.abs(gguf.quants.dequantize(_with_factors(blocks, kind, 1.0), gguf.GGMLQuantizationType[kind])).max()
+    spread = generator.uniform(0.02, 0.2, (*blocks.shape[:-1], 1)) / largest
+    return _with_factors(blocks, kind, spread).reshape(*shape[:-1], -1)
+
+
+def _with_factors(blocks: np.ndarray, kind: str, factor: Any) -> np.ndarray:
+    made = blocks.copy()
+    for at in FACTORS[kind]:
+        made[..., at : at + 2] = np.broadcast_to(factor, (*blocks.shape[:-1], 1)).astype(np.float16).view(np.uint8)
+    return made
 
 
 def write_parameters(writer: gguf.GGUFWriter, arch: Any, config: dict[str, Any], old_mla: bool) -> None:

@@ -85,10 +85,12 @@ def part_shape(type: Type, part: Part) -> tuple[int, ...]:
     """The shape of a part of a packed weight."""
     block, dims = _scaled_block(type), tuple(map(int, type.shape))
     shape = tuple(-(-dim // size) for dim, size in zip(dims, block, strict=True))
+    known = parse_format(str(type.fmt))
+    scale_bits = 0 if "scales" in known.parts else known.scale_bits  # a block's bytes have its scales too
     shapes = {
         "elements": dims,
         "blocks": shape,
-        "bytes": (*shape, math.prod(block) * parse_format(str(type.fmt)).bits // 8),
+        "bytes": (*shape, (math.prod(block) * known.bits + scale_bits) // 8),
         "columns": dims[-1:],
         "tensor": (1,),
     }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atom.graph.formats import parse_format
+from atom.graph.gguf_blocks import TYPES, unpack_blocks
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, by its 4 bits
 
@@ -105,10 +106,16 @@ def unpack_integers(
     return ((numbers - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(-2)
 
 
+def unpack_gguf(values: Tensor, fmt: str) -> Tensor:
+    """values u8[..., B, bytes of a block] -> fp32[..., I]"""
+    return unpack_blocks(fmt, values)
+
+
 UNPACK: dict[str, Callable[..., Tensor]] = {
     "scaled": unpack_scaled,
     "int4": partial(unpack_integers, bits=4),
     "int8": partial(unpack_integers, bits=8),
     "mxfp4": unpack_mxfp4,
     "nvfp4": unpack_nvfp4,
+    **{name: partial(unpack_gguf, fmt=name) for name in TYPES},
 }

@@ -83,10 +83,11 @@ def test_packed_tensors_are_those_that_they_round_to(
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q5_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])  # each expert by its name; one tensor for all
 def test_experts_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:
-    tiny.save_changed(variant, tmp_path / "checkpoint", **SIZES)
+    widths = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
+    tiny.save_changed(variant, tmp_path / "checkpoint", **SIZES | (widths if kind.endswith("_K") else {}))
     made: dict[bool, torch.Tensor] = {}
     for packed in (False, True):
         path = tmp_path / f"{packed}.gguf"
@@ -95,6 +96,23 @@ def test_experts_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:
         graph = engine._engine.runner.model.graph  # type: ignore[attr-defined]
         formats = [recipe.type.fmt for recipe in graph.recipes() if len(recipe.type.shape) == 3]
         assert formats == [GGUF_FORMATS[kind] if packed else None] * 4
+        made[packed] = logits_of(engine, tiny.prompt(20))
+        engine.close()
+    assert_same_logits(made[True], made[False])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_a_dense_model_stays_packed_with_its_tied_head(kind: str, tmp_path: Path) -> None:
+    tiny.save_changed("smollm3", tmp_path / "checkpoint", **SIZES | {"hidden_size": 256, "intermediate_size": 512})
+    made: dict[bool, torch.Tensor] = {}
+    for packed in (False, True):
+        path = tmp_path / f"{packed}.gguf"
+        gguf_files.convert(tmp_path / "checkpoint", path, rounded=kind, packed=packed)
+        engine = LLMEngine(model=str(path), level=1, dtype="fp32", kv_cache_memory=1 << 22)
+        graph = engine._engine.runner.model.graph  # type: ignore[attr-defined]
+        formats = {recipe.type.fmt for recipe in graph.recipes()}
+        assert GGUF_FORMATS[kind] in formats if packed else formats == {None}
         made[packed] = logits_of(engine, tiny.prompt(20))
         engine.close()
     assert_same_logits(made[True], made[False])

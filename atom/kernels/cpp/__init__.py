@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from atom.graph import ops
+from atom.graph.gguf_blocks import TYPES
 from atom.graph.ops import Op
 from atom.kernels.backend import Accepts, Backend, Kernel, on_device
 from atom.kernels.cpp.attention import load_attention, load_write
@@ -21,7 +22,7 @@ from atom.kernels.cpp.build import ATTENTION, build_library, keep_libraries
 from atom.kernels.cpp.linear import accepts, accepts_embedding, build_for, embedding, grouped_linear, linear
 from atom.kernels.cpp.panels import kept_type, pack_panels, packed_type
 
-KINDS = ("scaled", "int4", "int8", "mxfp4", "nvfp4")
+KINDS = ("scaled", "int4", "int8", "mxfp4", "nvfp4", *TYPES)
 
 
 def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts, **options: Any) -> Kernel:

@@ -18,8 +18,7 @@ constexpr float LOWEST = -1e30f;
 
 /// e to the x of 16 numbers up to 0, within 2e-7 of it (Cody and Waite's reduction, Taylor's series)
 Floats exp_of(Floats x) {
-  const Floats least = Floats{} - 87;
-  x = x < least ? least : x;
+  x = highest(x, Floats{} - 87);
   const Floats shifted = x * 1.44269504f + 12582912.0f; // 1.5 * 2^23: what is left of the point is in the low bits
   const Floats times = shifted - 12582912.0f;
   const Floats rest = x - times * 0.693359375f + times * 2.12194440e-4f;

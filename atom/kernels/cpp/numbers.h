@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512F__
+#if defined __AVX512F__ || defined __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -23,66 +23,119 @@ using torch::stable::Tensor;
 constexpr int64_t LANES = 16;
 constexpr int64_t AHEAD = 4096; // bytes by which a weight that is read in order is fetched early
 
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Halves = uint16_t __attribute__((vector_size(32)));
-using SignedHalves = int16_t __attribute__((vector_size(32)));
-using Bytes = uint8_t __attribute__((vector_size(16)));
-using SignedBytes = int8_t __attribute__((vector_size(16)));
-
 template <class V> V load(const void *from) {
   V v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
 
-// GCC makes several instructions of a conversion from bytes to 32 bits, where AVX512 has one.
 #ifdef __AVX512F__
-Ints widen(Bytes bytes) { return (Ints)_mm512_cvtepu8_epi32((__m128i)bytes); }
-Ints widen(SignedBytes bytes) { return (Ints)_mm512_cvtepi8_epi32((__m128i)bytes); }
-Ints widen(Halves halves) { return (Ints)_mm512_cvtepu16_epi32((__m256i)halves); }
+using Floats = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
 #else
-Ints widen(Bytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, Halves), Ints); }
-Ints widen(SignedBytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, SignedHalves), Ints); }
-Ints widen(Halves halves) { return __builtin_convertvector(halves, Ints); }
+/// Two vectors as one of twice the size. GCC keeps a vector in memory that is larger than a register.
+template <class V, class T> struct Twice {
+  V low, high;
+
+  template <class W, class U> explicit operator Twice<W, U>() const { return {(W)low, (W)high}; } // of the same bits
+  friend Twice operator+(Twice a, Twice b) { return {a.low + b.low, a.high + b.high}; }
+  friend Twice operator-(Twice a, Twice b) { return {a.low - b.low, a.high - b.high}; }
+  friend Twice operator*(Twice a, Twice b) { return {a.low * b.low, a.high * b.high}; }
+  friend Twice operator|(Twice a, Twice b) { return {a.low | b.low, a.high | b.high}; }
+  friend Twice operator+(Twice a, T b) { return {a.low + b, a.high + b}; }
+  friend Twice operator-(Twice a, T b) { return {a.low - b, a.high - b}; }
+  friend Twice operator*(Twice a, T b) { return {a.low * b, a.high * b}; }
+  friend Twice operator&(Twice a, T b) { return {a.low & b, a.high & b}; }
+  friend Twice operator<<(Twice a, int b) { return {a.low << b, a.high << b}; }
+  friend Twice operator>>(Twice a, int b) { return {a.low >> b, a.high >> b}; }
+  friend Twice operator==(Twice a, T b) { return {(V)(a.low == b), (V)(a.high == b)}; } // -1 for true
+  Twice &operator+=(Twice b) { return *this = *this + b; }
+  Twice &operator*=(T b) { return *this = *this * b; }
+};
+
+#ifdef __AVX2__
+using Floats = Twice<float __attribute__((vector_size(32))), float>;
+using Ints = Twice<int32_t __attribute__((vector_size(32))), int32_t>;
+#else
+using Floats = Twice<Twice<float __attribute__((vector_size(16))), float>, float>;
+using Ints = Twice<Twice<int32_t __attribute__((vector_size(16))), int32_t>, int32_t>;
+#endif
+#endif
+
+/// Integers as numbers of another type.
+template <class To, class From> To convert(From x) {
+  if constexpr (requires { x.low; })
+    return {convert<decltype(To::low)>(x.low), convert<decltype(To::high)>(x.high)};
+  else
+    return __builtin_convertvector(x, To);
+}
+
+/// The larger one of each two.
+template <class V> V highest(V a, V b) {
+  if constexpr (requires { a.low; })
+    return {highest(a.low, b.low), highest(a.high, b.high)};
+  else
+    return a < b ? b : a;
+}
+
+/// 16 numbers of 8 or 16 bits. GCC makes several instructions of a conversion for which a CPU has one.
+#if defined __AVX512F__
+Ints widen_integers(const uint8_t *from) { return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from)); }
+Ints widen_integers(const int8_t *from) { return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(from)); }
+Ints widen_integers(const uint16_t *from) { return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(from)); }
+#elif defined __AVX2__
+__m256i widen_half(const uint8_t *from) { return _mm256_cvtepu8_epi32(_mm_loadu_si64(from)); }
+__m256i widen_half(const int8_t *from) { return _mm256_cvtepi8_epi32(_mm_loadu_si64(from)); }
+__m256i widen_half(const uint16_t *from) { return _mm256_cvtepu16_epi32(load<__m128i>(from)); }
+template <class T> Ints widen_integers(const T *from) {
+  using Half = decltype(Ints::low);
+  return {(Half)widen_half(from), (Half)widen_half(from + LANES / 2)};
+}
+#else
+template <class T> Ints widen_integers(const T *from) {
+  int32_t made[LANES];
+  std::copy_n(from, LANES, made);
+  return load<Ints>(made);
+}
 #endif
 
 /// 16 numbers in float16.
 Floats widen_fp16(const void *from) {
-#ifdef __AVX512F__
+#if defined __AVX512F__
   return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined __AVX2__ && defined __F16C__
+  using Half = decltype(Floats::low);
+  const __m128i *halves = (const __m128i *)from;
+  return {(Half)_mm256_cvtph_ps(_mm_loadu_si128(halves)), (Half)_mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 #else
-  Floats made;
+  float made[LANES];
   for (int lane = 0; lane < LANES; ++lane)
     made[lane] = (float)load<c10::Half>(static_cast<const uint16_t *>(from) + lane);
-  return made;
+  return load<Floats>(made);
 #endif
 }
 
 /// 16 elements of float32, bfloat16, float16 or e4m3, as float32.
 Floats widen_vector(const float *from) { return load<Floats>(from); }
-Floats widen_vector(const uint16_t *from) { return (Floats)(widen(load<Halves>(from)) << 16); }
+Floats widen_vector(const uint16_t *from) { return (Floats)(widen_integers(from) << 16); }
 Floats widen_vector(const c10::Half *from) { return widen_fp16(from); }
 Floats widen_vector(const uint8_t *from) { // an e4m3's bits are 2^-120 times its value, but for its NaN
-  const Ints bits = widen(load<Bytes>(from)), size = bits & 0x7F;
+  const Ints bits = widen_integers(from), size = bits & 0x7F;
   const Floats value = (Floats)((bits & 0x80) << 24 | size << 20) * 0x1p120f;
-  return size == 0x7F ? Floats{} + NAN : value;
+  return (Floats)((Ints)value | ((Ints)(size == 0x7F) & 0x7FC00000));
 }
 
 /// The sum of 16 numbers.
 float total(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)x);
-#endif
-  using Eight = float __attribute__((vector_size(32)));
+#else
   using Four = float __attribute__((vector_size(16)));
-  Eight eights[2];
-  std::memcpy(eights, &x, sizeof x);
-  const Eight eight = eights[0] + eights[1];
-  Four fours[2];
-  std::memcpy(fours, &eight, sizeof eight);
-  const Four four = fours[0] + fours[1];
+  Four fours[LANES / 4];
+  std::memcpy(fours, &x, sizeof x);
+  const Four four = (fours[0] + fours[2]) + (fours[1] + fours[3]);
   return (four[0] + four[1]) + (four[2] + four[3]);
+#endif
 }
 
 // Elements of float32, bfloat16, float16 and e4m3, as float32 and back.
@@ -114,15 +167,19 @@ void narrow(float x, uint8_t &y) { // at most 448, to the nearest, of two the ev
 }
 
 void narrow(Floats x, float *y) { std::memcpy(y, &x, sizeof x); }
+template <class T> void narrow(Floats x, T *y) {
+  float numbers[LANES];
+  narrow(x, numbers);
+  for (int lane = 0; lane < LANES; ++lane)
+    narrow(numbers[lane], y[lane]);
+}
+#ifdef __AVX512F__
 void narrow(Floats x, uint16_t *y) {
   const Ints bits = (Ints)x;
-  const Halves halves = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, Halves);
+  const __m256i halves = _mm512_cvtepi32_epi16((__m512i)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16));
   std::memcpy(y, &halves, sizeof halves);
 }
-void narrow(Floats x, c10::Half *y) {
-  for (int lane = 0; lane < LANES; ++lane)
-    y[lane] = (c10::Half)x[lane];
-}
+#endif
 
 template <class F> void by_dtype(const Tensor &like, const F &f) {
   switch (like.scalar_type()) {

@@ -1,9 +1,12 @@
 // Linears and embeddings over packed weights, for any CPU.
 //
 // A weight [O, I] lies in panels of 16 rows, the lanes of a vector, and a panel in groups of columns that share a scale:
-// the scales of its rows, maybe their minima, then the numbers column by column, bytes of 16 rows, of one column or of an
-// even one (the lower halves) and the next. All is read once and in order. A number is value * scale + minimum, where an
-// int4's value is its bits less 8; minima in float16 are those of a GGUF file, where it is its bits.
+// the scales of its rows, maybe their minima, then the numbers of its columns. All is read once and in order. Scales of 8
+// bits have a factor, a float16, for each of some groups, ahead of the first: that of a row's scales, maybe that of its
+// minima. A number is (value - middle) * scale + minimum.
+//
+// Numbers of a column, or of two of 4 bits, are 16 bytes, an even column's in the lower halves. Numbers of 5 bits lie 8
+// columns at a time, of 6 bits 4 columns: their lower 4 bits like those of 4, then 16 bytes with the others of all.
 //
 // With AVX512_BF16, bfloat16 x is multiplied by pairs of columns, in which every value is exact. One or two rows of what
 // has no table of values take longer so.
@@ -30,101 +33,142 @@ constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for 
 #ifdef __AVX512F__
 constexpr bool HAS_SHORT_PRODUCTS = true; // whether oneDNN multiplies 16-bit numbers faster than float32
 constexpr int64_t FEW = 32;               // rows of x up to which numbers are unpacked in registers
+constexpr int MOST = 8;                   // rows whose sums stay in registers; of bfloat16 twice as many
 #else
 constexpr bool HAS_SHORT_PRODUCTS = false;
-constexpr int64_t FEW = 2; // sums of more would leave the registers
+constexpr int64_t FEW = 8;
+constexpr int MOST = 4;
 #endif
 
-enum Kind : int64_t { INT4, INT8, FP8, FP4 }; // as kernels/cpp/panels.py numbers them
+enum Kind : int64_t { INT4, INT8, FP8, FP4, INT5, INT6 }; // as kernels/cpp/panels.py numbers them
 
-enum ScaleDtype : int64_t { BF16, FP32, FP16 };
+enum ScaleDtype : int64_t { BF16, FP32, FP16, INT8_TIMES_FP16 };
 
-constexpr bool is_pair(Kind kind) { return kind == INT4 || kind == FP4; }
+/// Columns whose numbers lie together, and the bytes of these.
+constexpr int columns_of(Kind kind) { return kind == INT5 ? 8 : kind == INT6 ? 4 : kind == INT4 || kind == FP4 ? 2 : 1; }
+constexpr int bits_of(Kind kind) { return kind == INT4 || kind == FP4 ? 4 : kind == INT5 ? 5 : kind == INT6 ? 6 : 8; }
+constexpr int64_t bytes_of(Kind kind) { return ROWS * columns_of(kind) * bits_of(kind) / 8; }
 
 struct Layout {
   Kind kind;
   int64_t out, inner, group; // group: columns that share a scale
   ScaleDtype dtype;          // of scales and minima
   bool has_minima;
+  int64_t middle, per_factor; // per_factor: groups
 
   int64_t num_panels() const { return (out + ROWS - 1) / ROWS; }
   int64_t num_groups() const { return (inner + group - 1) / group; }
-  int64_t values_size() const { return ROWS * (is_pair(kind) ? inner / 2 : inner); }
-  int64_t scales_size() const { return ROWS * (dtype == FP32 ? 4 : 2); } // of a group
-  int64_t panel_size() const { return values_size() + num_groups() * scales_size() * (has_minima ? 2 : 1); }
+  int64_t num_factors() const { return dtype == INT8_TIMES_FP16 ? (num_groups() + per_factor - 1) / per_factor : 0; }
+  int64_t panel_size() const {
+    const int64_t scale = dtype == FP32 ? 4 : dtype == INT8_TIMES_FP16 ? 1 : 2;
+    const int64_t scales = (num_groups() * scale + num_factors() * 2) * (has_minima ? 2 : 1);
+    return ROWS * (inner * bits_of(kind) / 8 + scales);
+  }
 
   /// What x and scales are multiplied by each, so that values are those of their format.
   float half_power() const { return kind == FP8 ? 0x1p60f : kind == FP4 ? 0x1p63f : 1.0f; }
+};
 
-  /// The next scales or minima.
-  Floats take(const uint8_t *&at) const {
-    const uint8_t *from = at;
-    at += scales_size();
-    return dtype == FP32 ? load<Floats>(from) : dtype == BF16 ? (Floats)(widen(load<Halves>(from)) << 16) : widen_fp16(from);
+/// Reads the scales and minima of a panel's groups, one after the other.
+class Scales {
+public:
+  explicit Scales(const Layout &layout) : layout(layout) {}
+
+  std::array<Floats, 2> take(const uint8_t *&at) {
+    if (layout.dtype == INT8_TIMES_FP16 && left-- == 0) {
+      left = layout.per_factor - 1;
+      for (int which = 0; which <= layout.has_minima; ++which, at += 2 * ROWS)
+        factors[which] = widen_fp16(at);
+    }
+    const Floats scale = next(at, 0);
+    return {scale, layout.has_minima ? next(at, 1) : Floats{}};
   }
 
-  /// The next scales, and minima of an int4 whose value is its bits less 8; the file's are of one whose value is its bits.
-  std::array<Floats, 2> take_both(const uint8_t *&at) const {
-    const Floats scale = take(at);
-    if (!has_minima)
-      return {scale, Floats{}};
-    const Floats minimum = take(at);
-    return {scale, dtype == FP16 ? minimum + 8 * scale : minimum};
+private:
+  const Layout &layout;
+  int64_t left = 0; // groups that have the same factors
+  Floats factors[2] = {};
+
+  Floats next(const uint8_t *&at, int which) const {
+    const uint8_t *from = at;
+    switch (layout.dtype) {
+    case FP32: at += 4 * ROWS; return load<Floats>(from);
+    case BF16: at += 2 * ROWS; return widen_vector((const uint16_t *)from);
+    case FP16: at += 2 * ROWS; return widen_fp16(from);
+    default: at += ROWS; return convert<Floats>(widen_integers((const int8_t *)from)) * factors[which];
+    }
   }
 };
 
-/// The values of 16 rows in a column, or, of pairs, in two.
-template <Kind K> void decode(const uint8_t *from, Floats *values) {
+/// The values of 16 rows in the columns that lie together.
+template <Kind K> [[gnu::always_inline]] inline void decode(const uint8_t *from, Floats *values) {
   if constexpr (K == INT8) {
-    values[0] = __builtin_convertvector(widen(load<SignedBytes>(from)), Floats);
-    return;
-  }
-  Ints n = widen(load<Bytes>(from));
-  if constexpr (K == INT4) {
-    values[0] = __builtin_convertvector(n & 15, Floats);
-    values[1] = __builtin_convertvector(n >> 4, Floats);
+    values[0] = convert<Floats>(widen_integers((const int8_t *)from));
   } else if constexpr (K == FP8) {
-    values[0] = (Floats)(((n & 0x80) << 24) | ((n & 0x7F) << 20));
+    const Ints n = widen_integers(from);
+    values[0] = (Floats)((n & 0x80) << 24 | (n & 0x7F) << 20);
+  } else if constexpr (K == FP4) {
+    const Ints n = widen_integers(from);
+    values[0] = (Floats)((n & 0x08) << 28 | (n & 0x07) << 22);
+    values[1] = (Floats)((n & 0x80) << 24 | (n & 0x70) << 18);
   } else {
-    values[0] = (Floats)(((n & 0x08) << 28) | ((n & 0x07) << 22));
-    values[1] = (Floats)(((n & 0x80) << 24) | ((n & 0x70) << 18));
+    constexpr int COLUMNS = columns_of(K), BITS = bits_of(K) - 4, PLACE = (1 << BITS) - 1 << 4; // of the others
+    const Ints others = BITS ? widen_integers(from + ROWS * COLUMNS / 2) : Ints{};
+    auto value = [&](Ints lower, int column) {
+      const int shift = BITS * column - 4;
+      if (BITS)
+        lower = lower | ((shift < 0 ? others << -shift : others >> shift) & PLACE);
+      return convert<Floats>(lower);
+    };
+#pragma GCC unroll 4
+    for (int column = 0; column < COLUMNS; column += 2) {
+      const Ints n = widen_integers(from + ROWS * column / 2);
+      values[column] = value(n & 15, column);
+      values[column + 1] = value(n >> 4, column + 1);
+    }
   }
 }
 
 /// y = panel x of M rows. x fp32[M, inner], sums fp32[M, groups] of x, y fp32[M, 16]
 template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *panel, const float *x, const float *sums, Floats *y) {
-  constexpr int PER_BYTE = is_pair(K) ? 2 : 1, CHAINS = M > 2 || is_pair(K) ? 1 : 2; // sums that do not wait for each other
-  constexpr int STEP = CHAINS * PER_BYTE;
+  constexpr int COLUMNS = columns_of(K), CHAINS = M > 2 ? 1 : 2; // sums that do not wait for each other
+  constexpr int AT_ONCE = bytes_of(K) == 16 ? 4 : 1;
   const int64_t inner = layout.inner, num_groups = layout.num_groups();
+  const float middle = layout.middle;
   const uint8_t *at = panel;
+  Scales scales(layout);
   Floats total[M] = {};
   for (int64_t g = 0; g < num_groups; ++g) {
-    const auto [scale, minimum] = layout.take_both(at);
+    const auto [scale, minimum] = scales.take(at);
     const int64_t end = std::min(inner, (g + 1) * layout.group);
     int64_t i = g * layout.group;
-    Floats part[M][STEP] = {};
-    if constexpr (K == INT4)
+    Floats part[M][CHAINS] = {};
+    if (K != INT8 && K != FP8 && K != FP4)
       for (int m = 0; m < M; ++m)
-        part[m][0] = Floats{} - 8 * sums[m * num_groups + g];
-    auto add = [&](int first, int64_t column) {
-      Floats values[PER_BYTE];
+        part[m][0] = Floats{} - middle * sums[m * num_groups + g];
+    auto add = [&](int n) {
+      Floats values[COLUMNS];
       decode<K>(at, values);
-      at += ROWS;
-      for (int m = 0; m < M; ++m)
-        for (int n = 0; n < PER_BYTE; ++n)
-          part[m][first + n] += values[n] * x[m * inner + column + n];
+      at += bytes_of(K);
+#pragma GCC unroll 8
+      for (int column = 0; column < COLUMNS; ++column)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m)
+          part[m][(n + column) % CHAINS] += values[column] * x[m * inner + i + column];
+      i += COLUMNS;
     };
-    for (; i + 4 * PER_BYTE <= end; i += 4 * PER_BYTE) { // 64 bytes
-      __builtin_prefetch(at + AHEAD);
+    while (i + AT_ONCE * COLUMNS <= end) {
+      for (int64_t line = 0; line < AT_ONCE * bytes_of(K); line += 64)
+        __builtin_prefetch(at + AHEAD + line);
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n)
-        add(n % CHAINS * PER_BYTE, i + n * PER_BYTE);
+      for (int n = 0; n < AT_ONCE; ++n)
+        add(n);
     }
-    for (; i < end; i += PER_BYTE)
-      add(0, i);
+    while (i < end)
+      add(0);
     for (int m = 0; m < M; ++m) {
       Floats sum = part[m][0];
-      for (int n = 1; n < STEP; ++n)
+      for (int n = 1; n < CHAINS; ++n)
         sum += part[m][n];
       total[m] += sum * scale;
     }
@@ -139,53 +183,69 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
 #ifdef __AVX512BF16__
 constexpr bool HAS_PAIRS = true; // products of two bfloat16 and their sum in float32
 
-/// The values of 16 rows in two columns, exact: pairs of bfloat16.
-template <Kind K> Ints decode_pair(const uint8_t *from) {
-  if constexpr (is_pair(K)) {
-    constexpr float VALUES[2][LANES] = {{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+/// The values of 16 rows in the columns that lie together, or in two, exact: pairs of bfloat16.
+template <Kind K> void decode_pairs(const uint8_t *from, float middle, Ints *pairs) {
+  constexpr int COLUMNS = std::max(columns_of(K), 2);
+  if constexpr (K == INT4 || K == FP4) {
+    constexpr float VALUES[2][LANES] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
                                         {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6}};
-    const Ints table = load<Ints>(VALUES[K == FP4]), n = widen(load<Bytes>(from));
+    const Floats numbers = load<Floats>(VALUES[K == FP4]);
+    const Ints table = (Ints)(K == INT4 ? numbers - middle : numbers), n = widen_integers(from);
     const Ints even = (Ints)_mm512_permutexvar_epi32((__m512i)n, (__m512i)table); // by the lowest 4 bits
     const Ints odd = (Ints)_mm512_permutexvar_epi32((__m512i)(n >> 4), (__m512i)table);
-    return (even >> 16 & 0xFFFF) | odd; // a table's lower halves are zeros
+    pairs[0] = (even >> 16 & 0xFFFF) | odd; // a table's lower halves are zeros
   } else {
-    Floats even, odd;
-    decode<K>(from, &even);
-    decode<K>(from + ROWS, &odd);
-    if constexpr (K == FP8)
-      even *= 0x1p120f, odd *= 0x1p120f;
-    return ((Ints)even >> 16 & 0xFFFF) | ((Ints)odd & (Ints{} - 0x10000));
+    Floats values[COLUMNS];
+    for (int column = 0; column < COLUMNS; column += columns_of(K))
+      decode<K>(from + column * ROWS, values + column);
+    for (int column = 0; column < COLUMNS; column += 2) {
+      Floats even = values[column], odd = values[column + 1];
+      if constexpr (K == FP8)
+        even *= 0x1p120f, odd *= 0x1p120f;
+      else if constexpr (K != INT8)
+        even = even - middle, odd = odd - middle;
+      pairs[column / 2] = ((Ints)even >> 16 & 0xFFFF) | ((Ints)odd & -0x10000);
+    }
   }
 }
 
 /// multiply, of bfloat16 x and groups of whole pairs
 template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *panel, const uint16_t *x, const float *sums, Floats *y) {
-  constexpr int64_t STEP = is_pair(K) ? ROWS : 2 * ROWS; // bytes
+  constexpr int COLUMNS = std::max(columns_of(K), 2), PAIRS = COLUMNS / 2;
+  constexpr int64_t STEP = bytes_of(K) * COLUMNS / columns_of(K);
   constexpr int CHAINS = M > 2 ? 1 : 4 / M; // sums that do not wait for each other
+  constexpr int AT_ONCE = std::max(CHAINS / PAIRS, 1);
   const int64_t inner = layout.inner, num_groups = layout.num_groups();
+  const float middle = layout.middle;
   const uint8_t *at = panel;
+  Scales scales(layout);
   Floats total[M] = {};
   for (int64_t g = 0; g < num_groups; ++g) {
-    const auto [scale, minimum] = layout.take_both(at);
+    const auto [scale, minimum] = scales.take(at);
     Floats part[CHAINS][M] = {};
-    auto add = [&](Floats *sums, int64_t column) {
-      const __m512bh pairs = (__m512bh)decode_pair<K>(at);
-      at += STEP;
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m)
-        sums[m] = (Floats)_mm512_dpbf16_ps((__m512)sums[m], pairs, (__m512bh)_mm512_set1_epi32(load<int32_t>(x + m * inner + column)));
-    };
     const int64_t end = std::min(inner, (g + 1) * layout.group);
     int64_t i = g * layout.group;
-    for (; i + 2 * CHAINS <= end; i += 2 * CHAINS) {
-      for (int64_t line = 0; line < CHAINS * STEP; line += 64)
+    auto add = [&](int chain) {
+      Ints pairs[PAIRS];
+      decode_pairs<K>(at, middle, pairs);
+      at += STEP;
+#pragma GCC unroll 4
+      for (int pair = 0; pair < PAIRS; ++pair, i += 2)
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+          Floats &sum = part[(chain + pair) % CHAINS][m];
+          sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs[pair], (__m512bh)_mm512_set1_epi32(load<int32_t>(x + m * inner + i)));
+        }
+    };
+    while (i + AT_ONCE * COLUMNS <= end) {
+      for (int64_t line = 0; line < AT_ONCE * STEP; line += 64)
         __builtin_prefetch(at + AHEAD + line);
 #pragma GCC unroll 4
-      for (int chain = 0; chain < CHAINS; ++chain)
-        add(part[chain], i + 2 * chain);
+      for (int n = 0; n < AT_ONCE; ++n)
+        add(n * PAIRS);
     }
-    for (; i < end; i += 2)
-      add(part[0], i);
+    while (i < end)
+      add(0);
     for (int m = 0; m < M; ++m)
       for (int chain = 1; chain < CHAINS; ++chain)
         part[0][m] += part[chain][m];
@@ -209,27 +269,29 @@ template <Kind K, class X> void multiply_rows(const Layout &layout, const uint8_
       multiply<K, M>(layout, panel, x + row * layout.inner, sums + row * layout.num_groups(), y + row);
   };
   if constexpr (std::is_same_v<X, uint16_t>)
-    step.template operator()<16>();
-  step.template operator()<8>();
-  step.template operator()<4>();
+    step.template operator()<2 * MOST>();
+  step.template operator()<MOST>();
+  if constexpr (MOST > 4)
+    step.template operator()<4>();
   step.template operator()<2>();
   step.template operator()<1>();
 }
 
 /// A panel's numbers, plain: y fp32[inner, 16]
 template <Kind K> void unpack(const Layout &layout, const uint8_t *panel, Floats *y) {
-  constexpr int PER_BYTE = is_pair(K) ? 2 : 1;
+  Scales scales(layout);
+  const float power = layout.half_power(), middle = layout.middle;
   for (int64_t g = 0; g < layout.num_groups(); ++g) {
-    auto [scale, minimum] = layout.take_both(panel);
-    scale *= layout.half_power();
-    if constexpr (K == INT4)
-      minimum -= 8 * scale;
+    auto [scale, minimum] = scales.take(panel);
+    scale *= power;
+    if (K != INT8 && K != FP8 && K != FP4)
+      minimum = minimum - scale * middle;
     const int64_t end = std::min(layout.inner, (g + 1) * layout.group);
-    for (int64_t i = g * layout.group; i < end; i += PER_BYTE) {
+    for (int64_t i = g * layout.group; i < end; i += columns_of(K)) {
       decode<K>(panel, y + i);
-      panel += ROWS;
-      for (int n = 0; n < PER_BYTE; ++n)
-        y[i + n] = y[i + n] * layout.half_power() * scale + minimum;
+      panel += bytes_of(K);
+      for (int n = 0; n < columns_of(K); ++n)
+        y[i + n] = y[i + n] * power * scale + minimum;
     }
   }
 }
@@ -240,6 +302,8 @@ template <class F> void by_kind(Kind kind, const F &f) {
   case INT8: return f.template operator()<INT8>();
   case FP8: return f.template operator()<FP8>();
   case FP4: return f.template operator()<FP4>();
+  case INT5: return f.template operator()<INT5>();
+  case INT6: return f.template operator()<INT6>();
   }
 }
 
@@ -258,7 +322,8 @@ float sum(const float *x, int64_t count) {
 template <class T> void write(const Layout &layout, int64_t panel, const Floats *made, float power, const T *bias, int64_t rows, T *y) {
   const int64_t first = panel * ROWS, count = std::min(ROWS, layout.out - first);
   for (int64_t row = 0; row < rows; ++row) {
-    const Floats numbers = made[row] * power;
+    float numbers[ROWS];
+    narrow(made[row] * power, numbers);
     for (int64_t lane = 0; lane < count; ++lane)
       narrow(numbers[lane] + (bias ? widen(bias[first + lane]) : 0.0f), y[row * layout.out + first + lane]);
   }
@@ -268,7 +333,7 @@ template <class T> void write(const Layout &layout, int64_t panel, const Floats 
 template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
   const int64_t inner = layout.inner, num_groups = layout.num_groups();
   const bool is_even = inner % 2 == 0 && layout.group % 2 == 0;
-  const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || is_pair(layout.kind));
+  const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || columns_of(layout.kind) > 1);
   const float power = by_pairs ? 1.0f : layout.half_power();
   std::vector<float> wide(rows * inner), sums(rows * num_groups);
   if (!by_pairs || layout.has_minima) {
@@ -297,25 +362,13 @@ template <class T> void multiply_few(const Layout &layout, const uint8_t *panels
 
 /// y = numbers x of M rows, whose sums stay in registers. numbers fp32[inner, 16], x fp32[M, inner]
 template <int M> void multiply_plain(const Floats *numbers, const float *x, int64_t inner, Floats *y) {
-#ifdef __AVX__
-  using Part = float __attribute__((vector_size(32), may_alias)); // GCC has no larger ones than a CPU in registers
-#else
-  using Part = float __attribute__((vector_size(16), may_alias));
-#endif
-  constexpr int PARTS = sizeof(Floats) / sizeof(Part);
-  const Part *column = (const Part *)numbers;
-  Part sums[M][PARTS] = {}, *to = (Part *)y;
-  for (int64_t i = 0; i < inner; ++i, column += PARTS)
+  Floats sums[M] = {};
+  for (int64_t i = 0; i < inner; ++i)
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int part = 0; part < PARTS; ++part)
-        sums[m][part] += column[part] * x[m * inner + i];
-#pragma GCC unroll 6
+      sums[m] += numbers[i] * x[m * inner + i];
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int part = 0; part < PARTS; ++part)
-      to[m * PARTS + part] = sums[m][part];
+    y[m] = sums[m];
 }
 
 /// Multiply more rows by a panel at a time, whose numbers are unpacked to a core's cache. x fp32[rows, I]
@@ -376,7 +429,8 @@ Tensor as_floats(const Tensor &x) {
 }
 
 Layout layout_of(const std::vector<int64_t> &numbers, const Tensor &panels) {
-  const Layout layout{(Kind)numbers[0], numbers[1], numbers[2], numbers[3], (ScaleDtype)numbers[4], numbers[5] != 0};
+  const Layout layout{(Kind)numbers[0], numbers[1], numbers[2], numbers[3], (ScaleDtype)numbers[4], numbers[5] != 0,
+                      numbers[6], numbers[7]};
   STD_TORCH_CHECK(panels.numel() == layout.num_panels() * layout.panel_size(), "a weight's panels have another size");
   return layout;
 }
@@ -417,7 +471,7 @@ Tensor embedding(const Tensor &tokens, const Tensor &panels, int64_t dtype_numbe
         const uint8_t *panel = elements<uint8_t>(panels) + rows[t] / ROWS * layout.panel_size();
         by_kind(layout.kind, [&]<Kind K>() { unpack<K>(layout, panel, numbers.data()); });
         for (int64_t i = 0; i < layout.inner; ++i)
-          narrow(numbers[i][rows[t] % ROWS], made[t * layout.inner + i]);
+          narrow(load<float>((const float *)&numbers[i] + rows[t] % ROWS), made[t * layout.inner + i]);
       }
     });
   });

@@ -5,13 +5,14 @@
     h = panel_embedding(tokens, weight)        # i64[T] -> [T, H]
 
 Any format of blocks within a row, and fp8 in blocks of rows too. Scales and minima are float16 where the file's are, as
-in GGUF; else bfloat16 where the model computes in that and their groups have few columns, else float32.
+in GGUF, whose scales may be 8 bits with a factor, too. Others are bfloat16 where the model computes in that and their
+groups have few columns, else float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -21,14 +22,17 @@ from torch import Tensor, library
 
 from atom.graph import TORCH_DTYPES
 from atom.graph.formats import block_of, parse_format
+from atom.graph.gguf_blocks import TYPES, take_apart
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
 from atom.kernels.cpp.build import PACKED, load_library
 
 ROWS = 16  # of a panel
-KINDS = ("int4", "int8", "fp8", "fp4")  # as packed.cpp numbers them
-SCALES = (torch.bfloat16, torch.float32, torch.float16)  # the same
+KINDS = ("int4", "int8", "fp8", "fp4", "int5", "int6")  # as packed.cpp numbers them
+BITS = (4, 8, 8, 4, 5, 6)  # of a number, by kind
+TOGETHER = (2, 1, 1, 2, 8, 4)  # columns whose numbers lie together, by kind
+SCALES = (torch.bfloat16, torch.float32, torch.float16, torch.int8)  # as packed.cpp numbers them; int8 has factors
 NARROW_GROUP = 64  # columns that share a scale, up to which it is a bfloat16
 AT_ONCE = 1 << 22  # bytes of panels that are made at a time
 
@@ -42,15 +46,24 @@ class Panels(NamedTuple):
     group: int  # columns that share a scale
     scales: int  # of SCALES: the dtype of scales and minima
     has_minima: bool
+    middle: int  # what numbers are larger by
+    per_factor: int  # groups whose scales have a factor in common, where these are int8
 
     @classmethod
     def of(cls, weight: Type) -> Panels:
         known, (out, inner) = parse_format(str(weight.fmt)), map(int, weight.shape[-2:])
-        group = block_of(weight)[-1]
+        if blocks := TYPES.get(known.kind):
+            columns = block_of(weight)[-1]
+            per_factor = columns // blocks.group
+            scales = SCALES.index(torch.int8 if per_factor > 1 else torch.float16)
+            number = KINDS.index(f"int{max(known.bits, 4)}")
+            return cls(number, out, inner, blocks.group, scales, blocks.has_mins, blocks.middle, per_factor)
+        kind, group = _kind_of(weight), block_of(weight)[-1]
         is_wide = weight.dtype != "bf16" or group > NARROW_GROUP
         dtype = torch.float16 if known.parts["scales"].dtype == "fp16" else torch.float32 if is_wide else torch.bfloat16
         has_minima = not known.parts.keys().isdisjoint(("zeros", "mins"))
-        return cls(KINDS.index(_kind_of(weight)), out, inner, group, SCALES.index(dtype), has_minima)
+        middle = 8 if kind == "int4" and "mins" not in known.parts else 0
+        return cls(KINDS.index(kind), out, inner, group, SCALES.index(dtype), has_minima, middle, 1)
 
     @property
     def num_panels(self) -> int:
@@ -65,15 +78,27 @@ class Panels(NamedTuple):
         return SCALES[self.scales]
 
     @property
-    def is_pair(self) -> bool:
-        """Whether a byte has numbers of two columns."""
-        return KINDS[self.kind] in ("int4", "fp4")
+    def group_bytes(self) -> list[int]:
+        """Bytes of a group: scales, minima, numbers."""
+        scales = ROWS * self.scale_dtype.itemsize
+        return [scales, scales * self.has_minima, ROWS * self.group * BITS[self.kind] // 8]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's numbers."""
+        return self.inner * BITS[self.kind] // 8
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors ahead of some groups."""
+        return ROWS * 2 * (1 + self.has_minima) if self.scale_dtype == torch.int8 else 0
 
     @property
     def size(self) -> int:
         """Bytes of a panel."""
-        scales = self.num_groups * self.scale_dtype.itemsize * (2 if self.has_minima else 1)
-        return ROWS * (self.inner // (2 if self.is_pair else 1) + scales)
+        scales, minima, _ = self.group_bytes
+        factors = -(-self.num_groups // self.per_factor) * self.factor_bytes
+        return ROWS * self.row_bytes + self.num_groups * (scales + minima) + factors
 
     @property
     def numbers(self) -> list[int]:
@@ -92,7 +117,7 @@ def refusal(weight: Type) -> str | None:
     known = parse_format(str(weight.fmt))
     if known.has_order or (known.kind != "scaled" and known.block[0] != 1):
         return f"its weight is stored as {weight.fmt}"
-    if int(weight.shape[-1]) % 2 and Panels.of(weight).is_pair:
+    if int(weight.shape[-1]) % TOGETHER[Panels.of(weight).kind]:
         return f"{weight.shape[-1]} columns are no pairs"
     return None
 
@@ -113,23 +138,66 @@ def pack_panels(weight: PackedWeight) -> LaidOut:
     if not load_library(PACKED):
         return LaidOut(weight.type, weight.unpack().view(weight.shape[-2:]))
     panels = Panels.of(weight.type)
+    contents = (_contents_of_blocks if weight.kind in TYPES else _contents_of_parts)(weight, panels)
+    made = torch.empty(panels.num_panels, panels.size, dtype=torch.uint8)
+    missing = panels.num_groups * panels.group_bytes[-1] // ROWS - panels.row_bytes  # of the last group
+    step = max(AT_ONCE // panels.size, 1)
+    for first in range(0, len(made), step):
+        some = contents(slice(first * ROWS, (first + step) * ROWS))
+        columns = _turned(F.pad(some.numbers, (0, missing)))
+        groups = [_turned(each).view(torch.uint8) for each in some.scales]
+        whole = torch.cat([*groups, columns.view(len(columns), panels.num_groups, -1)], 2)
+        if some.factors:
+            factors = [_turned(each).view(torch.uint8) for each in some.factors]
+            whole = torch.cat([*factors, whole.view(*factors[0].shape[:2], -1)], 2)
+        made[first : first + step] = whole.flatten(1)[:, : panels.size]
+    return LaidOut(weight.type, made)
+
+
+class _Contents(NamedTuple):
+    """What panels have of some rows."""
+
+    numbers: Tensor  # u8[R, bytes of a row]
+    scales: list[Tensor]  # [R, groups], and minima where there are some
+    factors: list[Tensor]  # fp16[R, factors] of each; none where scales have none
+
+
+def _contents_of_blocks(weight: PackedWeight, panels: Panels) -> Callable[[slice], _Contents]:
+    """Of a weight in blocks of a type of GGUF, which are taken apart some rows at a time."""
+    stored = weight.parts["values"].flatten(0, -3)
+
+    def contents(rows: slice) -> _Contents:
+        blocks = take_apart(weight.kind, stored[rows])
+        factors = [each for each in (blocks.factors, blocks.min_factors) if each is not None]
+        scales = [each.flatten(1) for each in (blocks.scales, blocks.mins) if each is not None]
+        numbers = _pack_together(blocks.numbers.flatten(1), panels)
+        return _Contents(numbers, scales, factors) if scales else _Contents(numbers, factors, [])
+
+    return contents
+
+
+def _pack_together(numbers: Tensor, panels: Panels) -> Tensor:
+    """Numbers u8[R, I] of few bits as bytes: the lower 4 bits of two columns each, then the other bits of all that lie
+    together."""
+    others = BITS[panels.kind] - 4
+    together = numbers.view(len(numbers), -1, TOGETHER[panels.kind])
+    packed = together[..., ::2] & 15 | together[..., 1::2] << 4
+    if others:
+        places = torch.arange(together.shape[-1], dtype=torch.uint8) * others
+        packed = torch.cat((packed, (together >> 4 << places).sum(-1, keepdim=True, dtype=torch.uint8)), -1)
+    return packed.flatten(1)
+
+
+def _contents_of_parts(weight: PackedWeight, panels: Panels) -> Callable[[slice], _Contents]:
+    """Of a weight whose numbers and scales are parts of their own."""
     numbers = weight.parts["values"].view(torch.uint8).view(panels.out, -1)
     if weight.kind == "int8":
         numbers = numbers ^ 0x80
     scales, minima = _scales_of(weight, panels)
     if KINDS[panels.kind] == "fp8":  # a NaN, whose bits would be 480, makes a NaN of all that its row gives
         scales = scales.masked_fill(((numbers & 0x7F) == 0x7F).any(1, keepdim=True), math.nan)
-    made = numbers.new_empty(panels.num_panels, panels.size)
-    bytes_of_group = panels.group // 2 if panels.is_pair else panels.group
-    missing = panels.num_groups * bytes_of_group - numbers.shape[1]  # of the last group
-    step = max(AT_ONCE // made.shape[1], 1)
-    for first in range(0, len(made), step):
-        rows = slice(first * ROWS, (first + step) * ROWS)
-        columns = _turned(F.pad(numbers[rows], (0, missing)))
-        groups = [_turned(each[rows]).view(torch.uint8) for each in (scales, minima) if each is not None]
-        whole = torch.cat([*groups, columns.view(len(columns), panels.num_groups, -1)], 2)
-        made[first : first + step] = whole.flatten(1)[:, : panels.size]
-    return LaidOut(weight.type, made)
+    of_groups = [scales] if minima is None else [scales, minima]
+    return lambda rows: _Contents(numbers[rows], [each[rows] for each in of_groups], [])
 
 
 def _turned(rows: Tensor) -> Tensor:
@@ -151,9 +219,9 @@ def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | N
         scales = scales.repeat_interleave(block_of(weight.type)[-2], 0)[: panels.out]
     if not panels.has_minima:
         return scales.to(dtype), None
-    if "mins" in parts:  # as the file has them, packed.cpp knows it by their dtype
+    if "mins" in parts:
         return scales.to(dtype), parts["mins"].view_as(scales)
-    middle = 8 if panels.is_pair else 128
+    middle = panels.middle or 128
     return scales.to(dtype), ((middle - parts["zeros"].float().view_as(scales)) * scales).to(dtype)
 
 
@@ -164,30 +232,44 @@ def _unpack(panels: Tensor, layout: Sequence[int]) -> Tensor:
     """Panels as fp32[O, I]"""
     if panels.dtype != torch.uint8:
         return panels
-    kind, out, inner, group, scales_index, has_minima = layout
-    dtype = SCALES[scales_index]
-    is_pair, num_panels, num_groups = KINDS[kind] in ("int4", "fp4"), len(panels), -(-inner // group)
-    scales_size = ROWS * dtype.itemsize
-    first = scales_size * (2 if has_minima else 1)
-    size = first + ROWS * (group // 2 if is_pair else group)  # of a group
-    groups = F.pad(panels, (0, num_groups * size - panels.shape[1])).view(num_panels, num_groups, size)
-    scales = groups[..., :scales_size].contiguous().view(dtype).float().unsqueeze(2)
-    stored = groups[..., first:].view(num_panels, num_groups, -1, ROWS)
-    if is_pair:
-        stored = torch.stack((stored & 15, stored >> 4), 3).flatten(2, 3)
-    match KINDS[kind]:
-        case "int4":
-            values = stored.float() - (0 if has_minima and dtype is torch.float16 else 8)
+    known = Panels._make(layout)
+    size, factors = sum(known.group_bytes), None
+    if known.factor_bytes:
+        panels = panels.view(len(panels), -1, known.factor_bytes + known.per_factor * size)
+        factors = panels[..., : known.factor_bytes].contiguous().view(torch.float16).float()
+        factors = factors.view(*factors.shape[:2], -1, ROWS).repeat_interleave(known.per_factor, 1)
+        panels = panels[..., known.factor_bytes :].flatten(1)
+    groups = F.pad(panels, (0, known.num_groups * size - panels.shape[1])).view(len(panels), known.num_groups, size)
+    scales, minima, stored = torch.split(groups, known.group_bytes, 2)
+    stored = stored.reshape(*stored.shape[:2], -1, ROWS)
+
+    def product(numbers: Tensor, which: int) -> Tensor:
+        wide = numbers.contiguous().view(known.scale_dtype).float()
+        return (wide if factors is None else wide * factors[:, :, which]).unsqueeze(2)
+
+    values = _numbers_of_bytes(stored, known) * product(scales, 0)
+    if known.has_minima:
+        values += product(minima, 1)
+    return values.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[: known.out, : known.inner]
+
+
+def _numbers_of_bytes(stored: Tensor, panels: Panels) -> Tensor:
+    """u8[panels, groups, bytes of a row, 16] -> fp32[panels, groups, columns, 16]"""
+    match KINDS[panels.kind]:
         case "int8":
-            values = stored.contiguous().view(torch.int8).float()
+            return stored.contiguous().view(torch.int8).float()
         case "fp8":
-            values = stored.contiguous().view(torch.float8_e4m3fn).float()
-        case _:
-            values = torch.tensor(FP4)[stored.int()]
-    values = values * scales
-    if has_minima:
-        values += groups[..., scales_size:first].contiguous().view(dtype).float().unsqueeze(2)
-    return values.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:out, :inner]
+            return stored.contiguous().view(torch.float8_e4m3fn).float()
+    columns, others = TOGETHER[panels.kind], BITS[panels.kind] - 4
+    together = stored.view(*stored.shape[:2], -1, columns * BITS[panels.kind] // 8, ROWS)
+    pairs = together[..., : columns // 2, :]
+    numbers = torch.stack((pairs & 15, pairs >> 4), 4).flatten(3, 4)
+    if KINDS[panels.kind] == "fp4":
+        return torch.tensor(FP4)[numbers.int()].flatten(2, 3)
+    if others:
+        places = torch.arange(columns, dtype=torch.uint8).unsqueeze(1) * others
+        numbers = numbers | (together[..., -1:, :] >> places & (1 << others) - 1) << 4
+    return numbers.float().flatten(2, 3) - panels.middle
 
 
 def _linear(x: Tensor, panels: Tensor, bias: Tensor | None, layout: Sequence[int]) -> Tensor:

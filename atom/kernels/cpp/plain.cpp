@@ -35,7 +35,7 @@ void add(Floats &y, const uint16_t *weight, const uint16_t *x) {
 void add(Floats &y, const uint16_t *weight, const uint16_t *x) {
   const Ints pairs = load<Ints>(weight);
   y += (Floats)(pairs << 16) * widen(x[0]);
-  y += (Floats)(pairs & (Ints{} - 0x10000)) * widen(x[1]);
+  y += (Floats)(pairs & -0x10000) * widen(x[1]);
 }
 #endif
 

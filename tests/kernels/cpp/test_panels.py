@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import draw_blocks
 from kernels.checks import poisoned, relative_error
 
 from atom.cache import Cache
 from atom.graph import LaidOut, PackedWeight, Type, ops, parse
+from atom.graph.formats import parse_format, part_shape
+from atom.graph.gguf_blocks import TYPES
 from atom.graph.unpack import unpack
 from atom.kernels import Target, find_kernel, shuffle
 from atom.kernels.backend import LoadContext
@@ -21,23 +24,32 @@ from atom.kernels.registry import tensor_type
 from atom.weights.quantize import quantize
 
 CPU = Target("cpu")
+K_QUANTS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
 FORMATS = [
     "q4_0", "q4_1", "q8_0", "int8[1, *]", "int4[1, 32]", "int4[1, 96]", "int4[1, *]", "awq_int4[1, 64]",
     "ct_packed_int4z[1, 32]", "ct_packed_int8[1, 32]", "gptq_v2_int8[1, 96]", "fp8[1, *]", "ct_fp8[*, *]",
-    "fp8[128, 128]", "fp8[24, 40]", "int8[16, 16]", "mxfp4", "ct_nvfp4", "modelopt_nvfp4",
+    "fp8[128, 128]", "fp8[24, 40]", "int8[16, 16]", "mxfp4", "ct_nvfp4", "modelopt_nvfp4", "q5_0", "q5_1", *K_QUANTS,
 ]  # fmt: skip
-BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def draw(fmt: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
     """A random packed weight, with zero points and minima that differ from block to block."""
+    if fmt in TYPES:
+        type = Type(NAMES[dtype], shape, fmt)
+        blocks = torch.from_numpy(draw_blocks(fmt.upper(), *shape))
+        return PackedWeight(type, {"values": blocks.view(part_shape(type, parse_format(fmt).parts["values"]))})
     parts = quantize(fmt, torch.randn(shape) * 0.05)
     if "zeros" in parts:
         parts["zeros"].random_(0, 16 if "int4" in fmt else 256)
     if "mins" in parts:
         parts["mins"].normal_(0, 0.1)
     return PackedWeight(Type(NAMES[dtype], shape, fmt), parts)
+
+
+def width_of(fmt: str) -> int:
+    return 512 if fmt in K_QUANTS else 192
 
 
 def run(op: ops.Op, *args: object) -> torch.Tensor:
@@ -49,11 +61,12 @@ def run(op: ops.Op, *args: object) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
-    weight, bias = draw(fmt, 200, 192, dtype=dtype), torch.randn(200).to(dtype)  # 12 panels and a half
-    assert find_kernel(ops.linear, "cpp").accepts(CPU, Type(NAMES[dtype], ("T", 192)), weight.type) is None
+    width = width_of(fmt)
+    weight, bias = draw(fmt, 200, width, dtype=dtype), torch.randn(200).to(dtype)  # 12 panels and a half
+    assert find_kernel(ops.linear, "cpp").accepts(CPU, Type(NAMES[dtype], ("T", width)), weight.type) is None
     laid_out, dense = shuffle(weight, "panels"), unpack(fmt, weight.parts).float()
-    for rows in (1, 2, 3, 7, 15, 32, 33, 70):
-        x = torch.randn(rows, 192).to(dtype)
+    for rows in (1, 2, 3, 7, 9, 15, 32, 33, 70):
+        x = torch.randn(rows, width).to(dtype)
         assert relative_error(run(ops.linear, x, laid_out, bias), x.float() @ dense.T + bias.float()) < BOUNDS[dtype]
         assert relative_error(run(ops.linear, x, laid_out), x.float() @ dense.T) < BOUNDS[dtype]
 
@@ -69,11 +82,11 @@ def test_columns_need_not_fill_a_block_or_a_vector(columns: int):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
-    weight = draw(fmt, 200, 192, dtype=dtype)
+    weight = draw(fmt, 200, width_of(fmt), dtype=dtype)
     laid_out, dense = shuffle(weight, "panels"), unpack(fmt, weight.parts).float()
     for tokens in ([], [0], [199, 5, 5, 16, 15], list(range(40))):
         made = run(ops.embedding, torch.tensor(tokens, dtype=torch.int64), laid_out)
-        assert made.dtype == dtype and made.shape == (len(tokens), 192)
+        assert made.dtype == dtype and made.shape == (len(tokens), width_of(fmt))
         assert not tokens or relative_error(made, dense[tokens]) < BOUNDS[dtype]
 
 
@@ -131,18 +144,19 @@ def test_a_weight_that_is_nan_gives_nan_in_its_row_alone(fmt: str, rows: int):
 
 @pytest.mark.parametrize("rows", [7, 80])
 @pytest.mark.parametrize(
-    "fmt", ["q4_1", "int4[1, 32]", "int8[1, *]", "fp8[1, *]", "fp8[128, 128]", "mxfp4", "ct_nvfp4"]
+    "fmt", ["q4_1", "int4[1, 32]", "int8[1, *]", "fp8[1, *]", "fp8[128, 128]", "mxfp4", "ct_nvfp4", "q4_k", "q6_k"]
 )
 def test_experts_are_packed_one_by_one_and_one_without_rows_is_not_read(fmt: str, rows: int):
-    weight, kernel = draw(fmt, 3, 40, 96), find_kernel(ops.grouped_linear, "cpp")
-    assert kernel.accepts(CPU, Type("bf16", ("P", 96)), weight.type, Type("i64", (3,))) is None
+    width = 256 if fmt in K_QUANTS else 96
+    weight, kernel = draw(fmt, 3, 40, width), find_kernel(ops.grouped_linear, "cpp")
+    assert kernel.accepts(CPU, Type("bf16", ("P", width)), weight.type, Type("i64", (3,))) is None
     bad = poisoned(weight, torch.tensor([False, True, False]))
     experts = [
-        PackedWeight(Type("bf16", (1, 40, 96), fmt), {name: part[at : at + 1] for name, part in bad.parts.items()})
+        PackedWeight(Type("bf16", (1, 40, width), fmt), {name: part[at : at + 1] for name, part in bad.parts.items()})
         for at in range(3)
     ]
     ends, bias = torch.tensor([2, 2, 2 + rows]), torch.randn(3, 40).bfloat16()
-    x = torch.randn(2 + rows, 96).bfloat16()
+    x = torch.randn(2 + rows, width).bfloat16()
     y = run(ops.grouped_linear, x, [shuffle(expert, "panels") for expert in experts], ends, bias)
     truth = ops.grouped_linear.body(x.float(), unpack(fmt, weight.parts), ends, bias.float())
     assert relative_error(y, truth) < 5e-3
@@ -177,8 +191,8 @@ def test_a_piece_has_such_calls_within():
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_what_checks_compiled_code_computes_the_same(fmt: str):
     """A process that compiles pieces need not have the library."""
-    weight = draw(fmt, 40, 192, dtype=torch.float32)
-    laid_out, x = shuffle(weight, "panels"), torch.randn(3, 192)
+    weight = draw(fmt, 40, width_of(fmt), dtype=torch.float32)
+    laid_out, x = shuffle(weight, "panels"), torch.randn(3, width_of(fmt))
     assert isinstance(laid_out, LaidOut)
     numbers = panels.Panels.of(weight.type).numbers
     assert relative_error(panels._linear(x, laid_out.tensor, None, numbers), run(ops.linear, x, laid_out)) < 2e-6

@@ -24,9 +24,23 @@ constexpr int64_t LANES = 16;
 constexpr int64_t AHEAD = 4096; // bytes by which a weight that is read in order is fetched early
 
 template <class V> V load(const void *from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
+  if constexpr (requires(V v) { v.low; }) { // GCC copies what is larger than a register in small parts, over the stack
+    using Half = decltype(V::low);
+    return {load<Half>(from), load<Half>(static_cast<const char *>(from) + sizeof(Half))};
+  } else {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+  }
+}
+
+template <class V> void store(V v, void *to) {
+  if constexpr (requires { v.low; }) {
+    store(v.low, to);
+    store(v.high, static_cast<char *>(to) + sizeof v.low);
+  } else {
+    std::memcpy(to, &v, sizeof v);
+  }
 }
 
 #ifdef __AVX512F__
@@ -166,7 +180,7 @@ void narrow(float x, uint8_t &y) { // at most 448, to the nearest, of two the ev
   y = sign | (x != x ? 0x7F : size < 0x1p-6f ? number : number - (120 << 3));
 }
 
-void narrow(Floats x, float *y) { std::memcpy(y, &x, sizeof x); }
+void narrow(Floats x, float *y) { store(x, y); }
 template <class T> void narrow(Floats x, T *y) {
   float numbers[LANES];
   narrow(x, numbers);

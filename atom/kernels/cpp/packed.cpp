@@ -5,8 +5,8 @@
 // bits have a factor, a float16, for each of some groups, ahead of the first: that of a row's scales, maybe that of its
 // minima. A number is (value - middle) * scale + minimum.
 //
-// Numbers of a column, or of two of 4 bits, are 16 bytes, an even column's in the lower halves. Numbers of 5 bits lie 8
-// columns at a time, of 6 bits 4 columns: their lower 4 bits like those of 4, then 16 bytes with the others of all.
+// Numbers of a column, or of two of 4 bits, are 16 bytes, an even column's in the lower halves. Numbers of 5 bits of 32
+// columns, and of 6 bits of 16, are 32-bit words: 16 times a row's first 32 bits, then the next ones.
 //
 // With AVX512_BF16, bfloat16 x is multiplied by pairs of columns, in which every value is exact. One or two rows of what
 // has no table of values take longer so.
@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <array>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -45,7 +46,7 @@ enum Kind : int64_t { INT4, INT8, FP8, FP4, INT5, INT6 }; // as kernels/cpp/pane
 enum ScaleDtype : int64_t { BF16, FP32, FP16, INT8_TIMES_FP16 };
 
 /// Columns whose numbers lie together, and the bytes of these.
-constexpr int columns_of(Kind kind) { return kind == INT5 ? 8 : kind == INT6 ? 4 : kind == INT4 || kind == FP4 ? 2 : 1; }
+constexpr int columns_of(Kind kind) { return kind == INT5 ? 32 : kind == INT6 ? 16 : kind == INT4 || kind == FP4 ? 2 : 1; }
 constexpr int bits_of(Kind kind) { return kind == INT4 || kind == FP4 ? 4 : kind == INT5 ? 5 : kind == INT6 ? 6 : 8; }
 constexpr int64_t bytes_of(Kind kind) { return ROWS * columns_of(kind) * bits_of(kind) / 8; }
 
@@ -100,32 +101,35 @@ private:
   }
 };
 
-/// The values of 16 rows in the columns that lie together.
-template <Kind K> [[gnu::always_inline]] inline void decode(const uint8_t *from, Floats *values) {
+/// Numbers of so many bits in the words of 16 rows, from a bit on.
+template <int BITS, int FIRST> [[gnu::always_inline]] inline Ints extract(const uint8_t *words) {
+  constexpr int SHIFT = FIRST % 32, LEFT = 32 - SHIFT; // LEFT: bits of the first word
+  const uint8_t *at = words + FIRST / 32 * sizeof(Ints);
+  Ints numbers = load<Ints>(at) >> SHIFT;
+  if constexpr (LEFT < BITS)
+    numbers = (numbers & ((1 << LEFT) - 1)) | load<Ints>(at + sizeof(Ints)) << LEFT;
+  return numbers & ((1 << BITS) - 1);
+}
+
+/// Calls use(column, values of 16 rows) for the columns that lie together.
+template <Kind K, class Use> [[gnu::always_inline]] inline void decode(const uint8_t *from, const Use &use) {
   if constexpr (K == INT8) {
-    values[0] = convert<Floats>(widen_integers((const int8_t *)from));
+    use(0, convert<Floats>(widen_integers((const int8_t *)from)));
   } else if constexpr (K == FP8) {
     const Ints n = widen_integers(from);
-    values[0] = (Floats)((n & 0x80) << 24 | (n & 0x7F) << 20);
+    use(0, (Floats)((n & 0x80) << 24 | (n & 0x7F) << 20));
   } else if constexpr (K == FP4) {
     const Ints n = widen_integers(from);
-    values[0] = (Floats)((n & 0x08) << 28 | (n & 0x07) << 22);
-    values[1] = (Floats)((n & 0x80) << 24 | (n & 0x70) << 18);
+    use(0, (Floats)((n & 0x08) << 28 | (n & 0x07) << 22));
+    use(1, (Floats)((n & 0x80) << 24 | (n & 0x70) << 18));
+  } else if constexpr (K == INT4) {
+    const Ints n = widen_integers(from);
+    use(0, convert<Floats>(n & 15));
+    use(1, convert<Floats>(n >> 4));
   } else {
-    constexpr int COLUMNS = columns_of(K), BITS = bits_of(K) - 4, PLACE = (1 << BITS) - 1 << 4; // of the others
-    const Ints others = BITS ? widen_integers(from + ROWS * COLUMNS / 2) : Ints{};
-    auto value = [&](Ints lower, int column) {
-      const int shift = BITS * column - 4;
-      if (BITS)
-        lower = lower | ((shift < 0 ? others << -shift : others >> shift) & PLACE);
-      return convert<Floats>(lower);
-    };
-#pragma GCC unroll 4
-    for (int column = 0; column < COLUMNS; column += 2) {
-      const Ints n = widen_integers(from + ROWS * column / 2);
-      values[column] = value(n & 15, column);
-      values[column + 1] = value(n >> 4, column + 1);
-    }
+    [&]<int... COLUMN>(std::integer_sequence<int, COLUMN...>) __attribute__((always_inline)) {
+      (use(COLUMN, convert<Floats>(extract<bits_of(K), bits_of(K) * COLUMN>(from))), ...);
+    }(std::make_integer_sequence<int, columns_of(K)>());
   }
 }
 
@@ -146,15 +150,13 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
     if (K != INT8 && K != FP8 && K != FP4)
       for (int m = 0; m < M; ++m)
         part[m][0] = Floats{} - middle * sums[m * num_groups + g];
-    auto add = [&](int n) {
-      Floats values[COLUMNS];
-      decode<K>(at, values);
-      at += bytes_of(K);
-#pragma GCC unroll 8
-      for (int column = 0; column < COLUMNS; ++column)
+    auto add = [&](int n) __attribute__((always_inline)) {
+      decode<K>(at, [&](int column, Floats values) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m)
-          part[m][(n + column) % CHAINS] += values[column] * x[m * inner + i + column];
+          part[m][(n + column) % CHAINS] += values * x[m * inner + i + column];
+      });
+      at += bytes_of(K);
       i += COLUMNS;
     };
     while (i + AT_ONCE * COLUMNS <= end) {
@@ -164,7 +166,7 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
       for (int n = 0; n < AT_ONCE; ++n)
         add(n);
     }
-    while (i < end)
+    while (AT_ONCE > 1 && i < end)
       add(0);
     for (int m = 0; m < M; ++m) {
       Floats sum = part[m][0];
@@ -183,9 +185,8 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
 #ifdef __AVX512BF16__
 constexpr bool HAS_PAIRS = true; // products of two bfloat16 and their sum in float32
 
-/// The values of 16 rows in the columns that lie together, or in two, exact: pairs of bfloat16.
-template <Kind K> void decode_pairs(const uint8_t *from, float middle, Ints *pairs) {
-  constexpr int COLUMNS = std::max(columns_of(K), 2);
+/// Calls use(pair, values of 16 rows in two columns) for the columns that lie together, or two: pairs of bfloat16, exact.
+template <Kind K, class Use> [[gnu::always_inline]] inline void decode_pairs(const uint8_t *from, float middle, const Use &use) {
   if constexpr (K == INT4 || K == FP4) {
     constexpr float VALUES[2][LANES] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
                                         {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6}};
@@ -193,19 +194,22 @@ template <Kind K> void decode_pairs(const uint8_t *from, float middle, Ints *pai
     const Ints table = (Ints)(K == INT4 ? numbers - middle : numbers), n = widen_integers(from);
     const Ints even = (Ints)_mm512_permutexvar_epi32((__m512i)n, (__m512i)table); // by the lowest 4 bits
     const Ints odd = (Ints)_mm512_permutexvar_epi32((__m512i)(n >> 4), (__m512i)table);
-    pairs[0] = (even >> 16 & 0xFFFF) | odd; // a table's lower halves are zeros
+    use(0, (even >> 16 & 0xFFFF) | odd); // a table's lower halves are zeros
   } else {
-    Floats values[COLUMNS];
-    for (int column = 0; column < COLUMNS; column += columns_of(K))
-      decode<K>(from + column * ROWS, values + column);
-    for (int column = 0; column < COLUMNS; column += 2) {
-      Floats even = values[column], odd = values[column + 1];
+    Floats even;
+    auto gather = [&](int column, Floats values) __attribute__((always_inline)) {
       if constexpr (K == FP8)
-        even *= 0x1p120f, odd *= 0x1p120f;
+        values *= 0x1p120f;
       else if constexpr (K != INT8)
-        even = even - middle, odd = odd - middle;
-      pairs[column / 2] = ((Ints)even >> 16 & 0xFFFF) | ((Ints)odd & -0x10000);
-    }
+        values = values - middle;
+      if (column % 2)
+        use(column / 2, ((Ints)even >> 16 & 0xFFFF) | ((Ints)values & -0x10000));
+      else
+        even = values;
+    };
+    decode<K>(from, gather);
+    if constexpr (columns_of(K) == 1)
+      decode<K>(from + ROWS, [&](int, Floats values) { gather(1, values); });
   }
 }
 
@@ -225,17 +229,17 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
     Floats part[CHAINS][M] = {};
     const int64_t end = std::min(inner, (g + 1) * layout.group);
     int64_t i = g * layout.group;
-    auto add = [&](int chain) {
-      Ints pairs[PAIRS];
-      decode_pairs<K>(at, middle, pairs);
-      at += STEP;
-#pragma GCC unroll 4
-      for (int pair = 0; pair < PAIRS; ++pair, i += 2)
+    auto add = [&](int chain) __attribute__((always_inline)) {
+      decode_pairs<K>(at, middle, [&](int pair, Ints values) __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
           Floats &sum = part[(chain + pair) % CHAINS][m];
-          sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs[pair], (__m512bh)_mm512_set1_epi32(load<int32_t>(x + m * inner + i)));
+          const __m512i both = _mm512_set1_epi32(load<int32_t>(x + m * inner + i + 2 * pair));
+          sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)values, (__m512bh)both);
         }
+      });
+      at += STEP;
+      i += COLUMNS;
     };
     while (i + AT_ONCE * COLUMNS <= end) {
       for (int64_t line = 0; line < AT_ONCE * STEP; line += 64)
@@ -244,7 +248,7 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
       for (int n = 0; n < AT_ONCE; ++n)
         add(n * PAIRS);
     }
-    while (i < end)
+    while (AT_ONCE > 1 && i < end)
       add(0);
     for (int m = 0; m < M; ++m)
       for (int chain = 1; chain < CHAINS; ++chain)
@@ -288,10 +292,8 @@ template <Kind K> void unpack(const Layout &layout, const uint8_t *panel, Floats
       minimum = minimum - scale * middle;
     const int64_t end = std::min(layout.inner, (g + 1) * layout.group);
     for (int64_t i = g * layout.group; i < end; i += columns_of(K)) {
-      decode<K>(panel, y + i);
+      decode<K>(panel, [&](int column, Floats values) { y[i + column] = values * power * scale + minimum; });
       panel += bytes_of(K);
-      for (int n = 0; n < columns_of(K); ++n)
-        y[i + n] = y[i + n] * power * scale + minimum;
     }
   }
 }

@@ -31,7 +31,7 @@ from atom.kernels.cpp.build import PACKED, load_library
 ROWS = 16  # of a panel
 KINDS = ("int4", "int8", "fp8", "fp4", "int5", "int6")  # as packed.cpp numbers them
 BITS = (4, 8, 8, 4, 5, 6)  # of a number, by kind
-TOGETHER = (2, 1, 1, 2, 8, 4)  # columns whose numbers lie together, by kind
+TOGETHER = (2, 1, 1, 2, 32, 16)  # columns whose numbers lie together, by kind
 SCALES = (torch.bfloat16, torch.float32, torch.float16, torch.int8)  # as packed.cpp numbers them; int8 has factors
 NARROW_GROUP = 64  # columns that share a scale, up to which it is a bfloat16
 AT_ONCE = 1 << 22  # bytes of panels that are made at a time
@@ -144,7 +144,7 @@ def pack_panels(weight: PackedWeight) -> LaidOut:
     step = max(AT_ONCE // panels.size, 1)
     for first in range(0, len(made), step):
         some = contents(slice(first * ROWS, (first + step) * ROWS))
-        columns = _turned(F.pad(some.numbers, (0, missing)))
+        columns = _turned(F.pad(some.numbers, (0, missing))).view(torch.uint8)
         groups = [_turned(each).view(torch.uint8) for each in some.scales]
         whole = torch.cat([*groups, columns.view(len(columns), panels.num_groups, -1)], 2)
         if some.factors:
@@ -157,7 +157,7 @@ def pack_panels(weight: PackedWeight) -> LaidOut:
 class _Contents(NamedTuple):
     """What panels have of some rows."""
 
-    numbers: Tensor  # u8[R, bytes of a row]
+    numbers: Tensor  # u8[R, bytes of a row], or i32[R, words]
     scales: list[Tensor]  # [R, groups], and minima where there are some
     factors: list[Tensor]  # fp16[R, factors] of each; none where scales have none
 
@@ -177,15 +177,17 @@ def _contents_of_blocks(weight: PackedWeight, panels: Panels) -> Callable[[slice
 
 
 def _pack_together(numbers: Tensor, panels: Panels) -> Tensor:
-    """Numbers u8[R, I] of few bits as bytes: the lower 4 bits of two columns each, then the other bits of all that lie
-    together."""
-    others = BITS[panels.kind] - 4
-    together = numbers.view(len(numbers), -1, TOGETHER[panels.kind])
-    packed = together[..., ::2] & 15 | together[..., 1::2] << 4
-    if others:
-        places = torch.arange(together.shape[-1], dtype=torch.uint8) * others
-        packed = torch.cat((packed, (together >> 4 << places).sum(-1, keepdim=True, dtype=torch.uint8)), -1)
-    return packed.flatten(1)
+    """Numbers u8[R, I] of 4 bits as bytes of two columns, of 5 and 6 bits as words i32 of those that lie together."""
+    columns, bits = TOGETHER[panels.kind], BITS[panels.kind]
+    together = numbers.view(len(numbers), -1, columns)
+    if bits == 4:
+        return (together[..., 0] | together[..., 1] << 4).contiguous()
+    words = torch.zeros(*together.shape[:2], columns * bits // 32 + 1, dtype=torch.int64)
+    for column, number in enumerate(together.long().unbind(-1)):
+        word, shift = divmod(column * bits, 32)
+        words[..., word] |= number << shift & 0xFFFFFFFF
+        words[..., word + 1] |= number << shift >> 32
+    return words[..., :-1].to(torch.int32).flatten(1)
 
 
 def _contents_of_parts(weight: PackedWeight, panels: Panels) -> Callable[[slice], _Contents]:
@@ -260,16 +262,15 @@ def _numbers_of_bytes(stored: Tensor, panels: Panels) -> Tensor:
             return stored.contiguous().view(torch.int8).float()
         case "fp8":
             return stored.contiguous().view(torch.float8_e4m3fn).float()
-    columns, others = TOGETHER[panels.kind], BITS[panels.kind] - 4
-    together = stored.view(*stored.shape[:2], -1, columns * BITS[panels.kind] // 8, ROWS)
-    pairs = together[..., : columns // 2, :]
-    numbers = torch.stack((pairs & 15, pairs >> 4), 4).flatten(3, 4)
-    if KINDS[panels.kind] == "fp4":
-        return torch.tensor(FP4)[numbers.int()].flatten(2, 3)
-    if others:
-        places = torch.arange(columns, dtype=torch.uint8).unsqueeze(1) * others
-        numbers = numbers | (together[..., -1:, :] >> places & (1 << others) - 1) << 4
-    return numbers.float().flatten(2, 3) - panels.middle
+    if BITS[panels.kind] == 4:
+        numbers = torch.stack((stored & 15, stored >> 4), 3).flatten(2, 3)
+        return torch.tensor(FP4)[numbers.int()] if KINDS[panels.kind] == "fp4" else numbers.float() - panels.middle
+    columns, bits = TOGETHER[panels.kind], BITS[panels.kind]
+    words = stored.contiguous().flatten(2).view(torch.int32).view(*stored.shape[:2], -1, ROWS).long() & 0xFFFFFFFF
+    words = F.pad(words, (0, 0, 0, 1))  # behind the last
+    places = (divmod(column * bits, 32) for column in range(columns))
+    numbers = torch.stack([words[:, :, at] >> shift | words[:, :, at + 1] << 32 - shift for at, shift in places], 2)
+    return (numbers & (1 << bits) - 1).float() - panels.middle
 
 
 def _linear(x: Tensor, panels: Tensor, bias: Tensor | None, layout: Sequence[int]) -> Tensor:

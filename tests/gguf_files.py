@@ -71,7 +71,13 @@ def convert(
     return path if not max_tensors else min(path.parent.glob(f"{path.stem}-*.gguf"))
 
 
-SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # what llama.cpp takes for columns that are no whole blocks
+SMALLER = {
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}  # what llama.cpp takes for columns that are no whole blocks
 FACTORS = {"Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "cpu": (
         ("gloo", "reference"),
-        ("cpp", "int8", "torch", "gloo", "reference"),
-        ("inductor", "cpp", "int8", "torch", "gloo", "reference"),
+        ("cpp", "int8", "torch", "widened", "gloo", "reference"),
+        ("inductor", "cpp", "int8", "torch", "widened", "gloo", "reference"),
     ),
     "cuda": (
         ("nccl", "reference"),

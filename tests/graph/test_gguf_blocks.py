@@ -8,7 +8,7 @@ import torch
 from gguf_files import draw_blocks
 
 from atom.graph import PackedWeight, Type
-from atom.graph.formats import num_bytes, part_shape, parse_format
+from atom.graph.formats import num_bytes, parse_format, part_shape
 from atom.graph.gguf_blocks import TYPES, take_apart
 
 

@@ -38,7 +38,7 @@ def test_kernels_come_in_the_order_of_the_backends_and_the_reference_where_it_is
 def test_a_backend_or_a_kernel_that_is_not_there_is_named():
     with pytest.raises(
         UnsupportedError,
-        match="there is no kernel backend 'cutlass'; backends: inductor, cpp, int8, torch, gloo, reference, aiter, hopper, triton, "
+        match="there is no kernel backend 'cutlass'; backends: inductor, cpp, int8, torch, widened, gloo, reference, aiter, hopper, triton, "
         "generated",
     ):
         find_kernel(ops.linear, "cutlass")

@@ -195,6 +195,19 @@ def test_a_recipe_is_found_by_name(tmp_path: Path):
         rewrite(["recipe=mien"], config_dirs=[str(tmp_path)])
 
 
+def test_a_recipe_in_a_folder_of_another_name_is_not_found_and_the_error_names_the_folder(tmp_path: Path):
+    (tmp_path / "right" / "recipes").mkdir(parents=True)
+    (tmp_path / "wrong" / "recipe").mkdir(parents=True)
+    (tmp_path / "wrong" / "recipe" / "mine.yaml").write_text("overrides: [seed=1]\n")
+    dirs = [str(tmp_path / name) for name in ("right", "wrong")]
+    with pytest.raises(ConfigError) as raised:
+        rewrite(["recipe=mine"], config_dirs=dirs)
+    assert str(raised.value).startswith("recipe=mine: there is no such file and no such recipe; recipes: ")
+    assert str(raised.value).endswith(f"; {tmp_path}/wrong/recipe is not read: call it recipes")
+    with pytest.raises(ConfigError, match=r"recipe=mine: .*, smollm2_greedy$"):
+        rewrite(["recipe=mine"], config_dirs=dirs[:1])
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -29,7 +29,7 @@ from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedE
 from atom.frontend.attention import window_of
 from atom.graph import Type
 from atom.graph import formats as graph_formats
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import SamplingParams, unused_values
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -1272,6 +1272,37 @@ def test_null_in_the_generation_config_sets_nothing(write: Write):
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "do_sample")
     config = load([f"checkpoint={write(generation=dict.fromkeys(names))}"])
     assert (config.generation, config.sampling.temperature, config.sampling.top_k) == ({}, 1.0, 0)
+
+
+TRANSFORMERS_DEFAULTS = {  # of its GenerationConfig, which older versions of it stored whole
+    "max_length": 20, "min_length": 0, "early_stopping": False, "max_time": None, "do_sample": False, "num_beams": 1,
+    "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": None, "use_cache": True, "temperature": 1.0,
+    "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "force_words_ids": None, "renormalize_logits": False, "constraints": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "remove_invalid_values": False, "exponential_decay_length_penalty": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None, "guidance_scale": None,
+    "num_return_sequences": 1, "output_scores": False, "pad_token_id": None, "encoder_no_repeat_ngram_size": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stated", "unused"),
+    [
+        ({}, {}),
+        (TRANSFORMERS_DEFAULTS, {}),
+        (TRANSFORMERS_DEFAULTS | {"do_sample": True, "num_beams": 1.0, "suppress_tokens": []}, {}),
+        ({"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "pad_token_id": 0, "transformers_version": "4.5"}, {}),
+        ({"forced_bos_token_id": 0, "no_repeat_ngram_size": 3}, {"forced_bos_token_id": 0, "no_repeat_ngram_size": 3}),
+        ({"penalty_alpha": 0.6, "suppress_tokens": [1]}, {"penalty_alpha": 0.6, "suppress_tokens": [1]}),
+        ({"num_beams": 4, "early_stopping": True}, {"num_beams": 4, "early_stopping": True}),
+        ({"early_stopping": True, "length_penalty": 2.0}, {}),  # these are for beams
+        ({"typical_p": 0.9}, {"typical_p": 0.9}),
+        ({"typical_p": 0.9, "do_sample": False}, {}),  # this is for what is sampled
+    ],
+)
+def test_values_that_change_answers_in_transformers_alone_are_unused(stated: dict[str, Any], unused: dict[str, Any]):
+    assert unused_values(stated) == unused
 
 
 def test_a_recipe_gives_way_to_the_users_own(tmp_path: Path):

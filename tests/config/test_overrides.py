@@ -135,6 +135,11 @@ def test_what_is_no_override_is_refused(text: str):
         (["seed=1", "./model.gguf"], "'./model.gguf' is not an override; write checkpoint=./model.gguf"),
         (["explain"], "'explain' is not an override; write job=explain"),
         (["serve", "Qwen3"], "'serve' is not an override; write job=serve checkpoint=Qwen3"),
+        (["run", "Qwen3"], "'run' is not an override; write job=chat checkpoint=Qwen3"),
+        (
+            ["run", "Qwen3", "Why is it so?"],
+            "'run' is not an override; write job.chat=true checkpoint=Qwen3 prompts='Why is it so?'",
+        ),
         (["serve", "one", "two"], "'serve' is not an override; write key=value"),
         (["model=~/qwen3"], "model=~/qwen3: model is the name of a file in conf/model; write checkpoint=~/qwen3"),
     ],

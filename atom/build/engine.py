@@ -135,7 +135,8 @@ def load_model(
     placed, started: as `start_ranks` has them
     """
     with ExitStack() as opened:
-        checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
+        is_first = is_here(config) or config.checkpoint is None  # the embedded one is small; others are downloaded last
+        checkpoint = open_checked(config, progress, opened) if is_first else None
         compiled = compiled or compile_with(config, progress, checkpoint)
         graph = compiled.graph
         if checkpoint is None:

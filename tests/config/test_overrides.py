@@ -140,7 +140,8 @@ def test_what_is_no_override_is_refused(text: str):
             ["run", "Qwen3", "Why is it so?"],
             "'run' is not an override; write job.chat=true checkpoint=Qwen3 prompts='Why is it so?'",
         ),
-        (["serve", "one", "two"], "'serve' is not an override; write key=value"),
+        (["serve", "one", "two"], "'serve' is not an override; write key=value; atom-run --help lists the keys"),
+        (["help"], "'help' is not an override; write key=value; atom-run --help lists the keys"),
         (["model=~/qwen3"], "model=~/qwen3: model is the name of a file in conf/model; write checkpoint=~/qwen3"),
     ],
 )
@@ -157,7 +158,7 @@ def test_a_folder_with_a_config_may_be_a_checkpoint(tmp_path: Path, monkeypatch:
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"'mine' is not an override; write checkpoint=mine$"):
         rewrite(["mine"])
-    with pytest.raises(ConfigError, match=r"'other' is not an override; write key=value$"):
+    with pytest.raises(ConfigError, match=r"'other' is not an override; write key=value; atom-run --help"):
         rewrite(["other"])
 
 

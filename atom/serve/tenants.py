@@ -126,7 +126,7 @@ class Tenant:
         self.num_open += 1
 
     def accept(self) -> None:
-        """Count an open request that an engine took. No earlier, since the count of a refused one could not go down."""
+        """Count an open request that an engine took; not in `begin`, since a counter may not go down again."""
         self.num_requests += 1
 
     def refuse(self, limit: str) -> None:

@@ -9,6 +9,7 @@ It is compiled for the instructions of this very CPU, which are part of its key.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -117,6 +118,8 @@ def _compile(source: str) -> bytes:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.CalledProcessError as error:
+            if error.returncode == -signal.SIGINT:  # a terminal's Ctrl-C reaches the compiler too
+                raise KeyboardInterrupt from None
             reason = next((line for line in error.stderr.splitlines() if "error" in line), f"{compiler} failed")
             raise ArtifactError(f"{source} cannot be compiled: {reason}") from None
         except subprocess.TimeoutExpired:

@@ -244,6 +244,16 @@ def test_without_a_compiler_weights_are_unpacked_and_a_line_says_so(compiler: st
     assert line in ended.stderr.splitlines()
 
 
+def test_a_compiler_that_was_interrupted_is_not_called_broken(tmp_path: Path):
+    interrupt = "import os, signal\nsignal.signal(2, signal.SIG_DFL)\nos.kill(os.getpid(), 2)\n"
+    (tmp_path / "g++").write_text(f"#!{sys.executable}\n{interrupt}")
+    (tmp_path / "g++").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/nowhere"}
+    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment)
+    assert ended.returncode != 0 and ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert "cannot be compiled" not in ended.stderr
+
+
 def test_sources_use_the_macros_that_the_oldest_pytorch_has():
     sources = list(Path(build.__file__).parent.glob("*.cpp"))
     assert sources and not [each.name for each in sources if "STABLE_TORCH_ERROR_CODE_CHECK" in each.read_text()], (

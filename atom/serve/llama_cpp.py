@@ -1,4 +1,4 @@
-"""Name what stands here for routes and fields of llama.cpp's server, and for routes of Ollama's."""
+"""Name what stands here for routes of llama.cpp and Ollama, and for llama.cpp's fields."""
 
 ROUTES = {
     "/completion": "POST /v1/completions",

@@ -31,6 +31,40 @@ GENERATION = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+# fields of generation_config.json that have no counterpart here -> the value, beside null, with which transformers
+# computes the same answers as without it
+UNUSED: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "max_time": None,
+    "stop_strings": None,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "sequence_bias": [],
+    "token_healing": False,
+    "watermarking_config": None,
+}
+UNUSED_OF_BEAMS: dict[str, Any] = {  # the same, with num_beams alone
+    "early_stopping": False,
+    "length_penalty": 1.0,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "constraints": [],
+    "force_words_ids": [],
+}
+UNUSED_OF_SAMPLES = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}  # unless greedy
 INT32 = (1 << 31) - 1
 TOKEN_ID = number(0, 0, INT32).metadata
 BIAS = number(0, -100, 100).metadata
@@ -42,6 +76,16 @@ STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
     "grammar": ((str,), "a grammar in Lark's notation or GBNF"),
     "choice": ((list, tuple), "a list of at least one string"),
 }
+
+
+def unused_values(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of generation_config.json that change answers in transformers, and none here."""
+    neutral = dict(UNUSED)
+    if generation.get("num_beams") not in (None, 1):
+        neutral |= UNUSED_OF_BEAMS
+    if generation.get("do_sample") is not False:
+        neutral |= UNUSED_OF_SAMPLES
+    return {name: generation[name] for name, value in neutral.items() if generation.get(name) not in (None, value)}
 
 
 @dataclass

@@ -20,7 +20,8 @@ from law import assert_same_logits, relative_error
 from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
-from atom.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from atom.checkpoint import embedded
+from atom.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError, RequestError
 from atom.runtime.types import RequestOutput
 
 pytestmark = pytest.mark.early
@@ -531,6 +532,18 @@ def test_dummy_weights_need_only_a_config(checkpoints: Any, tmp_path: Path):
         again.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]["token_ids"]
         == answer["token_ids"]
     )
+
+
+def test_without_a_network_the_embedded_model_is_missed_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(_requirement: str, _folder: Path) -> None:
+        raise CheckpointError("no network")
+
+    monkeypatch.setattr(embedded, "run_pip", refuse)
+    with pytest.raises(CheckpointError, match="no network"):
+        LLMEngine(cache=str(tmp_path), level=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["downloads"]
 
 
 def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_printed(

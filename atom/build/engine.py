@@ -21,7 +21,7 @@ from atom.build.kv_blocks import cache_kinds, kinds_of_all
 from atom.build.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
 from atom.build.loading import load_weights, open_checked
 from atom.build.ranks import RankModel, compare_ranks, connect, describe_rank, place_ranks, start_processes, start_ranks
-from atom.build.report import report_engine
+from atom.build.report import report_engine, report_unused
 from atom.build.runner import open_runner
 from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
 from atom.build.sleep import open_sleeper, stable_memories
@@ -135,12 +135,14 @@ def load_model(
     placed, started: as `start_ranks` has them
     """
     with ExitStack() as opened:
-        checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
+        is_first = is_here(config) or config.checkpoint is None  # the embedded one is small; others are downloaded last
+        checkpoint = open_checked(config, progress, opened) if is_first else None
         compiled = compiled or compile_with(config, progress, checkpoint)
         graph = compiled.graph
         if checkpoint is None:
             checkpoint = open_checked(config, progress, opened)
             check_weights(graph, checkpoint, config)
+        report_unused(checkpoint.generation_config, config)
         clock.stop("model")
         ranks = start_ranks(config, compiled, placed, started)
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from atom.build import settings
 from atom.config import Config
@@ -10,6 +11,7 @@ from atom.messages import say
 from atom.runtime.host_blocks import HostBlocks
 from atom.runtime.kv_plan import num_blocks_needed
 from atom.runtime.types import CacheKind
+from atom.sampling_params import unused_values
 
 
 def report_engine(
@@ -23,6 +25,14 @@ def report_engine(
         say(f"{config.checkpoint} also reads images; here its text model runs alone")
     if text := _describe_sampling(config):
         say(text)
+
+
+def report_unused(generation: Mapping[str, Any], config: Config) -> None:
+    """Print what a generation_config.json says of answers that is not done here, unless it is left out as a whole."""
+    unused = {} if config.sampling.defaults == "none" else unused_values(generation)
+    text = ", ".join(f"{name} {value}" if isinstance(value, int | float) else name for name, value in unused.items())
+    if text:
+        say(f"not used of the checkpoint's generation_config.json, though it changes answers in transformers: {text}")
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], config: Config) -> str:

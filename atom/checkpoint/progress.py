@@ -125,6 +125,7 @@ def _show_bar(description: str, total: int | None, *, in_bytes: bool) -> Iterato
     columns = known if total is not None else (progress.SpinnerColumn(finished_text=""), BytesSoFar())
     text, elapsed = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
     with progress.Progress(text, *columns, elapsed, console=Console(stderr=True)) as bars:
+        bars.console.show_cursor()  # a process that is killed could not bring it back
         yield _RichTask(bars, bars.add_task(description, total=total))
 
 

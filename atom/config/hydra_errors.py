@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from atom.config.overrides import no_model
+from atom.config.schema import SET_BY_LOAD
 from atom.config.schema_keys import keys
 from atom.config.spelling import did_you_mean
 from atom.config.words import may_be_checkpoint
@@ -30,6 +31,11 @@ PLUGINS = {  # of Hydra, which run sweeps here: config group -> choice -> the pa
         "submitit_slurm": "hydra-submitit-launcher",
     },
     "hydra/sweeper": {"optuna": "hydra-optuna-sweeper"},
+}
+WRONG_VALUES = {  # OmegaConf's message -> what the value is not
+    r"Value '(.*)' of type '\w+' could not be converted to Integer": "a whole number",
+    r"Value '(.*)' of type '\w+' could not be converted to Float": "a number",
+    r"Value '(.*)' is not a valid bool \(type \w+\)": "true or false",
 }
 
 
@@ -67,6 +73,11 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             return ConfigError(f"~{key}: a field cannot be removed; leave ~{key} out, or write {key}=VALUE")
         if twice := re.search(r"An item is already at '(.+?)'|Multiple values for (\S+)\. To override", text):
             return ConfigError(f"+{twice[1] or twice[2]}: it has a value already; leave out the +")
+        for pattern, kind in WRONG_VALUES.items():
+            if key and (wrong := re.match(pattern, text, re.DOTALL)):
+                return ConfigError(f"{key}={one_line(wrong[1])} is not {kind}")
+        if key and re.match(r"field '.*' is not Optional", text):
+            return ConfigError(f"{key}=null: it needs a value; leave it out for its default")
         if key:
             return ConfigError(f"{key}: {text.splitlines()[0]}")
     return ConfigError(one_line(error))
@@ -87,7 +98,7 @@ def no_choice(group: str, name: str, names: Sequence[str]) -> ConfigError:
 
 def unknown_key(key: str, schema: Any) -> ConfigError:
     """The error of a key that is not in the schema: the keys that are, and which one may be meant."""
-    known = [re.sub(r"\.\d+", "", name) for name in keys(schema)]
+    known = [re.sub(r"\.\d+", "", name) for name in keys(schema) if name not in SET_BY_LOAD]
     parent, _, last = re.sub(r"\.\d+", "", key).rpartition(".")
     inside = [name.removeprefix(f"{parent}.") for name in known if name.startswith(f"{parent}.") or not parent]
     siblings = list(dict.fromkeys(name.partition(".")[0] for name in inside))

@@ -57,8 +57,9 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         match = re.fullmatch(r"([+~]{0,2})([^=\s]+)(?:=(.*))?", text, re.DOTALL)
         if not match or (match[3] is None and match[1] != "~"):
             meant = as_overrides([each for each in overrides if "=" not in each])
-            write = " ".join(meant) if all("=" in each for each in meant) else "key=value"
-            raise ConfigError(f"'{text}' is not an override; write {write or 'key=value'}")
+            is_clear = meant != [] and all("=" in each for each in meant)
+            write = " ".join(meant) if is_clear else "key=value; atom-run --help lists the keys"
+            raise ConfigError(f"'{text}' is not an override; write {write}")
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
         if key == "model" and value and value[0] in "~/.":
             raise no_model(value)

@@ -58,7 +58,7 @@ def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> Recipe:
         path = fetch_file(hub["repo"], hub["path"], revision=hub["revision"])
     if path is None:
         names = sorted(file.stem for file in list_recipes(config_dirs))
-        hint = f"{did_you_mean(name, names)}; recipes: {', '.join(names)}"
+        hint = f"{did_you_mean(name, names)}; recipes: {', '.join(names)}{name_unread_folder(config_dirs)}"
         raise ConfigError(f"recipe={name}: there is no such file and no such recipe{hint}")
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -82,6 +82,12 @@ def list_recipes(config_dirs: Sequence[str] = ()) -> list[Path]:
     """The files in recipes/, those of config dirs before the project's."""
     folders = [*(Path(folder) / "recipes" for folder in config_dirs), project_folder("recipes")]
     return [file for folder in folders for file in sorted(folder.glob("*.yaml"))]
+
+
+def name_unread_folder(config_dirs: Sequence[str]) -> str:
+    """What to do about a folder recipe/ of a config dir, which is named like a group of conf/; empty without one."""
+    found = next((folder for each in config_dirs if (folder := Path(each) / "recipe").is_dir()), None)
+    return f"; {found} is not read: call it recipes" if found else ""
 
 
 def parse_recipe(content: Any, path: Path) -> tuple[dict[str, Any], list[str]]:

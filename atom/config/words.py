@@ -12,6 +12,9 @@ from atom.config.folders import CONF
 
 def as_overrides(words: Sequence[str]) -> list[str]:
     """Words without a key as overrides: a job; a checkpoint, which may have any name behind a job; a prompt."""
+    if words[:1] == ["run"] and len(words) in (2, 3):  # as in Ollama's `run MODEL` and `run MODEL PROMPT`
+        prompts = [f"prompts={shlex.quote(each)}" for each in words[2:]]
+        return ["job.chat=true" if prompts else "job=chat", f"checkpoint={words[1]}", *prompts]
     jobs = [word for word in words if re.fullmatch(r"\w+", word) and (CONF / "job" / f"{word}.yaml").is_file()]
     is_command = words[:1] == jobs and len(words) == 2  # as in `serve MODEL`
     keys = ["job" if word in jobs else "checkpoint" if is_command or may_be_checkpoint(word) else "" for word in words]

@@ -288,8 +288,8 @@ def read_arguments(model: str | None, arguments: Mapping[str, Any]) -> VLLMArgs:
     if shown := {"help", "version"} & arguments.keys():
         raise UnsupportedError(f"{', '.join(sorted(shown))}: flags of a command, which show something and end it")
     settings = [override(key, value) for key, value in arguments.items() if "." in key]
-    asked = {key: value for key, value in arguments.items() if value is not False or not is_refused(key)}
-    named = {"model": model} | {key: value for key, value in asked.items() if "." not in key}
+    named = {"model": model}
+    named |= {key: value for key, value in arguments.items() if "." not in key and not asks_nothing(key, value)}
     parser = ArgumentParser("LLM", "vLLM's offline class.")
     VLLMArgs.add_cli_args(parser)
     parser.set_defaults(model_tag=None)
@@ -304,8 +304,10 @@ def read_arguments(model: str | None, arguments: Mapping[str, Any]) -> VLLMArgs:
     return args
 
 
-def is_refused(key: str) -> bool:
-    return refusal_of(f"--{key.replace('_', '-')}") is not None
+def asks_nothing(key: str, value: Any) -> bool:
+    """Whether an argument turns off what there is not, or asks for statistics, which `LLMEngine.metrics` always has."""
+    is_statistics = key == "disable_log_stats"
+    return value is False and (is_statistics or refusal_of(f"--{key.replace('_', '-')}") is not None)
 
 
 def spell_argument(key: str, value: Any) -> list[str]:

@@ -71,7 +71,9 @@ def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig
     where it has too many values.
     """
     value = None
-    if data and is_json(kind):
+    if data and not is_json(kind):
+        raise RequestValidationError([{"type": "not_json", "loc": ("body",), "ctx": {"kind": kind}}])
+    if data:
         check_size(data, limits)
         try:
             value = json.loads(data)

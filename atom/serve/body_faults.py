@@ -58,6 +58,9 @@ def has_part(value: Any, part: Any) -> bool:
 def reason(fault: Any) -> str:
     if fault["type"] == "json_invalid":
         return f"the body is no JSON: {fault['ctx']['error']} at character {fault['loc'][-1]}"
+    if fault["type"] == "not_json":
+        kind = f"not {shown(fault['ctx']['kind'])}" if fault["ctx"]["kind"] else "which is missing"
+        return f"send JSON with the header Content-Type: application/json, {kind}"
     if tuple(fault["loc"]) == ("body",) and fault["type"] in NO_OBJECT:
         return "the body is no JSON object; send one, with the header Content-Type: application/json"
     return shown(str(fault["msg"]))  # shortened: it may quote a value of the body

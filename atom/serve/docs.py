@@ -72,7 +72,7 @@ def operations(schema: Schema) -> Iterator[Operation]:
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
             root = content.get("application/json", {}).get("schema", {})
-            bodies = [(name, list(fields(schema, name))) for name in objects(schema, root)]
+            bodies = [(shorten(name), list(fields(schema, name))) for name in objects(schema, root)]
             about = operation.get("description") or operation.get("summary", "")
             yield Operation(operation["operationId"], method.upper(), path, about, bodies)
 
@@ -103,7 +103,7 @@ def fields(schema: Schema, name: str) -> Iterator[Field]:
 def kind_of(value: Schema) -> str:
     """A type in words: `list of integer from 0, or string`."""
     if (name := named(value)) is not None:
-        return name
+        return shorten(name)
     if alternatives := value.get("anyOf") or value.get("oneOf"):
         kinds = [kind_of(each) for each in alternatives if each.get("type") != "null"]
         return ", or ".join(dict.fromkeys(kinds))
@@ -119,6 +119,11 @@ def kind_of(value: Schema) -> str:
         for word, end in zip(("from", "to"), ends, strict=True)
     )
     return f"{value.get('type', 'anything')}{low}{high}"
+
+
+def shorten(name: str) -> str:
+    """A model's name without its module, which FastAPI adds where two have the same name."""
+    return name.rpartition("__")[2]
 
 
 def named(value: Schema) -> str | None:

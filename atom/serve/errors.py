@@ -74,8 +74,8 @@ def body_of(error: Exception) -> dict[str, Any]:
     """The body of an error. The message of an unforeseen error is in the log alone."""
     status = status_of(error)
     message = "internal error, the server's log has it" if status == 500 else str(error)
-    code = {404: "model_not_found", 429: "queue_full", 503: "unavailable"}.get(status)
-    if isinstance(error, LimitError):
+    code = {404: "model_not_found", 503: "unavailable"}.get(status)
+    if isinstance(error, QueueFullError | LimitError):
         code = error.limit
     return error_body(status, message, getattr(error, "param", None), code)
 

@@ -1,4 +1,4 @@
-"""Name what stands here for routes and fields of llama.cpp's server."""
+"""Name what stands here for routes of llama.cpp and Ollama, and for llama.cpp's fields."""
 
 ROUTES = {
     "/completion": "POST /v1/completions",
@@ -11,6 +11,12 @@ ROUTES = {
     "/slots": "GET /load or /metrics",
     "/api/chat": "POST /v1/chat/completions",
     "/api/tags": "GET /v1/models",
+    "/api/generate": "POST /v1/completions",
+    "/api/embed": "POST /v1/embeddings",
+    "/api/embeddings": "POST /v1/embeddings",
+    "/api/ps": "GET /v1/models",
+    "/api/show": "GET /v1/models or /server_info",
+    "/api/version": "GET /version",
     "/apply-template": "POST /tokenize with messages",
     "/lora-adapters": "GET /v1/models",
 }

@@ -107,7 +107,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
 }
 
 TENANT_COUNTERS: dict[str, tuple[str, Callable[[Tenant], float]]] = {
-    "key_requests": ("requests to the model that were let in", lambda tenant: tenant.num_requests),
+    "key_requests": ("requests that an engine took", lambda tenant: tenant.num_requests),
     "key_prompt_tokens": ("tokens of prompts", lambda tenant: tenant.num_prompt_tokens),
     "key_generation_tokens": ("tokens generated", lambda tenant: tenant.num_output_tokens),
 }
@@ -165,7 +165,8 @@ class TenantCollector:
             for tenant in self._tenants:
                 counter.add_metric([tenant.name], value(tenant))
             yield counter
-        refused = CounterMetricFamily("atom:key_refused", "requests beyond a limit", labels=["key", "limit"])
+        about = "requests beyond a limit, or that found the queue full"
+        refused = CounterMetricFamily("atom:key_refused", about, labels=["key", "limit"])
         running = GaugeMetricFamily("atom:key_requests_open", "requests that are being answered", labels=["key"])
         for tenant in self._tenants:
             running.add_metric([tenant.name], tenant.num_open)

@@ -24,6 +24,7 @@ from atom.errors import AtomError, RequestError
 from atom.runtime.types import NO_OPTIONS, Logprobs, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
+from atom.serve.engine.client import QueueFullError
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.engine.replicas import PIN
 from atom.serve.engine.stream import RequestStream
@@ -283,7 +284,12 @@ class Responder(ABC):
                 weight=tenant.limits.weight,
                 adapter=context.adapter(self.model),
             )
-            stream = engines.submit(submission.prompts, submission.params, options, id=self.id, pin=pin)
+            try:
+                stream = engines.submit(submission.prompts, submission.params, options, id=self.id, pin=pin)
+            except QueueFullError as error:
+                tenant.refuse(error.limit)
+                raise
+            tenant.accept()
             left.callback(engines.abort, stream)
             request.state.log["engine"] = stream.engine
             answering = Answering(context, stream, submission, tenant, self._started)

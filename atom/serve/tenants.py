@@ -2,6 +2,7 @@
 
     tenants = read_tenants(config.serve.http)                # none: nobody needs a key
     tenants[0].begin()                                       # LimitError beyond its limits
+    tenants[0].accept()
     tenants[0].charge(num_prompt=512)
     tenants[0].end()
 
@@ -94,8 +95,8 @@ class Tenant:
     public_key: Ed25519PublicKey | None = None
     clock: Callable[[], float] = time.monotonic
     num_open: int = 0  # requests
-    num_requests: int = 0  # that were not refused
-    num_refused: Counter[str] = field(default_factory=Counter)  # requests, by limit
+    num_requests: int = 0  # that an engine took
+    num_refused: Counter[str] = field(default_factory=Counter)  # requests, by limit, or queue_full
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
@@ -116,14 +117,21 @@ class Tenant:
         self._tokens = None if tokens is None else Bucket(tokens, self.clock)
 
     def begin(self) -> None:
-        """Count a request that is to be answered until `end`. LimitError beyond a limit."""
+        """Open a request, which counts as open until `end`. LimitError beyond a limit."""
         try:
             self._check()
         except LimitError as error:
-            self.num_refused[error.limit] += 1
+            self.refuse(error.limit)
             raise
-        self.num_requests += 1
         self.num_open += 1
+
+    def accept(self) -> None:
+        """Count an open request that an engine took; not in `begin`, since a counter may not go down again."""
+        self.num_requests += 1
+
+    def refuse(self, limit: str) -> None:
+        """Count a request that is beyond a limit, or that found the queue full."""
+        self.num_refused[limit] += 1
 
     def end(self) -> None:
         self.num_open -= 1

@@ -45,6 +45,15 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch):
     assert "loading weights" in terminal.getvalue() and "atom-run" not in terminal.getvalue()
 
 
+def test_a_process_that_is_killed_while_it_shows_a_bar_leaves_the_terminal_its_cursor(monkeypatch: pytest.MonkeyPatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with RichProgress().task("loading weights", 100) as task:
+        task.advance(1)
+        assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+
+
 def test_a_task_whose_size_is_unknown_says_how_many_bytes_have_come(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

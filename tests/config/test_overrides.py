@@ -135,7 +135,13 @@ def test_what_is_no_override_is_refused(text: str):
         (["seed=1", "./model.gguf"], "'./model.gguf' is not an override; write checkpoint=./model.gguf"),
         (["explain"], "'explain' is not an override; write job=explain"),
         (["serve", "Qwen3"], "'serve' is not an override; write job=serve checkpoint=Qwen3"),
-        (["serve", "one", "two"], "'serve' is not an override; write key=value"),
+        (["run", "Qwen3"], "'run' is not an override; write job=chat checkpoint=Qwen3"),
+        (
+            ["run", "Qwen3", "Why is it so?"],
+            "'run' is not an override; write job.chat=true checkpoint=Qwen3 prompts='Why is it so?'",
+        ),
+        (["serve", "one", "two"], "'serve' is not an override; write key=value; atom-run --help lists the keys"),
+        (["help"], "'help' is not an override; write key=value; atom-run --help lists the keys"),
         (["model=~/qwen3"], "model=~/qwen3: model is the name of a file in conf/model; write checkpoint=~/qwen3"),
     ],
 )
@@ -152,7 +158,7 @@ def test_a_folder_with_a_config_may_be_a_checkpoint(tmp_path: Path, monkeypatch:
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"'mine' is not an override; write checkpoint=mine$"):
         rewrite(["mine"])
-    with pytest.raises(ConfigError, match=r"'other' is not an override; write key=value$"):
+    with pytest.raises(ConfigError, match=r"'other' is not an override; write key=value; atom-run --help"):
         rewrite(["other"])
 
 
@@ -193,6 +199,19 @@ def test_a_recipe_is_found_by_name(tmp_path: Path):
         ConfigError, match=r"recipe=mien: .* did you mean mine\?; recipes: deepseek_r1_tp8_mtp, demo, .*, mine, "
     ):
         rewrite(["recipe=mien"], config_dirs=[str(tmp_path)])
+
+
+def test_a_recipe_in_a_folder_of_another_name_is_not_found_and_the_error_names_the_folder(tmp_path: Path):
+    (tmp_path / "right" / "recipes").mkdir(parents=True)
+    (tmp_path / "wrong" / "recipe").mkdir(parents=True)
+    (tmp_path / "wrong" / "recipe" / "mine.yaml").write_text("overrides: [seed=1]\n")
+    dirs = [str(tmp_path / name) for name in ("right", "wrong")]
+    with pytest.raises(ConfigError) as raised:
+        rewrite(["recipe=mine"], config_dirs=dirs)
+    assert str(raised.value).startswith("recipe=mine: there is no such file and no such recipe; recipes: ")
+    assert str(raised.value).endswith(f"; {tmp_path}/wrong/recipe is not read: call it recipes")
+    with pytest.raises(ConfigError, match=r"recipe=mine: .*, smollm2_greedy$"):
+        rewrite(["recipe=mine"], config_dirs=dirs[:1])
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def opened(checkpoints: Callable[[str], Path]) -> Iterator[LLM]:
         ({"load_format": "dummy", "tensor_parallel_size": 2}, ["parallel.tensor=2", "load_dummy=true"]),
         ({"speculative_config": {"method": "ngram"}}, ["serve.method='ngram'"]),
         ({"disable_log_stats": True, "tokenizer_mode": "auto"}, []),
+        ({"disable_log_stats": False, "enable_eplb": False}, []),
         ({"skip_tokenizer_init": False, "enforce_eager": False}, ["serve.enforce_eager=false"]),
         ({"lora_modules": [{"name": "a", "path": "/b"}]}, ["serve.lora_modules={a:'/b'}"]),
         ({"serve.kv_cache_memory": 1024}, ["serve.kv_cache_memory=1024"]),

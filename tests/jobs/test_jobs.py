@@ -67,17 +67,26 @@ def test_json_has_one_object_a_prompt(run: Any, checkpoints: Any, references: An
 
 def test_the_checkpoint_s_sampling_counts_where_nobody_else_sets_it(run: Any, checkpoints: Any, tmp_path: Path):
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "llama")
-    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 1, "max_new_tokens": 4}')
+    stated = {
+        "temperature": 0.6,
+        "top_k": 1,
+        "max_new_tokens": 4,
+        "num_beams": 4,
+        "suppress_tokens": [1],
+        "min_length": 0,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(stated))
     given = [f"checkpoint={folder}", "prompts=[[1,2]]", "job.output=json", "level=1", "sampling.ignore_eos=true"]
     code, out, err = run(*given)
     assert (code, json.loads(out)["num_tokens_output"]) == (0, 4)
     assert "sampling as the checkpoint says: temperature 0.6, top_k 1, max_tokens 4; sampling.defaults=none" in err
+    assert "though it changes answers in transformers: num_beams 4, suppress_tokens\n" in err
     code, out, err = run(*given, "sampling.max_tokens=3")
     assert (code, json.loads(out)["num_tokens_output"]) == (0, 3)
     assert "says: temperature 0.6, top_k 1; " in err
     code, out, err = run(*given, "sampling.defaults=none")
     assert (code, json.loads(out)["num_tokens_output"]) == (0, 64)
-    assert "sampling as" not in err
+    assert "sampling as" not in err and "num_beams" not in err
 
 
 def test_a_refused_prompt_is_one_line_and_the_others_are_answered(run: Any, checkpoints: Any):

@@ -46,10 +46,11 @@ def test_an_unknown_route(server: Server, method: str):
         ("POST", "/chat/completions", "POST /v1/chat/completions"),
         ("GET", "/models", "GET /v1/models"),
         ("POST", "/api/chat", "POST /v1/chat/completions"),
+        ("POST", "/api/generate", "POST /v1/completions"),
         ("GET", "/props", "GET /v1/models or /server_info"),
     ],
 )
-def test_a_route_of_llama_cpp_names_ours(server: Server, method: str, path: str, instead: str):
+def test_a_route_of_llama_cpp_or_ollama_names_ours(server: Server, method: str, path: str, instead: str):
     message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
     assert message == f"there is no {method} {path} here; write {instead}"
 
@@ -127,11 +128,19 @@ def test_a_body_that_is_no_json_object(server: Server, path: str, name: str):
     assert told in assert_is_openai(answer, 400, "invalid_request_error")
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
-def test_a_body_that_is_not_called_json(server: Server, kind: str | None):
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("text/plain", "not text/plain"),
+        ("application/x-www-form-urlencoded", "not application/x-www-form-urlencoded"),
+        (None, "which is missing"),
+    ],
+)
+def test_a_body_that_is_not_called_json(server: Server, kind: str | None, told: str):
     headers = {} if kind is None else {"content-type": kind}
     answer = asking.send(server, "POST", COMPLETIONS, b'{"prompt": "Hello"}', headers)
-    assert "Content-Type: application/json" in assert_is_openai(answer, 400, "invalid_request_error")
+    message = assert_is_openai(answer, 400, "invalid_request_error")
+    assert message == f"send JSON with the header Content-Type: application/json, {told}"
 
 
 def calling(parameters: Any, choice: Any = "required") -> dict[str, Any]:

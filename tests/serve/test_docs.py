@@ -30,6 +30,12 @@ def test_every_route_stands_there_with_its_fields(html: str, server: Server):
         assert re.search(rf'<th class="name" scope="row">{field}\b', html)
 
 
+def test_models_of_the_same_name_stand_there_without_their_modules(html: str):
+    captions = re.findall(r'<caption class="quiet">(.*?)</caption>', html)
+    assert {"FunctionCall", "Message"} <= set(captions) and not [name for name in captions if "__" in name]
+    assert '<td class="kind">FunctionCall</td>' in html and "atom__" not in html
+
+
 def test_nothing_comes_from_elsewhere_and_no_script_runs(html: str):
     seen: list[tuple[str, str | None]] = []
 
@@ -48,6 +54,7 @@ def test_nothing_comes_from_elsewhere_and_no_script_runs(html: str):
         ({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}, "integer from 1"),
         ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, "string, or list of string"),
         ({"$ref": "#/components/schemas/Tool"}, "Tool"),
+        ({"$ref": "#/components/schemas/atom__serve__schema__Tool"}, "Tool"),
         ({"type": "number", "minimum": -2, "maximum": 2}, "number from -2 to 2"),
         ({"type": "integer", "minimum": 0, "exclusiveMaximum": 1 << 31}, "integer from 0"),
         ({"enum": ["none", "auto"]}, "none | auto"),

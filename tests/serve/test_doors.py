@@ -377,6 +377,9 @@ def test_one_key_cannot_fill_the_queue(start_server: Start):
         streams.append(wire.Stream(server.url, endless, **b))
         wire.wait_until(lambda num=num: wire.metrics(server.url, a)["atom:num_requests_waiting"] == num)
     assert wire.ask(server.url, "POST", "/v1/completions", endless, b).status == 429, "2 of its own, and 2 are left"
+    told = wire.metrics(server.url, a)
+    assert [told[f'atom:key_requests_total{{key="key{number}"}}'] for number in (1, 2)] == [5, 2]
+    assert [told[f'atom:key_refused_total{{key="key{number}",limit="queue_full"}}'] for number in (1, 2)] == [1, 1]
     for each in streams:
         each.close()
 

@@ -25,6 +25,7 @@ def refused(tenant: Tenant) -> tuple[str, int] | None:
         tenant.begin()
     except LimitError as error:
         return error.limit, error.retry_after
+    tenant.accept()
     tenant.end()
     return None
 

@@ -9,6 +9,7 @@ It is compiled for the instructions of this very CPU, which are part of its key.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -39,6 +40,7 @@ class _Process:
     locks: ClassVar = {source: threading.Lock() for source in SOURCES}
     cache: Cache | None = None  # None: each process compiles what it uses
     loaded: ClassVar[dict[str, bytes | None]] = {}  # libraries by source; None: it cannot be compiled
+    num_interrupted = 0  # compilers that Ctrl-C ended
 
 
 @contextmanager
@@ -58,7 +60,10 @@ def build_library(source: str) -> None:
 
 def load_library(source: str) -> bool:
     """Load the library of a source, which registers its ops. False where it cannot be compiled; a line says why."""
+    num_interrupted = _Process.num_interrupted
     with _Process.locks[source]:
+        if num_interrupted < _Process.num_interrupted:  # while this waited for another thread
+            raise KeyboardInterrupt
         if source not in _Process.loaded:
             try:
                 content = _find_or_compile(source, _Process.cache)
@@ -117,6 +122,9 @@ def _compile(source: str) -> bytes:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.CalledProcessError as error:
+            if error.returncode == -signal.SIGINT:  # a terminal's Ctrl-C reaches the compiler too
+                _Process.num_interrupted += 1
+                raise KeyboardInterrupt from None
             reason = next((line for line in error.stderr.splitlines() if "error" in line), f"{compiler} failed")
             raise ArtifactError(f"{source} cannot be compiled: {reason}") from None
         except subprocess.TimeoutExpired:

@@ -9,6 +9,8 @@ A number comes exact in the dtype of the products: bf16, fp32 or, but for e2m1, 
 whose exponent has the same bias as fp32's: those of an e4m3 are 2^-120 times its value, those of an e2m1 2^-126 times,
 subnormals too; 128 and an int4 are 0x4300 and its bits. So e2m1 stay 2^-126 times their value, and their scales, powers
 of 2 or e4m3, are 2^63 times, which a bf16 holds exactly: what is left is for the sum, in fp32.
+
+This is for attention and experts; linears leave more of it to their sums, see `linear/packed.py`.
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ class EngineState(StrEnum):
 class QueueFullError(AtomError):
     """Too many requests wait."""
 
+    limit = "queue_full"  # as a LimitError has one
+
     def __init__(self, num_waiting: int, retry_after: int) -> None:
         super().__init__(f"{num_waiting} requests are waiting, and no more may; try again in {retry_after} s")
         self.retry_after = retry_after  # seconds

@@ -258,6 +258,27 @@ def test_without_a_compiler_weights_are_unpacked_and_a_line_says_so(compiler: st
     assert line in ended.stderr.splitlines()
 
 
+TWICE = """
+from concurrent.futures import ThreadPoolExecutor
+from atom.kernels.cpp.build import PACKED, load_library
+
+with ThreadPoolExecutor(2) as pool:
+    for each in [pool.submit(load_library, PACKED) for _ in range(2)]:
+        print(type(each.exception()).__name__)
+"""
+
+
+def test_a_compiler_that_was_interrupted_is_not_called_broken(tmp_path: Path):
+    interrupt = "import os, signal, time\ntime.sleep(1)\nsignal.signal(2, signal.SIG_DFL)\nos.kill(os.getpid(), 2)\n"
+    (tmp_path / "g++").write_text(f"#!{sys.executable}\n{interrupt}")
+    (tmp_path / "g++").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/nowhere"}
+    ended = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, env=environment)
+    assert ended.stdout.split() == ["KeyboardInterrupt"] * 2, ended.stderr
+    assert ended.stderr.count("compiling packed.cpp") == 1, "not again for the thread that waited"
+    assert "cannot be compiled" not in ended.stderr
+
+
 def test_sources_use_the_macros_that_the_oldest_pytorch_has():
     sources = list(Path(build.__file__).parent.glob("*.cpp"))
     assert sources and not [each.name for each in sources if "STABLE_TORCH_ERROR_CODE_CHECK" in each.read_text()], (

@@ -5,6 +5,9 @@
 A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
 own, so that nothing is interleaved. fp8 and fp4 become floats by their bits alone, which makes them smaller by a power
 of 2: the result is multiplied by it, and x by another one ahead, so that no sum is near the smallest of float32.
+
+Powers of 2, scales and zero points count once a sum here, which takes fewer instructions a number than
+`kernels/triton/unpack.py`: attention needs numbers that are exact, and experts scale them before they are multiplied.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ KINDS = ("int4", "int8", "fp8", "fp4", "int5", "int6")  # as packed.cpp numbers 
 BITS = (4, 8, 8, 4, 5, 6)  # of a number, by kind
 TOGETHER = (2, 1, 1, 2, 32, 16)  # columns whose numbers lie together, by kind
 SCALES = (torch.bfloat16, torch.float32, torch.float16, torch.int8)  # as packed.cpp numbers them; int8 has factors
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 NARROW_GROUP = 64  # columns that share a scale, up to which it is a bfloat16
 AT_ONCE = 1 << 22  # bytes of panels that are made at a time
 
@@ -177,17 +178,13 @@ def _contents_of_blocks(weight: PackedWeight, panels: Panels) -> Callable[[slice
 
 
 def _pack_together(numbers: Tensor, panels: Panels) -> Tensor:
-    """Numbers u8[R, I] of 4 bits as bytes of two columns, of 5 and 6 bits as words i32 of those that lie together."""
-    columns, bits = TOGETHER[panels.kind], BITS[panels.kind]
-    together = numbers.view(len(numbers), -1, columns)
-    if bits == 4:
-        return (together[..., 0] | together[..., 1] << 4).contiguous()
-    words = torch.zeros(*together.shape[:2], columns * bits // 32 + 1, dtype=torch.int64)
-    for column, number in enumerate(together.long().unbind(-1)):
-        word, shift = divmod(column * bits, 32)
-        words[..., word] |= number << shift & 0xFFFFFFFF
-        words[..., word + 1] |= number << shift >> 32
-    return words[..., :-1].to(torch.int32).flatten(1)
+    """Numbers u8[R, I]: of 4 bits as bytes of two columns, of 5 and 6 bits as words i32, the lowest bits first."""
+    bits = BITS[panels.kind]
+    while bits % 8:  # join neighbours until they are whole bytes
+        numbers = numbers.to(next(dtype for dtype in INTEGERS if dtype.itemsize * 8 >= 2 * bits))
+        numbers, bits = numbers[:, ::2] | numbers[:, 1::2] << bits, 2 * bits
+    stored = numbers.view(torch.uint8).view(*numbers.shape, -1)[..., : bits // 8].flatten(1)
+    return stored if BITS[panels.kind] == 4 else stored.view(torch.int32)
 
 
 def _contents_of_parts(weight: PackedWeight, panels: Panels) -> Callable[[slice], _Contents]:

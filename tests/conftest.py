@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import pickle
 import random
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -109,14 +111,24 @@ def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """OmegaConf parses the interpolations of conf/ once."""
+    """OmegaConf parses the interpolations of conf/ once, and copies of what is composed come from one pickle of it."""
     if find_spec("hydra") is None:  # a kernel's tests do without
         yield
         return
     from omegaconf import base
 
+    from atom.config import hydra
+
+    pickled: dict[int, tuple[Any, bytes]] = {}  # by id of what is kept beside its pickle
+
+    def copy_by_pickle(composed: Any) -> Any:
+        if id(composed) not in pickled:
+            pickled[id(composed)] = composed, pickle.dumps(composed)
+        return pickle.loads(pickled[id(composed)][1])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "parse", functools.lru_cache(1024)(base.parse))
+        patch.setattr(hydra, "copy", SimpleNamespace(deepcopy=copy_by_pickle))
         yield
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import pickle
 import random
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -23,6 +25,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup, likewise
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 # each process that compiles pieces would first build a program of this CPU's vectors, as long as a piece takes
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"  # a tenth of the time that a piece takes
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     from triton.runtime import interpreter
@@ -109,14 +112,24 @@ def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """OmegaConf parses the interpolations of conf/ once."""
+    """OmegaConf parses the interpolations of conf/ once, and copies of what is composed come from one pickle of it."""
     if find_spec("hydra") is None:  # a kernel's tests do without
         yield
         return
     from omegaconf import base
 
+    from atom.config import hydra
+
+    pickled: dict[int, tuple[Any, bytes]] = {}  # by id of what is kept beside its pickle
+
+    def copy_by_pickle(composed: Any) -> Any:
+        if id(composed) not in pickled:
+            pickled[id(composed)] = composed, pickle.dumps(composed)
+        return pickle.loads(pickled[id(composed)][1])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "parse", functools.lru_cache(1024)(base.parse))
+        patch.setattr(hydra, "copy", SimpleNamespace(deepcopy=copy_by_pickle))
         yield
 
 

@@ -7,6 +7,8 @@ server.process.kill()
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 import tokenizers
 import torch
 import transformers
+from serve.stub_servers import Forked, Forks
 from tokenizers import decoders, models, pre_tokenizers
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]  # tokens 256, 257, 258; a byte's token is below
@@ -47,11 +50,12 @@ TEMPLATE = """\
 {% endif %}{% endif %}"""
 START_SECONDS = 120  # on a busy machine
 STUB = Path(__file__).parent / "serve" / "stub_engine.py"
+PATHS = os.environ.get("PYTHONPATH")
 
 
 class Server(NamedTuple):
     url: str  # http://127.0.0.1:PORT
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path  # its stderr
 
 
@@ -95,7 +99,8 @@ def save_talker(folder: Path) -> Path:
 def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Server:
     """A server that serves, on an engine that computes nothing where there are options for one (serve/stub_engine.py).
 
-    Its log lies in the folder; the caller ends it. Its cache is the user's, which has the libraries that it loads.
+    The latter is forked (serve/stub_servers.py). Its log lies in the folder; the caller ends it. Its cache is the
+    user's, which has the libraries that it loads.
     """
     server = launch(checkpoint, folder, *overrides, stub=stub)
     return server._replace(url=wait_for_url(server))
@@ -106,14 +111,23 @@ def launch(
 ) -> Server:
     """The same, not waited for: its url is empty. stderr: in place of the log"""
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
-    program = ["-m", "atom.cli", "job=serve"] if stub is None else [str(STUB), json.dumps(stub)]
-    command = [sys.executable, *program, f"checkpoint={checkpoint}", "serve.http.served_model_name=[talker]"]
-    command += ["serve.http.host=127.0.0.1", "serve.http.port=0"]
-    command += ["level=1", "dtype=fp32", "serve.kv_cache_memory=16777216", "sampling.max_tokens=256", *overrides]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr or log.open("wb")
-    )
+    options = [f"checkpoint={checkpoint}", "serve.http.served_model_name=[talker]"]
+    options += ["serve.http.host=127.0.0.1", "serve.http.port=0"]
+    options += ["level=1", "dtype=fp32", "serve.kv_cache_memory=16777216", "sampling.max_tokens=256", *overrides]
+    with log.open("wb") if stderr is None else contextlib.nullcontext(stderr) as file:
+        if stub is not None and os.environ.get("PYTHONPATH") == PATHS:  # with others, other packages are found
+            process = forks().start([json.dumps(stub), *options], file if isinstance(file, int) else file.fileno())
+            return Server("", process, log)
+        program = ["-m", "atom.cli", "job=serve"] if stub is None else [str(STUB), json.dumps(stub)]
+        process = subprocess.Popen(
+            [sys.executable, *program, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file
+        )
     return Server("", process, log)
+
+
+@functools.cache
+def forks() -> Forks:
+    return Forks()
 
 
 def wait_for_url(server: Server) -> str:

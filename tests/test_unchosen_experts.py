@@ -27,6 +27,8 @@ from atom import LLMEngine
 pytest.importorskip("compressed_tensors", reason="tests/test_quantized.py packs with it")
 from test_quantized import LAYOUTS, WIDE_MOE, packed, write
 
+pytestmark = pytest.mark.early
+
 PROMPTS = [7], [7] * 40
 ODD = {"head_dim": 12, "moe_intermediate_size": 27, "hidden_size": 44, "num_experts": 128, "num_experts_per_tok": 5}
 OTHERS = {"qwen3_moe_128_odd": ("Qwen3MoeConfig", ODD), "wide_moe": ("Qwen3MoeConfig", WIDE_MOE)}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -9,13 +10,19 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from atom.config import Config
+from atom.config import Config, hydra
 from atom.config.hydra import compose, compose_once, resolve
 from atom.config.load import load
 from atom.config.model_files import find_source
 from atom.config.schema import ServeConfig
 from atom.config.schema_keys import keys, plain_fields
 from atom.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it: conftest.py has a faster way for all other tests."""
+    monkeypatch.setattr(hydra, "copy", copy)
 
 
 def test_composing_leaves_the_values_of_the_checkpoint_open_until_they_are_looked_up():

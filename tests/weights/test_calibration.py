@@ -37,6 +37,8 @@ from atom.weights.evaluate import tensors_in
 from atom.weights.gptq import MIN_SHARE, plan_turns
 from atom.weights.quantize import quantize
 
+pytestmark = pytest.mark.early
+
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -1,9 +1,9 @@
-"""The backend `widened`: products of 16-bit numbers in float32, on a CPU whose oneDNN has none.
+"""The backend `widened`: products of 16-bit numbers in float32, on a CPU.
 
     y = widened_linear(x, weight, bias)     # x [..., I], weight [O, I] -> [..., O]
 
-Without AVX512 torch multiplies bf16 and fp16 row by row. Here many rows are multiplied in float32, by some rows of the
-weight at a time, which are widened to a core's cache.
+Where oneDNN has no such products (without AVX512), torch multiplies bf16 and fp16 row by row. Here many rows are
+multiplied in float32, by some rows of the weight at a time, which are widened to a core's cache.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def head(x_5: bf16[R, 48], a_3: bf16[R, 2, 16]):
     down_3 = gloo.all_reduce(down_2, axis="tensor")    # bf16[R, 48]
     m_3 = torch.rms_norm(down_3, shift(W("model.layers.1.post_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48]
     hidden, x_7 = torch.add_rms_norm(x_6, m_3, shift(W("model.norm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = reference.linear(hidden, share(W("model.embed_tokens.weight", bf16[101, 48]), "tensor", 2))    # bf16[R, 51]; cpp: its weight is read by embedding too; torch: its weight is read by embedding too
+    logits = reference.linear(hidden, share(W("model.embed_tokens.weight", bf16[101, 48]), "tensor", 2))    # bf16[R, 51]; cpp: its weight is read by embedding too; torch: its weight is read by embedding too; widened: oneDNN multiplies bf16 on this CPU
     logits_1 = gloo.all_gather(logits, axis="tensor", size=101)    # bf16[R, 101]
     logits_2 = reference.softcap(logits_1, cap=3.0)    # bf16[R, 101]
     return logits_2

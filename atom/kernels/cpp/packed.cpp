@@ -135,7 +135,7 @@ template <Kind K, class Use> [[gnu::always_inline]] inline void decode(const uin
 
 /// y = panel x of M rows. x fp32[M, inner], sums fp32[M, groups] of x, y fp32[M, 16]
 template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *panel, const float *x, const float *sums, Floats *y) {
-  constexpr int COLUMNS = columns_of(K), CHAINS = M > 2 ? 1 : 2; // sums that do not wait for each other
+  constexpr int COLUMNS = columns_of(K), CHAINS = M < MOST ? 2 : 1; // sums that do not wait for each other
   constexpr int AT_ONCE = bytes_of(K) == 16 ? 4 : 1;
   const int64_t inner = layout.inner, num_groups = layout.num_groups();
   const float middle = layout.middle;

@@ -40,7 +40,7 @@ def convert(
     """Write the checkpoint of a folder to a GGUF file in fp32; the path of its first part, where it is split.
 
     old_mla: as before llama.cpp wrote the halves of kv_b_proj. max_tensors: of a part. rounded: the type that matrices
-    are rounded to; packed: they are stored in it, too
+    are rounded to, or whose blocks are drawn (FACTORS); packed: they are stored in it, too
     """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
@@ -58,9 +58,9 @@ def convert(
         array, kind = np.ascontiguousarray(tensor.numpy()), gguf.GGMLQuantizationType.F32
         if rounded and tensor.ndim > 1 and "mlp.gate." not in name:
             fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[rounded]][0] == 0
-            name = rounded if fits else SMALLER[rounded]
-            kind = gguf.GGMLQuantizationType[name]
-            array = draw_blocks(name, *array.shape) if name in FACTORS else gguf.quants.quantize(array, kind)
+            kind = gguf.GGMLQuantizationType[rounded if fits else SMALLER[rounded]]
+            is_drawn = kind.name in FACTORS
+            array = draw_blocks(kind.name, *array.shape, name=name) if is_drawn else gguf.quants.quantize(array, kind)
         if not packed:
             array, kind = gguf.quants.dequantize(array, kind), gguf.GGMLQuantizationType.F32
         writer.add_tensor(mapped, array, raw_dtype=kind)
@@ -81,13 +81,14 @@ SMALLER = {
 FACTORS = {"Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 
 
-def draw_blocks(kind: str, *shape: int) -> np.ndarray:
+def draw_blocks(kind: str, *shape: int, name: str = "") -> np.ndarray:
     """Random blocks u8[..., bytes of a row] of a type that the package reads but does not write.
 
-    Their numbers are about as large as those of a model; a block's float16s are at the bytes in FACTORS.
+    Their numbers are about as large as those of a model, and others for each name; a block's float16s are at the bytes in
+    FACTORS.
     """
     columns, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    generator = np.random.default_rng([crc32(kind.encode()), *shape])
+    generator = np.random.default_rng([crc32(f"{kind} {name}".encode()), *shape])
     blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // columns, num_bytes), dtype=np.uint8)
     largest = np.abs(gguf.quants.dequantize(_with_factors(blocks, kind, 1.0), gguf.GGMLQuantizationType[kind])).max()
     spread = generator.uniform(0.02, 0.2, (*blocks.shape[:-1], 1)) / largest

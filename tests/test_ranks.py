@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf_files
 import msgspec
 import numpy as np
 import pytest
@@ -467,6 +468,21 @@ def test_ranks_multiply_by_the_packed_numbers_of_one(
     found = []
     for each in ({}, fields):
         engine = LLMEngine(str(even_mixture), **options, **each)
+        (answer,) = engine.generate([tiny.prompt(30)], scored)
+        found.append([logprob.logprob for logprob in answer["prompt_logprobs"][1:]])
+        engine.close()
+    assert found[1] == pytest.approx(found[0], abs=1e-4) and len(thread_ranks) == 1
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_ranks_multiply_by_the_blocks_of_a_gguf_file(kind: str, thread_ranks: list[ThreadRanks], tmp_path: Path):
+    widths = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 16, "num_hidden_layers": 2}
+    tiny.save_changed("smollm3", tmp_path / "checkpoint", **widths)
+    path = gguf_files.convert(tmp_path / "checkpoint", tmp_path / "tiny.gguf", rounded=kind, packed=True)
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for ranks in (1, 2):
+        engine = LLMEngine(str(path), dtype="fp32", level=1, kv_cache_memory=1 << 22, tensor_parallel_size=ranks)
         (answer,) = engine.generate([tiny.prompt(30)], scored)
         found.append([logprob.logprob for logprob in answer["prompt_logprobs"][1:]])
         engine.close()

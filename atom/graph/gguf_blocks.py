@@ -1,7 +1,7 @@
 """Take blocks of GGUF's types apart: K-quants, and numbers of 5 bits.
 
     blocks = take_apart("q4_k", stored)     # u8[..., B, 144] -> numbers u8[..., B, 256], scales u8[..., B, 8], …
-    dense = unpack_blocks("q4_k", stored)   # fp32[..., 256 B]
+    dense = unpack_blocks(stored, "q4_k")   # fp32[..., 256 B]
 
 A number is (number - middle) * factor * scale + min_factor * min. Source: ggml (ggml-quants.c, dequantize_row_…).
 """
@@ -39,9 +39,9 @@ def take_apart(fmt: str, stored: Tensor) -> Blocks:
     return TYPES[fmt].take_apart(stored)
 
 
-def unpack_blocks(fmt: str, stored: Tensor) -> Tensor:
+def unpack_blocks(values: Tensor, fmt: str) -> Tensor:
     """u8[..., B, bytes of a block] -> fp32[..., columns of all blocks]"""
-    blocks, known = take_apart(fmt, stored), TYPES[fmt]
+    blocks, known = take_apart(fmt, values), TYPES[fmt]
     numbers = _cut(blocks.numbers.float() - known.middle, -1, known.group)
     numbers *= _products(blocks.factors, blocks.scales)
     if blocks.min_factors is not None:
@@ -100,8 +100,11 @@ def _q6_k(stored: Tensor) -> Blocks:
 
 
 def _scales_of_k(stored: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Factors and scales, then those of minima: 8 of 6 bits each. The first 4 are whole bytes' lower 6 bits, whose
-    upper bits belong to the last 4."""
+    """Factors and scales, then those of minima, of which 8 have 6 bits each.
+
+    The first 4 scales and minima are the lower 6 bits of 4 bytes each. The last 4 have their lower 4 bits in the halves
+    of 4 more bytes, and their upper 2 in the upper bits of the first ones.
+    """
     first, second, last = _cut(stored[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat((first & 63, last & 15 | first >> 6 << 4), -1)
     mins = torch.cat((second & 63, last >> 4 | second >> 6 << 4), -1)

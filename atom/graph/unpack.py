@@ -106,16 +106,11 @@ def unpack_integers(
     return ((numbers - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(-2)
 
 
-def unpack_gguf(values: Tensor, fmt: str) -> Tensor:
-    """values u8[..., B, bytes of a block] -> fp32[..., I]"""
-    return unpack_blocks(fmt, values)
-
-
 UNPACK: dict[str, Callable[..., Tensor]] = {
     "scaled": unpack_scaled,
     "int4": partial(unpack_integers, bits=4),
     "int8": partial(unpack_integers, bits=8),
     "mxfp4": unpack_mxfp4,
     "nvfp4": unpack_nvfp4,
-    **{name: partial(unpack_gguf, fmt=name) for name in TYPES},
+    **{name: partial(unpack_blocks, fmt=name) for name in TYPES},
 }

@@ -2,7 +2,7 @@
 
     y = widened_linear(x, weight, bias)     # x [..., I], weight [O, I] -> [..., O]
 
-Where oneDNN has no such products (without AVX512), torch multiplies bf16 and fp16 row by row. Here many rows are
+Where oneDNN has no products of a dtype (bf16: without AVX512), torch multiplies row by row. Here many rows are
 multiplied in float32, by some rows of the weight at a time, which are widened to a core's cache.
 """
 

@@ -50,6 +50,9 @@ constexpr int columns_of(Kind kind) { return kind == INT5 ? 32 : kind == INT6 ? 
 constexpr int bits_of(Kind kind) { return kind == INT4 || kind == FP4 ? 4 : kind == INT5 ? 5 : kind == INT6 ? 6 : 8; }
 constexpr int64_t bytes_of(Kind kind) { return ROWS * columns_of(kind) * bits_of(kind) / 8; }
 
+constexpr bool has_middle(Kind kind) { return kind == INT4 || kind == INT5 || kind == INT6; }
+constexpr bool has_table(Kind kind) { return kind == INT4 || kind == FP4; } // of its values
+
 struct Layout {
   Kind kind;
   int64_t out, inner, group; // group: columns that share a scale
@@ -147,7 +150,7 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
     const int64_t end = std::min(inner, (g + 1) * layout.group);
     int64_t i = g * layout.group;
     Floats part[M][CHAINS] = {};
-    if (K != INT8 && K != FP8 && K != FP4)
+    if (has_middle(K))
       for (int m = 0; m < M; ++m)
         part[m][0] = Floats{} - middle * sums[m * num_groups + g];
     auto add = [&](int n) __attribute__((always_inline)) {
@@ -187,7 +190,7 @@ constexpr bool HAS_PAIRS = true; // products of two bfloat16 and their sum in fl
 
 /// Calls use(pair, values of 16 rows in two columns) for the columns that lie together, or two: pairs of bfloat16, exact.
 template <Kind K, class Use> [[gnu::always_inline]] inline void decode_pairs(const uint8_t *from, float middle, const Use &use) {
-  if constexpr (K == INT4 || K == FP4) {
+  if constexpr (has_table(K)) {
     constexpr float VALUES[2][LANES] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
                                         {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6}};
     const Floats numbers = load<Floats>(VALUES[K == FP4]);
@@ -200,7 +203,7 @@ template <Kind K, class Use> [[gnu::always_inline]] inline void decode_pairs(con
     auto gather = [&](int column, Floats values) __attribute__((always_inline)) {
       if constexpr (K == FP8)
         values *= 0x1p120f;
-      else if constexpr (K != INT8)
+      else if constexpr (has_middle(K))
         values = values - middle;
       if (column % 2)
         use(column / 2, ((Ints)even >> 16 & 0xFFFF) | ((Ints)values & -0x10000));
@@ -288,7 +291,7 @@ template <Kind K> void unpack(const Layout &layout, const uint8_t *panel, Floats
   for (int64_t g = 0; g < layout.num_groups(); ++g) {
     auto [scale, minimum] = scales.take(panel);
     scale *= power;
-    if (K != INT8 && K != FP8 && K != FP4)
+    if (has_middle(K))
       minimum = minimum - scale * middle;
     const int64_t end = std::min(layout.inner, (g + 1) * layout.group);
     for (int64_t i = g * layout.group; i < end; i += columns_of(K)) {
@@ -335,7 +338,7 @@ template <class T> void write(const Layout &layout, int64_t panel, const Floats 
 template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
   const int64_t inner = layout.inner, num_groups = layout.num_groups();
   const bool is_even = inner % 2 == 0 && layout.group % 2 == 0;
-  const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || columns_of(layout.kind) > 1);
+  const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || has_table(layout.kind));
   const float power = by_pairs ? 1.0f : layout.half_power();
   std::vector<float> wide(rows * inner), sums(rows * num_groups);
   if (!by_pairs || layout.has_minima) {

@@ -118,8 +118,8 @@ def refusal(weight: Type) -> str | None:
     known = parse_format(str(weight.fmt))
     if known.has_order or (known.kind != "scaled" and known.block[0] != 1):
         return f"its weight is stored as {weight.fmt}"
-    if int(weight.shape[-1]) % TOGETHER[Panels.of(weight).kind]:
-        return f"{weight.shape[-1]} columns are no pairs"
+    if int(weight.shape[-1]) % (together := TOGETHER[Panels.of(weight).kind]):
+        return f"{weight.shape[-1]} columns are no multiple of {together}"
     return None
 
 

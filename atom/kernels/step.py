@@ -11,7 +11,7 @@ vocabulary.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -73,8 +73,15 @@ class Rows(Protocol):
     def row_of(self) -> Tensor: ...
 
 
+class BlockCopier(Protocol):
+    """Copies blocks of several caches to rows and back."""
+
+    def gather(self, blocks: Tensor, rows: Tensor) -> None: ...
+    def scatter(self, rows: Tensor, blocks: Tensor) -> None: ...
+
+
 class StepKernels(NamedTuple):
-    """The step functions of one backend, from its modules `prepare_inputs`, `sampling` and `speculation`; see there."""
+    """The step functions of one backend, from its modules `prepare_inputs`, `sampling` and so on; see there."""
 
     extend_tables: Callable[[Tensor, Tensor], None]
     decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs, Tensor | None], None]
@@ -87,12 +94,13 @@ class StepKernels(NamedTuple):
     accept: Callable[[Tensor, Tensor, Tensor, State, int, Tensor | None], None]
     finish_drafts: Callable[[Tensor, Tensor, Tensor, State, bool], Tensor]
     keep_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    block_copier: Callable[[Sequence[Tensor]], BlockCopier]
 
 
 def import_step_kernels(package: str) -> StepKernels:
     """Import the step functions of a backend's package."""
-    names = ("prepare_inputs", "sampling", "speculation")
-    inputs, sampling, speculation = (importlib.import_module(f"{package}.{name}") for name in names)
+    names = ("prepare_inputs", "sampling", "speculation", "blocks")
+    inputs, sampling, speculation, blocks = (importlib.import_module(f"{package}.{name}") for name in names)
     return StepKernels(
         inputs.extend_tables,
         inputs.decode_inputs,
@@ -105,4 +113,5 @@ def import_step_kernels(package: str) -> StepKernels:
         speculation.accept,
         speculation.finish_drafts,
         speculation.keep_rows,
+        blocks.BlockCopier,
     )

@@ -16,6 +16,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -60,18 +61,18 @@ class HostBlocks:
         }
         divisor = math.gcd(*(width for each in widths.values() for width in each))
         self._unit = torch.int64 if divisor % torch.int64.itemsize == 0 else torch.uint8
-        self._widths = {kind: [width // self._unit.itemsize for width in each] for kind, each in widths.items()}
-        sizes = {kind: sum(each) for kind, each in self._widths.items()}
-        self.num_bytes = {kind: size * self._unit.itemsize for kind, size in sizes.items()}  # of a block
+        self._sizes = {kind: sum(each) // self._unit.itemsize for kind, each in widths.items()}  # of a row
+        self.num_bytes = {kind: size * self._unit.itemsize for kind, size in self._sizes.items()}  # of a block
         self._stream = None if model.is_cpu else torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Event | None = None  # the end of the newest copies, which no step waits for yet
         self._due: torch.cuda.Event | None = None  # likewise of those that the next step waits for
         num_bytes = sum(num_blocks[kind] * size for kind, size in self.num_bytes.items())
         with naming_a_lack_of_memory(f"serve.swap_space: the system has no {num_bytes} bytes for it; lower it"):
             self._rows = {
-                kind: zeros((num_blocks[kind], size), self._unit, torch.device("cpu")) for kind, size in sizes.items()
+                kind: zeros((num_blocks[kind], size), self._unit, torch.device("cpu"))
+                for kind, size in self._sizes.items()
             }
-            num_staged = max(SAVED_BYTES // self._unit.itemsize, *sizes.values())
+            num_staged = max(SAVED_BYTES // self._unit.itemsize, *self._sizes.values())
             self._staging = torch.empty(num_staged, dtype=self._unit, device=model.device)
         if self._stream is not None:
             for rows in self._rows.values():
@@ -127,11 +128,8 @@ class HostBlocks:
                 self._fill(kind, row, content)
         for named, run in ((copies.saves, self._save), (copies.loads, self._load)):
             for kind, pairs in named.items():
-                if kind not in self._widths:  # of layers of other stages
-                    continue
-                size = len(self._staging) // sum(self._widths[kind])
-                for start in range(0, len(pairs), size):
-                    run(kind, pairs[start : start + size])
+                if kind in self._sizes:  # of a layer of this stage
+                    run(kind, pairs)
 
     def _write(self, kind: str, written: Sequence[tuple[int, bytes]]) -> None:
         """Have rows written to files before something else is copied to them."""
@@ -165,24 +163,31 @@ class HostBlocks:
             held.copy_(staged, non_blocking=True)
 
     def _save(self, kind: str, pairs: Pairs) -> None:
-        staged, index = self._staged(kind, pairs)
-        for cache, part in zip(self._caches(kind), torch.split(staged, self._widths[kind], dim=1), strict=True):
-            torch.index_select(cache, 0, index, out=part)
-        for place, row, count in runs(pairs):
-            self._rows[kind][row : row + count].copy_(staged[place : place + count], non_blocking=True)
+        copier = self._model.block_copier([*self._caches(kind)])
+        for part, blocks, staged in self._parts(kind, pairs):
+            copier.gather(blocks, staged)
+            for place, row, count in runs(part):
+                self._rows[kind][row : row + count].copy_(staged[place : place + count], non_blocking=True)
 
     def _load(self, kind: str, pairs: Pairs) -> None:
-        staged, index = self._staged(kind, pairs)
-        for place, row, count in runs(pairs):
-            staged[place : place + count].copy_(self._rows[kind][row : row + count], non_blocking=True)
-        for cache, part in zip(self._caches(kind), torch.split(staged, self._widths[kind], dim=1), strict=True):
-            cache.index_copy_(0, index, part)
+        copier = self._model.block_copier([*self._caches(kind)])
+        for part, blocks, staged in self._parts(kind, pairs):
+            for place, row, count in runs(part):
+                staged[place : place + count].copy_(self._rows[kind][row : row + count], non_blocking=True)
+            copier.scatter(staged, blocks)
 
-    def _staged(self, kind: str, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """The staging rows of so many blocks, and the blocks i64[N]."""
-        size = sum(self._widths[kind])
-        index = self._model.send(np.array([block for block, _ in pairs]), torch.int64)
-        return self._staging[: len(pairs) * size].view(len(pairs), size), index
+    def _parts(self, kind: str, pairs: Pairs) -> Iterator[tuple[Pairs, Tensor, Tensor]]:
+        """As many pairs at a time as can be staged, ordered by rows of the host: their blocks i64[N], and staging rows.
+
+        Rows that follow each other are one copy; a sequence's have mostly been saved together, though not in its order.
+        """
+        pairs = sorted(pairs, key=itemgetter(1))
+        blocks = self._model.send(np.array([block for block, _ in pairs]), torch.int64)
+        size = self._sizes[kind]
+        most = len(self._staging) // size
+        for start in range(0, len(pairs), most):
+            part = pairs[start : start + most]
+            yield part, blocks[start : start + most], self._staging[: len(part) * size].view(len(part), size)
 
     def _caches(self, kind: str) -> Iterator[Tensor]:
         """The caches of a kind, a row for each block."""
@@ -219,11 +224,11 @@ def unpin(address: int) -> None:
 
 
 def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
-    """Measure loads of one block and of many, and a prompt of so many tokens; they write to block 0 alone."""
+    """Measure loads of one block and of many, and a prompt of so many tokens; they write to blocks 0 alone."""
     most = min(num_tokens // model.block_size, *host.num_blocks.values())
 
     def load(count: int) -> None:
-        pairs = [(0, row) for row in reversed(range(count))]  # none behind its neighbour: each is a copy of its own
+        pairs = [(0, row) for row in range(count)]
         host.copy(BlockCopies(loads=dict.fromkeys(host.num_blocks, pairs), is_urgent=True))
 
     def compute() -> None:
@@ -231,6 +236,7 @@ def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
         if computed.unscored:  # of a stage that waits for the logits of the last one
             score(model.head, computed.unscored)
 
+    host.copy(BlockCopies(saves={kind: [(0, 0)] for kind in host.num_blocks}))  # compiles what saves
     num_blocks, shape = max(most - 1, 2), BatchShape(num_tokens, 1, 1)
     packed = shape.pad(model.padding)
     one, many = _time(model, lambda: load(1)), _time(model, lambda: load(num_blocks))

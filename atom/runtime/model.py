@@ -26,7 +26,7 @@ from atom.graph.graph import ADAPTERS
 from atom.graph.shares import token_shares
 from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.stable_memory import StableMemory
-from atom.kernels.step import Inputs
+from atom.kernels.step import BlockCopier, Inputs
 from atom.runtime.program import Bindings, Executable, Hidden, Kernels, rows_of, score
 from atom.runtime.request_state import RequestState, send, zeros
 from atom.runtime.step_input import BatchShape, PackedRows
@@ -180,6 +180,10 @@ class Model:
     def extend_tables(self, entries: bytearray) -> None:
         """Write block numbers to the tables [C, slots, M]. entries: i32[2, E], places counted through them, numbers"""
         self._step.extend_tables(self.tables, self.send(entries).view(2, -1))
+
+    def block_copier(self, caches: Sequence[Tensor]) -> BlockCopier:
+        """What copies blocks of these caches [num_blocks, width] to rows and back, until `bind` replaces the caches."""
+        return self._step.block_copier(caches)
 
     def decode(self, slots: Tensor) -> Computed:
         """slots: i32[S], each of which computes its newest token"""

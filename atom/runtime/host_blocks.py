@@ -83,17 +83,20 @@ class HostBlocks:
         """Start copies, once the steps before are over: writes, fills, saves, then loads."""
         self._last = None
         if self._stream is None:
-            self._copy(copies)
+            self._copy_to_host(copies)
+            self._copy_all(copies.loads, self._load)
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        steps = torch.cuda.current_stream()
+        self._stream.wait_stream(steps)
         with torch.cuda.stream(self._stream):
-            self._copy(copies)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        if copies.is_urgent:
-            torch.cuda.current_stream().wait_event(done)
-        else:
-            self._last = done
+            self._copy_to_host(copies)
+            if copies.awaits_saves:
+                steps.wait_stream(self._stream)
+            self._copy_all(copies.loads, self._load)
+            if copies.awaits_loads:
+                steps.wait_stream(self._stream)
+            else:
+                self._last = self._stream.record_event()
 
     def join(self) -> None:
         """Have the next step wait for the copies that run beside the last one."""
@@ -120,16 +123,19 @@ class HostBlocks:
         return torch.cat([cache[block] for cache in self._caches(kind)]).cpu()
 
     @torch.inference_mode()
-    def _copy(self, copies: BlockCopies) -> None:
+    def _copy_to_host(self, copies: BlockCopies) -> None:
         for kind, written in copies.writes.items():
             self._write(kind, written)
         for kind, filled in copies.fills.items():
             for row, content in filled:
                 self._fill(kind, row, content)
-        for named, run in ((copies.saves, self._save), (copies.loads, self._load)):
-            for kind, pairs in named.items():
-                if kind in self._sizes:  # of a layer of this stage
-                    run(kind, pairs)
+        self._copy_all(copies.saves, self._save)
+
+    @torch.inference_mode()
+    def _copy_all(self, pairs: Mapping[str, Pairs], copy: Callable[[str, Pairs], None]) -> None:
+        for kind, each in pairs.items():
+            if kind in self._sizes:  # others are of layers of other stages
+                copy(kind, each)
 
     def _write(self, kind: str, written: Sequence[tuple[int, bytes]]) -> None:
         """Have rows written to files before something else is copied to them."""
@@ -229,7 +235,7 @@ def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
 
     def load(count: int) -> None:
         pairs = [(0, row) for row in range(count)]
-        host.copy(BlockCopies(loads=dict.fromkeys(host.num_blocks, pairs), is_urgent=True))
+        host.copy(BlockCopies(loads=dict.fromkeys(host.num_blocks, pairs), awaits_loads=True))
 
     def compute() -> None:
         computed = model.mix(shape, model.send(packed))

@@ -157,7 +157,7 @@ class KVCache:
             return None
         saves, loads = dict[str, list[tuple[int, int]]](), dict[str, list[tuple[int, int]]]()
         awaited = [each for each in planned if each in self._loads]
-        is_urgent = any(pool.is_overwritten for pool in self.pools) or bool(awaited)
+        awaits_saves = any(pool.is_overwritten for pool in self.pools)
         for pool in self.pools:
             if saved := pool.take_saves(SAVED_BYTES // (self.block_size * pool.kind.bytes_per_token) or 1):
                 saves[pool.name] = saved
@@ -171,7 +171,7 @@ class KVCache:
         budget = math.inf if awaited else self._loaded_beside(sum(planned.values()))
         for sequence in awaited or list(self._loads):
             budget -= self._take_loads(sequence, budget, loads)
-        copies = BlockCopies(writes, fills, saves, loads, is_urgent)
+        copies = BlockCopies(writes, fills, saves, loads, awaits_saves, bool(awaited))
         return copies if writes or fills or saves or loads else None
 
     def fetch(self, sequence: Sequence) -> None:

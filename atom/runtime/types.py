@@ -238,7 +238,8 @@ class BlockCopies(msgspec.Struct, tag=True):
     fills: dict[str, list[tuple[int, Any]]] = {}  # blocks of the host, and their content that was read
     saves: dict[str, list[tuple[int, int]]] = {}
     loads: dict[str, list[tuple[int, int]]] = {}
-    is_urgent: bool = False  # the next step waits for them, too
+    awaits_saves: bool = False  # the next step waits for all but loads, as it writes to a block that is saved
+    awaits_loads: bool = False  # the next step waits for all, as it reads what is loaded
     others: list[BlockCopies] = []  # of the other data groups
 
 

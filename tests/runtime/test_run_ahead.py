@@ -113,28 +113,29 @@ class Device:
         ] = []  # with the blocks that each row may read or write
         self.plans: list[Plan] = []
         self.rows: dict[tuple[str, int, int], object] = {}  # of the host: kind, block, place in it -> likewise
-        self.beside: list[BlockCopies] = []  # copies beside the step that was started last, or is next
+        self.beside: BlockCopies | None = None  # copies beside the step that was started last, or is next
+        self.late: list[tuple[dict[Any, object], dict[Any, object], dict[str, list[tuple[int, int]]]]] = []  # of them
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies happen as late as they may, and what they save must still be there."""
         self.finish_copies()
-        self.beside = [copies]
-        if copies.is_urgent:
-            self.finish_copies()
+        self.beside = copies
+        self.late = [(self.rows, self.cells, copies.saves), (self.cells, self.rows, copies.loads)]
+        self.finish_copies(2 if copies.awaits_loads else int(copies.awaits_saves))
 
-    def finish_copies(self) -> None:
-        for copies in self.beside:
-            for to, of, pairs in ((self.rows, self.cells, copies.saves), (self.cells, self.rows, copies.loads)):
-                for kind, blocks in pairs.items():
-                    for block, row in blocks:
-                        source, target = (block, row) if to is self.rows else (row, block)
-                        for place in range(self.cache.block_size):
-                            to[kind, target, place] = of[kind, source, place]
-        self.beside = []
+    def finish_copies(self, count: int = 2) -> None:
+        """Do saves, and then loads, that are left; count: of both"""
+        done, self.late = self.late[:count], self.late[count:]
+        for to, of, pairs in done:
+            for kind, blocks in pairs.items():
+                for block, row in blocks:
+                    source, target = (block, row) if to is self.rows else (row, block)
+                    for place in range(self.cache.block_size):
+                        to[kind, target, place] = of[kind, source, place]
 
     def execute(self, told: Told) -> Started:
         plan, step = told
-        if plan.copies not in self.beside:  # they were beside the step before
+        if plan.copies is not self.beside:  # they were beside the step before
             self.finish_copies()
         self.fail(plan, None)
         rows, named = plan.rows, [self.blocks_named(row) for row in plan.rows]
@@ -201,9 +202,8 @@ class Device:
                 for plan, named in self.pending:
                     for other, blocks in zip(plan.rows, named, strict=True):
                         assert other.sequence is sequence or block not in blocks[pool.name], "a step that runs names it"
-                for copies in self.beside:
-                    blocks_copied = [each for each, _ in copies.loads.get(pool.name, [])]
-                    assert block not in blocks_copied, "a copy that runs writes there"
+                for *_, pairs in self.late:
+                    assert block not in dict(pairs.get(pool.name, [])), "a copy that runs reads it or writes there"
                 self.cells[pool.name, block, place % size] = pasts[place]
             for place in range(0 if pool.window is None else max(row.start - pool.window + 1, 0), stop):
                 assert self.cells[pool.name, table[place // size], place % size] == pasts[place]
@@ -575,7 +575,9 @@ def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
     stats = world.stats
     assert stats.num_saved_blocks > 0 and stats.num_loaded_blocks > 0
     assert stats.num_prefix_hit_tokens >= stats.num_host_hit_tokens > stats.num_prefix_hit_tokens / 3
-    assert any(plan.copies and plan.copies.loads and not plan.copies.is_urgent for plan in world.device.plans)
+    beside = [plan.copies for plan in world.device.plans if plan.copies and not plan.copies.awaits_loads]
+    assert any(copies.loads for copies in beside)
+    assert loaded_bytes == 1 or any(copies.loads and copies.awaits_saves for copies in beside)
 
 
 def load_beside(depth: int, costs: SwapCosts | None = None) -> tuple[World, Sequence, Sequence]:
@@ -605,7 +607,7 @@ def test_a_long_prefix_is_loaded_beside_several_steps_that_do_not_wait_for_it(de
         world.step()
     loading = [plan for plan in world.device.plans[first:] if blocks_loaded(plan)]
     assert [blocks_loaded(plan) for plan in loading] == [2, 2, 2, 2]  # 8 bytes each
-    assert all(not plan.copies.is_urgent for plan in loading if plan.copies)
+    assert all(not plan.copies.awaits_loads for plan in loading if plan.copies)
     assert all([row.sequence for row in plan.rows] == [running] for plan in loading)
     joined = next(plan for plan in world.device.plans[first:] if any(row.sequence is loaded for row in plan.rows))
     assert world.device.plans.index(joined) == world.device.plans.index(loading[-1]) + 1
@@ -630,6 +632,6 @@ def test_a_step_with_nothing_else_to_do_waits_for_one_prefix(depth: int) -> None
     while not loaded.output:
         world.step()
     plan = world.device.plans[first]
-    assert plan.copies is not None and plan.copies.is_urgent and blocks_loaded(plan) == 8
+    assert plan.copies is not None and plan.copies.awaits_loads and blocks_loaded(plan) == 8
     assert [row.sequence for row in plan.rows] == [loaded]
     world.finish()

@@ -12,6 +12,9 @@ One warp loads tiles of x and of the weight by TMA, two groups of warps multiply
 tile has gates, they are on the left of a product and their ups on its right, so that a thread holds both of a pair. A
 tile ends where its expert's rows do: those behind are multiplied and not stored, and a group that has none waits.
 
+Where nothing is added to a product, a tile stays in registers, rounded, and is stored while the tensor cores multiply
+the next one: with few columns, storing takes as long as several steps.
+
 Products in fp8 are summed up by the tensor cores over 128 columns, which share a scale, and those sums in float32.
 """
 
@@ -41,11 +44,20 @@ from atom.kernels.triton.jit import jit as triton_jit
 from atom.kernels.triton.linear.gate_hopper import SILU
 from atom.kernels.triton.linear.row_kernels import FP8
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
-from atom.kernels.triton.warp_groups import GROUPS, STAGES, make_barriers, multiply_steps
+from atom.kernels.triton.warp_groups import (
+    GROUPS,
+    STAGES,
+    end_steps,
+    make_barriers,
+    multiply_steps,
+    start_steps,
+    take_steps,
+)
 
 ROWS = gl.constexpr(64)  # of x, which a product has
 BAND = 2048  # rows of an expert that all outputs are made of before the next ones: they and the weight stay in L2
 ENTRY = gl.constexpr(8)  # numbers of an entry of the plan, of which five are used
+DELAY = gl.constexpr(3)  # steps between the stores of two halves of a tile, the first of which has been read by then
 SPAN = gl.constexpr(128)  # columns and outputs that share a scale in fp8
 STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 # gates and ups in bf16, two at a time, rounded at each step as `activations.gated` does
@@ -196,6 +208,40 @@ def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.c
 
 
 @jit
+def _consume_late(y, y_rows, plan, sizes, memory, WHO: gl.constexpr, HALF: gl.constexpr):
+    """As `_consume`, with nothing added: a tile is rounded, and stored while the next one is multiplied."""
+    out, steps, out_tiles, num = sizes
+    x_boxes, w_boxes, y_boxes, ready, free = memory
+    COLUMNS: gl.constexpr = x_boxes.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
+    box, out = y_boxes.index(WHO), out // 8 * 8  # which it is a multiple of: rows are stored in words of 16 bytes
+    rounded = gl.zeros([ROWS, 2 * HALF], y_rows.dtype.element_ty, ACC)
+    its_row, its_end, its_column = 0, 0, 0  # no rows yet
+    first = 0
+    for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
+        _expert, row, end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
+        row += WHO * ROWS
+        if row < end:
+            left, right = _halves(rounded)
+            acc, slot = start_steps(x_boxes, weights, ready, first, WHO, ACC)
+            _store(left, y, y_rows, box, its_row, its_end, its_column, out)
+            later = first + 1 + gl.minimum(DELAY, steps - 1)
+            acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, first + 1, later, WHO)
+            _store(right, y, y_rows, box, its_row, its_end, its_column + HALF, out)
+            acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, later, first + steps, WHO)
+            rounded = end_steps(acc, slot, free).to(y_rows.dtype.element_ty)
+            its_row, its_end, its_column = row, end, out_tile * 2 * HALF
+        else:
+            _pass_over(first, steps, memory)
+        first += steps
+    left, right = _halves(rounded)
+    _store(left, y, y_rows, box, its_row, its_end, its_column, out)
+    _store(right, y, y_rows, box, its_row, its_end, its_column + HALF, out)
+    tma.store_wait(0)
+
+
+@jit
 def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
     """Twice ROWS rows of each tile, in fp8."""
     x_scales, w_scales, x_stride, blocks, order, top_k = scales
@@ -261,10 +307,17 @@ def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE
 
 
 @jit
+def _halves(values):
+    HALF: gl.constexpr = values.shape[1] // 2
+    left, right = values.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+    return left, right
+
+
+@jit
 def _finish(acc, y, y_rows, bias, box, expert, row, end, out, out_tile, GATE: gl.constexpr):
     """Add biases, activate gates, round, and store: [ROWS, outs] of a tile."""
     HALF: gl.constexpr = acc.shape[1] // 2
-    left, right = acc.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+    left, right = _halves(acc)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, left.type.layout)
     column = gl.arange(0, HALF, layout=COLUMNS)
     if GATE is None:
@@ -321,15 +374,25 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
 
     sizes = (out, steps, out_tiles, num)
     memory = (x_boxes, w_boxes, y_boxes, ready, free)
-    if x_scales is None:
+    if x_scales is None and bias is None and GATE is None:
+        gl.warp_specialize(
+            [
+                (_consume_late, (y, y_rows, plan, sizes, memory, 0, HALF)),
+                (_consume_late, (y, y_rows, plan, sizes, memory, 1, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, False, PRODUCTS, HALF)),
+            ],
+            [4, 1],  # warps
+            [232, 40],  # registers a thread
+        )
+    elif x_scales is None:
         gl.warp_specialize(
             [
                 (_consume, (y, y_rows, bias, plan, sizes, memory, 0, GATE, HALF)),
                 (_consume, (y, y_rows, bias, plan, sizes, memory, 1, GATE, HALF)),
                 (_produce, (x, weight, plan, sizes, memory, GATE is not None, PRODUCTS, HALF)),
             ],
-            [4, 1],  # warps
-            [232, 40],  # registers a thread
+            [4, 1],
+            [232, 40],
         )
     else:
         scales = (x_scales, w_scales, x_stride, blocks, order, top_k)

@@ -34,6 +34,7 @@ from atom.kernels.triton.unpack import (
     unpack_scales,
 )
 
+FEW_COLUMNS = 2048  # with up to as many, a tile takes long to be stored beside being multiplied
 # rows of an expert on average from which Hopper's products of many rows are faster: of plain weights, and of those that
 # are unpacked for it
 MANY_ROWS, MANY_UNPACKED_ROWS = 128, 384
@@ -114,9 +115,12 @@ def unpack_experts(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def multiply_many(x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None,
                   kind: str | None = None, limit: float | None = None,
                   alpha: float | None = None) -> Tensor:  # fmt: skip
-    """multiply_plain, of a packed weight that is unpacked into a temporary; the library's where nothing is added"""
+    """multiply_plain, of a packed weight that is unpacked into a temporary
+
+    The library's where nothing is added to products of more than FEW_COLUMNS.
+    """
     plain = unpack_experts(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
-    if bias is None and kind is None:
+    if bias is None and kind is None and x.shape[1] > FEW_COLUMNS:
         y: Tensor = F.grouped_mm(x, plain.transpose(1, 2), offs=ends.to(torch.int32))
         return y
     from atom.kernels.triton import grouped_hopper  # imports what only NVIDIA's GPUs need

@@ -39,6 +39,14 @@ def multiply_steps(x_boxes, weights, ready, free, first, steps, WHO: gl.constexp
 
     One product runs while the next stage is waited for.
     """
+    acc, slot = start_steps(x_boxes, weights, ready, first, WHO, ACC)
+    acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, first + 1, first + steps, WHO)
+    return end_steps(acc, slot, free)
+
+
+@jit
+def start_steps(x_boxes, weights, ready, first, WHO: gl.constexpr, ACC: gl.constexpr):
+    """The first step of `multiply_steps`: its sums, of a product that still runs, and its slot."""
     ROWS: gl.constexpr = x_boxes.shape[1]
     OUTS: gl.constexpr = weights.shape[1]
     slot = first % STAGES
@@ -47,13 +55,25 @@ def multiply_steps(x_boxes, weights, ready, free, first, steps, WHO: gl.constexp
     left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
     acc = warpgroup_mma(left, right, acc, use_acc=False, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    for turn in range(first + 1, first + steps):
+    return acc, slot
+
+
+@jit
+def take_steps(acc, slot, x_boxes, weights, ready, free, first, end, WHO: gl.constexpr):
+    """The steps of turns from `first` to `end`, after one in this slot: as `start_steps`."""
+    for turn in range(first, end):
         before, slot = slot, turn % STAGES
         mbarrier.wait(ready.index(slot), turn // STAGES & 1)
         left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
         acc = warpgroup_mma(left, right, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(free.index(before))
+    return acc, slot
+
+
+@jit
+def end_steps(acc, slot, free):
+    """The sums, once the last product is done, which is that of this slot."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(free.index(slot))
     return acc

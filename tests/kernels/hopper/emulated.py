@@ -6,8 +6,9 @@
     grouped = emulate(grouped_hopper, **groups)
 
 What is copied is there at once. Barriers do nothing, unless warps have parts of their own: these are threads then, which
-wait for each other as on a GPU. So it shows that indices, masks and sums are right, and that no part waits for ever, but
-nothing of what a GPU does at the same time within a part.
+wait for each other as on a GPU, and what they store by TMA is read as late as they let it. So it shows that indices,
+masks and sums are right, that no part waits for ever, and that none writes to what is still to be stored, but nothing
+else of what a GPU does at the same time within a part.
 """
 
 from __future__ import annotations
@@ -204,24 +205,38 @@ class WarpGroups:
         self._missing: dict[int, int] = {}  # arrivals, of its phase
         self._bytes: dict[int, int] = {}
         self._phases: dict[int, int] = {}
+        self._stores = threading.local()  # of each part: those that it has not waited for, oldest first
         multiplied = {"warpgroup_mma": self._multiply, "warpgroup_mma_wait": lambda _, deps: deps[0]}
         self.names = multiplied | {
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda *_: None, init=self._init, wait=self._wait,
                 expect=lambda bar, size: self._arrive(bar, size), arrive=lambda bar: self._arrive(bar, 0),
             ),
-            "tma": SimpleNamespace(store_wait=lambda _: None),
+            "tma": SimpleNamespace(store_wait=self._wait_for_stores),
             "async_load": self._copy,
-            "async_store": lambda target, begin, source: target.fill(begin, source),
+            "async_store": lambda target, begin, source: self._pending().append((target, begin, source)),
             "wait_for_inputs": lambda _: None,
             "warp_specialize": self._specialize,
         }  # fmt: skip
 
     def _specialize(self, parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+        @torch.inference_mode()  # which each thread has one of
+        def run(part: Callable[..., None], args: tuple[Any, ...]) -> None:
+            part(*args)
+            assert not self._pending(), "the kernel ends before its stores have read their memory"
+
         with ThreadPoolExecutor(len(parts)) as pool:
-            # a thread has an inference mode of its own
-            for running in [pool.submit(torch.inference_mode()(part), *args) for part, args in parts]:
+            for running in [pool.submit(run, *part) for part in parts]:
                 running.result()
+
+    def _pending(self) -> list[Any]:
+        return vars(self._stores).setdefault("pending", [])
+
+    def _wait_for_stores(self, most: int) -> None:
+        pending = self._pending()
+        while len(pending) > most:
+            target, begin, source = pending.pop(0)
+            target.fill(begin, source)
 
     @staticmethod
     def _multiply(left: Memory, right: Memory, sums: Value, use_acc: bool = True, is_async: bool = False) -> Value:

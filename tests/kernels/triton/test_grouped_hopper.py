@@ -112,7 +112,8 @@ def emulated() -> SimpleNamespace:
     """The kernels, without a GPU: a program takes some tiles."""
     groups = WarpGroups().names
     shared = emulate(warp_groups, **groups)
-    own = {name: getattr(shared, name) for name in ("GROUPS", "STAGES", "make_barriers", "multiply_steps")}
+    names = ("GROUPS", "STAGES", "make_barriers", "multiply_steps", "start_steps", "take_steps", "end_steps")
+    own = {name: getattr(shared, name) for name in names}
     return emulate(
         grouped_hopper, **groups, **own, find_owner=find_owner, inline_asm_elementwise=activate,
         find_gpu=lambda _: H200._replace(units=3),
@@ -131,6 +132,17 @@ def test_experts_multiply_their_rows_by_these_programs(counts: list[int], gate: 
         y = emulated.multiply(x, weight * 0.1, ends, each, kernel_gate)
         truth = truth_of(x, weight * 0.1, counts, each, gate)
         assert (y.double() - truth).norm() <= 0.006 * truth.norm()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("inner", [64, 72, 136, 520])
+@pytest.mark.parametrize("counts", [[1], [0, 64, 65, 0, 128, 130], [5] * 9, [0, 0, 400, 0]])
+def test_tiles_are_stored_late_by_these_programs(counts: list[int], inner: int, emulated: SimpleNamespace):
+    x, weight = (torch.randn(shape).bfloat16() for shape in ((sum(counts), inner), (len(counts), 328, inner)))
+    weight[torch.tensor(counts) == 0] = torch.nan
+    y = emulated.multiply(x, weight * 0.1, torch.tensor(counts).cumsum(0))
+    truth = truth_of(x, weight * 0.1, counts, None, None)
+    assert y.shape == truth.shape and (y.double() - truth).norm() <= 0.006 * truth.norm()
 
 
 @pytest.mark.sampled(2)

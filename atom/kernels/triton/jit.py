@@ -7,6 +7,9 @@ def kernel(x, n, BLOCK: tl.constexpr): ...
 
 kernel[grid](x, n, BLOCK=128, num_warps=4)    # as Triton has it
 
+A kernel's later launches take a third of the host's time that they take by Triton, which looks up its knobs, globals
+and options at each.
+
 All of that is for these kernels alone. Those of another library in the process are launched, compiled and cached as
 Triton does it.
 """
@@ -19,6 +22,7 @@ from typing import Any
 
 import triton
 from triton import knobs
+from triton.runtime import driver
 
 from atom.kernels.triton.binary_cache import compile_kept, kept
 from atom.kernels.triton.gpu import load_driver
@@ -43,13 +47,32 @@ class JITFunction(triton.JITFunction):  # type: ignore[misc]
         key: str = super().cache_key
         return key
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.launched: dict[Any, Any] = {}  # binaries, by device and all that Triton would choose them by
+
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if not self.device_caches:  # its first launch
             load_driver()
         walk = walking.get()
-        if walk is None:
+        if walk is not None:
+            return walk.add(self, args, options, partial(super().run, *args, grid=grid, warmup=True, **options))
+        if warmup or has_hooks():
             return super().run(*args, grid=grid, warmup=warmup, **options)
-        return walk.add(self, args, options, partial(super().run, *args, grid=grid, warmup=True, **options))
+        device = driver.active.get_current_device()
+        binder = self.device_caches[device][-1]
+        values, specialization, options_of_all = binder(*args, **options)
+        key = device, *specialization, *options_of_all.items()
+        if (kernel := self.launched.get(key)) is None:
+            kernel = super().run(*args, grid=grid, warmup=False, **options)
+            if kernel is not None:
+                self.launched[key] = kernel
+            return kernel
+        sizes = (*(grid(values) if callable(grid) else grid), 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        function, metadata = kernel.function, kernel.packed_metadata
+        kernel.run(*sizes, stream, function, metadata, None, None, None, *values.values())
+        return kernel
 
     def create_binder(self) -> Any:
         binder = super().create_binder()
@@ -71,6 +94,12 @@ class JITFunction(triton.JITFunction):  # type: ignore[misc]
             if not (is_warmup or kernel is None or hasattr(kernel, "result")):  # a hook or a pool compiles it
                 kernel.run  # noqa: B018
         return kernel
+
+
+def has_hooks() -> bool:
+    """Whether somebody, as a profiler of Triton's, is to be told of launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

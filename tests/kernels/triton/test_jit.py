@@ -97,3 +97,59 @@ print([kernel.cache_key for kernel in kernels])
 def test_a_kernel_s_key_does_not_depend_on_those_before_it():
     forwards, backwards = (run_program(KEYS, order).stdout for order in ("forwards", "backwards"))
     assert forwards == backwards and forwards.count(",") == 4
+
+
+AGAIN = """
+import ast
+from triton import knobs
+from atom.kernels.triton.jit import jit
+
+class Told(Kernel):
+    def __init__(self, src, options): self.text = [src.fn.__name__, str(sorted(src.signature.items())), options["num_warps"]]
+    @property
+    def run(self):
+        return lambda *args: launched.append([*self.text, args[:3], len(args), [each for each in args[9:] if not hasattr(each, "data_ptr")]])
+triton.compiler.compile = lambda src, target=None, options=None, **rest: Told(src, options)
+by_triton = []
+triton_s = triton.JITFunction.run
+triton.JITFunction.run = lambda self, *args, **options: by_triton.append(1) or triton_s(self, *args, **options)
+
+@jit
+def own(x, n, N: tl.constexpr): tl.store(x + n, N)
+memory = torch.zeros(64)
+def launch(hook=None):
+    counts = []
+    for x, n, N, grid, warps in [(memory, 5, 8, (3,), 4), (memory[1:], 5, 8, (3, 2), 4), (memory, 1, 8, (3, 2, 7), 4), (memory, 6, 8, (4,), 4),
+                                 (memory.double(), 5, 8, lambda given: (given["n"],), 4), (memory, 5, 9, (3,), 4), (memory, 5, 8, (3,), 8)]:
+        own[grid](x, n, N, num_warps=warps)
+        counts.append(len(by_triton))
+        by_triton.clear()
+    return counts
+first, again = launch(), launch()
+told = []
+hook = lambda metadata: told.append(1)
+knobs.runtime.launch_enter_hook.add(hook)
+hooked = launch()
+knobs.runtime.launch_enter_hook.remove(hook)
+half = len(launched) // 3
+print(json.dumps([first, again, hooked, launched[:half] == launched[half : 2 * half], launched[:half]]))
+"""
+
+
+def test_only_the_first_launch_of_a_kind_is_by_triton(run: Any):  # noqa: F811
+    first, again, hooked, is_same, launched = run(AGAIN)
+    assert first == [1, 1, 1, 0, 1, 1, 1], "the fourth is of the kind of the first"
+    assert again == [0] * 7
+    assert hooked == [1] * 7, "a hook is told of what Triton launches"
+    assert is_same, "the same binaries, grids and arguments"
+    assert [each[3] for each in launched] == [
+        [3, 1, 1],
+        [3, 2, 1],
+        [3, 2, 7],
+        [4, 1, 1],
+        [5, 1, 1],
+        [3, 1, 1],
+        [3, 1, 1],
+    ]
+    assert [each[2] for each in launched] == [4] * 6 + [8]
+    assert launched[0][1] != launched[2][1], "n=1 is a constant"

@@ -139,7 +139,7 @@ if drafting is not None:
 later = compiled[len(ahead_of):]
 
 for function in functions:
-    function.device_caches.clear()
+    function.device_caches.clear(), function.launched.clear()
 compiled.clear()
 precompile.compile_launches = lambda pool: contextlib.nullcontext()  # from here on launches launch
 runner.graphs.compile(sizes, max_tokens)

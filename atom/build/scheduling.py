@@ -59,7 +59,7 @@ def open_drafter(config: Config) -> Drafter | None:
     serve = config.serve
     if serve.method is None:
         return None
-    assert serve.num_speculative_tokens is not None, "config.load resolves it"
+    num_tokens, least, most = settings.draft_sizes(config)
     if settings.drafting_of(config) is not None:
-        return RunnerDrafter(serve.num_speculative_tokens)
-    return NgramDrafter(serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max)
+        return RunnerDrafter(num_tokens)
+    return NgramDrafter(num_tokens, least, most)

@@ -30,10 +30,17 @@ def drafting_of(config: Config) -> Drafting | None:
     is_host = serve.method == "ngram" and config.device == "cpu" and serve.acceptance_length is None
     if serve.method is None or is_host:
         return None
-    assert serve.num_speculative_tokens is not None, "config.load resolves it"
-    rates = acceptance_rates(serve.acceptance_length, serve.num_speculative_tokens)
-    sizes = serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max
-    return Drafting(*sizes, has_draft(config), rates)
+    num_tokens, least, most = draft_sizes(config)
+    rates = acceptance_rates(serve.acceptance_length, num_tokens)
+    return Drafting(num_tokens, least, most, has_draft(config), rates)
+
+
+def draft_sizes(config: Config) -> tuple[int, int, int]:
+    """Tokens of a draft, and the fewest and the most last tokens that are looked up."""
+    serve = config.serve
+    num_tokens, least, most = serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max
+    assert num_tokens is not None and least is not None and most is not None, "config.load resolves them"
+    return num_tokens, least, most
 
 
 def has_draft_table(config: Config) -> bool:

@@ -14,6 +14,7 @@ from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import out_of_range
 
 NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
+LOOKED_UP = 2, 4  # last tokens that ngram looks up, likewise
 DRAFT_MODEL_METHODS = ("eagle3", "draft")  # of serve.draft_model
 
 
@@ -133,6 +134,12 @@ def check_speculation(config: Config) -> None:
             raise ConfigError(
                 f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
             )
+    for name in ("num_speculative_tokens", "max_verified_tokens"):
+        if serve.method is None and (number := getattr(serve, name)) is not None:
+            raise ConfigError(f"serve.{name}={number} drafts nothing by itself; set serve.method, or leave it out")
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
-    if least > most:
+    for name, number in (("prompt_lookup_min", least), ("prompt_lookup_max", most)):
+        if serve.method != "ngram" and number is not None:
+            raise ConfigError(f"serve.{name}={number} is read by serve.method=ngram alone; set that, or leave it out")
+    if least is not None and most is not None and least > most:
         raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")

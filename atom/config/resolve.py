@@ -14,6 +14,7 @@ from typing import Any
 from atom.config.aliases import respell
 from atom.config.check_parallel import check_parallel, check_replicas
 from atom.config.checks import (
+    LOOKED_UP,
     NUM_DRAFTED,
     check,
     check_capture_sizes,
@@ -72,6 +73,8 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             enable_lora=has_lora(serve),
             lora_modules={str(name): path for name, path in (serve.lora_modules or {}).items()},
             num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
+            prompt_lookup_min=serve.prompt_lookup_min or min(LOOKED_UP[0], serve.prompt_lookup_max or LOOKED_UP[0]),
+            prompt_lookup_max=serve.prompt_lookup_max or max(LOOKED_UP[1], serve.prompt_lookup_min or LOOKED_UP[1]),
         ),
         dtype=dtype,
         device=device,

@@ -374,8 +374,8 @@ class ServeConfig:
     num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3
     max_verified_tokens: int | None = number(None, 1)  # decodes and drafts of a step; null: see docs/speculation.md
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; needs load_dummy=true
-    prompt_lookup_min: int = number(2, 1, 16)  # the fewest last tokens that ngram looks up in prompt and answer
-    prompt_lookup_max: int = number(4, 1, 16)  # the most last tokens that ngram looks up; longer matches are preferred
+    prompt_lookup_min: int | None = number(None, 1, 16)  # the fewest last tokens that ngram looks up; null: 2
+    prompt_lookup_max: int | None = number(None, 1, 16)  # the most, which are preferred; null: 4
     idle_exit_seconds: float | None = number(None, 0, above=True)  # idle seconds before the server ends; null: never
     enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep
     enable_lora: bool = False  # make room for adapters beside the weights; the three fields below imply it

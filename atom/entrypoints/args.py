@@ -241,9 +241,12 @@ class EngineArgs:
     def overrides(self) -> list[str]:
         """The overrides of the flags that were given."""
         texts: list[str] = []
+        drafts = self.method or any(text.startswith("serve.method=") for text in self.settings or ())
         for name, _, flag in self.flags():
             value = getattr(self, name)
             if value is None or value in flag.accepted:
+                continue
+            if name == "num_speculative_tokens" and value == 1 and not drafts:  # ROCm/ATOM's default
                 continue
             if not flag.key and flag.write is None:
                 raise refuse_value(name, value, flag)

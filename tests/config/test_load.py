@@ -1095,12 +1095,29 @@ def test_any_number_of_heads_is_looked_at_in_no_time(write: Write):
 def test_drafts_are_looked_up_by_so_many_tokens():
     config = load(["serve.method=ngram", "serve.num_speculative_tokens=7", "device=cpu"])
     assert (config.serve.method, config.serve.num_speculative_tokens) == ("ngram", 7)
-    assert load(["serve.num_speculative_tokens=5"]).serve.num_speculative_tokens is None, "nothing drafts"
     assert load(["serve.method=ngram", "device=cpu"]).serve.max_verified_tokens is None
     with pytest.raises(ConfigError, match=r"^serve.prompt_lookup_min=5 is more than serve.prompt_lookup_max=4; raise"):
-        load(["serve.method=ngram", "serve.prompt_lookup_min=5", "device=cpu"])
+        load(["serve.method=ngram", "serve.prompt_lookup_min=5", "serve.prompt_lookup_max=4", "device=cpu"])
+    for stated, sizes in (([], (2, 4)), (["min=5"], (5, 5)), (["max=1"], (1, 1)), (["min=1", "max=9"], (1, 9))):
+        serve = load(["serve.method=ngram", *(f"serve.prompt_lookup_{each}" for each in stated), "device=cpu"]).serve
+        assert (serve.prompt_lookup_min, serve.prompt_lookup_max) == sizes
     with pytest.raises(ConfigError, match=r"^serve.num_speculative_tokens=8 must be"):
         load(["serve.num_speculative_tokens=8"])
+
+
+@pytest.mark.parametrize("stated", ["num_speculative_tokens=5", "max_verified_tokens=4"])
+def test_numbers_of_drafts_are_refused_where_nothing_drafts(stated: str):
+    with pytest.raises(
+        ConfigError, match=rf"^serve.{stated} drafts nothing by itself; set serve.method, or leave it out"
+    ):
+        load([f"serve.{stated}", "device=cpu"])
+
+
+@pytest.mark.parametrize("method", ["null", "mtp"])
+@pytest.mark.parametrize("stated", ["prompt_lookup_min=3", "prompt_lookup_max=3"])
+def test_what_is_looked_up_is_refused_where_nothing_is(stated: str, method: str):
+    with pytest.raises(ConfigError, match=rf"^serve.{stated} is read by serve.method=ngram alone; set that, or leave"):
+        load([f"serve.method={method}", f"serve.{stated}", "device=cpu"])
 
 
 def test_drafts_are_accepted_by_chance_where_weights_are_random():

@@ -13,7 +13,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -36,14 +37,43 @@ def named(group: str) -> dict[str, str]:
 
 def find_function(stated: str, group: str) -> Callable[..., Any]:
     """The function of `module:function`, or of an entry point. ConfigError where there is none."""
-    module, _, name = named(group).get(stated, stated).partition(":")
-    if not name:
-        there = ", ".join(named(group)) or "none"
-        raise ConfigError(f"{stated} is not an entry point of {group} (there is: {there}); or write module:function")
+    module, name = split_function(stated, group)
     function = getattr(import_module(module), name, None)
     if not callable(function) or not hasattr(function, "__name__"):
-        raise ConfigError(f"{stated}: {module} has no function {name}")
+        raise ConfigError(f"{module} has no function {name}")
     return function  # type: ignore[no-any-return]
+
+
+def split_function(stated: str, group: str) -> tuple[str, str]:
+    """The module and the name of a function. ConfigError where neither is stated and there is no such entry point."""
+    module, _, name = named(group).get(stated, stated).partition(":")
+    if not module or not name:
+        there = ", ".join(named(group)) or "none"
+        raise ConfigError(f"{stated} is not an entry point of {group} (there is: {there}); or write module:function")
+    return module, name
+
+
+def check_module(stated: str, group: str) -> None:
+    """Look for a function's module without importing it. ConfigError where there is none."""
+    top = split_function(stated, group)[0].partition(".")[0]
+    look_here()
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ConfigError(f"there is no module {top}; {where_to_put(top)}")
+
+
+def where_to_put(module: str) -> str:
+    """What to do where there is no such module."""
+    return f"install it, or start in the folder that has {module}.py"
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Let ConfigErrors begin with what they are about."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (f"{what}: {error}",)
+        raise
 
 
 def find_value(name: str, group: str) -> Any:
@@ -76,11 +106,16 @@ def find_folder(name: str, package: str) -> Path:
 
 def import_module(name: str, path: Iterable[str] = ()) -> ModuleType:
     """Import a user's module. path: where else to look for modules. ConfigError says why it cannot be imported."""
-    sys.path += [folder for folder in (*path, os.getcwd()) if folder not in sys.path]
+    look_here(path)
     try:
         return importlib.import_module(name)
     except Exception as error:  # it is the user's code
         raise ConfigError(f"cannot import {name} ({type(error).__name__}: {first_line(error)})") from error
+
+
+def look_here(path: Iterable[str] = ()) -> None:
+    """Let Python find modules in these folders and in the current one too."""
+    sys.path += [folder for folder in (*path, os.getcwd()) if folder not in sys.path]
 
 
 def module_of(stated: str, group: str) -> str:

@@ -33,7 +33,9 @@ from torch.distributed.run import get_args_parser
 
 from atom import cli
 from atom.benchmarks import benchmark_serving
+from atom.cache import Cache, key_of
 from atom.compiler import compile_graph
+from atom.compiler.artifact import machine_ingredients
 from atom.config import Config
 from atom.config.load import load
 from atom.config.schema_keys import keys
@@ -42,6 +44,7 @@ from atom.entrypoints.args import EngineArgs
 from atom.graph.ops import OPS
 from atom.jobs import bench, generate
 from atom.jobs.workload import open_workload
+from atom.kernels import find_target
 
 pytestmark = pytest.mark.early
 
@@ -61,6 +64,8 @@ STAND_INS = {  # for names in capitals, for plugins, which are not installed, an
     "hydra/launcher=submitit_slurm": ["hydra/launcher=basic"],
     "hydra/launcher=joblib": ["hydra/launcher=basic"],
     "job.resume=true": ["-m", "job=bench", "job.resume=true"],
+    "job.gpu=NAME": ["job.gpu=h200"],
+    "job.entry=3f2a": ["job.entry=artifacts/"],
     "job.objective=NAME": ["-m", "prompts=hi", "job.objective=tokens"],
     "job.objective=phases.decode.share_of_limit": ["-m", "job=bench", "job.objective=phases.decode.share_of_limit"],
 }
@@ -124,6 +129,14 @@ def save_talker(folder: Path, architecture: str, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**TINY, "architectures": [architecture], **changes}))
 
 
+def save_artifact(cache: Cache) -> None:
+    """An artifact of this machine, without pieces."""
+    made_of = {"model": "llama", **machine_ingredients(find_target("cpu"))}
+    files = {"graph.py": b"def body(): ...\n", "recipe.yaml": b"overrides: [seed=1]\n"}
+    about = {"name": "llama", "ingredients": made_of, "recipe": ["seed=1"], "pieces": []}
+    cache.publish("artifacts", key_of(made_of), files, about)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that commands run in, with what the pages speak of in it and beside it; costly jobs only start."""
@@ -167,6 +180,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
     really = generate.run
     monkeypatch.setattr(generate, "run", lambda config, *rest: really(made_small(config, tmp_path), *rest))
+    save_artifact(Cache(tmp_path / "cache"))
     (here / "mine.yaml").write_text("seed: 1\n")
     monkeypatch.setattr("atom.config.recipes.fetch_file", lambda *_, **__: here / "mine.yaml")
     run_jobs_here(monkeypatch)

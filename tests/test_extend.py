@@ -280,8 +280,18 @@ def test_the_numbers_are_the_same_without_any_fusion(checkpoints: Any) -> None:
 @pytest.mark.parametrize(
     ("extra", "error", "message"),
     [
-        ("nowhere:f", ConfigError, r"cannot import nowhere \(ModuleNotFoundError"),
-        ("my_passes:nope", ConfigError, "my_passes has no function nope"),
+        (
+            "nowhere:f",
+            ConfigError,
+            "^passes.extra: nowhere:f: there is no module nowhere; install it, or start in the folder that has nowhere.py$",
+        ),
+        ("my_passes:nope", ConfigError, "^passes.extra: my_passes:nope: my_passes has no function nope$"),
+        (
+            "breaks:f",
+            ConfigError,
+            r"^passes.extra: breaks:f: cannot import breaks \(ZeroDivisionError: division by zero\)$",
+        ),
+        (":f", ConfigError, "^passes.extra: :f: :f is not an entry point"),
         ("clip", ConfigError, r"clip is not an entry point of atom\.passes .*; or write module:function"),
         ("my_passes:clip_gates@fuse_qvk", ConfigError, "there is no pass fuse_qvk, did you mean fuse_qkv"),
         ("my_passes:gone", PassError, "gone returned NoneType, not the graph"),
@@ -294,5 +304,6 @@ def test_a_pass_that_cannot_be_run_is_named(
 ) -> None:
     with module.open("a") as file:
         file.write("\ndef gone(graph): pass\ndef falls(graph): 1 / 0\ndef fuse_qkv(graph): return graph\n")
+    (module.parent / "breaks.py").write_text("1 / 0\n")
     with pytest.raises(error, match=message):
         compile_graph(load([f"checkpoint={checkpoints('llama')}", "device=cpu", "level=0", f"passes.extra=[{extra}]"]))

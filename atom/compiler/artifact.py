@@ -27,7 +27,7 @@ from atom.graph import Graph, Mesh, parse, show
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target, find_versions, highest_level
 from atom.pieces import find_pieces, identity, sources_of
-from atom.plugins import PASSES, digest_of, module_of
+from atom.plugins import PASSES, digest_of, module_of, naming
 
 # the overrides that a graph depends on, beside the final values below
 IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant|passes)([.@].*)?)(=|$)")
@@ -104,8 +104,12 @@ def loras(config: Config) -> dict[str, str]:
 
 def plugin_sources(config: Config) -> str:
     """A digest of the users' modules whose passes rewrite the graph."""
-    modules = {module_of(stated.partition("@")[0], PASSES) for stated in config.passes.extra}
-    return digest("".join(digest_of(module) for module in sorted(modules))) if modules else "none"
+    digests: dict[str, str] = {}
+    for stated in config.passes.extra:
+        module = module_of(stated.partition("@")[0], PASSES)
+        with naming(f"passes.extra: {stated}"):
+            digests[module] = digest_of(module)
+    return digest("".join(digests[module] for module in sorted(digests))) if digests else "none"
 
 
 def machine_ingredients(target: Target) -> dict[str, str]:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from atom.config.schema import Config, HTTPConfig, ServeConfig
+from atom.config.schema import Config, HTTPConfig, PassesConfig, ServeConfig
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import is_built_for_amd
 from atom.errors import ConfigError, UnsupportedError
+from atom.plugins import PASSES, check_module, naming
 from atom.sampling_params import out_of_range
 
 NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
@@ -33,6 +34,13 @@ def check(value: Any, at: str = "") -> None:
             raise ConfigError(f"{key}={item}: there is no such choice{hint}; choices: {', '.join(built)}")
         if "low" in limits and item is not None and (fault := out_of_range(item, limits)):
             raise ConfigError(f"{key}={item} must be {fault}")
+
+
+def check_passes(passes: PassesConfig) -> None:
+    """Check that the modules of users' passes are there, which are imported later."""
+    for stated in passes.extra:
+        with naming(f"passes.extra: {stated}"):
+            check_module(stated.partition("@")[0], PASSES)
 
 
 def check_device(config: Config, device: str) -> None:

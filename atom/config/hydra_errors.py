@@ -17,7 +17,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from atom.config.overrides import no_model
+from atom.config.overrides import BYTES, UNITS, no_model
 from atom.config.schema import SET_BY_LOAD
 from atom.config.schema_keys import keys
 from atom.config.spelling import did_you_mean
@@ -37,6 +37,7 @@ WRONG_VALUES = {  # OmegaConf's message -> what the value is not
     r"Value '(.*)' of type '\w+' could not be converted to Float": "a number",
     r"Value '(.*)' is not a valid bool \(type \w+\)": "true or false",
 }
+NUM_BYTES = f"a number of bytes, as 4294967296, 4GB or 4GiB; units: {', '.join(UNITS)}"
 
 
 @contextmanager
@@ -75,6 +76,7 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             return ConfigError(f"+{twice[1] or twice[2]}: it has a value already; leave out the +")
         for pattern, kind in WRONG_VALUES.items():
             if key and (wrong := re.match(pattern, text, re.DOTALL)):
+                kind = NUM_BYTES if key in BYTES else kind
                 return ConfigError(f"{key}={one_line(wrong[1])} is not {kind}")
         if key and re.match(r"field '.*' is not Optional", text):
             return ConfigError(f"{key}=null: it needs a value; leave it out for its default")

@@ -10,7 +10,8 @@ others and checks all.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -34,7 +35,7 @@ from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, S
 from atom.config.schema_keys import keys, types_of
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spelled
 from atom.config.tool_formats import read_format
-from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line
+from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, UnsupportedError, one_line
 from atom.sampling_params import GENERATION, SamplingParams, sampling_number
 
 ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: ((str,), "texts")}  # of typed lists
@@ -46,7 +47,8 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
     Of a hub id, only the description is downloaded. Raises ConfigError, CheckpointError, UnsupportedError, and
     RequestError for a sampling value.
     """
-    config = load_model(overrides, config_dirs)
+    with naming_recipes(overrides, config_dirs):
+        config = load_model(overrides, config_dirs)
     if config.model.eagle3 is not None:
         raise ConfigError(f"model={config.model.name} drafts for a model; name its checkpoint in serve.draft_model")
     return replace(config, draft=load_draft(config, config_dirs))
@@ -94,14 +96,35 @@ def load_model(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
     return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
 
 
-def load_settings(overrides: Sequence[str]) -> Config:
+@contextmanager
+def naming_recipes(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[None]:
+    """Let an error begin with the recipe that it comes from."""
+    try:
+        yield
+    except (ConfigError, UnsupportedError) as error:
+        for text in overrides:
+            if text.lstrip("+").startswith("recipe=") and str(error) == fault_of(text, config_dirs):
+                error.args = (f"recipe {text.partition('=')[2]}: {error}",)
+        raise
+
+
+def fault_of(recipe: str, config_dirs: Sequence[str]) -> str | None:
+    """What is wrong with a recipe, whatever else is set."""
+    try:
+        load_settings([recipe], config_dirs)
+    except AtomError as error:
+        return str(error)
+    return None
+
+
+def load_settings(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
     """Load all that needs no checkpoint: everything but the model, which only has to compose.
 
     Choices of a sweep are left out. ConfigError and UnsupportedError name the key.
     """
-    texts = [text for text in rewrite(overrides) if not is_for_sweep(text)]
+    texts = [text for text in rewrite(overrides, config_dirs=config_dirs) if not is_for_sweep(text)]
     with one_line_errors(Config):
-        composed = compose(Config, texts)
+        composed = compose(Config, texts, config_dirs)
         with open_dict(composed):
             del composed["model"]
         config: Config = respell(build(Config, resolve(composed, {})))

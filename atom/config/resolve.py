@@ -22,6 +22,7 @@ from atom.config.checks import (
     check_http,
     check_kept,
     check_lora,
+    check_passes,
     check_sleep,
     check_speculation,
     check_tune,
@@ -56,6 +57,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     check_tune(config, device)
     check_capture_sizes(serve)
     derived = derive_model(config, max_model_len, names)
+    check_passes(config.passes)
     check_parallel(config, derived, device)
     check_lora(config)
     check_sleep(config)

@@ -23,12 +23,13 @@ from rich.console import Console
 from torch.profiler import record_function
 
 from atom.config import Config
+from atom.errors import ConfigError
 from atom.graph import Graph, Program, ops
 from atom.jobs.bench import describe_run, open_warm
 from atom.jobs.profile_page import make_page
 from atom.jobs.roofline import Costs, Limits, Work, read_costs, step_work, total, wait_for
 from atom.jobs.tables import make_table
-from atom.jobs.trace import KINDS, Event, Summary, middle_step, summarize
+from atom.jobs.trace import KINDS, Event, Summary, has_events, middle_step, summarize
 from atom.jobs.workload import Record, Step, recording, submit
 from atom.kernels import find_piece_compiler
 from atom.pieces import find_pieces
@@ -62,6 +63,8 @@ def run(config: Config) -> int:
         for name, path, steps in trace_phases(engine, record, config):
             with gzip.open(path) as file:
                 trace = json.load(file)
+            if name == "decode" and not has_events(trace):
+                check_ahead(len(steps), engine.runner.run_ahead)
             summary = summarize(trace)
             windows[name] = middle_step(trace, len(steps))
             phases[name] = {"trace": str(path), **describe(summary, steps, costs, limits, pieces)}
@@ -99,6 +102,13 @@ def trace_phases(engine: Engine, record: Record, config: Config) -> Iterator[tup
             yield phase, path, steps
         else:
             path.unlink()
+
+
+def check_ahead(num_steps: int, run_ahead: int) -> None:
+    """Raise ConfigError where decodes without events may all have run before their trace began."""
+    if num_steps <= run_ahead + 1:
+        steps = "the one decode step" if num_steps == 1 else f"all {num_steps} decode steps"
+        raise ConfigError(f"{steps} had run before the trace began, since steps run ahead of it: raise job.output_len")
 
 
 def is_decoding(engine: Engine) -> bool:

@@ -75,6 +75,11 @@ def nested(event: Event) -> tuple[float, float]:
     return event.start, -event.stop
 
 
+def has_events(trace: Mapping[str, Any]) -> bool:
+    """Whether a trace has anything that `summarize` counts."""
+    return any(event.get("ph") == "X" and event.get("cat") in (*ON_DEVICE, *ON_HOST) for event in trace["traceEvents"])
+
+
 def read_timeline(trace: Mapping[str, Any]) -> tuple[str, list[Event]]:
     """The device's timeline if there is one, else that of the busiest thread; which, and its events. ConfigError."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]

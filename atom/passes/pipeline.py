@@ -42,7 +42,7 @@ from atom.passes.shard import shard
 from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
 from atom.passes.split_stages import split_stages
-from atom.plugins import PASSES, find_function
+from atom.plugins import PASSES, find_function, naming
 
 # (pass, the level from which it runs, the level of ops that is legal behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
@@ -82,7 +82,8 @@ def steps_of(passes: PassesConfig, first: str = FIRST) -> list[Step]:
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
     for stated in passes.extra:
         spec, _, follower = stated.partition("@")
-        rewrite = find_function(spec, PASSES)
+        with naming(f"passes.extra: {stated}"):
+            rewrite = find_function(spec, PASSES)
         if follower and follower not in names:
             hint = did_you_mean(follower, names)
             raise ConfigError(f"passes.extra: {stated}: there is no pass {follower}{hint}; passes: {', '.join(names)}")

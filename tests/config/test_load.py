@@ -1024,6 +1024,16 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
         ("serve.block_size=0", "serve.block_size=0 must be a finite number from 1"),
         ("serve.max_num_seqs=-1", "serve.max_num_seqs=-1 must be"),
         ("serve.kv_cache_memory=0", "serve.kv_cache_memory=0 must be"),
+        (
+            "serve.swap_space=4XB",
+            "^serve.swap_space=4XB is not a number of bytes, as 4294967296, 4GB or 4GiB; units: MB, GB, TB, MiB, GiB, TiB, M, G, T$",
+        ),
+        ("serve.kv_cache_memory=8gib", "^serve.kv_cache_memory=8gib is not a number of bytes, as "),
+        ("serve.max_num_seqs=4XB", "^serve.max_num_seqs=4XB is not a whole number$"),
+        (
+            "passes.extra=[nowhere:f@fuse_qkv]",
+            "^passes.extra: nowhere:f@fuse_qkv: there is no module nowhere; install it, or start in the folder that has nowhere.py$",
+        ),
         ("serve.max_model_len=8193", "serve.max_model_len=8193 is more than the 8192 tokens of context"),
         ("model.attention.rope.partial=1.5", "rope.partial=1.5 must be a finite number above 0 to 1"),
         ("sampling.defaults=yes", "sampling.defaults=.*: there is no such choice"),

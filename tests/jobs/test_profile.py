@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from atom.cli import main
 from atom.compiler import compile_graph
@@ -184,6 +185,32 @@ def test_without_decodes_there_is_one_phase(run: Any, checkpoints: Any, tmp_path
     assert code == 0
     assert set(json.loads(out)["phases"]) == {"prefill"}
     assert len(list(tmp_path.rglob("*.gz"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("output_len", "said"),
+    [
+        (2, "the one decode step had run before the trace began, since steps run ahead of it: raise job.output_len"),
+        (3, "the trace has no events: the profiler of this torch sees neither operators nor kernels"),
+    ],
+)
+def test_decodes_that_ran_before_their_trace_are_named(
+    output_len: int, said: str, run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a CPU no step runs ahead: at most the one decode that follows a prefill could have run."""
+    traces: list[str] = []
+
+    class Late(torch.profiler.profile):
+        def export_chrome_trace(self, path: str) -> None:
+            traces.append(path)
+            super().export_chrome_trace(path)
+            if len(traces) == 2:  # of decodes
+                Path(path).write_bytes(gzip.compress(b'{"traceEvents": []}'))
+
+    monkeypatch.setattr("atom.runtime.profiler.profile", Late)
+    given = [f"serve.torch_profiler_dir={tmp_path}", f"job.output_len={output_len}", "job.num_prompts=2"]
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", *given)
+    assert (code, out, err.splitlines()[-1]) == (2, "", f"atom-run: ConfigError: {said}")
 
 
 def test_prompts_that_take_more_steps_are_traced_in_part(run: Any, checkpoints: Any, tmp_path: Path):

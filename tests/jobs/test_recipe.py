@@ -117,6 +117,29 @@ def test_a_recipe_that_does_not_compose_is_refused_naming_the_key(content: str, 
     assert out.splitlines()[1].startswith("demo ")
 
 
+def test_what_a_recipe_sets_wrongly_is_named_with_its_file_by_any_job(tmp_path: Path, capsys: Any):
+    path = tmp_path / "r.yaml"
+    path.write_text("serve: {max_num_sequences: 4}")
+    for given in ([f"recipe={path}"], ["+recipe=demo", f"+recipe={path}"]):
+        assert main(["job=explain", *given]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"atom-run: ConfigError: recipe {path}: serve.max_num_sequences: there is no such field")
+        assert err.count("\n") == 1
+    path.write_text("serve: {method: guess}")
+    with pytest.raises(ConfigError, match=rf"^recipe {path}: serve.method=guess: there is no such choice"):
+        load(["seed=1", f"recipe={path}"])
+    path.write_text("seed: 2")
+    with pytest.raises(ConfigError, match=r"^serve.method=guess: there is no such choice"):  # is not the recipe's
+        load([f"recipe={path}", "serve.method=guess"])
+
+
+def test_a_recipe_of_a_config_dir_is_named_too(tmp_path: Path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "own.yaml").write_text("dtype: fp12")
+    with pytest.raises(ConfigError, match=r"^recipe own: dtype=fp12: there is no such choice"):
+        load(["recipe=own"], config_dirs=[str(tmp_path)])
+
+
 def test_an_experiment_file_sets_choices_then_fields(tmp_path: Path):
     (tmp_path / "r.yaml").write_text(
         "# @package _global_\n"

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from atom.errors import ConfigError, RequestError
 from atom.runtime.profiler import Profiler
@@ -68,3 +70,16 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path):
         profiler.start()
     with pytest.raises(RequestError, match="start it first"):
         profiler.stop()
+
+
+def test_what_torch_says_of_cycles_is_left_out_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Talking(profile):
+        def start(self) -> None:
+            warnings.warn("Warning: Profiler clears events at the end of each cycle.", stacklevel=1)
+            warnings.warn("the driver is too old", stacklevel=1)
+            super().start()
+
+    monkeypatch.setattr("atom.runtime.profiler.profile", Talking)
+    with pytest.warns(UserWarning) as warned:
+        trace(Profiler(str(tmp_path)))
+    assert [str(each.message) for each in warned] == ["the driver is too old"]

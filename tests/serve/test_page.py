@@ -631,6 +631,69 @@ def test_settings_and_folded_plots_are_kept(server: Server, visit: Open):
     expect(page.get_by_label("Max tokens")).to_have_value("512")
 
 
+def test_an_empty_page_has_examples_that_are_sent_as_they_are(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    answer_with(page, events({"content": "Sure."}))
+    examples = page.get_by_role("log", name="Conversation").get_by_role("listitem").get_by_role("button")
+    expect(examples).to_have_count(4)
+    expect(examples.nth(2)).to_have_text("Compare TCP and UDP in a table.")
+    for index in range(4):
+        text = examples.nth(index).text_content() or ""
+        with page.expect_request("**/v1/chat/completions") as asked:
+            examples.nth(index).click()
+        assert asked.value.post_data_json["messages"] == [{"role": "user", "content": text}]
+        expect(page.get_by_role("heading", name="Ask something")).to_have_count(0)
+        expect(page.locator(".user > .text")).to_have_text(text)
+        expect(page.locator(".assistant > .text")).to_have_text("Sure.")
+        page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("navigation", name="Chats").get_by_role("listitem")).to_have_count(4)
+    assert opened.errors == []
+
+
+def test_tab_and_enter_alone_open_a_chat_edit_a_message_and_make_an_answer_anew(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+
+    def tab_to(name: str) -> None:
+        """Press Tab as often as it takes to come to the next control of this name."""
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("(it => it.ariaLabel || it.textContent)(document.activeElement)") == name:
+                return
+        raise AssertionError(f"Tab does not come to {name}")
+
+    def asked_by_enter(*deltas: dict[str, Any]) -> list[dict[str, str]]:
+        page.unroute("**/v1/chat/completions")
+        answer_with(page, events(*deltas))
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.keyboard.press("Enter")
+        expect(page.locator(".assistant .meta").last).to_contain_text("TTFT")
+        return asked.value.post_data_json["messages"]
+
+    tab_to("Compare TCP and UDP in a table.")
+    assert asked_by_enter({"content": "| TCP |"})[0]["content"] == "Compare TCP and UDP in a table."
+    expect(page.get_by_role("log")).to_be_focused()  # the example is gone, and Tab goes on from there
+    tab_to("New chat")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("article")).to_have_count(0)
+    tab_to("Compare TCP and UDP in a table.")  # of the chats that are kept, which come before the examples
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("article")).to_have_count(2)
+    tab_to("Edit")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("textbox", name="Edit message")).to_be_focused()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("Compare them")
+    assert asked_by_enter({"content": "No."}) == [{"role": "user", "content": "Compare them"}]
+    expect(page.get_by_role("log")).to_be_focused()
+    tab_to("Regenerate")
+    assert asked_by_enter({"content": "Yes."}) == [{"role": "user", "content": "Compare them"}]
+    expect(page.locator(".assistant > .text")).to_have_text("Yes.")
+    expect(page.get_by_role("log")).to_be_focused()
+    assert opened.errors == []
+
+
 def test_the_pace_is_shown_while_it_streams_and_escape_stops(server: Server, visit: Open):
     opened = visit(server.url)
     opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})

@@ -115,6 +115,7 @@ export class Conversation {
     chat.messages = [...messages, answer];
     chat.title ||= titleOf(messages);
     this.draw();
+    if (document.activeElement === document.body) log.focus({preventScroll: true});  // the button that was pressed is gone
     const view = this.views.at(-1), pace = new Pace();
     log.scrollTop = log.scrollHeight;
     this.drawBusy();

@@ -155,6 +155,8 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
         model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
         chat-template-content-format decode-context-parallel-size api-server-count
         cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs otlp-traces-endpoint shutdown-timeout
+        spec-method spec-model spec-tokens device-memory-utilization sse-keep-alive-interval log-level
+        language-model-only enable-ep-weight-filter prefill-context-parallel-size
     """,
     "atom.examples.simple_inference": "temperature",
     "atom.examples.profile_offline": "input-length output-length bs random-input",

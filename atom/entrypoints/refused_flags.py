@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 # what to use instead, or why it has no meaning here -> the flags, without their --; short ones with their -
-# vLLM's are those of 0.26 and 0.33, and older ones
+# vLLM's are those of 0.26 to 0.33, and older ones
 VLLM_REFUSED = {
     "all adapters that are loaded are on the device: --max-loras counts them; leave it out": "max-cpu-loras",
     "an adapter adds no tokens here; leave it out": "lora-extra-vocab-size",
@@ -101,8 +101,8 @@ VLLM_REFUSED = {
     "models with such a state are not built; leave it out": """
         mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size mamba-backend mamba-cache-mode
         mamba-cache-philox-rounds enable-mamba-cache-stochastic-rounding mamba-ssu-algorithm
-        enable-mamba-shared-prefix-checkpoint use-replayssm replayssm-buffer-len gdn-prefill-backend
-        kda-prefill-backend kda-decode-backend""",
+        enable-mamba-shared-prefix-checkpoint enable-mamba-fine-grained-prefix-cache use-replayssm replayssm-buffer-len
+        gdn-prefill-backend kda-prefill-backend kda-decode-backend""",
     "models of this kind are not built; leave it out": "diffusion-config -dc engram-config enable-hc-sp",
     "the scheduler plans a step by --max-num-batched-tokens and --max-num-seqs alone; leave it out": """
         max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold num-lookahead-slots

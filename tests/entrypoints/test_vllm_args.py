@@ -201,8 +201,8 @@ def test_these_are_vllms_flags():
 
 def cli_args() -> str:
     """The file with the flags of the server, which newer versions have elsewhere."""
-    places = ("entrypoints/openai/cli_args.py", "entrypoints/common/cli_args.py")
-    return next(place for place in places if (sources() / place).exists())
+    (path,) = sources().glob("entrypoints/*/cli_args.py")
+    return str(path.relative_to(sources()))
 
 
 @pytest.mark.parametrize("text", ["--seed", "-tp", "-Other", "--model=--preemption-mode", "O", "--Swap"])

@@ -1,4 +1,4 @@
-"""The flags of `vllm serve`, as vLLM's sources add them: engine/arg_utils.py and entrypoints/openai/cli_args.py.
+"""The flags of `vllm serve`, as vLLM's sources add them: engine/arg_utils.py and entrypoints/…/cli_args.py.
 
 Short ones have their -, long ones are without their --.
 """
@@ -65,7 +65,7 @@ ADDED = """
 anthropic-disabled-thinking-effort aux-output-config cohere-format cohere-is-reasoning-model
 custom-histogram-buckets dcp-q-replicate device-memory-utilization dp-sync-interval ec-manager-config
 elastic-ep-max-dp-size enable-batch-sharded-sampling enable-fault-tolerance enable-hc-sp
-enable-mamba-shared-prefix-checkpoint enable-nccl-comm-suspend enable-scale-out enable-shm-tensor-arena
+enable-mamba-fine-grained-prefix-cache enable-mamba-shared-prefix-checkpoint enable-nccl-comm-suspend enable-scale-out enable-shm-tensor-arena
 enable-trace-replay engram-config fault-tolerance-config grpc-port kda-decode-backend kda-prefill-backend
 log-level logging-config long-prefill-token-threshold-adaptive mamba-ssu-algorithm max-lora-cls-labels
 max-num-active-seqs max-num-queued-reqs max-num-queued-tokens mm-device-do-normalize mm-hasher-algorithm
@@ -73,4 +73,4 @@ mm-processor-device monokernel per-request-spec-decode-metrics prefix-cache-rete
 reasoning-effort-map replayssm-buffer-len return-sampling-mask sleep-mode-backend sleep-mode-offload-cudagraph
 sleep-preserve-parameter-names sparse-indexer-topk-backend sse-keep-alive-interval swa-bounded-replay
 tool-strict-level trust-request-mm-kwargs use-replayssm video-pruning-method watchdog-config watermark-config
-"""  # between 0.26 and 0.33, whose entrypoints/common/cli_args.py has part of them
+"""  # in 0.27 to 0.33

@@ -155,6 +155,8 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
         model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
         chat-template-content-format decode-context-parallel-size api-server-count
         cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs otlp-traces-endpoint shutdown-timeout
+        spec-method spec-model spec-tokens device-memory-utilization sse-keep-alive-interval log-level
+        language-model-only enable-ep-weight-filter prefill-context-parallel-size
     """,
     "atom.examples.simple_inference": "temperature",
     "atom.examples.profile_offline": "input-length output-length bs random-input",
@@ -329,7 +331,7 @@ def test_what_the_sources_import_is_what_they_depend_on():
     assert {each.lower().replace("_", "-") for each in used | by_name} == {
         each.lower().replace("_", "-") for each in stated
     }
-    private = {"hydra-core", "uvicorn", "triton"}
+    private = {"hydra-core", "uvicorn", "triton", "vllm"}
     assert all("<" in each for each in [*found["dependencies"], *extras] if re.split("[<>]", each)[0] in private)
 
 

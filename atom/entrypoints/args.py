@@ -112,16 +112,21 @@ def read_object(name: str, text: str) -> dict[str, Any]:
     return found
 
 
+def read_method(name: str) -> str:
+    """Ours for vLLM's name of a method: draft for draft_model, mtp for deepseek_mtp and its like."""
+    return "draft" if name == "draft_model" else "mtp" if name.endswith("_mtp") else name
+
+
 def read_speculative(text: str) -> list[str]:
-    """The overrides of a --speculative-config; a method that vLLM calls draft_model is draft."""
+    """The overrides of a --speculative-config, with vLLM's names of methods."""
     stated = read_object(f"--speculative-config={text}", text)
     for name in stated:
         if name not in SPECULATIVE:
             hint = did_you_mean(name, SPECULATIVE)
             known = ", ".join(SPECULATIVE)
             raise ConfigError(f"--speculative-config: there is no such field {name}{hint}; there are: {known}")
-    if stated.get("method") == "draft_model":
-        stated["method"] = "draft"
+    if isinstance(stated.get("method"), str):
+        stated["method"] = read_method(stated["method"])
     return [override(SPECULATIVE[name], value) for name, value in stated.items()]
 
 
@@ -175,7 +180,7 @@ class EngineArgs:
         of=(ROCM,),
     )
     load_dummy: bool | None = flag("load_dummy", "random weights: only config.json is read", of=(ROCM,))
-    enable_expert_parallel: bool | None = flag("serve.enable_expert_parallel", "divide experts among ranks")
+    enable_expert_parallel: bool | None = flag("serve.enable_expert_parallel", "divide experts among ranks", "-ep")
     enable_dp_attention: bool | None = flag(
         "serve.enable_dp_attention", "divide attention by request among devices", of=(ROCM,)
     )
@@ -201,7 +206,7 @@ class EngineArgs:
         of=(ROCM,),
     )
     speculative_config: str | None = flag(
-        "serve.method", f"JSON of {', '.join(SPECULATIVE)}", null="none", of=(VLLM,), write=read_speculative
+        "serve.method", f"JSON of {', '.join(SPECULATIVE)}", "-sc", null="none", of=(VLLM,), write=read_speculative
     )
     settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
@@ -281,7 +286,7 @@ class Parser(argparse.ArgumentParser):
             is_known = text in self._option_string_actions
             if re.fullmatch(r"-[^\W\d]", text) and not is_known:  # argparse would take -t for -tp
                 self.error(f"unrecognized arguments: {text}")
-            attached = re.fullmatch(r"(-[a-z]{2})(\d+)", text)  # -tp8, which argparse does not take
+            attached = re.fullmatch(r"(-[a-z]{2,3})(\d+)", text)  # -tp8, which argparse does not take
             texts += attached.groups() if attached else [text]
         return self.parse_args(texts)
 
@@ -327,7 +332,8 @@ def run_command(
     def parse_and_work() -> int:
         args = parser.parse(argv)
         typed = {text.partition("=")[0] for text in args.settings or ()}
-        known = sorted(kind.flags(), key=lambda each: getattr(args, each[0]) is not None)  # of two, the one given
+        known = sorted([*kind.flags()][::-1], key=lambda each: getattr(args, each[0]) is not None)
+        # of two with a key, the one given, else the first
         flags = {flag.key: (name, kind) for name, kind, flag in known if flag.key not in typed and flag.write is None}
         try:
             return work(args)

@@ -68,6 +68,12 @@ class ServerArgs(VLLMArgs):
         "serve.http.otlp_traces_endpoint", "URL of a collector that takes OTLP over HTTP, as http://HOST:4318"
     )
     shutdown_timeout: float | None = vllm_flag("serve.http.drain_seconds", "the same as --drain-seconds")
+    sse_keep_alive_interval: float | None = vllm_flag(
+        "serve.http.comment_seconds", "seconds of silence in a stream before something is sent that clients ignore"
+    )
+    log_level: str | None = vllm_flag(
+        "serve.http.log_level", "of lines on stderr, from which they are written: info, warning, error", read=str.lower
+    )
     tool_calls: str | None = flag(
         "serve.http.tool_calls", "their format: auto, none, a name in conf/tool_calls, or a YAML file", of=()
     )

@@ -24,7 +24,7 @@ import yaml
 from atom.checkpoint.address import parse_address
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_files
-from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_gib, read_object
+from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_gib, read_method, read_object
 from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
 
@@ -195,6 +195,14 @@ class VLLMArgs(EngineArgs):
         "serve.swap_space", "GiB of host memory a GPU, for KV that its pool has no room for", read=read_gib, null="none"
     )
     num_gpu_blocks_override: int | None = vllm_flag("serve.num_kvcache_blocks", "KV blocks", null="as memory holds")
+    device_memory_utilization: float | None = vllm_flag(
+        "serve.gpu_memory_utilization", "the same as --gpu-memory-utilization"
+    )
+    spec_method: str | None = vllm_flag("serve.method", "the same as method in --speculative-config", read=read_method)
+    spec_model: str | None = vllm_flag("serve.draft_model", "the same as model in --speculative-config")
+    spec_tokens: int | None = vllm_flag(
+        "serve.num_speculative_tokens", "the same as num_speculative_tokens in --speculative-config", null="3"
+    )
     max_logprobs: int | None = vllm_flag("serve.http.max_top_n_tokens", "log probabilities of a token, at most")
     generation_config: str | None = vllm_flag(
         "sampling.defaults",
@@ -280,6 +288,8 @@ class VLLMArgs(EngineArgs):
     enable_prompt_tokens_details: bool | None = vllm_flag("", "usage always has them", accepted=(True,))
     enable_request_id_headers: bool | None = vllm_flag("", "answers always bear X-Request-Id", accepted=(True,))
     enable_server_load_tracking: bool | None = vllm_flag("", "/load always counts", accepted=(True,))
+    language_model_only: bool | None = vllm_flag("", "models read text alone", accepted=(True,))
+    enable_ep_weight_filter: bool | None = vllm_flag("", "a rank reads its own experts' weights", accepted=(True,))
     lora_dtype: str | None = vllm_flag("", "adapters are in the model's dtype", accepted=("auto",))
     model_impl: str | None = vllm_flag("", "models are atom's own", accepted=("auto", "vllm"))
     tokenizer_mode: str | None = vllm_flag("", "tokenizers are Hugging Face's", accepted=("auto", "hf", "slow"))
@@ -292,6 +302,9 @@ class VLLMArgs(EngineArgs):
     chat_template_content_format: str | None = vllm_flag("", "contents are texts", accepted=("auto", "string"))
     decode_context_parallel_size: int | None = vllm_flag(
         "", "a sequence's KV is not divided", short="-dcp", accepted=(1,)
+    )
+    prefill_context_parallel_size: int | None = vllm_flag(
+        "", "a prompt is not divided among ranks", short="-pcp", accepted=(1,)
     )
     api_server_count: int | None = vllm_flag("", "one process speaks HTTP", short="-asc", accepted=(1,))
     cpu_offload_gb: float | None = vllm_flag("", "weights are not moved between devices", accepted=(0.0,))

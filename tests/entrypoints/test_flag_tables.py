@@ -9,7 +9,7 @@ from atom.config.schema import Config
 from atom.config.schema_keys import keys
 from atom.entrypoints.args import ROCM, VLLM, describe
 from atom.entrypoints.openai_server import ServerArgs
-from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED
+from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED, with_dashes
 from atom.jobs.flags import LLAMA_CPP
 
 PAGES = {"from-vllm.md": (VLLM, VLLM_REFUSED), "from-rocm-atom.md": (ROCM, ROCM_REFUSED)}
@@ -25,8 +25,8 @@ def tables(of: str, reasons: dict[str, str]) -> str:
             lines.append(f"| {', '.join(f'`{each}`' for each in names)} | {field} | {describe(flag)} |")
     lines += ["", "Refused:", "", "| flag | instead |", "|---|---|"]
     for reason, names in reasons.items():
-        spelled = (f"`{'-' if name in ('O', 'cc') else '--'}{name}`" for name in names.split())
-        lines.append(f"| {', '.join(spelled)} | {reason} |")
+        spelled = ", ".join(f"`{with_dashes(name)}`" for name in names.split())
+        lines.append(f"| {spelled} | {reason} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from entrypoints.vllm_flags import ADDED, FLAGS
+from vllm_sources import sources, tree, version
 
 from atom.config import Config
 from atom.config.load import load
 from atom.entrypoints import openai_server
 from atom.entrypoints.args import EngineArgs, Parser
 from atom.entrypoints.openai_server import ServerArgs
-from atom.entrypoints.refused_flags import REFUSED, ROCM_REFUSED, VLLM_REFUSED, refusal_of, refused
+from atom.entrypoints.refused_flags import REFUSED, ROCM_REFUSED, VLLM_REFUSED, refusal_of, refused, with_dashes
 from atom.entrypoints.vllm_args import VLLMParser
 from atom.errors import ConfigError, UnsupportedError
 
@@ -73,6 +76,16 @@ MEANS: dict[str, list[str]] = {
         "serve.pooler_config.pooling_type='MEAN'",
         "serve.pooler_config.normalize=false",
     ],
+    "--spec-method ngram --spec-tokens 4": ["serve.method='ngram'", "serve.num_speculative_tokens=4"],
+    "--spec-method draft_model --spec-model org/small": ["serve.method='draft'", "serve.draft_model='org/small'"],
+    "--spec-method deepseek_mtp": ["serve.method='mtp'"],
+    "-sc '{\"method\":\"ernie_mtp\"}' -ep": ["serve.enable_expert_parallel=true", "serve.method='mtp'"],
+    "-pcp1 -dcp1 --language-model-only --enable-ep-weight-filter": [],
+    "--device-memory-utilization 0.5": ["serve.gpu_memory_utilization=0.5"],
+    "--sse-keep-alive-interval 5 --log-level WARNING": [
+        "serve.http.comment_seconds=5.0",
+        "serve.http.log_level='warning'",
+    ],
     "--allowed-origins '[\"*\"]'": ["serve.http.cors=['*']"],
 }  # fmt: skip
 
@@ -100,6 +113,13 @@ WRONG = {
     "--config /nowhere": "/nowhere: No such file or directory",
     "-O3": "-O3: write --level 0, 1, 2 or 3",
     "-O 3": "-O: write --level 0, 1, 2 or 3",
+    "-cc.mode=3": "-cc.mode: write --level 0, 1, 2 or 3",
+    "-n 2": "-n: one engine is one host's",
+    "-dpa=10.0.0.1": "-dpa: one engine is one host's",
+    "-ac.backend FLASH_ATTN": "-ac.backend: kernels are chosen call by call",
+    "--no-enable-log-deltas": "--no-enable-log-deltas: no client's words are logged",
+    "--cpu-offload-params experts": "--cpu-offload-params: weights stay on their device",
+    "-pcp 2": "--prefill-context-parallel-size=2: a prompt is not divided among ranks; there is: 1",
     "--preemption_mode=swap": "--preemption_mode: whether blocks are swapped follows from --swap-space",
     "--max-cpu-loras 4": "--max-cpu-loras: all adapters that are loaded are on the device",
     "--lora-modules sql": "--lora-modules=sql: write name=path, or JSON with name and path",
@@ -108,10 +128,14 @@ WRONG = {
 }
 
 
-def parse(argv: Sequence[str]) -> ServerArgs:
+def make_parser() -> VLLMParser:
     parser = VLLMParser("prog", "A test.")
     ServerArgs.add_cli_args(parser)
-    return ServerArgs.from_cli_args(parser.parse(argv))
+    return parser
+
+
+def parse(argv: Sequence[str]) -> ServerArgs:
+    return ServerArgs.from_cli_args(make_parser().parse(argv))
 
 
 @pytest.mark.parametrize("typed", MEANS)
@@ -128,14 +152,57 @@ def test_what_is_not_taken_is_refused_with_a_reason(typed: str):
 def test_every_refused_flag_has_one_reason_and_is_taken_nowhere():
     names = [name for reasons in (VLLM_REFUSED, ROCM_REFUSED) for name, _ in refused(reasons)]
     assert len(set(names)) == len(names)
-    taken = {name.replace("_", "-") for name, _, _ in ServerArgs.flags()}
-    assert not taken & set(names)
-    parser = VLLMParser("prog", "A test.")
-    ServerArgs.add_cli_args(parser)
+    parser = make_parser()
+    assert not parser._option_string_actions.keys() & set(map(with_dashes, names))
     for name in names:
-        dashes = "-" if name in ("O", "cc") else "--"
-        with pytest.raises(UnsupportedError, match=f"^{dashes}{name}: {re.escape(REFUSED[name])}$"):
-            parser.parse([f"{dashes}{name}", "1"])
+        typed = with_dashes(name)
+        with pytest.raises(UnsupportedError, match=f"^{typed}: {re.escape(REFUSED[name])}$"):
+            parser.parse([typed, "1"])
+
+
+def find_unanswered(names: Iterable[str]) -> list[str]:
+    """Those of these flags that are neither taken nor refused with a reason."""
+    parser, unknown = make_parser(), []
+    for name in names:
+        try:
+            parser.parse([with_dashes(name), "1"])
+        except (ConfigError, UnsupportedError) as error:
+            unknown += [name] if "unrecognized arguments" in str(error) else []
+    return unknown
+
+
+def test_every_flag_of_vllm_is_taken_or_refused():
+    assert find_unanswered(["seed", "no-such", "-xx", "watermark"]) == ["no-such", "-xx"]
+    assert find_unanswered((FLAGS + ADDED).split()) == []
+
+
+def test_these_are_vllms_flags():
+    """Every flag of its sources has an answer; those of 0.26 are the list."""
+    found = {
+        argument.value
+        for file in ("engine/arg_utils.py", cli_args())
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument"
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    }
+    found |= {  # written from a class
+        f"--{each.target.id.replace('_', '-')}"
+        for node in ast.walk(tree(cli_args()))
+        if isinstance(node, ast.ClassDef) and node.name in ("FrontendArgs", "BaseFrontendArgs")
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    names = {name.removeprefix("--") for name in found if name.startswith("-")}
+    assert len(names) > 250 and find_unanswered(names) == []
+    if version().startswith("0.26."):
+        assert names == set(FLAGS.split())
+
+
+def cli_args() -> str:
+    """The file with the flags of the server, which newer versions have elsewhere."""
+    (path,) = sources().glob("entrypoints/*/cli_args.py")
+    return str(path.relative_to(sources()))
 
 
 @pytest.mark.parametrize("text", ["--seed", "-tp", "-Other", "--model=--preemption-mode", "O", "--Swap"])
@@ -144,8 +211,9 @@ def test_other_words_are_not_refused(text: str):
 
 
 @pytest.mark.parametrize("hint", re.findall(r"--set (\S+?=\S+)", " ".join(VLLM_REFUSED)))
-def test_a_field_that_a_refusal_names_is_there(hint: str):
-    load([hint.replace("BYTES", "4096").rstrip(",;")])
+def test_a_field_that_a_refusal_names_is_there(hint: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3_30b_a3b.json").read_text())
+    load([f"checkpoint={tmp_path}", hint.replace("BYTES", "4096").rstrip(",;")])
 
 
 def test_a_flag_that_a_refusal_names_is_there():

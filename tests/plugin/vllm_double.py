@@ -1,9 +1,10 @@
-"""What atom's plug-in takes of vLLM 0.26, with vLLM's signatures: paged attention in plain torch, one process.
+"""What atom's plug-in takes of vLLM: paged attention in plain torch, one process.
 
 with installed():
     from atom.plugin.vllm.model import AtomForCausalLM
 
-`tests/plugin/test_vllm_contract.py` holds these signatures against vLLM's sources where they are at hand.
+A signature has the parameters that atom gives, in the way it gives them: by position, then by keyword.
+`tests/plugin/test_vllm_contract.py` holds them against vLLM's sources where they are at hand.
 """
 
 from __future__ import annotations
@@ -70,14 +71,30 @@ class CompilationConfig:
 
 
 @dataclass
+class SchedulerConfig:
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 64
+
+
+@dataclass
+class LoadConfig:
+    load_format: str = "auto"
+
+
+@dataclass
+class DeviceConfig:
+    device_type: str = "cpu"
+
+
+@dataclass
 class VllmConfig:
     model_config: ModelConfig
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
-    scheduler_config: Any = field(default_factory=lambda: SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64))
-    load_config: Any = field(default_factory=lambda: SimpleNamespace(load_format="auto"))
-    device_config: Any = field(default_factory=lambda: SimpleNamespace(device_type="cpu"))
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    load_config: LoadConfig = field(default_factory=LoadConfig)
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
     quant_config: Any = None
     additional_config: Any = field(default_factory=dict)
 
@@ -141,27 +158,21 @@ class Attention(_Layer):
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        use_alibi_sqrt: bool | None = None,
-        cache_config: CacheConfig | None = None,
-        quant_config: Any = None,
-        logits_soft_cap: float | None = None,
-        per_layer_sliding_window: int | None = None,
-        prefix: str = "",
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        mm_prefix_clamp_sliding_window: bool = False,
-        attn_backend: Any = None,
-        head_size_v: int | None = None,
-        **extra_impl_args: Any,
+        /,
+        *,
+        num_kv_heads: int,
+        cache_config: CacheConfig | None,
+        quant_config: Any,
+        logits_soft_cap: float | None,
+        per_layer_sliding_window: int | None,
+        prefix: str,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__(prefix)
-        assert set(extra_impl_args) <= {"sinks"}
-        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale, self.softcap = scale, logits_soft_cap
         self.window = per_layer_sliding_window or (cache_config.sliding_window if cache_config else None)
-        self.impl_sinks = extra_impl_args.get("sinks")
+        self.impl_sinks = sinks
         if quant_config is not None:
             self.k_scale, self.v_scale = (nn.Parameter(torch.tensor(-1.0), requires_grad=False) for _ in range(2))
 
@@ -170,8 +181,7 @@ class Attention(_Layer):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        output_shape: torch.Size | None = None,
-        output_dtype: torch.dtype | None = None,
+        /,
     ) -> torch.Tensor:
         q = query.view(-1, self.num_heads, self.head_size)
         k, v = (each.view(-1, self.num_kv_heads, self.head_size) for each in (key, value))
@@ -182,22 +192,9 @@ class Attention(_Layer):
 
 
 class ColumnParallelLinear(nn.Module):
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        gather_output: bool = False,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: Any = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, /, *, bias: bool, prefix: str) -> None:
         super().__init__()
-        assert not bias and quant_config is None
+        assert not bias and prefix
         rows = output_size // context.config.parallel_config.tensor_parallel_size
         self.weight = nn.Parameter(
             torch.zeros(rows, input_size, dtype=context.config.model_config.dtype), requires_grad=False
@@ -207,6 +204,7 @@ class ColumnParallelLinear(nn.Module):
 class MLAAttention(_Layer):
     def __init__(
         self,
+        *,
         num_heads: int,
         scale: float,
         qk_nope_head_dim: int,
@@ -215,14 +213,9 @@ class MLAAttention(_Layer):
         q_lora_rank: int | None,
         kv_lora_rank: int,
         kv_b_proj: ColumnParallelLinear,
-        cache_config: CacheConfig | None = None,
-        quant_config: Any = None,
-        prefix: str = "",
-        attn_backend: Any = None,
-        use_sparse: bool = False,
-        indexer: object | None = None,
-        topk_indices_buffer: torch.Tensor | None = None,
-        **extra_impl_args: Any,
+        cache_config: CacheConfig | None,
+        quant_config: Any,
+        prefix: str,
     ) -> None:
         super().__init__(prefix)
         self.num_heads, self.scale, self.v_head_dim = num_heads, scale, v_head_dim
@@ -238,7 +231,9 @@ class MLAAttention(_Layer):
         q: torch.Tensor,
         kv_c_normed: torch.Tensor,
         k_pe: torch.Tensor,
-        output_shape: torch.Size | None = None,
+        /,
+        *,
+        output_shape: torch.Size,
     ) -> torch.Tensor:
         assert q.shape[1:] == (self.num_heads, self.plain + self.rotated) and k_pe.shape[1:] == (1, self.rotated)
         assert output_shape == (len(q), self.num_heads * self.v_head_dim)
@@ -254,12 +249,12 @@ def get_tensor_model_parallel_rank() -> int:
     return context.rank.number if context.rank else 0
 
 
-def tensor_model_parallel_all_reduce(input_: torch.Tensor) -> torch.Tensor:
+def tensor_model_parallel_all_reduce(input_: torch.Tensor, /) -> torch.Tensor:
     assert context.rank is not None
     return context.rank.communicator.all_reduce(input_, axis="tensor")
 
 
-def tensor_model_parallel_all_gather(input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+def tensor_model_parallel_all_gather(input_: torch.Tensor, /, *, dim: int) -> torch.Tensor:
     assert context.rank is not None and dim == -1 and input_.is_contiguous()
     size = input_.shape[-1] * context.config.parallel_config.tensor_parallel_size
     return context.rank.communicator.all_gather(input_, axis="tensor", size=size)
@@ -269,7 +264,7 @@ class _ModelRegistry:
     def __init__(self) -> None:
         self.models: dict[str, str] = {}
 
-    def register_model(self, model_arch: str, model_cls: type[nn.Module] | str) -> None:
+    def register_model(self, model_arch: str, model_cls: type[nn.Module] | str, /) -> None:
         assert isinstance(model_cls, str) and len(model_cls.split(":")) == 2
         self.models[model_arch] = model_cls
 
@@ -279,7 +274,7 @@ ModelRegistry = _ModelRegistry()
 
 class RocmPlatform:
     @classmethod
-    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig, /) -> None:
         vllm_config.compilation_config.static_forward_context["rocm"] = "defaults"
 
 

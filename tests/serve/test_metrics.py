@@ -157,13 +157,15 @@ def test_vllms_board_finds_its_metrics_by_model(doubled: Server):
 
 
 def test_vllms_metrics_have_vllms_buckets(doubled: Server):
-    """As vLLM 0.11 has them: vllm/v1/metrics/loggers.py."""
+    """As vLLM 0.26 has them: vllm/v1/metrics/loggers.py; those of 0.33 are the same (buckets.py beside it)."""
     latency = (
         "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0 +Inf"
     )
     expected = {
         "e2e_request_latency_seconds": latency,
         "request_decode_time_seconds": latency,
+        "time_to_first_token_seconds": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 "
+        "40.0 80.0 160.0 640.0 2560.0 +Inf",
         "inter_token_latency_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 "
         "+Inf",
         "request_prompt_tokens": "1.0 2.0 5.0 10.0 20.0 50.0 +Inf",

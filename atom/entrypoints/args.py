@@ -246,17 +246,17 @@ class EngineArgs:
     def overrides(self) -> list[str]:
         """The overrides of the flags that were given."""
         texts: list[str] = []
-        drafts = self.method or any(text.startswith("serve.method=") for text in self.settings or ())
         for name, _, flag in self.flags():
             value = getattr(self, name)
             if value is None or value in flag.accepted:
                 continue
-            if name == "num_speculative_tokens" and value == 1 and not drafts:  # ROCm/ATOM's default
-                continue
             if not flag.key and flag.write is None:
                 raise refuse_value(name, value, flag)
             texts += [override(flag.key, value)] if flag.write is None else flag.write(value)
-        return [*texts, *(self.settings or ())]
+        every = [*texts, *(self.settings or ())]
+        if not any(text.startswith("serve.method=") for text in every):
+            every = [text for text in every if text != "serve.num_speculative_tokens=1"]  # ROCm/ATOM's default
+        return every
 
     def load(self) -> Config:
         """Load the configuration of these flags. Hydra is imported for it, which --help does not need."""

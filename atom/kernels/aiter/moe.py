@@ -50,7 +50,9 @@ def experts(
     first: Tensor | None = None, *, kind: str, limit: float | None = None, alpha: float | None = None,
     act: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """kind is silu, and there are no biases"""
+    """kind is silu, and there are no biases. A rank may have no rows."""
+    if not len(x):
+        return torch.empty_like(x)
     quant = {None: "No", "fp8[1, *]": "per_Token"}.get(act, "per_128x128")
     (w1, w1_scale), (w2, w2_scale) = map(_parts, (gate_up, down))
     mask = None

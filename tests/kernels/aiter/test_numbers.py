@@ -171,6 +171,8 @@ def test_experts(kernels: Kernels, fmt: str, arch: str, first: int | None):
     )
     check(found, wanted, 0.06 if fmt else 0.02)
     assert kernels.calls == ["experts"] and (first is None or not wanted[3].any())
+    none = kernels[ops.experts](x[:0], weights[:0], ids[:0], *own, *here, **run)
+    assert none.shape == (0, 256) and kernels.calls == ["experts"]
 
 
 @pytest.mark.parametrize(("interleaved", "has_norms"), [(False, False), (True, True)])

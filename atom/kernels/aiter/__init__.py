@@ -149,11 +149,9 @@ def _accepts_experts(
 
 def _accepts_router(target: Target, _x: Type, weight: Type, _bias: Type | None = None, correction: Type | None = None,
                     *, top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1,
-                    shared: int = 0, **_rule: Any) -> str | None:  # fmt: skip
+                    **_rule: Any) -> str | None:  # fmt: skip
     experts, has_correction = int(weight.shape[0]), correction is not None
     groups = 1 if method == "greedy" else groups
-    if shared:
-        return "has no weights of experts that all tokens share"
     if top_k > MAX_TOP_K:
         return f"chooses {MAX_TOP_K} experts at most, not {top_k}"
     if score == "softmax" and groups == 1 and not has_correction:

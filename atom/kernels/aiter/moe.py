@@ -34,7 +34,8 @@ def router(aiter: Aiter, x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         weights.mul_(scale)
     else:
         aiter["topk_of_groups"](logits, weights, ids, groups, top_groups, renormalize, score == "softmax", scale)
-    return weights, ids.long()
+    common = torch.arange(len(weight), len(weight) + shared, device=x.device).expand(len(x), -1)
+    return torch.cat((weights, weights.new_ones(common.shape)), 1), torch.cat((ids.long(), common), 1)
 
 
 def add_norm_router(aiter: Aiter, a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None,

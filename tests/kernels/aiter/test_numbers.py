@@ -119,6 +119,7 @@ def test_linears(kernels: Kernels, fmt: str, arch: str):
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {  # the function that is called, the rule
     "softmax": ("topk_softmax", {"top_k": 3}),
     "renormalized": ("topk_softmax", {"top_k": 3, "renormalize": True, "scale": 2.5}),
+    "experts that all tokens share": ("topk_softmax", {"top_k": 3, "renormalize": True, "scale": 2.5, "shared": 2}),
     "groups that greedy ignores": ("topk_softmax", {"top_k": 3, "groups": 8, "top_groups": 1}),
     "sigmoid": ("topk_of_groups", {"top_k": 1, "score": "sigmoid", "scale": 2.0}),
     "best groups": (

@@ -55,7 +55,7 @@ def test_the_recorded_version_takes_what_atom_passes(name: str, recorded: Path):
 
 
 def test_newer_sources_have_other_places_and_take_the_same(tmp_path: Path):
-    """Six functions, as files of AITER's repository at later commits than the wheel have them."""
+    """Nine functions, as files of AITER's repository at later commits than the wheel have them."""
     newer = json.loads(CONTRACT.with_name("newer.json").read_text())["functions"]
     root = write_sources(tmp_path, newer)
     found = {name: find_place(function, root) for name, function in FUNCTIONS.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from atom.graph.recipe_ranges import narrow
 from atom.graph.recipes import (
-    KEEPS_ROWS,
+    JOINS_EXPERTS,
     Cat,
     LoraStack,
     Quantize,
@@ -55,9 +55,9 @@ def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
 
 
 def shuffled_alone(recipe: Shuffle) -> list[Recipe]:
-    """What goes into a kernel's layout as one: a matrix, each expert's, or all experts' where rows stay rows."""
+    """What goes into a kernel's layout as one: a matrix, each expert's, or all experts' in layouts that join them."""
     part = recipe.part
-    if len(part.type.shape) == 2 or recipe.layout in KEEPS_ROWS:
+    if len(part.type.shape) == 2 or recipe.layout in JOINS_EXPERTS:
         return [part]
     return [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
 

@@ -262,7 +262,7 @@ class Repack:
 WORDS = ("columns", "rows", "awq", "gptq", "gptq_minus_1", *formats.BLOCK_WORDS)
 
 
-KEEPS_ROWS = ("wgmma",)  # layouts of columns, in which all experts are one tensor
+JOINS_EXPERTS = ("aiter", "wgmma")  # layouts in which all experts are one tensor
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def connect_rank(device: str, rendezvous: Rendezvous) -> Communicator:
 
 
 def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut | PackedWeight:
-    """A weight [O, I] in a kernel's own layout; of a weight [E, O, I] each expert by itself, but for KEEPS_ROWS."""
+    """A weight [O, I] in a kernel's own layout; of a weight [E, O, I] each expert by itself, but for JOINS_EXPERTS."""
     return _backend_of(layout).layouts[layout](weight)
 
 

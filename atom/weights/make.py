@@ -145,7 +145,7 @@ def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     for each in parts:
         _fill(each, plain, source)
         source.flush()
-        made.append(shuffle(plain.view(plain.shape[-2:]), recipe.layout))
+        made.append(shuffle(plain if is_whole else plain.view(plain.shape[-2:]), recipe.layout))
     return made[0] if is_whole else made
 
 

@@ -8,6 +8,7 @@ A body does what AITER documents or its own tests check with, and checks the lay
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.kernels.aiter.functions import FUNCTIONS, Aiter
+from atom.kernels.aiter.functions import FUNCTIONS, QUANT_TYPE, Aiter
 
 CONTRACT = Path(__file__).parent / "aiter" / "contract.json"
 
@@ -45,6 +46,8 @@ def library(root: Path, functions: dict[str, str], calls: list[str] | None = Non
     names = {place: name for name, function in FUNCTIONS.items() for place in function.places}
 
     def load(place: str) -> Callable[..., Any]:
+        if place == QUANT_TYPE:
+            return QuantType
         body = DOUBLES[names[place]]
 
         def run(given: dict[str, Any]) -> Any:
@@ -122,11 +125,13 @@ def linear(A: Tensor, B: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor
 
 
 def unshuffled(values: Tensor) -> Tensor:
-    """Undo the layout (16, 16) of AITER's shuffle_weight, of one byte each, address by address."""
-    rows, columns = values.shape
+    """Undo the layout (16, 16) of AITER's shuffle_weight, address by address in bytes."""
+    stored = values.contiguous().view(torch.uint8).flatten(0, -2)
+    (rows, columns), width = stored.shape, 32 * values.itemsize
     row, column = torch.arange(rows).unsqueeze(1), torch.arange(columns)
-    strip, tile, lane = row // 16 * 16 * columns, column // 32 * 512, column % 32 // 16 * 256
-    return values.view(torch.uint8).flatten()[strip + tile + lane + row % 16 * 16 + column % 16].view(values.dtype)
+    strip, tile, lane = row // 16 * 16 * columns, column // width * 16 * width, column % width // 16 * 256
+    found = stored.flatten()[strip + tile + lane + row % 16 * 16 + column % 16]
+    return found.view(values.dtype).view(values.shape)
 
 
 def linear_by_token(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: torch.dtype,
@@ -145,6 +150,110 @@ def linear_by_block(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, dt
     x = XQ.float() * by_token.repeat_interleave(128, 1)
     weight = unshuffled(WQ).float() * w_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return F.linear(x, weight).to(dtype)
+
+
+def topk_softmax(
+    topk_weights: Tensor, topk_indices: Tensor, token_expert_indices: Tensor, gating_output: Tensor, need_renorm: bool,
+    **_: Any,
+) -> None:  # fmt: skip
+    assert token_expert_indices.dtype is torch.int32 and token_expert_indices.shape == topk_indices.shape
+    scores = gating_output.float().softmax(-1)
+    _choose(scores, scores, topk_weights, topk_indices, need_renorm, 1.0)
+
+
+def topk_of_groups(
+    gating_output: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_expert_group: int, topk_group: int,
+    need_renorm: bool, is_softmax: bool = True, routed_scaling_factor: float = 1.0,
+) -> None:  # fmt: skip
+    """`grouped_topk_torch` beside it: groups are as good as their best expert."""
+    scores = gating_output.softmax(-1) if is_softmax else gating_output.sigmoid()
+    grouped = scores.view(len(scores), num_expert_group, -1)
+    kept = _of_groups(scores, grouped.amax(-1), topk_group)
+    _choose(kept, scores, topk_weights, topk_ids, need_renorm, routed_scaling_factor)
+
+
+def topk_with_correction(
+    gating_output: Tensor, correction_bias: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_expert_group: int,
+    topk_grp: int, need_renorm: bool, routed_scaling_factor: float = 1.0,
+) -> None:  # fmt: skip
+    """`biased_grouped_topk_torch` beside it: groups are as good as their two best experts together."""
+    assert correction_bias.dtype is gating_output.dtype, "as its C++ checks"
+    scores = gating_output.sigmoid()
+    ranks = scores + correction_bias
+    best = ranks.view(len(ranks), num_expert_group, -1).topk(2, dim=-1).values.sum(-1)
+    _choose(_of_groups(ranks, best, topk_grp), scores, topk_weights, topk_ids, need_renorm, routed_scaling_factor)
+
+
+def _of_groups(ranks: Tensor, groups: Tensor, num: int) -> Tensor:
+    """ranks [T, E], but -inf where an expert's group is none of the `num` best of groups [T, G]"""
+    out = torch.full_like(ranks, -torch.inf)
+    size = ranks.shape[1] // groups.shape[1]
+    for token, best in enumerate(groups.topk(num, dim=-1).indices.tolist()):
+        for group in best:
+            own = slice(group * size, (group + 1) * size)
+            out[token, own] = ranks[token, own]
+    return out
+
+
+def _choose(ranks: Tensor, scores: Tensor, weights: Tensor, ids: Tensor, need_renorm: bool, scale: float) -> None:
+    assert weights.dtype is torch.float32 and ids.dtype is torch.int32 and weights.shape == ids.shape
+    found = ranks.topk(ids.shape[1], dim=-1).indices
+    chosen = scores.gather(1, found)
+    ids.copy_(found)
+    weights.copy_((chosen / chosen.sum(-1, keepdim=True) if need_renorm else chosen) * scale)
+
+
+class QuantType(enum.Enum):
+    """AITER's, of which fused_moe reads the value."""
+
+    No, per_Tensor, per_Token, per_1x32, per_1x128, per_128x128 = range(6)
+
+
+def experts(
+    hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weight: Tensor, topk_ids: Tensor,
+    expert_mask: Tensor | None = None, quant_type: Any = QuantType.No, w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """`torch_moe_stage1` and `torch_moe_stage2` beside it, of shuffled weights, as its op tests call it."""
+    assert w1.is_shuffled and w2.is_shuffled, "newer versions read other weights as stored"  # type: ignore[attr-defined]
+    assert topk_ids.dtype is torch.int32 and topk_weight.dtype is torch.float32
+    quant, (num, hidden, width) = quant_type.name, w2.shape
+    assert w1.shape == (num, 2 * width, hidden) and (quant == "No") == (w1_scale is None) == (w2_scale is None)
+    mask = torch.ones(num, dtype=torch.int32) if expert_mask is None else expert_mask
+    assert mask.dtype is torch.int32 and mask.sum() == num and topk_ids.max() < len(mask)
+    local = mask.cumsum(0) - 1
+    up, down = _wide_experts(w1, w1_scale, quant), _wide_experts(w2, w2_scale, quant)
+    out = torch.zeros(len(hidden_states), hidden)
+    rows = _rounded(hidden_states, quant, w1.dtype)
+    for token, chosen in enumerate(topk_ids.tolist()):
+        for place, expert in enumerate(chosen):
+            if mask[expert]:
+                both = up[local[expert]] @ rows[token]
+                m = _rounded((F.silu(both[:width]) * both[width:])[None].to(hidden_states.dtype), quant, w1.dtype)[0]
+                out[token] += topk_weight[token, place] * (down[local[expert]] @ m)
+    return out.to(hidden_states.dtype)
+
+
+def _wide_experts(values: Tensor, scales: Tensor | None, quant: str) -> Tensor:
+    """Shuffled weights [E, O, I] -> their numbers"""
+    wide = unshuffled(values).float()
+    if scales is None:
+        return wide
+    (num, out, inner), span = values.shape, 128 if quant == "per_128x128" else None
+    assert scales.dtype is torch.float32 and scales.is_contiguous()
+    if span is None:
+        assert quant == "per_Token" and scales.shape == (num, out, 1)
+        return wide * scales
+    assert scales.shape == (num, out // span, inner // span)
+    return wide * scales.repeat_interleave(span, 1).repeat_interleave(span, 2)
+
+
+def _rounded(x: Tensor, quant: str, dtype: torch.dtype) -> Tensor:
+    """x [T, H] as AITER quantizes it for such a product, in float32"""
+    if quant == "No":
+        return x.float()
+    values, scales = quantize(x if quant == "per_Token" else x.view(len(x), -1, 128), dtype)
+    return (values.float() * scales).view(x.shape)
 
 
 def rope_and_write(
@@ -204,6 +313,7 @@ DOUBLES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize, silu_and_mul, quantize_tokens,
-        quantize_spans, linear, linear_by_token, linear_by_block, rope_and_write, attention,
+        quantize_spans, linear, linear_by_token, linear_by_block, rope_and_write, attention, topk_softmax,
+        topk_of_groups, topk_with_correction, experts,
     )
 }  # fmt: skip

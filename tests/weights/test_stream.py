@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels.aiter_doubles import unshuffled
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -204,6 +205,14 @@ def test_a_kernels_layout_is_made_of_what_has_arrived(folder: Path, monkeypatch:
     tensors = make_all([experts, whole], source, "cpu")
     assert_same_bits(tensors[whole].to_dense(), TALL)
     assert_same_bits(torch.stack([each.to_dense() for each in tensors[experts]]), EXPERTS)
+
+
+def test_all_experts_are_one_tensor_in_a_layout_that_joins_them(tmp_path: Path, device: str):
+    values = torch.randn(3, 32, 64).bfloat16()
+    save(tmp_path, {f"experts.{expert}": each.clone() for expert, each in enumerate(values)})
+    recipe = Shuffle(Stack(W("experts.{expert}", Type("bf16", (32, 64))), 0, 3), "aiter")
+    (made,) = load_staged([recipe], open_checkpoint(str(tmp_path)), device).values()
+    assert_same_bits(unshuffled(made), values)
 
 
 def test_what_no_file_holds_plain_is_read_from_the_checkpoint(

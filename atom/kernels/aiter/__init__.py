@@ -32,6 +32,9 @@ DTYPES = ("bf16", "fp16")
 MAX_NORM = 8192  # columns of a row that norms keep in registers
 MAX_HEAD_DIM = 256
 ROWS, SPAN = 16, 128  # of fp8 weights: rows of a tile; columns that share a scale, of which products take whole ones
+EXPERT_BLOCKS = {None: 128, "fp8[1, *]": 256, "fp8[1, 128]": 256}  # whole ones of experts' dims, by activations
+GROUPS = {False: (1, 2, 4, 8), True: (1, 8)}  # of experts, that AITER chooses from; with a correction
+MAX_TOP_K = 64  # a thread of a wave for each
 FP8 = "fp8_e4m3"
 
 
@@ -104,23 +107,68 @@ def _accepts_linear(place: int, target: Target, x: Type, *types: Any, kind: str 
 
 def _refuse_packed(target: Target, x: Type, weight: Type, act: str | None) -> str | None:
     """Why AITER has no product of activations in this format by this weight; None: it has one."""
-    if weight.fmt is None:
-        return "has products of quantized activations by packed weights alone"
-    known, (out, inner) = parse_format(weight.fmt), map(int, weight.shape)
-    if known.kind != "scaled" or known.parts["values"].dtype != FP8 or known.parts.keys() != {"values", "scales"}:
-        return f"has no layout of {weight.fmt}"
-    if act is None or act_of(weight.fmt) != act:
-        return f"weights in {weight.fmt} are multiplied by activations in {act_of(weight.fmt)} alone, not in {act or x}"
-    rows, columns = known.block
-    if (rows, columns) not in ((1, None), (SPAN, SPAN)):
-        return f"has no scales of blocks as in {weight.fmt}"
-    if x.dtype != "bf16":
-        return f"products of {act} are bf16, not {x.dtype}"
+    if (reason := _refuse_format(x, weight, act)) is not None:
+        return reason
+    (rows, _), (out, inner) = parse_format(str(weight.fmt)).block, map(int, weight.shape)
     if out % (ROWS if rows == 1 else SPAN) or inner % SPAN:
         return f"has no layout of {out} x {inner}"
     return refuse_target(
         target, *(("quantize_tokens", "linear_by_token") if rows == 1 else ("quantize_spans", "linear_by_block"))
     )
+
+
+def _refuse_format(x: Type, weight: Type, act: str | None) -> str | None:
+    if weight.fmt is None:
+        return "has products of quantized activations by packed weights alone"
+    known = parse_format(weight.fmt)
+    if known.kind != "scaled" or known.parts["values"].dtype != FP8 or known.parts.keys() != {"values", "scales"}:
+        return f"has no layout of {weight.fmt}"
+    if act is None or act_of(weight.fmt) != act:
+        return f"weights in {weight.fmt} are multiplied by activations in {act_of(weight.fmt)} alone, not in {act or x}"
+    if known.block not in ((1, None), (SPAN, SPAN)):
+        return f"has no scales of blocks as in {weight.fmt}"
+    return None if x.dtype == "bf16" else f"products of {act} are bf16, not {x.dtype}"
+
+
+def _accepts_experts(
+    _target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None, kind: str,
+    act: str | None = None, **_attributes: Any,
+) -> str | None:  # fmt: skip
+    """more: biases, then the first expert that is here"""
+    if kind != "silu":
+        return f"has silu gates alone, not {kind}"
+    if more[:2] not in ((), (None,), (None, None)):
+        return "adds no biases of experts"
+    for weight in (gate_up, down):
+        reason = _refuse_dtype(x) if weight.fmt is None and act is None else _refuse_format(x, weight, act)
+        if reason is not None:
+            return reason
+    block, (hidden, width) = EXPERT_BLOCKS[act], map(int, down.shape[1:])
+    return f"experts have {hidden} x {width} dims, no multiples of {block}" if hidden % block or width % block else None
+
+
+def _accepts_router(target: Target, _x: Type, weight: Type, _bias: Type | None = None, correction: Type | None = None,
+                    *, top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1,
+                    **_rule: Any) -> str | None:  # fmt: skip
+    experts, has_correction = int(weight.shape[0]), correction is not None
+    groups = 1 if method == "greedy" else groups
+    if top_k > MAX_TOP_K:
+        return f"chooses {MAX_TOP_K} experts at most, not {top_k}"
+    if score == "softmax" and groups == 1 and not has_correction:
+        return refuse_target(target, "topk_softmax")
+    if has_correction and score != "sigmoid":
+        return f"corrects sigmoid scores alone, not {score}"
+    if groups > 1 and has_correction != (method == "noaux_tc"):
+        return f"has no {method} {'with' if has_correction else 'without'} a correction"
+    if groups not in GROUPS[has_correction] or experts % (4 * groups):
+        return f"does not choose from {groups} groups of {experts} experts"
+    return refuse_target(target, "topk_with_correction" if has_correction else "topk_of_groups")
+
+
+def _accepts_norm_router(
+    target: Target, a: Type, _b: Type, norm: Type, *types: Any, eps: float, **rule: Any
+) -> str | None:
+    return _accepts_router(target, a, *types, **rule) or _accepts_norm(target, a, norm)
 
 
 def _accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
@@ -155,15 +203,19 @@ def _accepts_both(target: Target, *types: Any, **attributes: Any) -> str | None:
     return _accepts_write(target, *types, **attributes) or _accepts_attention(target, *types, **attributes)
 
 
-def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[str, ...] = ()) -> Kernel:
-    """A kernel that calls these functions of AITER. acts: the formats of activations that it multiplies"""
+def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[str, ...] = (),
+            layout: str | None = None) -> Kernel:  # fmt: skip
+    """A kernel that calls these functions of AITER.
+
+    acts: the formats of activations that it multiplies. layout: of a plain weight
+    """
 
     def load(context: LoadContext) -> Callable[..., Any]:
         function = getattr(importlib.import_module(f"{__name__}.{module}"), op.name)
         return partial(function, context.share(Aiter))
 
     accepts = on_device("cuda", _calls(*functions, then=accepts), packed=("scaled",) if acts else (), acts=acts)
-    return Kernel(op, "aiter", accepts, load, packed_layout=LAYOUT if acts else None)
+    return Kernel(op, "aiter", accepts, load, layout=layout, packed_layout=LAYOUT if acts else None)
 
 
 def _linear(op: Op, *functions: str) -> Kernel:
@@ -179,6 +231,9 @@ KERNELS = (
     _linear(ops.gated_linear),
     _linear(ops.norm_linear, "rms_norm", "rms_norm_quantize"),
     _linear(ops.add_norm_linear, "add_rms_norm", "add_rms_norm_quantize"),
+    _kernel(ops.router, "moe", _accepts_router),
+    _kernel(ops.add_norm_router, "moe", _accepts_norm_router, "add_rms_norm"),
+    _kernel(ops.experts, "moe", _accepts_experts, "experts", acts=("fp8",), layout=LAYOUT),
     _kernel(ops.norm_rope_write, "attention", _accepts_write, "rope_and_write"),
     _kernel(ops.paged_attention, "attention", _accepts_attention, "attention"),
     _kernel(ops.norm_rope_attention, "attention", _accepts_both, "rope_and_write", "attention"),

@@ -93,7 +93,34 @@ FUNCTIONS = {
          "window_size", "block_table", "softcap", "q_descale", "k_descale", "v_descale"),
         ("sinks",),
     ),
+    # gating_output fp32[T, E] -> in place, in order of weight: topk_weights fp32[T, k], topk_ids and others i32[T, k]
+    "topk_softmax": Function(
+        ("aiter.ops.moe_op:topk_softmax",),
+        ("topk_weights", "topk_indices", "token_expert_indices", "gating_output", "need_renorm"),
+    ),
+    # the same of the best groups: those of the best expert, or, with a correction fp32[E], of the two best together
+    "topk_of_groups": Function(
+        ("aiter.ops.topk:grouped_topk",),
+        ("gating_output", "topk_weights", "topk_ids", "num_expert_group", "topk_group", "need_renorm", "is_softmax",
+         "routed_scaling_factor"),
+    ),
+    "topk_with_correction": Function(
+        ("aiter.ops.topk:biased_grouped_topk_hip",),
+        ("gating_output", "correction_bias", "topk_weights", "topk_ids", "num_expert_group", "topk_grp", "need_renorm",
+         "routed_scaling_factor"),
+    ),
+    # hidden_states [T, H], w1 [E, 2 W, H] and w2 [E, H, W] shuffled 16x16, topk_weight fp32[T, k], topk_ids i32[T, k],
+    # expert_mask i32[ids], 1 where an id is of one of the E in turn; scales fp32[E, O, 1] or [E, O / 128, I / 128]
+    "experts": Function(
+        ("aiter.fused_moe:fused_moe",),
+        ("hidden_states", "w1", "w2", "topk_weight", "topk_ids"),
+        ("expert_mask", "quant_type", "w1_scale", "w2_scale"),
+    ),
 }  # fmt: skip
+
+# an enum, whose members AITER's C++ has: what "experts" multiplies in
+QUANT_TYPE = Place("aiter.ops.enum:QuantType")
+QUANT_TYPES = ("No", "per_Token", "per_128x128")  # those that atom passes
 
 
 @cache
@@ -196,3 +223,7 @@ class Aiter:
                 raise UnsupportedError(f"AITER: {name}: {answer}; install the extra: pip install 'atom-run[amd]'")
             self._found[name] = self._load(answer)
         return self._found[name]
+
+    def quant_type(self, name: str) -> Any:
+        """One of QUANT_TYPES, as AITER has it."""
+        return getattr(self._load(QUANT_TYPE), name)

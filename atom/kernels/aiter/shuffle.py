@@ -1,9 +1,11 @@
-"""Lay packed weights out for AITER, in tiles of 16 x 16 bytes.
+"""Lay weights out for AITER, in tiles of 16 rows and 32 columns.
 
     weight = shuffle(packed)    # once: values in tiles; on gfx942 in fp8_e4m3fnuz, whose scales are twice as large
+    weight = shuffle(plain)     # of experts, in bf16 or fp16
 
-A tile is 16 rows of two lanes of 16 bytes. The tiles of a strip of 16 rows follow each other, and within one the rows
-of the first lane come before those of the second: what a thread loads is 16 neighbouring bytes.
+A tile is 16 rows of lanes of 16 bytes, two in fp8 and four in 16 bits. The tiles of a strip of 16 rows follow each
+other, and within one the rows of the first lane come before those of the second: what a thread loads is 16 neighbouring
+bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from atom.graph import PackedWeight
 
 LAYOUT = "aiter"
-ROWS, LANE, LANES = 16, 16, 2  # of a tile: rows, bytes of a lane, lanes
+ROWS, COLUMNS, LANE = 16, 32, 16  # of a tile: rows, columns, bytes of a lane
 FNUZ = "gfx942"  # whose matrix cores multiply fp8_e4m3fnuz; later ones fp8_e4m3fn
 NEGATIVE_ZERO = 0x80  # which is the NaN of e4m3fnuz
 
@@ -29,24 +31,26 @@ def find_arch() -> str:
     return name.partition(":")[0]
 
 
-def shuffle(weight: PackedWeight) -> PackedWeight:
-    """A weight [O, I] in fp8, laid out for the GPU that is here."""
-    return lay_out(weight, find_arch())
+def shuffle(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
+    """A weight [..., O, I], plain or in fp8, laid out for the GPU that is here."""
+    return shuffle_tiles(weight) if isinstance(weight, Tensor) else lay_out(weight, find_arch())
 
 
 def lay_out(weight: PackedWeight, arch: str) -> PackedWeight:
     values, scales = weight.parts["values"], weight.parts["scales"].float()
     if arch == FNUZ:
         values, scales = to_fnuz(values), scales * 2
-    tiles = shuffle_tiles(values.view(torch.uint8)).view(values.dtype)
-    return replace(weight, parts={**weight.parts, "values": tiles, "scales": scales.contiguous()}, layout=LAYOUT)
+    return replace(
+        weight, parts={**weight.parts, "values": shuffle_tiles(values), "scales": scales.contiguous()}, layout=LAYOUT
+    )
 
 
 def shuffle_tiles(values: Tensor) -> Tensor:
-    """u8[O, bytes] -> the same shape, in tiles; O and bytes are multiples of 16 and 32"""
-    rows, columns = values.shape
-    tiles = values.view(rows // ROWS, ROWS, columns // (LANE * LANES), LANES, LANE)
-    return tiles.permute(0, 2, 3, 1, 4).reshape(rows, columns)
+    """[..., O, I] -> the same shape, in tiles; O and I are multiples of 16 and 32"""
+    lanes = COLUMNS * values.itemsize // LANE
+    strips = values.contiguous().view(torch.uint8).view(-1, ROWS, values.shape[-1] // COLUMNS, lanes, LANE)
+    tiles = strips.permute(0, 2, 3, 1, 4).contiguous()
+    return tiles.view(*values.shape[:-1], -1).view(values.dtype)
 
 
 def to_fnuz(values: Tensor) -> Tensor:

@@ -9,6 +9,13 @@ import pytest
 from atom.kernels.aiter.functions import find_root
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "sources" in getattr(item, "fixturenames", ()):
+            item.add_marker("aiter_sources")
+
+
 @pytest.fixture(scope="session")
 def sources(request: pytest.FixtureRequest) -> Path:
     """AITER's own: of --aiter-source, else of the installed package."""

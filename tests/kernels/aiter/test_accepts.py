@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kernels.aiter_doubles import read_contract, write_sources
 
 from atom.config.load import load_gpu
-from atom.graph import parse, show
-from atom.kernels import Target
+from atom.graph import Type, ops, parse, show
+from atom.kernels import Target, find_kernel
 from atom.kernels import aiter as backend
 from atom.passes.pipeline import lower
 
@@ -32,6 +33,26 @@ def f(x: bf16[T, 256], r: bf16[T, 256], cos: fp32[T, 32], sin: fp32[T, 32], batc
     m = gated_linear(o, W("up", bf16[512, 256]{fmt}), kind="{kind}"{act})
     y = add(m, s)
     return y"""
+
+
+MOE = """\
+def f(x: bf16[T, 512], r: bf16[T, 512]):
+    h, s = add_rms_norm(x, r, W("norm", bf16[512]), eps=1e-06)
+    weights, ids = router(h, W("gate", bf16[32, 512]){correction}, {rule})
+    y = experts(h, weights, ids, W("up", bf16[32, 1024, 512]{fmt}), W("down", bf16[32, 512, 512]{fmt}), kind="silu"{act})
+    z = add(y, s)
+    return z"""
+GREEDY, PAIRS = "top_k=4, renormalize=True", 'top_k=4, method="noaux_tc", score="sigmoid", groups={}, top_groups=1'
+
+
+def moe_text(target: Target, rule: str = GREEDY, weight: str = "", act: str = "", correction: str = "") -> str:
+    source = MOE.format(
+        rule=rule,
+        correction=f', None, W("correction", {correction}[32])' if correction else "",
+        fmt=f', fmt="{weight}"' if weight else "",
+        act=f', act="{act}"' if act else "",
+    )
+    return show(lower(parse(source), 1, target, first="quantize"))
 
 
 def text(target: Target, weight: str = "", act: str = "", cache: str = "bf16", kind: str = "silu",
@@ -80,6 +101,59 @@ def test_a_refusal_has_its_reason(target: Target, options: dict[str, str], reaso
     found = text(target, **options)
     assert reason in found, found
     assert "triton." in found
+
+
+@pytest.mark.parametrize(
+    ("weight", "act"), [("", ""), ("fp8[1, *]", "fp8[1, *]"), ("fp8[128, 128]", "fp8[1, 128]")], ids=str
+)
+@pytest.mark.parametrize(("rule", "correction"), [(GREEDY, ""), (PAIRS.format(8), "fp32")], ids=["greedy", "pairs"])
+def test_experts_and_their_router_are_aiters(weight: str, act: str, rule: str, correction: str):
+    found = moe_text(MI355X, rule, weight, act, correction)
+    assert "= aiter.add_norm_router(" in found and "= aiter.experts(" in found, found
+    assert found.count('"aiter")') == 2, "weights of experts are laid out, plain ones too"
+    assert "triton." not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"weight": "mxfp4"}, "aiter: its weight is stored as mxfp4"),
+        ({"weight": "fp8[1, *]"}, "aiter: weights in fp8[1, *] are multiplied by activations in fp8[1, *] alone"),
+        ({"rule": PAIRS.format(4), "correction": "fp32"}, "aiter: does not choose from 4 groups of 32 experts"),
+        ({"rule": PAIRS.format(8)}, "aiter: has no noaux_tc without a correction"),
+        ({"rule": GREEDY, "correction": "fp32"}, "aiter: corrects sigmoid scores alone, not softmax"),
+    ],
+)
+def test_experts_or_routers_that_aiter_has_not_have_their_reason(options: dict[str, str], reason: str):
+    found = moe_text(MI355X, **options)
+    assert reason in found, found
+    assert "triton." in found
+
+
+FP8 = {"act": "fp8[1, *]"}
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down", "more", "options", "reason"),
+    [
+        (((8, 1024, 512), None), ((8, 512, 512), None), (None, None, Type("i64", (1,))), {}, None),
+        (((8, 1024, 512), None), ((8, 512, 512), None), (Type("bf16", (8, 1024)),), {}, "adds no biases of experts"),
+        (((8, 1024, 512), None), ((8, 512, 512), None), (), {"kind": "gelu"}, "has silu gates alone, not gelu"),
+        (((8, 384, 512), None), ((8, 512, 192), None), (), {}, "experts have 512 x 192 dims, no multiples of 128"),
+        (((8, 768, 512), "fp8[1, *]"), ((8, 512, 384), "fp8[1, *]"), (), FP8,
+         "experts have 512 x 384 dims, no multiples of 256"),
+        (((8, 1024, 512), "fp8[1, *]"), ((8, 512, 512), None), (), FP8,
+         "has products of quantized activations by packed weights alone"),
+    ],
+)  # fmt: skip
+def test_what_is_accepted_of_experts(
+    gate_up: tuple[tuple[int, ...], str | None], down: tuple[tuple[int, ...], str | None], more: tuple[Any, ...],
+    options: dict[str, Any], reason: str | None,
+):  # fmt: skip
+    x, weights, ids = Type("bf16", ("T", 512)), Type("fp32", ("T", 2)), Type("i64", ("T", 2))
+    matrices = (Type("bf16", *each) for each in (gate_up, down))
+    accepts = find_kernel(ops.experts, "aiter").accepts
+    assert accepts(MI300X, x, weights, ids, *matrices, *more, **{"kind": "silu", **options}) == reason
 
 
 def test_other_vendors_texts_have_no_word_of_it():

@@ -1,7 +1,8 @@
 """AITER's own Triton kernels, called as on an AMD GPU, against the ops' bodies; they need AITER's sources.
 
 They run in Triton's interpreter, or on this machine's GPU, whichever vendor's. The package itself is not imported, since
-that looks for ROCm: of it only these kernels' modules are, and what they ask of the GPU is answered here.
+that looks for ROCm: of it only these kernels' modules are, and what they ask of the GPU is answered here. Launch options
+that Triton has for AMD's GPUs alone are left out on others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,24 @@ import pytest
 import torch
 from kernels.paged import cached, make_case
 from torch.utils._pytree import tree_map_only
+from triton.runtime.jit import JITFunction
 
 from atom.graph import ops
 from atom.kernels.aiter import attention
 from atom.kernels.aiter.functions import Aiter
+
+AMDS_OPTIONS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
+
+
+@pytest.fixture(autouse=True)
+def without_amds_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.version.hip is None:
+        run = JITFunction.run
+
+        def run_without(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(self, *args, **{name: value for name, value in kwargs.items() if name not in AMDS_OPTIONS})
+
+        monkeypatch.setattr(JITFunction, "run", run_without)
 
 
 @pytest.fixture
@@ -57,10 +72,13 @@ def test_attention(
     has_sinks: bool,
 ):  # fmt: skip
     shape: dict[str, Any] = {"kv_heads": 2, "heads": 4, "dim": 16, "window": window, "has_sinks": has_sinks}
+    if is_compiled := triton_device == "cuda":  # in the dtype that atom calls them with
+        shape.update(dtype=torch.bfloat16, dim=128)
     case, clean = (make_case([17, 6], prefills, foreign=foreign, **shape) for foreign in (0.5, 0.0))
     attributes = {"scale": 0.3, "window": window, "softcap": softcap}
     given = attention.paged_attention(aiter, *on(triton_device, case), **attributes).cpu()
-    torch.testing.assert_close(given, ops.paged_attention(*clean, **attributes), rtol=1e-3, atol=1e-3)
+    tolerance = 0.03 if is_compiled else 1e-3
+    torch.testing.assert_close(given, ops.paged_attention(*clean, **attributes), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

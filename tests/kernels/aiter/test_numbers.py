@@ -5,6 +5,7 @@ The functions are doubles in plain torch with AITER's recorded signatures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from atom.graph import PackedWeight, Type, ops
 from atom.graph.ops import Op
-from atom.kernels.aiter import attention, linear
-from atom.kernels.aiter.shuffle import lay_out, to_fnuz
+from atom.kernels.aiter import attention, linear, moe
+from atom.kernels.aiter.shuffle import lay_out, shuffle_tiles, to_fnuz
 
 ARCHES = ("gfx942", "gfx950")
 Run = Callable[..., Any]
@@ -33,7 +34,8 @@ class Kernels:
         self._aiter = library(root, read_contract()["functions"], self.calls)
 
     def __getitem__(self, op: Op) -> Run:
-        return partial(getattr(attention if hasattr(attention, op.name) else linear, op.name), self._aiter)
+        module = next(each for each in (attention, moe, linear) if hasattr(each, op.name))
+        return partial(getattr(module, op.name), self._aiter)
 
 
 @pytest.fixture
@@ -45,13 +47,14 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).to(dtype)
 
 
-def packed(fmt: str, out: int, inner: int) -> PackedWeight:
+def packed(fmt: str, *shape: int) -> PackedWeight:
+    *others, out, inner = shape
     block = (1, inner) if fmt == "fp8[1, *]" else (128, 128)
-    shape = out // block[0], inner // block[1]
-    values = random(out, inner, dtype=torch.float32).mul_(40).to(torch.float8_e4m3fn)
-    values.view(torch.uint8)[0, :2] = 0x80  # a negative zero, which is the NaN of e4m3fnuz
-    scales = torch.linspace(0.001, 0.02, shape[0] * shape[1]).view(shape)
-    return PackedWeight(Type("bf16", (out, inner), fmt), {"values": values, "scales": scales})
+    blocks = *others, out // block[0], inner // block[1]
+    values = random(*shape, dtype=torch.float32).mul_(40).to(torch.float8_e4m3fn)
+    values.view(torch.uint8)[..., 0, :2] = 0x80  # a negative zero, which is the NaN of e4m3fnuz
+    scales = torch.linspace(0.001, 0.02, math.prod(blocks)).view(blocks)
+    return PackedWeight(Type("bf16", shape, fmt), {"values": values, "scales": scales})
 
 
 def check(given: Any, wanted: Any, tolerance: float = 0.02) -> None:
@@ -111,6 +114,66 @@ def test_linears(kernels: Kernels, fmt: str, arch: str):
         wanted = op(*(stored if each is weight else each for each in args), act=act, **attributes)
         check(kernels[op](*args, act=act, **attributes), wanted, tolerance)
     assert ("rms_norm_quantize" in kernels.calls) == (fmt == "fp8[1, *]"), "norm and quantization are one call"
+
+
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {  # the function that is called, the rule
+    "softmax": ("topk_softmax", {"top_k": 3}),
+    "renormalized": ("topk_softmax", {"top_k": 3, "renormalize": True, "scale": 2.5}),
+    "experts that all tokens share": ("topk_softmax", {"top_k": 3, "renormalize": True, "scale": 2.5, "shared": 2}),
+    "groups that greedy ignores": ("topk_softmax", {"top_k": 3, "groups": 8, "top_groups": 1}),
+    "sigmoid": ("topk_of_groups", {"top_k": 1, "score": "sigmoid", "scale": 2.0}),
+    "best groups": (
+        "topk_of_groups",
+        {"top_k": 3, "method": "group_limited_greedy", "groups": 4, "top_groups": 2, "scale": 16.0},
+    ),
+    "pairs of the best": (
+        "topk_with_correction",
+        {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 8, "top_groups": 2, "renormalize": True,
+         "scale": 2.5},
+    ),
+    "one group": ("topk_with_correction", {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "renormalize": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "rule"), ROUTERS.values(), ids=ROUTERS)
+def test_routers(kernels: Kernels, function: str, rule: dict[str, Any]):
+    x, r, norm, weight = random(9, 64), random(9, 64) * 2, random(64), random(32, 64)
+    bias, correction = random(32) / 4, random(32, dtype=torch.float32) / 8
+    own = {"correction": correction} if function == "topk_with_correction" else {}
+    for given in (own, {**own, "bias": bias}):
+        found, wanted = (run(x, weight, **given, **rule) for run in (kernels[ops.router], ops.router))
+        assert found[1].dtype is torch.int64 and torch.equal(found[1], wanted[1])
+        check(found[0], wanted[0], 1e-5)
+    assert kernels.calls == [function] * 2
+    found, wanted = (
+        run(x, r, norm, weight, **own, eps=1e-6, **rule) for run in (kernels[ops.add_norm_router], ops.add_norm_router)
+    )
+    check(found[2:], wanted[2:])
+    check(found[:2], kernels[ops.router](found[2], weight, **own, **rule))
+
+
+@pytest.mark.parametrize("first", [None, 3], ids=["all_experts", "some_experts"])
+@pytest.mark.parametrize(
+    ("fmt", "arch"), [("", "gfx950"), *((fmt, arch) for fmt in ("fp8[1, *]", "fp8[128, 128]") for arch in ARCHES)]
+)
+def test_experts(kernels: Kernels, fmt: str, arch: str, first: int | None):
+    shapes = (4, 2 * 128, 256), (4, 256, 128)
+    stored: Any = [packed(fmt, *shape) if fmt else random(*shape) / 8 for shape in shapes]
+    own = [lay_out(each, arch) if fmt else shuffle_tiles(each) for each in stored]
+    x, weights = random(6, 300)[:, :256], random(6, 2, dtype=torch.float32).softmax(-1)
+    ids = torch.tensor([[0, 3], [2, 1], [3, 2], [1, 0], [0, 2], [3, 1]])
+    here: tuple[Any, ...] = ()
+    if first is not None:  # ids are of 8 experts, and two tokens have none here
+        ids, here = ids.where(ids < 2, ids + 3), (None, None, torch.tensor([first]))
+    run = {"kind": "silu", "act": {"fp8[1, *]": "fp8[1, *]", "fp8[128, 128]": "fp8[1, 128]"}.get(fmt)}
+    found, wanted = (
+        kernels[ops.experts](x, weights, ids, *own, *here, **run),
+        ops.experts(x, weights, ids, *stored, *here, **run),
+    )
+    check(found, wanted, 0.06 if fmt else 0.02)
+    assert kernels.calls == ["experts"] and (first is None or not wanted[3].any())
+    none = kernels[ops.experts](x[:0], weights[:0], ids[:0], *own, *here, **run)
+    assert none.shape == (0, 256) and kernels.calls == ["experts"]
 
 
 @pytest.mark.parametrize(("interleaved", "has_norms"), [(False, False), (True, True)])

@@ -50,23 +50,59 @@ def test_norms_and_gates():
     check(ops.gated_activate, (x,), {"kind": "silu"})
 
 
+def packed(act: str, *shape: int) -> PackedWeight:
+    fmt, block = ("fp8[1, *]", (1, shape[-1])) if act == "fp8[1, *]" else ("fp8[128, 128]", (128, 128))
+    values = random(*shape).float().mul(40).to(torch.float8_e4m3fn)
+    scales = torch.rand(*shape[:-2], shape[-2] // block[0], shape[-1] // block[1]) / 100 + 0.001
+    return PackedWeight(Type("bf16", shape, fmt), {"values": values, "scales": scales})
+
+
+def laid_out(stored: torch.Tensor | PackedWeight) -> Any:
+    if isinstance(stored, torch.Tensor):
+        return shuffle(stored.cuda())
+    return shuffle(PackedWeight(stored.type, {name: part.cuda() for name, part in stored.parts.items()}))
+
+
 @pytest.mark.parametrize("tokens", [1, 33, 512])
 @pytest.mark.parametrize("act", [None, "fp8[1, *]", "fp8[1, 128]"])
 def test_linears(tokens: int, act: str | None):
     x, norm, weight = random(tokens, 1024), random(1024), random(2048, 1024)
-    stored: Any = weight
-    own: Any = weight.cuda()
-    if act is not None:
-        fmt, block = ("fp8[1, *]", (1, 1024)) if act == "fp8[1, *]" else ("fp8[128, 128]", (128, 128))
-        scales = torch.rand(2048 // block[0], 1024 // block[1]) / 100 + 0.001
-        values = weight.float().mul(40).to(torch.float8_e4m3fn)
-        stored = PackedWeight(Type("bf16", (2048, 1024), fmt), {"values": values, "scales": scales})
-        on_gpu = {name: part.cuda() for name, part in stored.parts.items()}
-        own = shuffle(PackedWeight(stored.type, on_gpu))
+    stored: Any = weight if act is None else packed(act, 2048, 1024)
+    own = weight.cuda() if act is None else laid_out(stored)
     check(ops.linear, (x, stored), {"act": act}, (x.cuda(), own))
     fused = {"eps": 1e-6, "kind": "silu", "act": act}
     check(ops.norm_linear, (x, norm, stored), fused, (x.cuda(), norm.cuda(), own))
     check(ops.add_norm_linear, (x, x, norm, stored), fused, (x.cuda(), x.cuda(), norm.cuda(), own))
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"top_k": 8, "renormalize": True},
+    "sigmoid": {"top_k": 1, "score": "sigmoid"},
+    "best groups": {"top_k": 6, "method": "group_limited_greedy", "groups": 8, "top_groups": 3, "scale": 16.0},
+    "pairs of the best": {"top_k": 8, "method": "noaux_tc", "score": "sigmoid", "groups": 8, "top_groups": 4,
+                          "renormalize": True, "scale": 2.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ROUTERS.values(), ids=ROUTERS)
+def test_routers(rule: dict[str, Any]):
+    x, weight = random(33, 1024), random(256, 1024)
+    correction = torch.linspace(-0.1, 0.1, 256) if "noaux_tc" in rule.values() else None
+    check(ops.router, (x, weight, None, correction), rule)
+    check(ops.add_norm_router, (x, x, random(1024), weight, None, correction), {"eps": 1e-6, **rule})
+
+
+@pytest.mark.parametrize("first", [None, 8], ids=["all_experts", "some_experts"])
+@pytest.mark.parametrize("tokens", [1, 33, 512])
+@pytest.mark.parametrize("act", [None, "fp8[1, *]", "fp8[1, 128]"])
+def test_experts(tokens: int, act: str | None, first: int | None):
+    shapes = (16, 2 * 512, 1024), (16, 1024, 512)
+    stored: Any = [random(*shape) / 16 if act is None else packed(act, *shape) for shape in shapes]
+    scores = torch.randn(tokens, 16 if first is None else 32, generator=torch.Generator().manual_seed(0))
+    weights, ids = scores.softmax(-1).topk(4)
+    x, here = random(tokens, 1024), () if first is None else (None, None, torch.tensor([first]))
+    own = (*to_gpu((x, weights, ids)), *map(laid_out, stored), *to_gpu(here))
+    check(ops.experts, (x, weights, ids, *stored, *here), {"kind": "silu", "act": act}, own)
 
 
 @pytest.mark.parametrize("prefills", [[], [(70, 200), (1, 20)]], ids=["decodes", "mixed"])

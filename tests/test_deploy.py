@@ -38,6 +38,7 @@ ADD ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM HEALTHCHECK LABEL ONBUILD RUN SHELL 
 OF_DEVICE = re.compile("torch|TORCH|NVIDIA|lock\\..*\\.txt|pip install .* '")  # in what the images may differ
 END_SECONDS = 10  # that a supervisor gives a server beside its drain
 USER = 10001
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".venv" / "bin")
 SCRAPED = {"job", "instance"}  # labels that Prometheus adds
 
 
@@ -365,7 +366,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which is in the package prometheus")
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, which is in the package prometheus")
 def test_promtool_sets_off_each_alert_and_none_on_a_healthy_server(tmp_path: Path):
     def case(series: dict[str, str], firing: list[str]) -> dict[str, Any]:
         samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing]
@@ -382,7 +383,7 @@ def test_promtool_sets_off_each_alert_and_none_on_a_healthy_server(tmp_path: Pat
     tests += [case(HEALTHY, []), case(silent, ["AtomServerDown"])]
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yaml")], "tests": tests}))
-    ended = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False)
+    ended = subprocess.run([str(PROMTOOL), "test", "rules", str(path)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

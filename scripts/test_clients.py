@@ -2,7 +2,7 @@
 
 The exit status is how many clients failed.
 
-.venv/bin/python scripts/test_clients.py PYTHON [NAME …]
+.venv/bin/python scripts/test_clients.py [--python PYTHON] [NAME …]
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import pytest
 import serving
 import wire
 import yaml
+from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Server
 
@@ -34,9 +35,10 @@ DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
 INSTRUCTIONS = """
 ADD ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM HEALTHCHECK LABEL ONBUILD RUN SHELL STOPSIGNAL USER VOLUME WORKDIR
 """  # https://docs.docker.com/reference/dockerfile/
-OF_DEVICE = re.compile("torch|TORCH|NVIDIA|pip install .* '")  # in what the images may differ
+OF_DEVICE = re.compile("torch|TORCH|NVIDIA|lock\\..*\\.txt|pip install .* '")  # in what the images may differ
 END_SECONDS = 10  # that a supervisor gives a server beside its drain
 USER = 10001
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".venv" / "bin")
 SCRAPED = {"job", "instance"}  # labels that Prometheus adds
 
 
@@ -45,6 +47,12 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", "").splitlines()
     return [(name, value.strip()) for name, _, value in (line.partition(" ") for line in joined if line)]
+
+
+def extras_of(path: Path) -> list[str]:
+    """The extras of atom that a Dockerfile installs."""
+    (extras,) = re.findall(r"'\.\[(.+)\]'", path.read_text())
+    return str(extras).split(",")
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -114,7 +122,8 @@ def test_an_image_has_known_instructions_and_files_and_a_user_who_is_not_root(pa
     copied = {each for name, value in found if name == "COPY" for each in value.split()[:-1]}
     assert all((ROOT / each).exists() for each in copied)
     packaged = {Path(each).parts[0] for each in PROJECT["tool"]["setuptools"]["package-dir"].values()}
-    assert copied == packaged | {"pyproject.toml", "constraints.txt", "LICENSE", "README.md", "setup.py"}
+    lock = f"deploy/lock{path.suffix}.txt"
+    assert copied == packaged | {"pyproject.toml", lock, "LICENSE", "README.md", "setup.py"}
     assert json.loads(only(found, "ENTRYPOINT")) == list(PROJECT["project"]["scripts"])
     assert only(found, "EXPOSE") == "8000"
 
@@ -122,18 +131,43 @@ def test_an_image_has_known_instructions_and_files_and_a_user_who_is_not_root(pa
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_installs_pinned_torch_first_and_extras_that_exist(path: Path):
     installs = [value for name, value in instructions(path) if name == "RUN" and "pip install" in value]
-    assert len(installs) == 3 and all("pip install -c constraints.txt " in each for each in installs)
-    assert "-c constraints.txt torch" in installs[0]
-    (extras,) = re.findall(r"'\.\[(.+)\]'", installs[-1])
-    assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    assert len(installs) == 3 and all("pip install -c lock.txt " in each for each in installs)
+    assert "-c lock.txt torch" in installs[0]
+    assert set(extras_of(path)) <= set(PROJECT["project"]["optional-dependencies"])
     (program,) = re.findall(r"python -c '(.+?)'", installs[1])
     told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert set(PROJECT["project"]["dependencies"]) < set(told.stdout.splitlines())
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_lock_of_an_image_fits_what_the_project_needs(path: Path):
+    heading, *lines = (DEPLOY / f"lock{path.suffix}.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"[a-z0-9.-]+==[\w.]+", line) for line in lines), "pins, and no address"
+    (version,) = re.findall(r"^python:([\d.]+)-", only(instructions(path), "FROM"))
+    assert f"{path.name} installs, with Python {version} on" in heading
+    pins = dict(line.split("==") for line in lines)
+    assert [*pins] == sorted(pins) and len(pins) == len(lines)
+    needed = [*PROJECT["project"]["dependencies"]]
+    needed += [each for extra in extras_of(path) for each in PROJECT["project"]["optional-dependencies"][extra]]
+    for each in map(Requirement, needed):
+        name = each.name.lower().replace("_", "-")
+        assert name in pins and each.specifier.contains(pins[name]), f"{each}: renew it with scripts/lock-images"
+
+
+def test_the_images_have_the_torch_that_was_tested():
+    def pin(device: str, name: str) -> str:
+        (found,) = re.findall(rf"^{name}==(.+)$", (DEPLOY / f"lock.{device}.txt").read_text(), re.MULTILINE)
+        return str(found)
+
+    tested = (ROOT / "constraints.txt").read_text()
+    assert [f"torch=={pin(device, 'torch')}\n" for device in ("cpu", "rocm")] == [tested, tested]
+    said = re.findall(r"On GPUs, .* with PyTorch ([\d.]+) \(Triton ([\d.]+)\)\.", (ROOT / "README.md").read_text())
+    assert said == [tuple(pin("cuda", name).rpartition(".")[0] for name in ("torch", "triton"))]
+
+
 def test_the_images_differ_in_torch_and_extras_alone():
     cpu, cuda, rocm = ([each for each in instructions(path) if not OF_DEVICE.search(each[1])] for path in DOCKERFILES)
-    assert [name for name, _ in cpu].count("COPY") == 6
+    assert [name for name, _ in cpu].count("COPY") == 5
     assert cpu == cuda == rocm
 
 
@@ -332,7 +366,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which is in the package prometheus")
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, which is in the package prometheus")
 def test_promtool_sets_off_each_alert_and_none_on_a_healthy_server(tmp_path: Path):
     def case(series: dict[str, str], firing: list[str]) -> dict[str, Any]:
         samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing]
@@ -349,7 +383,7 @@ def test_promtool_sets_off_each_alert_and_none_on_a_healthy_server(tmp_path: Pat
     tests += [case(HEALTHY, []), case(silent, ["AtomServerDown"])]
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yaml")], "tests": tests}))
-    ended = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False)
+    ended = subprocess.run([str(PROMTOOL), "test", "rules", str(path)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

@@ -282,7 +282,7 @@ def run_script(path: str, argv: list[str], patch: pytest.MonkeyPatch) -> int:
         return cli.main(arguments_of_demo(argv))
     if not program.is_file():
         of_sources = ["--aiter-source", "/src/aiter", "-k", "aiters_triton"]
-        assert argv in ([], ["--update-golden"], ["-k", "aiter"], of_sources, ["2.11.0", "2.14.1"]), (
+        assert argv in ([], ["--update-golden"], ["-k", "aiter"], of_sources, ["2.11.0", "2.14.1"], ["--upgrade"]), (
             f"{path} {argv}: arguments that nobody has looked at"
         )
         return 0
@@ -364,8 +364,26 @@ def test_no_command_of_a_page_is_passed_over(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_what_a_page_links_to_is_there(page: Path):
     linked = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    files = {link.partition("#")[0] for link in linked if not link.startswith(("http", "#"))}
-    assert [file for file in files if not (page.parent / file).exists()] == []
+    missing = []
+    for link in (each for each in linked if not each.startswith("http")):
+        name, _, anchor = link.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            missing.append(link)
+    assert missing == []
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page: an equal heading's is numbered from 1."""
+    text = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ +(.+)$", text, re.MULTILINE)]
+    plain = [re.sub(r"[^\w -]", "", each.strip().lower()).replace(" ", "-") for each in headings]
+    return {each if not plain[:at].count(each) else f"{each}-{plain[:at].count(each)}" for at, each in enumerate(plain)}
+
+
+def test_headings_have_the_anchors_of_github():
+    page = "# Tool calls\n\n## In `C++`, no. 2: what's new\n```sh\n# a comment\n```\n## [A link](x.md) & max_tokens\n### Tool calls\n"
+    assert anchors(page) == {"tool-calls", "in-c-no-2-whats-new", "a-link--max_tokens", "tool-calls-1"}
 
 
 def test_the_map_of_the_docs_has_every_page():

@@ -291,7 +291,7 @@ def test_the_groups_jobs_and_commands():
     assert set(JOBS) == groups["job"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
-    extras = "amd bench cuda dev otel ray signatures structured vllm"
+    extras = "amd bench cuda dev otel ray signatures structured sweeps vllm"
     assert set(project["project"]["optional-dependencies"]) == set(extras.split())
     assert project["project"]["entry-points"] == {
         "vllm.general_plugins": {"atom": "atom.plugin.vllm:register_model"},
@@ -328,6 +328,7 @@ def test_what_the_sources_import_is_what_they_depend_on():
     used = {known.get(name, [name])[0] for name in names - set(sys.stdlib_module_names) - {"atom"} - several}
     by_name = {"httptools", "amd-aiter"}  # that no import statement names
     by_name |= {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
+    by_name |= {"hydra-optuna-sweeper", "hydra-joblib-launcher", "hydra-submitit-launcher"}
     assert {each.lower().replace("_", "-") for each in used | by_name} == {
         each.lower().replace("_", "-") for each in stated
     }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_s
         ("sweeper=optun", ": there is no such choice, did you mean optuna?; choices: basic, optuna (pip "),
     ],
 )
-@pytest.mark.skipif("hydra_plugins" in {each.name for each in pkgutil.iter_modules()}, reason="plugins are installed")
+@pytest.mark.skipif(find_spec("hydra_plugins") is not None, reason="plugins are installed")
 @pytest.mark.parametrize("options", [["-m"], []])
 def test_a_plugin_that_is_not_installed_is_named_with_its_package(
     typed: str, message: str, options: list[str], capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -279,23 +279,56 @@ def test_a_recipe_may_hold_fields_of_other_jobs_in_a_sweep_too(
     assert capsys.readouterr().out.count("def body(") == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_optunas_sweeper_gets_the_objectives_and_its_trials_are_the_table(
     checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
+    options = [each for each in QUICK if not each.startswith("sampling.max_tokens=")]
+    options += [
+        f"checkpoint={checkpoints('qwen3')}",
+        "level=0",
+        "job.objective=tokens",
+        "sampling.max_tokens=choice(2,4)",
+    ]
+    trials, found = run_optuna(options, 10, tmp_path, monkeypatch)
+    tokens = [each["numbers"]["tokens"] for each in trials]
+    assert len(tokens) == 10 and tokens == sorted(tokens, reverse=True) and {*tokens} == {2, 4}
+    assert all(f"sampling.max_tokens={each['numbers']['tokens']}" in each["overrides"] for each in trials)
+    assert found.endswith("best_params:\n  sampling.max_tokens: 4\nbest_value: 4.0\n")
+    assert found in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("embedded_gguf")
+def test_optuna_finds_the_faster_of_two_levels_in_ten_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    options = ["job=bench", "job.num_prompts=1", "job.input_len=8", "job.output_len=8", "device=cpu"]
+    options += ["job.objective=output_throughput", "level=choice(0,1)"]
+    trials, found = run_optuna(options, 10, tmp_path, monkeypatch)
+    by_level = {
+        level: [each["numbers"]["output_throughput"] for each in trials if f"level={level}" in each["overrides"]]
+        for level in (0, 1)
+    }
+    assert len(by_level[0]) + len(by_level[1]) == 10 and all(by_level.values())
+    assert f"best_params:\n  level: 1\nbest_value: {max(by_level[1])}\n" in found
+
+
+def run_optuna(
+    options: list[str], num_trials: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[dict[str, Any]], str]:
+    """The trials of a sweep by Optuna that looks for the greatest objective, and what it writes of the best."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     run_jobs_here(monkeypatch)
-    argv = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3", "level=0"]
-    argv += [f"checkpoint={checkpoints('qwen3')}", *QUICK, "job.objective=tokens", "sampling.max_tokens=range(2,5)"]
-    assert main(["-m", *argv]) == 0
-    (found,) = tmp_path.glob("multirun/*/*/optimization_results.yaml")
-    results = json.loads((found.parent / "results.json").read_text())
-    trials = [(each["overrides"], each["numbers"]["tokens"]) for each in results]
-    assert len(trials) == 3 and all(f"sampling.max_tokens={tokens}" in own for own, tokens in trials)
-    assert f"best_value: {float(max(tokens for _, tokens in trials))}" in found.read_text()
-    assert found.read_text() in capsys.readouterr().out
+    sweeper = {"direction": "maximize", "n_trials": num_trials, "sampler.seed": 0}
+    argv = ["hydra/sweeper=optuna", *(f"hydra.sweeper.{name}={value}" for name, value in sweeper.items())]
+    assert main(["-m", *argv, "hydra.sweep.dir=kept", *options]) == 0
+    trials: list[dict[str, Any]] = json.loads((folder / "kept" / "results.json").read_text())
+    return trials, (folder / "kept" / "optimization_results.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_launchers_of_processes_run_all_jobs(launcher: str, run: Any, checkpoints: Any, tmp_path: Path):
     plugin = launcher.partition("_")[0]

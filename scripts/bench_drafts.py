@@ -1,7 +1,8 @@
-"""Benchmark n-gram drafts: one request at a time, whose answer repeats its prompt or does not.
+"""Benchmark n-gram drafts, for answers that repeat their prompt and others.
 
-All engines are in this process and answer in turns; the best of the runs counts. Answers are greedy and must be the
-same with and without drafts. Overrides are those of `atom-run`, by default none, which is SmolLM2:
+One request is answered at a time. All engines are in this process and answer in turns; the best of the runs counts.
+Answers are greedy and must be the same with and without drafts. Overrides are those of `atom-run`, by default none,
+which is SmolLM2:
 
     scripts/bench-drafts --drafted 3 5 --runs 3
 """

@@ -16,11 +16,16 @@ from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import (
+    SPAN,
     are_minima,
+    has_factors,
+    has_spans,
     load_factors,
-    load_offsets,
+    load_minima,
     load_scales,
+    load_spans,
     load_zeros,
+    offsets_of,
     pair_of,
     parts_of,
     raise_of,
@@ -76,36 +81,50 @@ def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
 
 @jit
 def _load_scales(
-    scales_ptr, blocks, column, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    NUM: tl.constexpr, FACTOR: tl.constexpr,
+    scales_ptr, factor_ptr, blocks, column, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    NUM: tl.constexpr, FACTOR: tl.constexpr, HAS_MINIMA: tl.constexpr,
 ):  # fmt: skip
-    """The scales of each part of the columns from one on: [O] or, of groups, [G, O]."""
+    """The scales of each part of the columns from one on: [O] or, of groups, [G, O]. Parts are of one span."""
     scales = ()
+    first = column // SCALE_COLUMNS
+    if has_spans(FACTOR):
+        tl.static_assert(SPAN % (PARTS * WIDTH) == 0, "parts are of one span")
+        factor = load_spans(factor_ptr, blocks + first, first < NUM, SCALE_COLUMNS, HAS_MINIMA, False)
     for part in tl.static_range(PARTS):
         block = (column + part * WIDTH) // SCALE_COLUMNS
-        scales = scales + (load_scales(scales_ptr + blocks + block, block < NUM, FACTOR),)  # type: ignore[assignment]  # noqa: RUF005
+        loaded = load_scales(scales_ptr + blocks + block, block < NUM, FACTOR)
+        scales = scales + (loaded * factor if has_spans(FACTOR) else loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return scales
 
 
 @jit
 def _load_offsets(
-    minima_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    NUM: tl.constexpr,
+    minima_ptr, factor_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, NUM: tl.constexpr, FACTOR: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """`load_offsets` of the scales of each part."""
+    """What is added to the scaled numbers of each part, as in `_load_scales`."""
     offsets = ()
+    first = column // SCALE_COLUMNS
+    if has_spans(FACTOR):
+        factor = load_spans(factor_ptr, blocks + first, first < NUM, SCALE_COLUMNS, True, True)
     for part in tl.static_range(PARTS):
         block = (column + part * WIDTH) // SCALE_COLUMNS
-        offsets = offsets + (load_offsets(minima_ptr + blocks + block, block < NUM, scales[part]),)  # type: ignore[assignment]  # noqa: RUF005
+        minima = load_minima(minima_ptr, None, blocks + block, block < NUM, SCALE_COLUMNS, None)
+        minima = minima * factor if has_spans(FACTOR) else minima
+        offsets = offsets + (offsets_of(minima, scales[part], VALUES),)  # type: ignore[assignment]  # noqa: RUF005
     return offsets
 
 
 @jit
-def _sum_pairs(x, TYPE: tl.constexpr):
-    """The sums of columns of words [I / 2, T] or [G, I / 2, T], fp32[1, T] or [G, 1, T]."""
-    even, odd = split_pairs(x, TYPE)
+def _sum_columns(x, TYPE: tl.constexpr, PER_BYTE: tl.constexpr):
+    """The sums of columns [I, T] or [G, I, T], or of words of two, fp32[1, T] or [G, 1, T]."""
     AXIS: tl.constexpr = len(x.shape) - 2
-    return tl.expand_dims(tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=AXIS), AXIS)
+    if PER_BYTE == 1:
+        columns = x.to(tl.float32)
+    else:
+        even, odd = split_pairs(x, TYPE)
+        columns = even.to(tl.float32) + odd.to(tl.float32)
+    return tl.expand_dims(tl.sum(columns, axis=AXIS), AXIS)
 
 
 @jit
@@ -153,7 +172,7 @@ def _row_scales(scales_ptr, factor_ptr, weight_row, blocks, FACTOR: tl.constexpr
     scale = tl.full(weight_row.shape, REST, tl.float32)
     if IS_WHOLE:
         scale *= load_scales(scales_ptr + blocks, None, FACTOR)
-    if FACTOR is not None:
+    if has_factors(FACTOR):
         scale *= load_factors(factor_ptr, weight_row, FACTOR)
     return scale
 
@@ -207,8 +226,9 @@ def _matrix_kernel(
     place = begin if GROUPS == 1 else begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C
     if BLOCKS > 1:
         scales = _load_scales(
-            scales_ptr, blocks, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR
-        )
+            scales_ptr, factor_ptr, blocks, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR,
+            HAS_MINIMA,
+        )  # fmt: skip
     for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
         across, down = tl.expand_dims(start + column, -2), tl.expand_dims(start + column, -1)
         w = tl.load(weights[:, None] + across, mask=across < COLUMNS, other=0, eviction_policy="evict_first")
@@ -233,17 +253,17 @@ def _matrix_kernel(
                 acc = _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE, UP)
             else:  # scales are loaded a step ahead
                 next_scales = _load_scales(
-                    scales_ptr, blocks, (place + start + STEP) * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
-                    BLOCKS, FACTOR,
+                    scales_ptr, factor_ptr, blocks, (place + start + STEP) * PER_BYTE, PARTS, BLOCK_I // PARTS,
+                    SCALE_COLUMNS, BLOCKS, FACTOR, HAS_MINIMA,
                 )  # fmt: skip
                 product = _multiply_tile(numbers, odd_numbers, x, tl.zeros_like(acc), PER_BYTE, UP)
                 acc += product * _spread(scales, turn // BLOCK_T, PARTS)
                 if HAS_MINIMA:
                     offsets = _load_offsets(
-                        zeros_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
-                        BLOCKS,
+                        zeros_ptr, factor_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS,
+                        SCALE_COLUMNS, BLOCKS, FACTOR, VALUES,
                     )  # fmt: skip
-                    acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_pairs(x, TYPE)
+                    acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_columns(x, TYPE, PER_BYTE)
                 scales = next_scales
     if GROUPS > 1:
         acc = tl.sum(acc, axis=0)

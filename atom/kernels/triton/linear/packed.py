@@ -20,9 +20,9 @@ from torch import Tensor
 from atom.graph.packed import PackedWeight
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.linear.style import operand_of
-from atom.kernels.triton.unpack import offsets_of
+from atom.kernels.triton.linear.style import FACTOR_SPAN, SPANS, operand_of
 
+SPAN = tl.constexpr(FACTOR_SPAN)
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
 E4M3_ASM = tl.constexpr("""{
 .reg .b32 a, b, c, d;
@@ -179,14 +179,45 @@ def load_zeros(pointers, mask, VALUES: tl.constexpr):
 
 @triton.constexpr_function
 def are_minima(zeros_ptr):
-    """Whether numbers of blocks are floats that are added, and no zero points."""
-    return zeros_ptr is not None and zeros_ptr.dtype.element_ty.is_floating()
+    """Whether numbers of blocks are added, and no zero points subtracted."""
+    return zeros_ptr is not None and zeros_ptr.dtype.element_ty != tl.uint8
+
+
+@triton.constexpr_function
+def has_spans(FACTOR):
+    """Whether scales and minima have factors, and no rows."""
+    return FACTOR == SPANS
+
+
+@triton.constexpr_function
+def has_factors(FACTOR):
+    """Whether rows, or the tensor, have factors."""
+    return FACTOR is not None and not has_spans(FACTOR)
 
 
 @jit
-def load_offsets(pointers, mask, scales):
-    """What is added to each number of a block, less 8 and scaled, of 4 bits: its minimum, and 8 times its scale."""
-    return offsets_of(_load(pointers, mask), scales)
+def load_spans(
+    factor_ptr, index, mask, SCALE_COLUMNS: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_MINIMA: tl.constexpr
+):
+    """The factors of the scales or the minima of blocks; a row is whole spans."""
+    BLOCKS: tl.constexpr = SPAN // SCALE_COLUMNS
+    NUM: tl.constexpr = 2 if HAS_MINIMA else 1
+    return _load(factor_ptr + index // BLOCKS * NUM + (1 if IS_MINIMA else 0), mask).to(tl.float32)
+
+
+@jit
+def load_minima(minima_ptr, factor_ptr, index, mask, SCALE_COLUMNS: tl.constexpr, FACTOR: tl.constexpr):
+    """The minima of blocks as float32."""
+    minima = _load(minima_ptr + index, mask).to(tl.float32)
+    if has_spans(FACTOR):
+        minima *= load_spans(factor_ptr, index, mask, SCALE_COLUMNS, True, True)
+    return minima
+
+
+@jit
+def offsets_of(minima, scales, VALUES: tl.constexpr):
+    """What is added to each number of a block, of 4 bits less 8, and scaled."""
+    return minima + 8 * scales if VALUES == "u4" else minima
 
 
 @jit
@@ -292,17 +323,22 @@ def _unpack_kernel(
     mask = (row < out) & (byte < INNER // PER_BYTE)
     tile = tl.load(values_ptr + row * (INNER // PER_BYTE) + byte, mask=mask, other=0)
     block = row // SCALE_ROWS * tl.cdiv(INNER, SCALE_COLUMNS) + byte * PER_BYTE // SCALE_COLUMNS
-    scale = load_scales(scales_ptr + block, mask, FACTOR)
-    if FACTOR is not None:
-        scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
+    scale = load_scales(scales_ptr + block, mask, FACTOR)
+    if has_spans(FACTOR):
+        scale *= load_spans(factor_ptr, block, mask, SCALE_COLUMNS, HAS_MINIMA, False)
+    if has_factors(FACTOR):
+        scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
     zero = 0.0 if zeros_ptr is None or HAS_MINIMA else load_zeros(zeros_ptr + block, mask, VALUES)
     UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
-    if HAS_MINIMA:
-        offset = load_offsets(zeros_ptr + block, mask, scale)
-        low = unpack_half(tile, False, tl.float32, VALUES, False)
-        high = unpack_half(tile, True, tl.float32, VALUES, False)
-        y = tl.interleave(low * scale + offset, high * scale + offset)
+    if HAS_MINIMA:  # numbers times scales are exact
+        minimum = load_minima(zeros_ptr, factor_ptr, block, mask, SCALE_COLUMNS, FACTOR)
+        if PER_BYTE == 1:
+            y = unpack_bytes(tile, tl.float32, VALUES, False) * scale + minimum
+        else:
+            low = unpack_half(tile, False, tl.float32, VALUES, False) + 8
+            high = unpack_half(tile, True, tl.float32, VALUES, False) + 8
+            y = tl.interleave(low * scale + minimum, high * scale + minimum)
     elif PER_BYTE == 1:
         y = (unpack_bytes(tile, tl.float32, VALUES, False) * UP - zero) * scale
     else:

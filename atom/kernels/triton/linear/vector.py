@@ -16,10 +16,14 @@ from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import (
     are_minima,
+    has_factors,
+    has_spans,
     load_factors,
-    load_offsets,
+    load_minima,
     load_scales,
+    load_spans,
     load_zeros,
+    offsets_of,
     raise_of,
     rest_of,
     unpack_bytes,
@@ -110,7 +114,10 @@ def _multiply_row(
     NUM: tl.constexpr = tile.shape[1] // WIDTH
     block = tl.arange(0, NUM)[None, :]
     index = (weight_row // SCALE_ROWS)[:, None] * BLOCKS + block
+    HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     scale = load_scales(scales_ptr + index, block < BLOCKS, FACTOR)
+    if has_spans(FACTOR):
+        scale *= load_spans(factor_ptr, index, block < BLOCKS, SCALE_COLUMNS, HAS_MINIMA, False)
     blocks = tile.reshape([ROWS, NUM, WIDTH])
     UP: tl.constexpr = raise_of(VALUES, TYPE)
     x = (x * UP).reshape([1, NUM, WIDTH])
@@ -123,12 +130,13 @@ def _multiply_row(
         product = low * x + high * odd
         x += odd
     acc = tl.sum(product, axis=2)
-    if are_minima(zeros_ptr):
-        return tl.sum(acc * scale + load_offsets(zeros_ptr + index, block < BLOCKS, scale) * tl.sum(x, axis=2), axis=1)
+    if HAS_MINIMA:
+        minima = load_minima(zeros_ptr, factor_ptr, index, block < BLOCKS, SCALE_COLUMNS, FACTOR)
+        return tl.sum(acc * scale + offsets_of(minima, scale, VALUES) * tl.sum(x, axis=2), axis=1)
     if zeros_ptr is not None:
         acc -= load_zeros(zeros_ptr + index, block < BLOCKS, VALUES) * tl.sum(x, axis=2)
     result = tl.sum(acc * scale, axis=1) * rest_of(VALUES, TYPE)
-    return result if FACTOR is None else result * load_factors(factor_ptr, weight_row, FACTOR)
+    return result * load_factors(factor_ptr, weight_row, FACTOR) if has_factors(FACTOR) else result
 
 
 @jit

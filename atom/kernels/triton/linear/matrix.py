@@ -20,11 +20,12 @@ from atom.kernels.triton.linear.packed import (
     are_minima,
     has_factors,
     has_spans,
+    load_factor,
     load_factors,
     load_minima,
     load_scales,
-    load_spans,
     load_zeros,
+    num_each,
     offsets_of,
     pair_of,
     parts_of,
@@ -34,9 +35,9 @@ from atom.kernels.triton.linear.packed import (
     unpack_bytes,
     unpack_half,
 )
+from atom.kernels.triton.linear.row_kernels import weight_rows
 from atom.kernels.triton.linear.style import Weight, operand_of
 from atom.kernels.triton.linear.tiles import MAX_TILES, Matrix, TileError
-from atom.kernels.triton.linear.vector import weight_rows
 
 
 def make_counters(device: torch.device) -> Tensor:
@@ -81,35 +82,34 @@ def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
 
 @jit
 def _load_scales(
-    scales_ptr, factor_ptr, blocks, column, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    NUM: tl.constexpr, FACTOR: tl.constexpr, HAS_MINIMA: tl.constexpr,
+    scales_ptr, factor_ptr, blocks, spans, column, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, NUM: tl.constexpr, FACTOR: tl.constexpr, HAS_MINIMA: tl.constexpr,
 ):  # fmt: skip
     """The scales of each part of the columns from one on: [O] or, of groups, [G, O]. Parts are of one span."""
-    scales = ()
-    first = column // SCALE_COLUMNS
     if has_spans(FACTOR):
         tl.static_assert(SPAN % (PARTS * WIDTH) == 0, "parts are of one span")
-        factor = load_spans(factor_ptr, blocks + first, first < NUM, SCALE_COLUMNS, HAS_MINIMA, False)
+        factor = load_factor(factor_ptr, spans + column // SPAN, column < NUM * SCALE_COLUMNS, HAS_MINIMA, False)
+    scales = ()
     for part in tl.static_range(PARTS):
         block = (column + part * WIDTH) // SCALE_COLUMNS
-        loaded = load_scales(scales_ptr + blocks + block, block < NUM, FACTOR)
+        index = (blocks + block) * num_each(FACTOR, HAS_MINIMA)
+        loaded = load_scales(scales_ptr + index, block < NUM, FACTOR)
         scales = scales + (loaded * factor if has_spans(FACTOR) else loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return scales
 
 
 @jit
 def _load_offsets(
-    minima_ptr, factor_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    minima_ptr, factor_ptr, blocks, spans, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr, NUM: tl.constexpr, FACTOR: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """What is added to the scaled numbers of each part, as in `_load_scales`."""
-    offsets = ()
-    first = column // SCALE_COLUMNS
     if has_spans(FACTOR):
-        factor = load_spans(factor_ptr, blocks + first, first < NUM, SCALE_COLUMNS, True, True)
+        factor = load_factor(factor_ptr, spans + column // SPAN, column < NUM * SCALE_COLUMNS, True, True)
+    offsets = ()
     for part in tl.static_range(PARTS):
         block = (column + part * WIDTH) // SCALE_COLUMNS
-        minima = load_minima(minima_ptr, None, blocks + block, block < NUM, SCALE_COLUMNS, None)
+        minima = load_minima(minima_ptr, blocks + block, block < NUM, FACTOR)
         minima = minima * factor if has_spans(FACTOR) else minima
         offsets = offsets + (offsets_of(minima, scales[part], VALUES),)  # type: ignore[assignment]  # noqa: RUF005
     return offsets
@@ -223,10 +223,11 @@ def _matrix_kernel(
     UP: tl.constexpr = raise_of(VALUES, TYPE)
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     blocks = weight_row // SCALE_ROWS * BLOCKS  # the first of each row
+    spans = weight_row * (INNER // SPAN)
     place = begin if GROUPS == 1 else begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C
     if BLOCKS > 1:
         scales = _load_scales(
-            scales_ptr, factor_ptr, blocks, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR,
+            scales_ptr, factor_ptr, blocks, spans, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR,
             HAS_MINIMA,
         )  # fmt: skip
     for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
@@ -253,14 +254,14 @@ def _matrix_kernel(
                 acc = _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE, UP)
             else:  # scales are loaded a step ahead
                 next_scales = _load_scales(
-                    scales_ptr, factor_ptr, blocks, (place + start + STEP) * PER_BYTE, PARTS, BLOCK_I // PARTS,
+                    scales_ptr, factor_ptr, blocks, spans, (place + start + STEP) * PER_BYTE, PARTS, BLOCK_I // PARTS,
                     SCALE_COLUMNS, BLOCKS, FACTOR, HAS_MINIMA,
                 )  # fmt: skip
                 product = _multiply_tile(numbers, odd_numbers, x, tl.zeros_like(acc), PER_BYTE, UP)
                 acc += product * _spread(scales, turn // BLOCK_T, PARTS)
                 if HAS_MINIMA:
                     offsets = _load_offsets(
-                        zeros_ptr, factor_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS,
+                        zeros_ptr, factor_ptr, blocks, spans, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS,
                         SCALE_COLUMNS, BLOCKS, FACTOR, VALUES,
                     )  # fmt: skip
                     acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_columns(x, TYPE, PER_BYTE)

@@ -195,23 +195,24 @@ def has_factors(FACTOR):
     return FACTOR is not None and not has_spans(FACTOR)
 
 
-@jit
-def load_spans(
-    factor_ptr, index, mask, SCALE_COLUMNS: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_MINIMA: tl.constexpr
-):
-    """The factors of the scales or the minima of blocks; a row is whole spans."""
-    BLOCKS: tl.constexpr = SPAN // SCALE_COLUMNS
-    NUM: tl.constexpr = 2 if HAS_MINIMA else 1
-    return _load(factor_ptr + index // BLOCKS * NUM + (1 if IS_MINIMA else 0), mask).to(tl.float32)
+@triton.constexpr_function
+def num_each(FACTOR, HAS_MINIMA):
+    """How many numbers a block or a span has: its scale, or factor, and with it a minimum."""
+    return 2 if has_spans(FACTOR) and HAS_MINIMA else 1
 
 
 @jit
-def load_minima(minima_ptr, factor_ptr, index, mask, SCALE_COLUMNS: tl.constexpr, FACTOR: tl.constexpr):
-    """The minima of blocks as float32."""
-    minima = _load(minima_ptr + index, mask).to(tl.float32)
-    if has_spans(FACTOR):
-        minima *= load_spans(factor_ptr, index, mask, SCALE_COLUMNS, True, True)
-    return minima
+def load_factor(factor_ptr, span, mask, HAS_MINIMA: tl.constexpr, IS_MINIMA: tl.constexpr):
+    """The factors of the scales or of the minima of spans."""
+    EACH: tl.constexpr = 2 if HAS_MINIMA else 1
+    return _load(factor_ptr + span * EACH + (1 if IS_MINIMA else 0), mask).to(tl.float32)
+
+
+@jit
+def load_minima(minima_ptr, index, mask, FACTOR: tl.constexpr):
+    """The minima of blocks as float32, without factors."""
+    EACH: tl.constexpr = num_each(FACTOR, True)
+    return _load(minima_ptr + index * EACH + (EACH - 1), mask).to(tl.float32)
 
 
 @jit
@@ -324,15 +325,18 @@ def _unpack_kernel(
     tile = tl.load(values_ptr + row * (INNER // PER_BYTE) + byte, mask=mask, other=0)
     block = row // SCALE_ROWS * tl.cdiv(INNER, SCALE_COLUMNS) + byte * PER_BYTE // SCALE_COLUMNS
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
-    scale = load_scales(scales_ptr + block, mask, FACTOR)
+    scale = load_scales(scales_ptr + block * num_each(FACTOR, HAS_MINIMA), mask, FACTOR)
+    span = row * (INNER // SPAN) + byte * PER_BYTE // SPAN
     if has_spans(FACTOR):
-        scale *= load_spans(factor_ptr, block, mask, SCALE_COLUMNS, HAS_MINIMA, False)
+        scale *= load_factor(factor_ptr, span, mask, HAS_MINIMA, False)
     if has_factors(FACTOR):
         scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
     zero = 0.0 if zeros_ptr is None or HAS_MINIMA else load_zeros(zeros_ptr + block, mask, VALUES)
     UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
     if HAS_MINIMA:  # numbers times scales are exact
-        minimum = load_minima(zeros_ptr, factor_ptr, block, mask, SCALE_COLUMNS, FACTOR)
+        minimum = load_minima(zeros_ptr, block, mask, FACTOR)
+        if has_spans(FACTOR):
+            minimum *= load_factor(factor_ptr, span, mask, True, True)
         if PER_BYTE == 1:
             y = unpack_bytes(tile, tl.float32, VALUES, False) * scale + minimum
         else:

@@ -4,9 +4,10 @@
 
     values   u8[O, I / 2], of up to 4 bits: those of an even column and of the next, odd one, as in an int4 weight;
              i8[O, I], of 5 and 6 bits
-    scales   of 16 or 32 columns: i8[O, groups], or fp16 where a block is a group
-    mins     the same, where the type has minima
+    scales   i8[O, groups, 1 or 2], of 16 or 32 columns: a scale, and a minimum where the type has them
     spans    fp16[O, blocks, 1 or 2]: what the scales of a block's groups are multiplied by, and what its minima are
+
+Where a block is a group, as in Q5_0 and Q5_1, there are no spans: scales are fp16[O, blocks], and so are mins.
 
 No number is rounded. Q4_K takes 4.625 bits, Q2_K 5.125, Q3_K 4.5625, Q5_0 8.5, Q5_1 9, Q5_K 8.625 and Q6_K 8.5625.
 """
@@ -48,9 +49,8 @@ def _parts_of(kind: str, blocks: Blocks) -> dict[str, Tensor]:
     else:
         values = (numbers - middle).view(torch.int8)
     if blocks.scales is None:
-        parts = {"values": values, "scales": blocks.factors, "mins": blocks.min_factors}
-    else:
-        factors = [each for each in (blocks.factors, blocks.min_factors) if each is not None]
-        mins = None if blocks.mins is None else blocks.mins.flatten(1)
-        parts = {"values": values, "scales": blocks.scales.flatten(1), "mins": mins, SPANS: torch.stack(factors, -1)}
-    return {name: part for name, part in parts.items() if part is not None}
+        mins = {} if blocks.min_factors is None else {"mins": blocks.min_factors}
+        return {"values": values, "scales": blocks.factors, **mins}
+    scales = [each.flatten(1) for each in (blocks.scales, blocks.mins) if each is not None]
+    factors = [each for each in (blocks.factors, blocks.min_factors) if each is not None]
+    return {"values": values, "scales": torch.stack(scales, -1), SPANS: torch.stack(factors, -1)}

@@ -81,7 +81,9 @@ def operand_of(weight: Weight) -> Operand:
     values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
     scales = parts["scales"]
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
-    return Operand(values, scales, parts.get("zeros", parts.get("mins")), factor, style)
+    has_pairs = style.factor == SPANS and style.offset == "m"  # minima behind their scales
+    zeros = scales if has_pairs else parts.get("zeros", parts.get("mins"))
+    return Operand(values, scales, zeros, factor, style)
 
 
 def style_of_weight(weight: Weight, act: str | None = None) -> Style:

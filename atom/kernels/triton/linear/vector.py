@@ -17,11 +17,9 @@ from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import (
     are_minima,
     has_factors,
-    has_spans,
     load_factors,
     load_minima,
     load_scales,
-    load_spans,
     load_zeros,
     offsets_of,
     raise_of,
@@ -29,9 +27,10 @@ from atom.kernels.triton.linear.packed import (
     unpack_bytes,
     unpack_half,
 )
-from atom.kernels.triton.linear.row_kernels import load_total
-from atom.kernels.triton.linear.style import Style, Weight, operand_of
+from atom.kernels.triton.linear.row_kernels import load_row, load_total, weight_rows
+from atom.kernels.triton.linear.style import SPANS, Style, Weight, operand_of
 from atom.kernels.triton.linear.tiles import TileError, Vector
+from atom.kernels.triton.linear.words import multiply_words
 
 
 def multiply_vector(
@@ -42,6 +41,8 @@ def multiply_vector(
     (rows, inner), gates = weight.shape, 1 if kind is None else 2
     operand = operand_of(weight)
     _check_columns(operand.style)
+    if operand.style.factor == SPANS:
+        return multiply_words(a, b, norm, (rows, inner), operand, bias, eps, kind, parameters)
     y = a.new_empty(1, rows // gates)
     total = a if b is None else a.new_empty(1, inner)
     gpu = find_gpu(a.device)
@@ -61,30 +62,8 @@ def _check_columns(style: Style) -> None:
 
 
 @jit
-def weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
-    """The rows of the weight, i64, for the outputs from first on; where gated, gates and ups take turns."""
-    turn = tl.arange(0, BLOCK_O)
-    row = (first + turn) % out if KIND is None else (first + turn // 2) % out + turn % 2 * out  # no row beyond the end
-    return row.to(tl.int64)
-
-
-@jit
-def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
-    """Load the row to multiply, in float32, rounded as it would be stored. The first program stores the total."""
-    column = tl.arange(0, triton.next_power_of_2(INNER))
-    mask = column < INNER
-    x = load_total(a_ptr, b_ptr, column, mask)
-    if b_ptr is not None:
-        tl.store(total_ptr + column, x.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
-    if norm_ptr is not None:
-        norm = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        x = (x * tl.rsqrt(tl.sum(x * x) / INNER + eps) * norm).to(a_ptr.dtype.element_ty).to(tl.float32)
-    return x
-
-
-@jit
 def _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
-    """`_load_row`, in even and odd columns."""
+    """`load_row`, in even and odd columns."""
     even = tl.arange(0, triton.next_power_of_2(INNER) // 2) * 2
     mask = even < INNER
     x, y = load_total(a_ptr, b_ptr, even, mask), load_total(a_ptr, b_ptr, even + 1, mask)
@@ -114,10 +93,7 @@ def _multiply_row(
     NUM: tl.constexpr = tile.shape[1] // WIDTH
     block = tl.arange(0, NUM)[None, :]
     index = (weight_row // SCALE_ROWS)[:, None] * BLOCKS + block
-    HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     scale = load_scales(scales_ptr + index, block < BLOCKS, FACTOR)
-    if has_spans(FACTOR):
-        scale *= load_spans(factor_ptr, index, block < BLOCKS, SCALE_COLUMNS, HAS_MINIMA, False)
     blocks = tile.reshape([ROWS, NUM, WIDTH])
     UP: tl.constexpr = raise_of(VALUES, TYPE)
     x = (x * UP).reshape([1, NUM, WIDTH])
@@ -130,8 +106,8 @@ def _multiply_row(
         product = low * x + high * odd
         x += odd
     acc = tl.sum(product, axis=2)
-    if HAS_MINIMA:
-        minima = load_minima(zeros_ptr, factor_ptr, index, block < BLOCKS, SCALE_COLUMNS, FACTOR)
+    if are_minima(zeros_ptr):
+        minima = load_minima(zeros_ptr, index, block < BLOCKS, FACTOR)
         return tl.sum(acc * scale + offsets_of(minima, scale, VALUES) * tl.sum(x, axis=2), axis=1)
     if zeros_ptr is not None:
         acc -= load_zeros(zeros_ptr + index, block < BLOCKS, VALUES) * tl.sum(x, axis=2)
@@ -156,7 +132,7 @@ def _vector_kernel(
     odd = x
     if not PDL:
         if PER_BYTE == 1:
-            x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+            x = load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
         else:
             x, odd = _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -167,7 +143,7 @@ def _vector_kernel(
         if PDL and step == 0:  # inside the loop, so that the loads of the first steps are issued before the wait
             tl.extra.cuda.gdc_wait()
             if PER_BYTE == 1:
-                x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+                x = load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
             else:
                 x, odd = _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
         if VALUES is None:

@@ -17,7 +17,7 @@ from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import PLAIN, Style
+from atom.kernels.triton.linear.style import PLAIN, SPANS, Style
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
@@ -194,12 +194,30 @@ def choose_matrix(shape: Shape, gpu: Gpu) -> Matrix | None:
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
 
 
+def choose_words(shape: Shape, gpu: Gpu) -> Vector | None:
+    """`choose` for one row by words (words.py); None where a row is too large.
+
+    By what compilers make of it: up to 128 registers a thread, and 16 warps on a multiprocessor.
+    """
+    _, out, inner, gates, _, style = shape
+    groups = next_power_of_2(inner) // (style.columns or inner)
+    warps = min(max(groups // (WARP if style.bits == 4 else 2 * WARP), 1), 16)
+    chunks = max(groups // (WARP * warps), 1)  # of the columns, of which a thread has one group each
+    if chunks > 2:
+        return None
+    programs = 16 // warps
+    most = 8 if chunks == 1 and warps <= 4 else 4 if chunks == 1 or style.bits == 8 else 2
+    return Vector(_step_rows(most, gates, out, programs * gpu.units), warps, stages=1, programs=programs)
+
+
 def choose_packed(shape: Shape, gpu: Gpu) -> Parameters:
     """`choose` of a packed weight: a row too goes through tensor cores, which leave others free to unpack."""
     rows, out, inner, _, element_size, style = shape
     parts = -(-MIN_BYTES * style.per_byte // (style.columns & -style.columns)) if style.columns else 1
     if element_size > 2 or rows * parts > 64:
         return None
+    if rows == 1 and style.factor == SPANS and (words := choose_words(shape, gpu)) is not None:
+        return words
     # what an H200 does fastest with the layers of Qwen3-8B; each warp of a group unpacks columns of its own
     tiles, units = -(-out // 16), gpu.units
     if rows <= 16:

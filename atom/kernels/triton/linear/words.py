@@ -39,7 +39,7 @@ def multiply_words(
     groups = next_power_of_2(inner) // (style.columns or inner)
     chunks = max(groups // (THREADS * parameters.warps), 1)
     _words_kernel[(programs,)](
-        a, b, norm, total, *operand[:4], bias, y, eps, rows // gates, inner, parameters.block_out, -(-tiles // programs),
+        a, b, norm, total, *operand[:4], bias, y, eps, rows // gates, -(-tiles // programs), inner, parameters.block_out,
         chunks, kind, style.per_byte, style.columns, num_warps=parameters.warps, **gpu.options,
     )  # fmt: skip
     return y, total
@@ -47,8 +47,11 @@ def multiply_words(
 
 @jit
 def _row_of(first, turn: tl.constexpr, out, KIND: tl.constexpr):
-    """A row of the weight, as `weight_rows` has them."""
-    return ((first + turn) % out if KIND is None else (first + turn // 2) % out + turn % 2 * out).to(tl.int64)
+    """A row of the weight, as `weight_rows` has them; beyond the end the last, since a remainder takes long."""
+    if KIND is None:
+        return tl.minimum(first + turn, out - 1).to(tl.int64)
+    else:
+        return (tl.minimum(first + turn // 2, out - 1) + turn % 2 * out).to(tl.int64)
 
 
 @jit
@@ -194,10 +197,10 @@ def _join(parts, first: tl.constexpr, step: tl.constexpr, COUNT: tl.constexpr):
         return tl.join(even, _join(parts, first + step, 2 * step, COUNT // 2))
 
 
-@jit
+@jit(do_not_specialize=["steps"])
 def _words_kernel(
     a_ptr, b_ptr, norm_ptr, total_ptr, weight_ptr, scales_ptr, zeros_ptr, factor_ptr, bias_ptr, y_ptr, eps, out,
-    INNER: tl.constexpr, BLOCK_O: tl.constexpr, STEPS: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr,
+    steps, INNER: tl.constexpr, BLOCK_O: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr,
     PER_BYTE: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: each program takes BLOCK_O rows of the weight at a time."""
@@ -224,7 +227,7 @@ def _words_kernel(
     for chunk in tl.static_range(CHUNKS):
         own, of_groups, shift = _columns_of(_split_chunk(row, chunk, CHUNKS), GROUPS, HAS_MINIMA, PER_WORD)
         x, sums, shifts = x + (own,), sums + (of_groups,), shifts + (shift,)  # type: ignore[assignment]  # noqa: RUF005
-    for step in range(STEPS):
+    for _ in range(steps):  # not a constant: Triton would lay out one step for fewer exchanges of what it keeps
         next_first = first + tl.num_programs(0) * NUM
         next_words, next_scales, next_spans = _load_rows(
             words_ptr, scales_ptr, factor_ptr, next_first, out, INNER, BLOCK_O, KIND, PER_WORD, SCALE_COLUMNS, CHUNKS

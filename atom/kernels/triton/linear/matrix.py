@@ -20,12 +20,12 @@ from atom.kernels.triton.linear.packed import (
     are_minima,
     has_factors,
     has_spans,
-    load_factor,
     load_factors,
-    load_minima,
+    load_offsets,
     load_scales,
+    load_spans,
     load_zeros,
-    num_each,
+    multiply_spans,
     offsets_of,
     pair_of,
     parts_of,
@@ -38,6 +38,7 @@ from atom.kernels.triton.linear.packed import (
 from atom.kernels.triton.linear.row_kernels import weight_rows
 from atom.kernels.triton.linear.style import Weight, operand_of
 from atom.kernels.triton.linear.tiles import MAX_TILES, Matrix, TileError
+from atom.kernels.triton.unpack import spread
 
 
 def make_counters(device: torch.device) -> Tensor:
@@ -82,36 +83,27 @@ def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
 
 @jit
 def _load_scales(
-    scales_ptr, factor_ptr, blocks, spans, column, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, NUM: tl.constexpr, FACTOR: tl.constexpr, HAS_MINIMA: tl.constexpr,
+    scales_ptr, blocks, column, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    NUM: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """The scales of each part of the columns from one on: [O] or, of groups, [G, O]. Parts are of one span."""
-    if has_spans(FACTOR):
-        tl.static_assert(SPAN % (PARTS * WIDTH) == 0, "parts are of one span")
-        factor = load_factor(factor_ptr, spans + column // SPAN, column < NUM * SCALE_COLUMNS, HAS_MINIMA, False)
+    """The scales of each part of the columns from one on: [O] or, of groups, [G, O]."""
     scales = ()
     for part in tl.static_range(PARTS):
         block = (column + part * WIDTH) // SCALE_COLUMNS
-        index = (blocks + block) * num_each(FACTOR, HAS_MINIMA)
-        loaded = load_scales(scales_ptr + index, block < NUM, FACTOR)
-        scales = scales + (loaded * factor if has_spans(FACTOR) else loaded,)  # type: ignore[assignment]  # noqa: RUF005
+        scales = scales + (load_scales(scales_ptr + blocks + block, block < NUM, FACTOR),)  # type: ignore[assignment]  # noqa: RUF005
     return scales
 
 
 @jit
 def _load_offsets(
-    minima_ptr, factor_ptr, blocks, spans, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, NUM: tl.constexpr, FACTOR: tl.constexpr, VALUES: tl.constexpr,
+    minima_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    NUM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """What is added to the scaled numbers of each part, as in `_load_scales`."""
-    if has_spans(FACTOR):
-        factor = load_factor(factor_ptr, spans + column // SPAN, column < NUM * SCALE_COLUMNS, True, True)
+    """`load_offsets` of the scales of each part."""
     offsets = ()
     for part in tl.static_range(PARTS):
         block = (column + part * WIDTH) // SCALE_COLUMNS
-        minima = load_minima(minima_ptr, blocks + block, block < NUM, FACTOR)
-        minima = minima * factor if has_spans(FACTOR) else minima
-        offsets = offsets + (offsets_of(minima, scales[part], VALUES),)  # type: ignore[assignment]  # noqa: RUF005
+        offsets = offsets + (load_offsets(minima_ptr + blocks + block, block < NUM, scales[part], VALUES),)  # type: ignore[assignment]  # noqa: RUF005
     return offsets
 
 
@@ -125,6 +117,27 @@ def _sum_columns(x, TYPE: tl.constexpr, PER_BYTE: tl.constexpr):
         even, odd = split_pairs(x, TYPE)
         columns = even.to(tl.float32) + odd.to(tl.float32)
     return tl.expand_dims(tl.sum(columns, axis=AXIS), AXIS)
+
+
+@jit
+def _load_step(scales_ptr, factor_ptr, blocks, spans, column, INNER: tl.constexpr, BLOCK_I: tl.constexpr,
+               SCALE_COLUMNS: tl.constexpr, HAS_MINIMA: tl.constexpr):  # fmt: skip
+    """`load_spans` of the columns of a step, [O, blocks] and [O, 1]: they are of one span."""
+    tl.static_assert(SPAN % BLOCK_I == 0, "a step is of one span")
+    block = column // SCALE_COLUMNS + tl.arange(0, BLOCK_I // SCALE_COLUMNS)[None, :]
+    span = (spans + tl.minimum(column, INNER - 1) // SPAN)[:, None]
+    mask = block < INNER // SCALE_COLUMNS
+    return load_spans(scales_ptr, factor_ptr, blocks[:, None] + tl.where(mask, block, 0), span, None, HAS_MINIMA)
+
+
+@jit
+def _scale_tile(numbers, scales, factors, VALUES: tl.constexpr, HAS_MINIMA: tl.constexpr):
+    """Numbers [O, I] of a step, scaled and rounded."""
+    scale, minimum = multiply_spans(scales, factors, HAS_MINIMA)
+    wide = numbers.to(tl.float32) * spread(scale, numbers.shape[1])
+    if HAS_MINIMA:
+        wide += spread(offsets_of(minimum, scale, VALUES), numbers.shape[1])
+    return wide.to(numbers.dtype)
 
 
 @jit
@@ -203,7 +216,8 @@ def _matrix_kernel(
         tl.extra.cuda.gdc_wait()
     # of packed weights: the columns of a step that share a scale are summed up apart, by rows that are zero elsewhere
     BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
-    PARTS: tl.constexpr = parts_of(BLOCKS, SCALE_COLUMNS, BLOCK_I)
+    IS_SCALED: tl.constexpr = has_spans(FACTOR)  # before it is multiplied
+    PARTS: tl.constexpr = 1 if IS_SCALED else parts_of(BLOCKS, SCALE_COLUMNS, BLOCK_I)
     turn = tl.arange(0, PARTS * BLOCK_T)
     row = tl.program_id(0) * BLOCK_T + (turn if PARTS == 1 else turn % BLOCK_T)
     if PER_BYTE == 1:
@@ -223,13 +237,16 @@ def _matrix_kernel(
     UP: tl.constexpr = raise_of(VALUES, TYPE)
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     blocks = weight_row // SCALE_ROWS * BLOCKS  # the first of each row
-    spans = weight_row * (INNER // SPAN)
     place = begin if GROUPS == 1 else begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C
-    if BLOCKS > 1:
+    if IS_SCALED:
+        spans = weight_row * (INNER // SPAN)
+        scales, factors = _load_step(
+            scales_ptr, factor_ptr, blocks, spans, begin * PER_BYTE, INNER, BLOCK_I, SCALE_COLUMNS, HAS_MINIMA
+        )
+    elif BLOCKS > 1:
         scales = _load_scales(
-            scales_ptr, factor_ptr, blocks, spans, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR,
-            HAS_MINIMA,
-        )  # fmt: skip
+            scales_ptr, blocks, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR
+        )
     for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
         across, down = tl.expand_dims(start + column, -2), tl.expand_dims(start + column, -1)
         w = tl.load(weights[:, None] + across, mask=across < COLUMNS, other=0, eviction_policy="evict_first")
@@ -250,19 +267,28 @@ def _matrix_kernel(
                     block = across * PER_BYTE // SCALE_COLUMNS
                     zero = load_zeros(zeros_ptr + blocks[:, None] + block, block < BLOCKS, VALUES)
             numbers, odd_numbers = _unpack_tile(w, zero, TYPE, VALUES, PER_BYTE, PDL)
-            if BLOCKS == 1:
+            if IS_SCALED:  # rows of x are too many for a sum of each block
+                next_scales, next_factors = _load_step(
+                    scales_ptr, factor_ptr, blocks, spans, (begin + start + STEP) * PER_BYTE, INNER, BLOCK_I,
+                    SCALE_COLUMNS, HAS_MINIMA,
+                )  # fmt: skip
+                numbers = _scale_tile(numbers, scales, factors, VALUES, HAS_MINIMA)
+                odd_numbers = _scale_tile(odd_numbers, scales, factors, VALUES, HAS_MINIMA)
+                acc = _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE, UP)
+                scales, factors = next_scales, next_factors
+            elif BLOCKS == 1:
                 acc = _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE, UP)
             else:  # scales are loaded a step ahead
                 next_scales = _load_scales(
-                    scales_ptr, factor_ptr, blocks, spans, (place + start + STEP) * PER_BYTE, PARTS, BLOCK_I // PARTS,
-                    SCALE_COLUMNS, BLOCKS, FACTOR, HAS_MINIMA,
+                    scales_ptr, blocks, (place + start + STEP) * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
+                    BLOCKS, FACTOR,
                 )  # fmt: skip
                 product = _multiply_tile(numbers, odd_numbers, x, tl.zeros_like(acc), PER_BYTE, UP)
                 acc += product * _spread(scales, turn // BLOCK_T, PARTS)
                 if HAS_MINIMA:
                     offsets = _load_offsets(
-                        zeros_ptr, factor_ptr, blocks, spans, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS,
-                        SCALE_COLUMNS, BLOCKS, FACTOR, VALUES,
+                        zeros_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
+                        BLOCKS, VALUES,
                     )  # fmt: skip
                     acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_columns(x, TYPE, PER_BYTE)
                 scales = next_scales

@@ -195,24 +195,30 @@ def has_factors(FACTOR):
     return FACTOR is not None and not has_spans(FACTOR)
 
 
-@triton.constexpr_function
-def num_each(FACTOR, HAS_MINIMA):
-    """How many numbers a block or a span has: its scale, or factor, and with it a minimum."""
-    return 2 if has_spans(FACTOR) and HAS_MINIMA else 1
+@jit
+def load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA: tl.constexpr):
+    """Scales and minima of blocks as they are stored, and their factors: in one integer each, where there are minima."""
+    if HAS_MINIMA:
+        scales_ptr, factor_ptr = scales_ptr.to(tl.pointer_type(tl.int16)), factor_ptr.to(tl.pointer_type(tl.int32))
+    return _load(scales_ptr + block, mask), _load(factor_ptr + span, mask)
 
 
 @jit
-def load_factor(factor_ptr, span, mask, HAS_MINIMA: tl.constexpr, IS_MINIMA: tl.constexpr):
-    """The factors of the scales or of the minima of spans."""
-    EACH: tl.constexpr = 2 if HAS_MINIMA else 1
-    return _load(factor_ptr + span * EACH + (1 if IS_MINIMA else 0), mask).to(tl.float32)
+def multiply_spans(scales, factors, HAS_MINIMA: tl.constexpr):
+    """The scales and the minima, float32, of what `load_spans` gives; twice the scales where there are no minima."""
+    if HAS_MINIMA:
+        scale = scales.to(tl.int8).to(tl.float32) * factors.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return scale, (scales >> 8).to(tl.float32) * high.to(tl.float32)
+    else:
+        scale = scales.to(tl.float32) * factors.to(tl.float32)
+        return scale, scale
 
 
 @jit
-def load_minima(minima_ptr, index, mask, FACTOR: tl.constexpr):
-    """The minima of blocks as float32, without factors."""
-    EACH: tl.constexpr = num_each(FACTOR, True)
-    return _load(minima_ptr + index * EACH + (EACH - 1), mask).to(tl.float32)
+def load_offsets(minima_ptr, mask, scales, VALUES: tl.constexpr):
+    """What is added to each number of a block, less 8 and scaled, of 4 bits: its minimum, and 8 times its scale."""
+    return offsets_of(_load(minima_ptr, mask).to(tl.float32), scales, VALUES)
 
 
 @jit
@@ -325,18 +331,18 @@ def _unpack_kernel(
     tile = tl.load(values_ptr + row * (INNER // PER_BYTE) + byte, mask=mask, other=0)
     block = row // SCALE_ROWS * tl.cdiv(INNER, SCALE_COLUMNS) + byte * PER_BYTE // SCALE_COLUMNS
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
-    scale = load_scales(scales_ptr + block * num_each(FACTOR, HAS_MINIMA), mask, FACTOR)
-    span = row * (INNER // SPAN) + byte * PER_BYTE // SPAN
     if has_spans(FACTOR):
-        scale *= load_factor(factor_ptr, span, mask, HAS_MINIMA, False)
+        span = row * (INNER // SPAN) + byte * PER_BYTE // SPAN
+        scale, minimum = multiply_spans(*load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA), HAS_MINIMA)
+    else:
+        scale = load_scales(scales_ptr + block, mask, FACTOR)
     if has_factors(FACTOR):
         scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
     zero = 0.0 if zeros_ptr is None or HAS_MINIMA else load_zeros(zeros_ptr + block, mask, VALUES)
     UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
     if HAS_MINIMA:  # numbers times scales are exact
-        minimum = load_minima(zeros_ptr, block, mask, FACTOR)
-        if has_spans(FACTOR):
-            minimum *= load_factor(factor_ptr, span, mask, True, True)
+        if not has_spans(FACTOR):
+            minimum = _load(zeros_ptr + block, mask).to(tl.float32)
         if PER_BYTE == 1:
             y = unpack_bytes(tile, tl.float32, VALUES, False) * scale + minimum
         else:

@@ -17,7 +17,7 @@ from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import PLAIN, SPANS, Style
+from atom.kernels.triton.linear.style import FACTOR_SPAN, PLAIN, SPANS, Style
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
@@ -67,15 +67,19 @@ class Matrix(NamedTuple):
     def as_run(self, rows: int, gpu: Gpu, style: Style = PLAIN) -> Matrix:
         """The parameters to run a product of so many rows with on this GPU.
 
-        Where columns share a scale, a group reads those of one, but at least MIN_BYTES.
+        Where columns share a scale, a group reads those of one, but at least MIN_BYTES. Numbers whose scales have
+        factors are scaled first, and one group reads columns of one factor.
         """
         columns = style.columns or self.block_inner
         share = min(max(columns & -columns, MIN_BYTES * style.per_byte), self.block_inner)
+        groups = self.groups * self.block_inner // share
+        if style.factor == SPANS:
+            share, groups = min(self.block_inner, FACTOR_SPAN), 1
         tile = self._replace(
             block_rows=min(max(8, next_power_of_2(rows)), self.block_rows),
             prefetch=self.prefetch if gpu.has_dependent_launch else 0,
             block_inner=share,
-            groups=self.groups * self.block_inner // share,
+            groups=groups,
         )
         if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
             tile = tile._replace(block_rows=max(16, tile.block_rows), stages=2)
@@ -87,7 +91,7 @@ class Matrix(NamedTuple):
         Triton gives each warp whole groups; where they are fewer than warps, several warps compute the same one.
         """
         columns = style.columns or self.block_inner
-        parts = self.block_inner // min(columns & -columns, self.block_inner)
+        parts = 1 if style.factor == SPANS else self.block_inner // min(columns & -columns, self.block_inner)
         of_group = self.block_out * self.block_rows * parts // WARP
         return of_group // self.warps if self.groups == 1 else of_group * max(1, self.groups // self.warps)
 

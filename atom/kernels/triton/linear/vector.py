@@ -18,10 +18,9 @@ from atom.kernels.triton.linear.packed import (
     are_minima,
     has_factors,
     load_factors,
-    load_minima,
+    load_offsets,
     load_scales,
     load_zeros,
-    offsets_of,
     raise_of,
     rest_of,
     unpack_bytes,
@@ -107,8 +106,8 @@ def _multiply_row(
         x += odd
     acc = tl.sum(product, axis=2)
     if are_minima(zeros_ptr):
-        minima = load_minima(zeros_ptr, index, block < BLOCKS, FACTOR)
-        return tl.sum(acc * scale + offsets_of(minima, scale, VALUES) * tl.sum(x, axis=2), axis=1)
+        offset = load_offsets(zeros_ptr + index, block < BLOCKS, scale, VALUES)
+        return tl.sum(acc * scale + offset * tl.sum(x, axis=2), axis=1)
     if zeros_ptr is not None:
         acc -= load_zeros(zeros_ptr + index, block < BLOCKS, VALUES) * tl.sum(x, axis=2)
     result = tl.sum(acc * scale, axis=1) * rest_of(VALUES, TYPE)

@@ -17,7 +17,7 @@ from torch import Tensor
 from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.linear.packed import SPAN, are_minima
+from atom.kernels.triton.linear.packed import SPAN, are_minima, load_spans, multiply_spans
 from atom.kernels.triton.linear.row_kernels import load_row, weight_rows
 from atom.kernels.triton.linear.style import Operand
 from atom.kernels.triton.linear.tiles import Vector
@@ -56,8 +56,8 @@ def _row_of(first, turn: tl.constexpr, out, KIND: tl.constexpr):
 
 @jit
 def _load_rows(
-    words_ptr, scales_ptr, spans_ptr, first, out, INNER: tl.constexpr, BLOCK_O: tl.constexpr, KIND: tl.constexpr,
-    PER_WORD: tl.constexpr, SCALE_COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+    words_ptr, scales_ptr, factor_ptr, first, out, INNER: tl.constexpr, BLOCK_O: tl.constexpr, KIND: tl.constexpr,
+    PER_WORD: tl.constexpr, SCALE_COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, HAS_MINIMA: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK_O rows in CHUNKS of columns: words [W], scales [G], maybe with minima, and their factors [G]."""
     WORDS: tl.constexpr = INNER // PER_WORD
@@ -72,23 +72,10 @@ def _load_rows(
             is_word, is_group = (word < WORDS) & (first < out), (group < INNER // SCALE_COLUMNS) & (first < out)
             words = words + (tl.load(words_ptr + row * WORDS + word, mask=is_word, other=0,  # noqa: RUF005
                                      eviction_policy="evict_first"),)  # type: ignore[assignment]  # fmt: skip
-            scale = tl.load(scales_ptr + row * (INNER // SCALE_COLUMNS) + group, mask=is_group, other=0)
-            span = group // (SPAN // SCALE_COLUMNS)
-            factor = tl.load(spans_ptr + row * (INNER // SPAN) + span, mask=is_group, other=0)
+            block, span = row * (INNER // SCALE_COLUMNS) + group, row * (INNER // SPAN) + group // (SPAN // SCALE_COLUMNS)
+            scale, factor = load_spans(scales_ptr, factor_ptr, block, span, is_group, HAS_MINIMA)
             scales, spans = scales + (scale,), spans + (factor,)  # type: ignore[assignment]  # noqa: RUF005
     return words, scales, spans
-
-
-@jit
-def _halves(pairs, HAS_MINIMA: tl.constexpr, TYPE: tl.constexpr):
-    """Scales, or factors, and those of minima, float32. HAS_MINIMA: they are the halves of an integer each"""
-    if HAS_MINIMA:
-        BITS: tl.constexpr = TYPE.primitive_bitwidth
-        INT: tl.constexpr = tl.int8 if BITS == 8 else tl.int16
-        low, high = pairs.to(INT).to(TYPE, bitcast=True), (pairs >> BITS).to(INT).to(TYPE, bitcast=True)
-        return low.to(tl.float32), high.to(tl.float32)
-    else:
-        return pairs.to(tl.float32), pairs.to(tl.float32)
 
 
 @jit
@@ -213,13 +200,11 @@ def _words_kernel(
     GROUPS: tl.constexpr = COLUMNS // SCALE_COLUMNS
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     words_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
-    if HAS_MINIMA:
-        scales_ptr = scales_ptr.to(tl.pointer_type(tl.int16))
-        factor_ptr = factor_ptr.to(tl.pointer_type(tl.int32))
     first = tl.program_id(0) * NUM
     words, scales, spans = _load_rows(
-        words_ptr, scales_ptr, factor_ptr, first, out, INNER, BLOCK_O, KIND, PER_WORD, SCALE_COLUMNS, CHUNKS
-    )
+        words_ptr, scales_ptr, factor_ptr, first, out, INNER, BLOCK_O, KIND, PER_WORD, SCALE_COLUMNS, CHUNKS,
+        HAS_MINIMA,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
@@ -230,18 +215,19 @@ def _words_kernel(
     for _ in range(steps):  # not a constant: Triton would lay out one step for fewer exchanges of what it keeps
         next_first = first + tl.num_programs(0) * NUM
         next_words, next_scales, next_spans = _load_rows(
-            words_ptr, scales_ptr, factor_ptr, next_first, out, INNER, BLOCK_O, KIND, PER_WORD, SCALE_COLUMNS, CHUNKS
-        )
+            words_ptr, scales_ptr, factor_ptr, next_first, out, INNER, BLOCK_O, KIND, PER_WORD, SCALE_COLUMNS, CHUNKS,
+            HAS_MINIMA,
+        )  # fmt: skip
         accs = ()
         for turn in tl.static_range(BLOCK_O):
             acc = tl.zeros([GROUPS], tl.float32)
             for chunk in tl.static_range(CHUNKS):
                 product = _multiply_words(words[turn * CHUNKS + chunk], x[chunk], PER_WORD, PDL)
-                scale, minimum = _halves(scales[turn * CHUNKS + chunk], HAS_MINIMA, tl.int8)
-                factor, min_factor = _halves(spans[turn * CHUNKS + chunk], HAS_MINIMA, tl.float16)
-                acc += (_sum_groups(product, GROUPS) * UP + shifts[chunk]) * (scale * factor)
+                place: tl.constexpr = turn * CHUNKS + chunk
+                scale, minimum = multiply_spans(scales[place], spans[place], HAS_MINIMA)
+                acc += (_sum_groups(product, GROUPS) * UP + shifts[chunk]) * scale
                 if HAS_MINIMA:
-                    acc += minimum * min_factor * sums[chunk]
+                    acc += minimum * sums[chunk]
             accs = accs + (acc,)  # type: ignore[assignment]  # noqa: RUF005
         result = tl.sum(_join(accs, 0, 1, BLOCK_O).reshape([GROUPS, BLOCK_O]), axis=0)
         if bias_ptr is not None:
@@ -250,6 +236,6 @@ def _words_kernel(
         if KIND is not None:
             gates, ups = tl.split(y.reshape([NUM, 2]))
             y = activate_rounded(gates, ups, KIND)
-        place = first + tl.arange(0, NUM)
-        tl.store(y_ptr + place, y, mask=place < out)
+        index = first + tl.arange(0, NUM)
+        tl.store(y_ptr + index, y, mask=index < out)
         words, scales, spans, first = next_words, next_scales, next_spans, next_first

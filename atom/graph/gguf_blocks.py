@@ -68,7 +68,8 @@ def fit_factors(fmt: str, stored: Tensor, size: float) -> Tensor:
         factors.append(float(ratio if blocks.scales is not None else -ratio))  # K-quants subtract them
     unit = size / float(numbers.std())
     for at, factor in zip(known.factors_at, factors, strict=True):
-        made[..., at : at + 2] = torch.tensor([unit * factor], dtype=torch.float16, device=stored.device).view(torch.uint8)
+        number = torch.tensor([unit * factor], dtype=torch.float16, device=stored.device)
+        made[..., at : at + 2] = number.view(torch.uint8)
     return made
 
 

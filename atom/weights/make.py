@@ -119,7 +119,8 @@ def _drawn(type: Type, drawn: Tensor) -> dict[str, Tensor] | None:
     kind, values = parse_format(str(type.fmt)).kind, parts_of(W("", type))["values"].type
     if kind not in TYPES:
         return None
-    bits = drawn.view(torch.uint8).view(*values.shape[:-1], -1, drawn.itemsize)[..., : int(values.shape[-1]), 0]
+    *blocks, size = map(int, values.shape)
+    bits = drawn.view(torch.uint8).view(*blocks, -1, drawn.itemsize)[..., :size, 0]
     return {"values": fit_factors(kind, bits, 0.02)}
 
 

@@ -289,7 +289,9 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
                 each = each.as_run(rows, gpu, style)
                 assert each.num_sums(style) <= 128
                 assert each.block_inner >= 32 * style.per_byte
-                if style.columns is not None:
+                if style.factor == "spans":
+                    assert 256 % each.block_inner == 0 and each.groups == 1
+                elif style.columns is not None:
                     unit = style.columns & -style.columns
                     assert unit % each.block_inner == 0 or each.block_inner <= 4 * unit
                 assert each.splits == 1 or -(-out // each.block_out) <= tiles.MAX_TILES
@@ -331,6 +333,23 @@ def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):
     assert agrees(partial(products.linear, x, weight), MATRICES[0])
     product = Product(38, 384, 1, 2, style_of("int4[1, 128]", 38))
     assert product.num_elements == 38 * 384 * 2
+
+
+def test_what_is_chosen_for_k_quants_keeps_a_gpu_busy():
+    def chosen(fmt, rows, out, inner, gates=1):
+        return tiles.choose(Shape(rows, out, inner, gates, style=style_of(fmt, out)), H200)
+
+    assert chosen("q4_k", 1, 4096, 4096) == Vector(8, 4, stages=1, programs=4)
+    assert chosen("q4_k", 1, 1024, 4096) == Vector(2, 4, stages=1, programs=4)
+    assert chosen("q4_k", 1, 1024, 4096, gates=2) == Vector(2, 4, stages=1, programs=4)
+    assert chosen("q4_k", 1, 4096, 14336) == Vector(4, 16, stages=1, programs=1)
+    assert chosen("q6_k", 1, 4096, 4096) == Vector(4, 4, stages=1, programs=4)
+    assert chosen("q6_k", 1, 4096, 53248) == chosen("q6_k", 2, 4096, 53248) == Matrix(64, 128, 4, 4, 1, 8, 4)
+    assert chosen("q4_k", 32, 28672, 4096) == Matrix(64, 128, 4, 4, 1, 1, 4)
+    assert chosen("q4_k", 65, 4096, 4096) == Matrix(128, 128, 8, 3, 1, 8, 4)
+    assert chosen("q4_k", 129, 4096, 4096) is None
+    wide = Shape(1, 4096, 4096, element_size=4, style=style_of("q4_k", 4096))
+    assert tiles.choose(wide, H200) is None
 
 
 REASONS = {

@@ -197,7 +197,7 @@ def has_factors(FACTOR):
 
 @jit
 def load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA: tl.constexpr):
-    """Scales and minima of blocks as they are stored, and their factors: in one integer each, where there are minima."""
+    """Scales and minima of blocks as they are stored, and their factors: each in one integer where there are minima."""
     if HAS_MINIMA:
         scales_ptr, factor_ptr = scales_ptr.to(tl.pointer_type(tl.int16)), factor_ptr.to(tl.pointer_type(tl.int32))
     return _load(scales_ptr + block, mask), _load(factor_ptr + span, mask)

@@ -199,29 +199,41 @@ def choose_matrix(shape: Shape, gpu: Gpu) -> Matrix | None:
 
 
 def choose_words(shape: Shape, gpu: Gpu) -> Vector | None:
-    """`choose` for one row by words (words.py); None where a row is too large.
+    """`choose` for one row by words (words.py); None for several rows, or where one is too large.
 
     By what compilers make of it: up to 128 registers a thread, and 16 warps on a multiprocessor.
     """
-    _, out, inner, gates, _, style = shape
+    rows, out, inner, gates, _, style = shape
     groups = next_power_of_2(inner) // (style.columns or inner)
     warps = min(max(groups // (WARP if style.bits == 4 else 2 * WARP), 1), 16)
     chunks = max(groups // (WARP * warps), 1)  # of the columns, of which a thread has one group each
-    if chunks > 2:
+    if rows > 1 or chunks > 2:
         return None
     programs = 16 // warps
     most = 8 if chunks == 1 and warps <= 4 else 4 if chunks == 1 or style.bits == 8 else 2
-    return Vector(_step_rows(most, gates, out, programs * gpu.units), warps, stages=1, programs=programs)
+    return Vector(_step_rows(most, gates, out, programs * gpu.units * 9 // 10), warps, stages=1, programs=programs)
+
+
+def choose_scaled(shape: Shape, gpu: Gpu) -> Matrix | None:
+    """`choose` for rows by a packed weight whose numbers are scaled first: tiles whose sums fit into registers."""
+    rows, out, inner = shape[:3]
+    if rows > 128:
+        return None
+    tile, programs = (Matrix(64, 128, 4, 4, 1, 1, 4), 4) if rows <= 64 else (Matrix(128, 128, 8, 3, 1, 1, 4), 2)
+    tiles, splits = -(-out // tile.block_out), 1
+    while splits < 8 and 2 * splits * tiles <= programs * gpu.units and inner >= 4 * splits * tile.block_inner:
+        splits *= 2
+    return tile._replace(splits=splits)
 
 
 def choose_packed(shape: Shape, gpu: Gpu) -> Parameters:
     """`choose` of a packed weight: a row too goes through tensor cores, which leave others free to unpack."""
     rows, out, inner, _, element_size, style = shape
     parts = -(-MIN_BYTES * style.per_byte // (style.columns & -style.columns)) if style.columns else 1
+    if style.factor == SPANS and element_size == 2:
+        return choose_words(shape, gpu) or choose_scaled(shape, gpu)
     if element_size > 2 or rows * parts > 64:
         return None
-    if rows == 1 and style.factor == SPANS and (words := choose_words(shape, gpu)) is not None:
-        return words
     # what an H200 does fastest with the layers of Qwen3-8B; each warp of a group unpacks columns of its own
     tiles, units = -(-out // 16), gpu.units
     if rows <= 16:

@@ -39,8 +39,8 @@ def multiply_words(
     groups = next_power_of_2(inner) // (style.columns or inner)
     chunks = max(groups // (THREADS * parameters.warps), 1)
     _words_kernel[(programs,)](
-        a, b, norm, total, *operand[:4], bias, y, eps, rows // gates, -(-tiles // programs), inner, parameters.block_out,
-        chunks, kind, style.per_byte, style.columns, num_warps=parameters.warps, **gpu.options,
+        a, b, norm, total, *operand[:4], bias, y, eps, rows // gates, -(-tiles // programs), inner,
+        parameters.block_out, chunks, kind, style.per_byte, style.columns, num_warps=parameters.warps, **gpu.options,
     )  # fmt: skip
     return y, total
 
@@ -72,7 +72,8 @@ def _load_rows(
             is_word, is_group = (word < WORDS) & (first < out), (group < INNER // SCALE_COLUMNS) & (first < out)
             words = words + (tl.load(words_ptr + row * WORDS + word, mask=is_word, other=0,  # noqa: RUF005
                                      eviction_policy="evict_first"),)  # type: ignore[assignment]  # fmt: skip
-            block, span = row * (INNER // SCALE_COLUMNS) + group, row * (INNER // SPAN) + group // (SPAN // SCALE_COLUMNS)
+            block = row * (INNER // SCALE_COLUMNS) + group
+            span = row * (INNER // SPAN) + group // (SPAN // SCALE_COLUMNS)
             scale, factor = load_spans(scales_ptr, factor_ptr, block, span, is_group, HAS_MINIMA)
             scales, spans = scales + (scale,), spans + (factor,)  # type: ignore[assignment]  # noqa: RUF005
     return words, scales, spans

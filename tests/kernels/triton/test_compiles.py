@@ -17,7 +17,7 @@ from atom.kernels.triton import few_experts, grouped_linear, grouping, lora, moe
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
-from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector
+from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector, words
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
 from atom.graph import Batch, PackedWeight, PagedCache, Type
@@ -72,7 +72,7 @@ class Compile:
         print(kernel.__name__)
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
-               row_kernels, moe, router, prefill, rope, sampling, speculation, vector):
+               row_kernels, moe, router, prefill, rope, sampling, speculation, vector, words):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -182,6 +182,7 @@ NAMES = {
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",
+    "words": "_words_kernel",
     "lora": "_expand_kernel",
     "packed": "_unpack_kernel",
     "quantized": "_scale_kernel",

@@ -13,6 +13,8 @@ from atom.graph.gguf_blocks import TYPES
 from atom.graph.recipe_contents import held_by_format, held_bytes
 from atom.kernels import shuffle
 from atom.kernels.triton.linear import split_blocks
+from atom.weights import load_dummy
+from atom.weights.evaluate import tensors_in
 
 pytestmark = pytest.mark.early
 BITS = {"q5_0": 8.5, "q5_1": 9, "q2_k": 5.125, "q3_k": 4.5625, "q4_k": 4.625, "q5_k": 8.625, "q6_k": 8.5625}
@@ -57,3 +59,16 @@ def test_a_plan_counts_the_bytes_of_the_parts(fmt: str):
     recipe = Shuffle(W("q", weight.type), "parts")
     assert sum(part.nbytes for part in weight.parts.values()) == BITS[fmt] * 6 * 768 / 8 == held_bytes(recipe)
     assert held_by_format(recipe) == {fmt: held_bytes(recipe)}
+
+
+@pytest.mark.parametrize("layout", ["parts", "panels"])
+@pytest.mark.parametrize("fmt", TYPES)
+def test_random_weights_have_blocks_too(fmt: str, layout: str):
+    recipe = Shuffle(W("q", Type("bf16", (64, 768), fmt)), layout)
+    (weight,) = load_dummy([recipe], seed=0).values()
+    (again,) = load_dummy([recipe], seed=0).values()
+    tensors, others = tensors_in(weight), tensors_in(again)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+    if layout == "parts":
+        numbers = plain(weight)
+        assert numbers.std() == pytest.approx(0.02, rel=0.1) and numbers.mean().abs() < 0.005

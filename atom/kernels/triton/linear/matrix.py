@@ -267,7 +267,7 @@ def _matrix_kernel(
                     block = across * PER_BYTE // SCALE_COLUMNS
                     zero = load_zeros(zeros_ptr + blocks[:, None] + block, block < BLOCKS, VALUES)
             numbers, odd_numbers = _unpack_tile(w, zero, TYPE, VALUES, PER_BYTE, PDL)
-            if IS_SCALED:  # rows of x are too many for a sum of each block
+            if IS_SCALED:  # blocks are too small for a sum of each
                 next_scales, next_factors = _load_step(
                     scales_ptr, factor_ptr, blocks, spans, (begin + start + STEP) * PER_BYTE, INNER, BLOCK_I,
                     SCALE_COLUMNS, HAS_MINIMA,

@@ -224,8 +224,8 @@ def _words_kernel(
             acc = tl.zeros([GROUPS], tl.float32)
             for chunk in tl.static_range(CHUNKS):
                 product = _multiply_words(words[turn * CHUNKS + chunk], x[chunk], PER_WORD, PDL)
-                place: tl.constexpr = turn * CHUNKS + chunk
-                scale, minimum = multiply_spans(scales[place], spans[place], HAS_MINIMA)
+                factors = spans[turn * CHUNKS + chunk]
+                scale, minimum = multiply_spans(scales[turn * CHUNKS + chunk], factors, HAS_MINIMA)
                 acc += (_sum_groups(product, GROUPS) * UP + shifts[chunk]) * scale
                 if HAS_MINIMA:
                     acc += minimum * sums[chunk]

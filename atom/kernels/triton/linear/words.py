@@ -1,4 +1,4 @@
-"""Multiply one row by words of a packed weight whose scales have factors, as GGUF's K-quants are split.
+"""Multiply one row by words of K-quants, whose scales have factors.
 
     y, total = multiply_words(a, b, norm, weight, bias, 1e-6, "silu", Vector(8, 4, 1, 4))
 

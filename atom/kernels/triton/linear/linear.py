@@ -13,8 +13,8 @@ Hopper packed_hopper.py multiplies by shuffled weights, and gate_hopper.py many 
 
 Packed weights are unpacked in registers (packed.py), the products in the dtype of x, and each block of columns that
 share a scale is summed up in float32 by itself; but for several rows matrix.py scales the numbers of K-quants first,
-and rounds them to the dtype of x, as if they had been unpacked. For many rows the library multiplies in fp8 or int8 (quantized.py), or
-all of the weight is unpacked first.
+and rounds them to the dtype of x, as if they had been unpacked. For many rows the library multiplies in fp8 or int8
+(quantized.py), or all of the weight is unpacked first.
 
 On NVIDIA from sm_90, each kernel starts while the preceding one still runs, and prefetches the weight until that has
 ended: a weight must have been written before the preceding kernel began. The splits of all products of a model share

@@ -170,9 +170,14 @@ def f(x: bf16[T, 512], ends: i64[4]):
     return q, o, z, y"""
     graph = select_kernels(done(text, context), context)
     calls = [line.split("#")[0].strip() for line in text_of(graph).splitlines()]
-    assert 'q = triton.linear(x, shuffle(cat([W("q", bf16[8, 512], fmt="q4_k"), W("k", bf16[4, 512], fmt="q4_k")]), "parts"))' in calls
+    assert (
+        'q = triton.linear(x, shuffle(cat([W("q", bf16[8, 512], fmt="q4_k"), W("k", bf16[4, 512], fmt="q4_k")]), "parts"))'
+        in calls
+    )
     assert 'o = triton.linear(x, shuffle(W("o", bf16[8, 512], fmt="q5_1"), "parts"))' in calls
     assert 'z = triton.linear(x, W("z", bf16[8, 512], fmt="q4_0"))' in calls
     assert any("dequantize(stack(W(" in call for call in calls)
-    one_block = done('def f(x: bf16[T, 32]):\n    y = linear(x, W("w", bf16[8, 32], fmt="q5_1"))\n    return y', context)
+    one_block = done(
+        'def f(x: bf16[T, 32]):\n    y = linear(x, W("w", bf16[8, 32], fmt="q5_1"))\n    return y', context
+    )
     assert "dequantize" in text_of(one_block)

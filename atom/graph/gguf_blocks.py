@@ -10,15 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from atom.graph.formats import parse_format
+
+SPLIT = "parts"  # the layout of a GPU's linears, see `kernels.triton.linear.split_blocks`
+
 
 class BlockType(NamedTuple):
     take_apart: Callable[[Tensor], Blocks]
     group: int  # columns that share a scale
+    factors_at: tuple[int, ...]  # the bytes at which a block's fp16 begin
     middle: int = 0  # what numbers are larger by
     has_mins: bool = False
 
@@ -47,6 +53,33 @@ def unpack_blocks(values: Tensor, fmt: str) -> Tensor:
     if blocks.min_factors is not None:
         numbers += _products(blocks.min_factors, blocks.mins)
     return numbers.flatten(-3)
+
+
+def fit_factors(fmt: str, stored: Tensor, size: float) -> Tensor:
+    """Random bytes u8[..., B, bytes of a block] with factors that give numbers of this standard deviation around 0."""
+    blocks, known, made = take_apart(fmt, stored), TYPES[fmt], stored.clone()
+    numbers = _cut(blocks.numbers.float() - known.middle, -1, known.group)
+    numbers *= 1 if blocks.scales is None else blocks.scales[..., None]
+    factors = [1.0]
+    if known.has_mins:
+        mins = torch.ones(1, device=stored.device) if blocks.mins is None else blocks.mins[..., None].float()
+        ratio = numbers.mean() / mins.mean()
+        numbers -= mins * ratio
+        factors.append(float(ratio if blocks.scales is not None else -ratio))  # K-quants subtract them
+    unit = size / float(numbers.std())
+    for at, factor in zip(known.factors_at, factors, strict=True):
+        number = torch.tensor([unit * factor], dtype=torch.float16, device=stored.device)
+        made[..., at : at + 2] = number.view(torch.uint8)
+    return made
+
+
+def split_bits(fmt: str) -> Fraction:
+    """The bits of a number in the layout SPLIT, with its part of scales, minima and factors."""
+    known, stored = TYPES[fmt], parse_format(fmt)
+    columns, num = int(stored.block[1] or 0), 1 + known.has_mins
+    has_factors = columns > known.group
+    of_group = Fraction(num * (8 if has_factors else 16), known.group)
+    return (4 if stored.bits <= 4 else 8) + of_group + (Fraction(16 * num, columns) if has_factors else 0)
 
 
 def _products(factors: Tensor, scales: Tensor | None) -> Tensor:
@@ -141,11 +174,11 @@ def _planes(numbers: Tensor, size: int) -> Tensor:
 
 
 TYPES = {
-    "q5_0": BlockType(_q5_0, 32, 16),
-    "q5_1": BlockType(_q5_1, 32, has_mins=True),
-    "q2_k": BlockType(_q2_k, 16, has_mins=True),
-    "q3_k": BlockType(_q3_k, 16, 4),
-    "q4_k": BlockType(_q4_k, 32, has_mins=True),
-    "q5_k": BlockType(_q5_k, 32, has_mins=True),
-    "q6_k": BlockType(_q6_k, 16, 32),
+    "q5_0": BlockType(_q5_0, 32, (0,), 16),
+    "q5_1": BlockType(_q5_1, 32, (0, 2), has_mins=True),
+    "q2_k": BlockType(_q2_k, 16, (80, 82), has_mins=True),
+    "q3_k": BlockType(_q3_k, 16, (108,), 4),
+    "q4_k": BlockType(_q4_k, 32, (0, 2), has_mins=True),
+    "q5_k": BlockType(_q5_k, 32, (0, 2), has_mins=True),
+    "q6_k": BlockType(_q6_k, 16, (208,), 32),
 }

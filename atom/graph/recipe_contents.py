@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from atom.graph.gguf_blocks import SPLIT, split_bits
 from atom.graph.recipe_ranges import narrow
 from atom.graph.recipes import (
     JOINS_EXPERTS,
@@ -75,7 +76,11 @@ def held_by_format(recipe: Recipe) -> Counter[str]:
     if isinstance(recipe, Cat):
         return sum(map(held_by_format, recipe.parts), Counter())
     if isinstance(recipe, Shuffle):
-        return held_by_format(recipe.part)
+        held = held_by_format(recipe.part)
+        if recipe.layout == SPLIT:
+            num = recipe.type.num_elements
+            return Counter({fmt: int(num * split_bits(fmt)) // 8 for fmt in held})
+        return held
     leaf, packed = next(leaves(recipe), recipe), next(packed_while_loading(recipe), None)
     fmt = leaf.type.fmt if packed is None else packed.fmt
     return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})

@@ -121,6 +121,7 @@ class Kernel:
     load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
     packed_layout: str | None = None  # of a packed weight
+    packed_kinds: Collection[str] | None = None  # of weights that it wants in that layout; None: of all
     packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
     is_for_packed: bool = False  # it takes packed weights alone
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
@@ -132,7 +133,10 @@ class Kernel:
 
     def layout_of(self, weight: Type) -> str | None:
         """The layout of a weight of this type, None for the stored one."""
-        return self.layout if weight.fmt is None else self.packed_layout
+        if weight.fmt is None:
+            return self.layout
+        is_laid_out = self.packed_kinds is None or parse_format(weight.fmt).kind in self.packed_kinds
+        return self.packed_layout if is_laid_out else None
 
 
 def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:

@@ -32,6 +32,7 @@ from atom.graph import (
     W,
 )
 from atom.graph.formats import block_of, parse_format
+from atom.graph.gguf_blocks import TYPES, fit_factors
 from atom.graph.parts import parts_of
 from atom.graph.recipe_contents import held_bytes, lora_stack_of, packed_while_loading, shuffled_alone
 from atom.graph.recipes import Measured
@@ -100,7 +101,7 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
         plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
         tensor = _fill(plain, _empty(plain.type, device), source)
         source.flush()
-        made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
+        made = PackedWeight(recipe.type, _drawn(recipe.type, tensor) or quantize(str(recipe.type.fmt), tensor))
         if source.packed and isinstance(recipe, Quantize):
             source.packed.write(recipe, made.parts)
         if tensor.is_cuda and tensor.nbytes >= LARGE:
@@ -110,6 +111,17 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
     parts = parts or parts_of(recipe)
     filled = {name: _fill(part, _empty(part.type, device), source) for name, part in parts.items()}
     return PackedWeight(recipe.type, filled)
+
+
+def _drawn(type: Type, drawn: Tensor) -> dict[str, Tensor] | None:
+    """The parts of a weight in GGUF's blocks that nothing packs to: their bits are those of random numbers drawn for
+    it; None of other formats."""
+    kind, values = parse_format(str(type.fmt)).kind, parts_of(W("", type))["values"].type
+    if kind not in TYPES:
+        return None
+    *blocks, size = map(int, values.shape)
+    bits = drawn.view(torch.uint8).view(*blocks, -1, drawn.itemsize)[..., :size, 0]
+    return {"values": fit_factors(kind, bits, 0.02)}
 
 
 def _joined(recipe: Cat | Regroup | Slice, made: Sequence[PackedWeight]) -> PackedWeight:

@@ -20,12 +20,13 @@ pytestmark = pytest.mark.gpu
 EXPERTS = {"hidden_size": 192, "intermediate_size": 96, "moe_intermediate_size": 96, "num_hidden_layers": 2,
            "head_dim": 16}  # fmt: skip
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "no_rope_layers": None}
+WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 512}  # in which rows are whole blocks of K-quants
 
 
 @pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_tokens_and_logits_are_those_of_the_numbers_unpacked(kind: str, level: int, tmp_path: Path, gpu_cache: Path):
-    tiny.save_changed("smollm3", tmp_path / "checkpoint", **SIZES)
+    tiny.save_changed("smollm3", tmp_path / "checkpoint", **(WIDE if kind.endswith("_K") else SIZES))
     tokens, made, answers = tiny.prompt(100), [], []
     for packed in (False, True):
         path = gguf_files.convert(tmp_path / "checkpoint", tmp_path / f"{packed}.gguf", rounded=kind, packed=packed)

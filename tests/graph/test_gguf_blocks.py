@@ -9,7 +9,7 @@ from gguf_files import draw_blocks
 
 from atom.graph import PackedWeight, Type
 from atom.graph.formats import num_bytes, parse_format, part_shape
-from atom.graph.gguf_blocks import TYPES, take_apart
+from atom.graph.gguf_blocks import TYPES, fit_factors, take_apart, unpack_blocks
 
 
 @pytest.mark.parametrize("fmt", TYPES)
@@ -32,3 +32,13 @@ def test_numbers_and_scales_have_no_more_bits_than_said(fmt: str):
         assert known.has_mins == (blocks.min_factors is not None)
         if blocks.scales is not None:
             assert blocks.scales.shape == (2, 3, columns // known.group)
+
+
+@pytest.mark.parametrize("fmt", TYPES)
+def test_random_bytes_become_numbers_of_a_size(fmt: str):
+    torch.manual_seed(0)
+    drawn = torch.randint(0, 256, (64, 4, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[fmt.upper()]][1]))
+    fitted = fit_factors(fmt, drawn.byte(), 0.02)
+    numbers = gguf.quants.dequantize(fitted.flatten(1).numpy(), gguf.GGMLQuantizationType[fmt.upper()])
+    assert numbers.std() == pytest.approx(0.02, rel=0.02) and abs(numbers.mean()) < 0.002
+    assert torch.equal(unpack_blocks(fitted, fmt), torch.from_numpy(numbers))

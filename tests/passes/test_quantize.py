@@ -157,3 +157,27 @@ def test_a_format_of_activations_that_was_asked_for_is_left_to_the_reference():
 
 def test_reference_bodies_alone_round_no_activations_that_nobody_asked_for():
     assert "act" not in text_of(done(ACTS, PassContext.of(GPU, 0)))
+
+
+def test_linears_of_a_gpu_take_blocks_of_gguf_files_split_and_experts_of_them_plain():
+    context = context_of(GPU, "hopper", "triton", "reference")
+    text = """\
+def f(x: bf16[T, 512], ends: i64[4]):
+    q = linear(x, cat([W("q", bf16[8, 512], fmt="q4_k"), W("k", bf16[4, 512], fmt="q4_k")]))
+    o = linear(x, W("o", bf16[8, 512], fmt="q5_1"))
+    z = linear(x, W("z", bf16[8, 512], fmt="q4_0"))
+    y = grouped_linear(x, stack(W("e.{expert}", bf16[8, 512], fmt="q6_k"), 0, 4), ends)
+    return q, o, z, y"""
+    graph = select_kernels(done(text, context), context)
+    calls = [line.split("#")[0].strip() for line in text_of(graph).splitlines()]
+    assert (
+        'q = triton.linear(x, shuffle(cat([W("q", bf16[8, 512], fmt="q4_k"), W("k", bf16[4, 512], fmt="q4_k")]), "parts"))'
+        in calls
+    )
+    assert 'o = triton.linear(x, shuffle(W("o", bf16[8, 512], fmt="q5_1"), "parts"))' in calls
+    assert 'z = triton.linear(x, W("z", bf16[8, 512], fmt="q4_0"))' in calls
+    assert any("dequantize(stack(W(" in call for call in calls)
+    one_block = done(
+        'def f(x: bf16[T, 32]):\n    y = linear(x, W("w", bf16[8, 32], fmt="q5_1"))\n    return y', context
+    )
+    assert "dequantize" in text_of(one_block)

@@ -23,12 +23,15 @@ from atom.cache import Cache
 from atom.errors import UnsupportedError
 from atom.graph import KV, ops
 from atom.graph.formats import act_of, parse_format
+from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
 from atom.graph.types import Type
 from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, accepts_all, on_device
 from atom.kernels.step import import_step_kernels
+from atom.kernels.triton.linear.split_blocks import split_blocks
 
 MAX_HEAD_DIM = 256
+NARROW = ("nvfp4", *TYPES)  # kinds in which linears take groups of 16 columns
 PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
@@ -142,15 +145,18 @@ def _refuse_packed(weight: Type) -> str | None:
     """Why the kernels of linears do not unpack this weight; None: they do."""
     known = parse_format(str(weight.fmt))
     (rows, columns), inner = known.block, int(weight.shape[-1])
+    has_minima, blocks = "mins" in known.parts, TYPES.get(known.kind)
+    if blocks is not None:
+        has_minima, columns = blocks.has_mins, blocks.group
     if len(weight.shape) != 2:
         return f"takes weights of two dims, not {weight}"
     if known.has_order:
         return f"its columns are not in the order of their blocks: {weight.fmt}"
-    if "mins" in known.parts and columns == inner:
+    if has_minima and columns == inner:
         return f"rows of {weight.fmt} are one block, with a minimum"
     if rows != 1 and known.kind != "scaled":
         return f"blocks of {weight.fmt} have several rows"
-    if columns is not None and columns < inner and columns % 32 and known.kind != "nvfp4":
+    if columns is not None and columns < inner and columns % 32 and known.kind not in NARROW:
         return f"blocks of {weight.fmt} are no multiple of 32 columns"
     return f"{inner} columns are odd" if known.bits == 4 and inner % 2 else None
 
@@ -210,18 +216,21 @@ def loader(module: str, name: str) -> Callable[[LoadContext], Callable[..., Any]
 
 def _kernel(
     op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = (),
-    acts: Collection[str] = (), gives: Collection[str] = (),
+    acts: Collection[str] = (), gives: Collection[str] = (), **options: Any,
 ) -> Kernel:  # fmt: skip
     """An op's kernel, named like the op unless `name` says another one. packed, acts and gives: as in `on_device`"""
     accepts = on_device("cuda", accepts, packed=packed, acts=acts, gives=gives)
-    return Kernel(op, "triton", accepts, loader(module, name or op.name))
+    return Kernel(op, "triton", accepts, loader(module, name or op.name), **options)
+
+
+def _linear(op: Op) -> Kernel:
+    given = () if op is ops.linear else GIVEN
+    return _kernel(op, "linear.linear", f"Products.{op.name}", accepts_linear, (*PACKED, *TYPES), ACTS, given,
+                   packed_layout=SPLIT, packed_kinds=(*TYPES,))  # fmt: skip
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear, PACKED, ACTS),
-    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear, PACKED, ACTS, GIVEN),
-    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear, PACKED, ACTS, GIVEN),
-    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED, ACTS, GIVEN),
+    *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
     _kernel(ops.norm_rope, "attention.rope", accepts=accepts_attention),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
@@ -243,6 +252,7 @@ KERNELS: tuple[Kernel, ...] = (
 BACKEND = Backend(
     "triton",
     KERNELS,
+    layouts={SPLIT: split_blocks},
     find_features=find_features,
     find_versions=find_versions,
     keep_binaries=keep_binaries,

@@ -42,7 +42,7 @@ FOLDER = "tuned"  # of the cache folder
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
 GPU = re.compile(r"[a-z0-9_]{1,100}")  # the stem of a file's name
 # see `kernels.triton.linear.style.Style`
-PACKED = r"(?:e4m3|i8|u8|u4|e2m1)[zm]?\[[1-9][0-9]*,(?:[1-9][0-9]*|\*)\](?: fp8| int8)?(?: wgmma)?"
+PACKED = r"(?:e4m3|i8|u8|u4|e2m1)[zm]?\[[1-9][0-9]*,(?:[1-9][0-9]*|\*)\](?: fp8| int8)?(?: wgmma| k)?"
 NUMBER = "[1-9][0-9]*"
 KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) {NUMBER} {NUMBER} ([12])(?: {PACKED})?")
 EXPERTS_KEY = re.compile(rf"({NUMBER}) {NUMBER}x{NUMBER} {NUMBER} [12](?: {PACKED})?")

@@ -17,7 +17,7 @@ from atom.kernels.triton import few_experts, grouped_linear, grouping, lora, moe
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
-from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, tiles, vector
+from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector, words
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
 from atom.graph import Batch, PackedWeight, PagedCache, Type
@@ -72,7 +72,7 @@ class Compile:
         print(kernel.__name__)
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
-               row_kernels, moe, router, prefill, rope, sampling, speculation, vector):
+               row_kernels, moe, router, prefill, rope, sampling, speculation, vector, words):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -95,6 +95,10 @@ for parameters in (tiles.Matrix(128, 64, 8, 3), tiles.Matrix(64, 64, 4, 3, split
 linear.activate_gates(bf16(100, 2048), "silu")
 formats = ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]", "int4[1, 128]", "awq_int4[1, 32]", "mxfp4", "ct_nvfp4", "q4_1")
 stored = {fmt: PackedWeight(Type("bf16", (2048, 1024), fmt), quantize(fmt, torch.ones(2048, 1024))) for fmt in formats}
+for fmt, size in {"q6_k": 210, "q4_k": 144, "q5_k": 176}.items():
+    blocks = {"values": torch.zeros(2048, 4, size, dtype=torch.uint8)}
+    stored[fmt] = split_blocks.split_blocks(PackedWeight(Type("bf16", (2048, 1024), fmt), blocks))
+formats = tuple(stored)
 for fmt, rows in packed_shapes(formats, (1, 16, 32, 60)):
     x = bf16(rows, 1024)
     linear.Products().add_norm_linear(x, x, bf16(1024), stored[fmt], eps=1e-6, kind="silu")
@@ -178,6 +182,7 @@ NAMES = {
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",
+    "words": "_words_kernel",
     "lora": "_expand_kernel",
     "packed": "_unpack_kernel",
     "quantized": "_scale_kernel",

@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from atom.graph import ops
-from atom.graph.formats import act_of
+from atom.graph.formats import act_of, parse_format, part_shape
+from atom.graph.gguf_blocks import TYPES, fit_factors
 from atom.graph.packed import PackedWeight
 from atom.graph.types import Type
 from atom.kernels import Target, find_target
@@ -21,6 +22,7 @@ from atom.kernels.triton import KERNELS
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
 from atom.kernels.triton.linear import matrix, packed, quantized, row_kernels, tiles, vector
+from atom.kernels.triton.linear.split_blocks import split_blocks
 from atom.kernels.triton.linear.style import style_of
 from atom.kernels.triton.linear.tiles import Matrix, Shape, Vector
 from atom.kernels.triton.linear.tune import Product, candidates
@@ -51,6 +53,13 @@ FORMATS = {  # each with the columns of a weight in it
     "q4_0": 96,
     "q4_1": 96,
     "q8_0": 96,
+    "q5_0": 96,
+    "q5_1": 96,
+    "q2_k": 768,
+    "q3_k": 256,
+    "q4_k": 768,
+    "q5_k": 256,
+    "q6_k": 768,
     "mxfp4": 576,
     "quark_mxfp4": 96,
     "ct_nvfp4": 96,
@@ -62,6 +71,7 @@ MATRICES = [
     Matrix(16, 128, warps=2, stages=3, splits=2, prefetch=2, block_rows=32),
     Matrix(16, 64, warps=4, stages=2, groups=4, splits=2, block_rows=16),
 ]
+WORDS = 5e-5  # of the largest result, by numbers that are parts of a mantissa (words.py)
 PARAMETERS = [VECTORS[0], MATRICES[1], None]
 
 
@@ -71,7 +81,9 @@ def seed():
 
 
 def make_weight(device: str, fmt: str, out: int, inner: int, dtype: str = "fp32") -> PackedWeight:
-    """A random weight, with zero points and factors of its own where the format has them."""
+    """A random weight, with zero points and factors of its own where the format has them, as a file has it."""
+    if fmt in TYPES:
+        return make_blocks(device, fmt, out, inner, dtype)
     parts = quantize(fmt, torch.randn(out, inner))
     if "zeros" in parts:
         parts["zeros"].random_(0, 16 if "int4" in fmt else 256)
@@ -81,6 +93,20 @@ def make_weight(device: str, fmt: str, out: int, inner: int, dtype: str = "fp32"
     for name in {"factor", "divisor"} & parts.keys():  # of rows, as those that were joined have them
         parts[name] = parts[name] * (1 + torch.rand(out)) if inner == 576 else parts[name]
     return PackedWeight(Type(dtype, (out, inner), fmt), {name: part.to(device) for name, part in parts.items()})
+
+
+def make_blocks(device: str, fmt: str, out: int, inner: int, dtype: str) -> PackedWeight:
+    """Random blocks of a type of GGUF; the first is 0."""
+    type = Type(dtype, (out, inner), fmt)
+    drawn = torch.randint(0, 256, part_shape(type, parse_format(fmt).parts["values"]), dtype=torch.uint8)
+    stored = fit_factors(fmt, drawn, 1.0)
+    stored[0, 0] = 0
+    return PackedWeight(type, {"values": stored.to(device)})
+
+
+def laid_out(weight: PackedWeight) -> PackedWeight:
+    """A weight as kernels take it: GGUF's blocks split."""
+    return split_blocks(weight) if weight.kind in TYPES else weight
 
 
 def expected(a, b, norm, weight, bias, kind):
@@ -109,6 +135,7 @@ def test_rows_are_multiplied_like_the_op(triton_device, turn, rows, fmt):
     truth = expected(x, None, None, weight, bias, None)
     turn += list(FORMATS).index(fmt)  # each format has all tiles, one for each number of rows
     counters = matrix.make_counters(x.device)
+    weight = laid_out(weight)
     try:
         y = matrix.multiply_matrix(x, weight, bias, None, counters, MATRICES[turn % 3])
     except OutOfResources:  # float32 takes twice the shared memory that bf16 does
@@ -121,24 +148,25 @@ def test_rows_are_multiplied_like_the_op(triton_device, turn, rows, fmt):
                 vector.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
             continue
         y, _ = vector.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
-        assert_near(y, truth)
+        assert_near(y, truth, WORDS if fmt in TYPES else 1e-5)
 
 
 def all_calls(products, a, b, norm, weight, bias, act=None, turn=None):
     """Each op with each of its arguments, or every third one: what it gives, and what it is given."""
+    taken = laid_out(weight)
 
     def add_norm_linear():
-        y, total = products.add_norm_linear(a, b, norm, weight, bias, eps=EPS, kind="silu", act=act)
+        y, total = products.add_norm_linear(a, b, norm, taken, bias, eps=EPS, kind="silu", act=act)
         assert torch.equal(total, a + b)
         return y
 
     norms = {"eps": EPS, "act": act}
     calls = [
-        (lambda: products.linear(a, weight, act=act), (a, None, None, weight, None, None)),
-        (lambda: products.linear(a, weight, bias, act=act), (a, None, None, weight, bias, None)),
-        (lambda: products.gated_linear(a, weight, kind="gelu", act=act), (a, None, None, weight, None, "gelu")),
-        (lambda: products.norm_linear(a, norm, weight, bias, **norms), (a, None, norm, weight, bias, None)),
-        (lambda: products.norm_linear(a, norm, weight, kind="relu", **norms), (a, None, norm, weight, None, "relu")),
+        (lambda: products.linear(a, taken, act=act), (a, None, None, weight, None, None)),
+        (lambda: products.linear(a, taken, bias, act=act), (a, None, None, weight, bias, None)),
+        (lambda: products.gated_linear(a, taken, kind="gelu", act=act), (a, None, None, weight, None, "gelu")),
+        (lambda: products.norm_linear(a, norm, taken, bias, **norms), (a, None, norm, weight, bias, None)),
+        (lambda: products.norm_linear(a, norm, taken, kind="relu", **norms), (a, None, norm, weight, None, "relu")),
         (add_norm_linear, (a, b, norm, weight, bias, "silu")),
     ]
     for call, arguments in calls if turn is None else calls[turn % 3 :: 3]:
@@ -158,15 +186,19 @@ def test_every_op_gives_what_its_body_gives(triton_device, fmt, parameters):
     products = kernels.Products(lambda *_: parameters)
     # each format has all ops, by one of the parameters each
     turn = list(FORMATS).index(fmt) + PARAMETERS.index(parameters) if "96]" not in fmt else None
+    tolerance = WORDS if fmt in TYPES and isinstance(parameters, Vector) else 1e-5
     for y, arguments in all_calls(products, a, b, norm, weight, bias, turn=turn):
-        assert_near(y, expected(*arguments))
+        assert_near(y, expected(*arguments), tolerance)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_all_of_a_weight_is_unpacked_like_the_reference(triton_device, fmt):
     for out, inner in ((19, FORMATS[fmt]), (9, 6 * FORMATS[fmt])):
         weight = make_weight(triton_device, fmt, out, inner)
-        assert_near(packed.unpack(weight, torch.float32), weight.unpack(), 1e-6)
+        y = packed.unpack(laid_out(weight), torch.float32)
+        assert_near(y, weight.unpack(), 1e-6)
+        if fmt in TYPES:
+            assert torch.equal(y, weight.unpack())
 
 
 def test_numbers_at_the_ends_of_a_format_are_exact(triton_device):
@@ -232,7 +264,7 @@ def test_what_is_tried_gives_the_product_in_bf16(every, rows, fmt):
         if at >= len(chosen) and num_run:
             break
         try:
-            y = kernels.Products(lambda *_, chosen=each: chosen).linear(x, weight)
+            y = kernels.Products(lambda *_, chosen=each: chosen).linear(x, laid_out(weight))
         except Exception as error:
             if is_unfit(error):
                 continue
@@ -257,7 +289,9 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
                 each = each.as_run(rows, gpu, style)
                 assert each.num_sums(style) <= 128
                 assert each.block_inner >= 32 * style.per_byte
-                if style.columns is not None:
+                if style.factor == "spans":
+                    assert 256 % each.block_inner == 0 and each.groups == 1
+                elif style.columns is not None:
                     unit = style.columns & -style.columns
                     assert unit % each.block_inner == 0 or each.block_inner <= 4 * unit
                 assert each.splits == 1 or -(-out // each.block_out) <= tiles.MAX_TILES
@@ -273,6 +307,8 @@ def test_a_key_says_how_a_packed_weight_holds_numbers():
     assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
     assert key("int4[1, 128]") == key("ct_packed_int4") == "8 6144 4096 1 u4[1,128]"
     assert key("awq_int4[1, 128]") == "8 6144 4096 1 u4z[1,128]"
+    assert (key("q4_k"), key("q6_k")) == ("8 6144 4096 1 u4m[1,32] k", "8 6144 4096 1 i8[1,16] k")
+    assert (key("q5_1"), key("q3_k")) == ("8 6144 4096 1 i8m[1,32]", "8 6144 4096 1 u4[1,16] k")
     assert (key("q4_0"), key("q4_1")) == ("8 6144 4096 1 u4[1,32]", "8 6144 4096 1 u4m[1,32]")
     by_fp8 = style_of("fp8[1, *]", 6144, "fp8[1, *]")
     assert tiles.key_of(Shape(5, 6144, 4096, style=by_fp8)) == "8 6144 4096 1 e4m3[1,*] fp8"
@@ -297,6 +333,23 @@ def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):
     assert agrees(partial(products.linear, x, weight), MATRICES[0])
     product = Product(38, 384, 1, 2, style_of("int4[1, 128]", 38))
     assert product.num_elements == 38 * 384 * 2
+
+
+def test_what_is_chosen_for_k_quants_keeps_a_gpu_busy():
+    def chosen(fmt, rows, out, inner, gates=1):
+        return tiles.choose(Shape(rows, out, inner, gates, style=style_of(fmt, out)), H200)
+
+    assert chosen("q4_k", 1, 4096, 4096) == Vector(8, 4, stages=1, programs=4)
+    assert chosen("q4_k", 1, 1024, 4096) == Vector(2, 4, stages=1, programs=4)
+    assert chosen("q4_k", 1, 1024, 4096, gates=2) == Vector(2, 4, stages=1, programs=4)
+    assert chosen("q4_k", 1, 4096, 14336) == Vector(4, 16, stages=1, programs=1)
+    assert chosen("q6_k", 1, 4096, 4096) == Vector(4, 4, stages=1, programs=4)
+    assert chosen("q6_k", 1, 4096, 53248) == chosen("q6_k", 2, 4096, 53248) == Matrix(64, 128, 4, 4, 1, 8, 4)
+    assert chosen("q4_k", 32, 28672, 4096) == Matrix(64, 128, 4, 4, 1, 1, 4)
+    assert chosen("q4_k", 65, 4096, 4096) == Matrix(128, 128, 8, 3, 1, 8, 4)
+    assert chosen("q4_k", 129, 4096, 4096) is None
+    wide = Shape(1, 4096, 4096, element_size=4, style=style_of("q4_k", 4096))
+    assert tiles.choose(wide, H200) is None
 
 
 REASONS = {

@@ -7,13 +7,14 @@ They cost the reading of the weight and little else.
     y, total = products.add_norm_linear(a, b, norm, weight, eps=1e-6)    # linear(rms_norm(a + b)), a + b
     m, _ = products.add_norm_linear(a, b, norm, weight, eps=1e-6, kind="silu")    # and the gates behind it
 
-tiles.py chooses what multiplies: vector.py one row, norm included; matrix.py several rows, which are normed first; the
-vendor's library more than MAX_ROWS, and more than 32 where no tiles were measured. On Hopper packed_hopper.py
-multiplies by shuffled weights, and gate_hopper.py many rows with gates behind them.
+tiles.py chooses what multiplies: vector.py one row, norm included, or words.py, by K-quants; matrix.py several rows,
+which are normed first; the vendor's library more than MAX_ROWS, and more than 32 where no tiles were measured. On
+Hopper packed_hopper.py multiplies by shuffled weights, and gate_hopper.py many rows with gates behind them.
 
 Packed weights are unpacked in registers (packed.py), the products in the dtype of x, and each block of columns that
-share a scale is summed up in float32 by itself. For many rows the library multiplies in fp8 or int8 (quantized.py), or
-all of the weight is unpacked first.
+share a scale is summed up in float32 by itself; but for several rows matrix.py scales the numbers of K-quants first,
+and rounds them to the dtype of x, as if they had been unpacked. For many rows the library multiplies in fp8 or int8
+(quantized.py), or all of the weight is unpacked first.
 
 On NVIDIA from sm_90, each kernel starts while the preceding one still runs, and prefetches the weight until that has
 ended: a weight must have been written before the preceding kernel began. The splits of all products of a model share

@@ -16,11 +16,17 @@ from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import (
+    SPAN,
     are_minima,
+    has_factors,
+    has_spans,
     load_factors,
     load_offsets,
     load_scales,
+    load_spans,
     load_zeros,
+    multiply_spans,
+    offsets_of,
     pair_of,
     parts_of,
     raise_of,
@@ -29,9 +35,10 @@ from atom.kernels.triton.linear.packed import (
     unpack_bytes,
     unpack_half,
 )
+from atom.kernels.triton.linear.row_kernels import weight_rows
 from atom.kernels.triton.linear.style import Weight, operand_of
 from atom.kernels.triton.linear.tiles import MAX_TILES, Matrix, TileError
-from atom.kernels.triton.linear.vector import weight_rows
+from atom.kernels.triton.unpack import spread
 
 
 def make_counters(device: torch.device) -> Tensor:
@@ -90,22 +97,47 @@ def _load_scales(
 @jit
 def _load_offsets(
     minima_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    NUM: tl.constexpr,
+    NUM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """`load_offsets` of the scales of each part."""
     offsets = ()
     for part in tl.static_range(PARTS):
         block = (column + part * WIDTH) // SCALE_COLUMNS
-        offsets = offsets + (load_offsets(minima_ptr + blocks + block, block < NUM, scales[part]),)  # type: ignore[assignment]  # noqa: RUF005
+        offsets = offsets + (load_offsets(minima_ptr + blocks + block, block < NUM, scales[part], VALUES),)  # type: ignore[assignment]  # noqa: RUF005
     return offsets
 
 
 @jit
-def _sum_pairs(x, TYPE: tl.constexpr):
-    """The sums of columns of words [I / 2, T] or [G, I / 2, T], fp32[1, T] or [G, 1, T]."""
-    even, odd = split_pairs(x, TYPE)
+def _sum_columns(x, TYPE: tl.constexpr, PER_BYTE: tl.constexpr):
+    """The sums of columns [I, T] or [G, I, T], or of words of two, fp32[1, T] or [G, 1, T]."""
     AXIS: tl.constexpr = len(x.shape) - 2
-    return tl.expand_dims(tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=AXIS), AXIS)
+    if PER_BYTE == 1:
+        columns = x.to(tl.float32)
+    else:
+        even, odd = split_pairs(x, TYPE)
+        columns = even.to(tl.float32) + odd.to(tl.float32)
+    return tl.expand_dims(tl.sum(columns, axis=AXIS), AXIS)
+
+
+@jit
+def _load_step(scales_ptr, factor_ptr, blocks, spans, column, INNER: tl.constexpr, BLOCK_I: tl.constexpr,
+               SCALE_COLUMNS: tl.constexpr, HAS_MINIMA: tl.constexpr):  # fmt: skip
+    """`load_spans` of the columns of a step, [O, blocks] and [O, 1]: they are of one span."""
+    tl.static_assert(SPAN % BLOCK_I == 0, "a step is of one span")
+    block = column // SCALE_COLUMNS + tl.arange(0, BLOCK_I // SCALE_COLUMNS)[None, :]
+    span = (spans + tl.minimum(column, INNER - 1) // SPAN)[:, None]
+    mask = block < INNER // SCALE_COLUMNS
+    return load_spans(scales_ptr, factor_ptr, blocks[:, None] + tl.where(mask, block, 0), span, None, HAS_MINIMA)
+
+
+@jit
+def _scale_tile(numbers, scales, factors, VALUES: tl.constexpr, HAS_MINIMA: tl.constexpr):
+    """Numbers [O, I] of a step, scaled and rounded."""
+    scale, minimum = multiply_spans(scales, factors, HAS_MINIMA)
+    wide = numbers.to(tl.float32) * spread(scale, numbers.shape[1])
+    if HAS_MINIMA:
+        wide += spread(offsets_of(minimum, scale, VALUES), numbers.shape[1])
+    return wide.to(numbers.dtype)
 
 
 @jit
@@ -153,7 +185,7 @@ def _row_scales(scales_ptr, factor_ptr, weight_row, blocks, FACTOR: tl.constexpr
     scale = tl.full(weight_row.shape, REST, tl.float32)
     if IS_WHOLE:
         scale *= load_scales(scales_ptr + blocks, None, FACTOR)
-    if FACTOR is not None:
+    if has_factors(FACTOR):
         scale *= load_factors(factor_ptr, weight_row, FACTOR)
     return scale
 
@@ -184,7 +216,8 @@ def _matrix_kernel(
         tl.extra.cuda.gdc_wait()
     # of packed weights: the columns of a step that share a scale are summed up apart, by rows that are zero elsewhere
     BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
-    PARTS: tl.constexpr = parts_of(BLOCKS, SCALE_COLUMNS, BLOCK_I)
+    IS_SCALED: tl.constexpr = has_spans(FACTOR)  # before it is multiplied
+    PARTS: tl.constexpr = 1 if IS_SCALED else parts_of(BLOCKS, SCALE_COLUMNS, BLOCK_I)
     turn = tl.arange(0, PARTS * BLOCK_T)
     row = tl.program_id(0) * BLOCK_T + (turn if PARTS == 1 else turn % BLOCK_T)
     if PER_BYTE == 1:
@@ -205,7 +238,12 @@ def _matrix_kernel(
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     blocks = weight_row // SCALE_ROWS * BLOCKS  # the first of each row
     place = begin if GROUPS == 1 else begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C
-    if BLOCKS > 1:
+    if IS_SCALED:
+        spans = weight_row * (INNER // SPAN)
+        scales, factors = _load_step(
+            scales_ptr, factor_ptr, blocks, spans, begin * PER_BYTE, INNER, BLOCK_I, SCALE_COLUMNS, HAS_MINIMA
+        )
+    elif BLOCKS > 1:
         scales = _load_scales(
             scales_ptr, blocks, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR
         )
@@ -229,7 +267,16 @@ def _matrix_kernel(
                     block = across * PER_BYTE // SCALE_COLUMNS
                     zero = load_zeros(zeros_ptr + blocks[:, None] + block, block < BLOCKS, VALUES)
             numbers, odd_numbers = _unpack_tile(w, zero, TYPE, VALUES, PER_BYTE, PDL)
-            if BLOCKS == 1:
+            if IS_SCALED:  # blocks are too small for a sum of each
+                next_scales, next_factors = _load_step(
+                    scales_ptr, factor_ptr, blocks, spans, (begin + start + STEP) * PER_BYTE, INNER, BLOCK_I,
+                    SCALE_COLUMNS, HAS_MINIMA,
+                )  # fmt: skip
+                numbers = _scale_tile(numbers, scales, factors, VALUES, HAS_MINIMA)
+                odd_numbers = _scale_tile(odd_numbers, scales, factors, VALUES, HAS_MINIMA)
+                acc = _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE, UP)
+                scales, factors = next_scales, next_factors
+            elif BLOCKS == 1:
                 acc = _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE, UP)
             else:  # scales are loaded a step ahead
                 next_scales = _load_scales(
@@ -241,9 +288,9 @@ def _matrix_kernel(
                 if HAS_MINIMA:
                     offsets = _load_offsets(
                         zeros_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
-                        BLOCKS,
+                        BLOCKS, VALUES,
                     )  # fmt: skip
-                    acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_pairs(x, TYPE)
+                    acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_columns(x, TYPE, PER_BYTE)
                 scales = next_scales
     if GROUPS > 1:
         acc = tl.sum(acc, axis=0)

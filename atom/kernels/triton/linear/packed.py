@@ -20,9 +20,9 @@ from torch import Tensor
 from atom.graph.packed import PackedWeight
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.linear.style import operand_of
-from atom.kernels.triton.unpack import offsets_of
+from atom.kernels.triton.linear.style import FACTOR_SPAN, SPANS, operand_of
 
+SPAN = tl.constexpr(FACTOR_SPAN)
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
 E4M3_ASM = tl.constexpr("""{
 .reg .b32 a, b, c, d;
@@ -179,14 +179,52 @@ def load_zeros(pointers, mask, VALUES: tl.constexpr):
 
 @triton.constexpr_function
 def are_minima(zeros_ptr):
-    """Whether numbers of blocks are floats that are added, and no zero points."""
-    return zeros_ptr is not None and zeros_ptr.dtype.element_ty.is_floating()
+    """Whether numbers of blocks are added, and no zero points subtracted."""
+    return zeros_ptr is not None and zeros_ptr.dtype.element_ty != tl.uint8
+
+
+@triton.constexpr_function
+def has_spans(FACTOR):
+    """Whether scales and minima have factors, and no rows."""
+    return FACTOR == SPANS
+
+
+@triton.constexpr_function
+def has_factors(FACTOR):
+    """Whether rows, or the tensor, have factors."""
+    return FACTOR is not None and not has_spans(FACTOR)
 
 
 @jit
-def load_offsets(pointers, mask, scales):
+def load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA: tl.constexpr):
+    """Scales and minima of blocks as they are stored, and their factors: each in one integer where there are minima."""
+    if HAS_MINIMA:
+        scales_ptr, factor_ptr = scales_ptr.to(tl.pointer_type(tl.int16)), factor_ptr.to(tl.pointer_type(tl.int32))
+    return _load(scales_ptr + block, mask), _load(factor_ptr + span, mask)
+
+
+@jit
+def multiply_spans(scales, factors, HAS_MINIMA: tl.constexpr):
+    """The scales and the minima, float32, of what `load_spans` gives; twice the scales where there are no minima."""
+    if HAS_MINIMA:
+        scale = scales.to(tl.int8).to(tl.float32) * factors.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return scale, (scales >> 8).to(tl.float32) * high.to(tl.float32)
+    else:
+        scale = scales.to(tl.float32) * factors.to(tl.float32)
+        return scale, scale
+
+
+@jit
+def load_offsets(minima_ptr, mask, scales, VALUES: tl.constexpr):
     """What is added to each number of a block, less 8 and scaled, of 4 bits: its minimum, and 8 times its scale."""
-    return offsets_of(_load(pointers, mask), scales)
+    return offsets_of(_load(minima_ptr, mask).to(tl.float32), scales, VALUES)
+
+
+@jit
+def offsets_of(minima, scales, VALUES: tl.constexpr):
+    """What is added to each number of a block, of 4 bits less 8, and scaled."""
+    return minima + 8 * scales if VALUES == "u4" else minima
 
 
 @jit
@@ -292,17 +330,25 @@ def _unpack_kernel(
     mask = (row < out) & (byte < INNER // PER_BYTE)
     tile = tl.load(values_ptr + row * (INNER // PER_BYTE) + byte, mask=mask, other=0)
     block = row // SCALE_ROWS * tl.cdiv(INNER, SCALE_COLUMNS) + byte * PER_BYTE // SCALE_COLUMNS
-    scale = load_scales(scales_ptr + block, mask, FACTOR)
-    if FACTOR is not None:
-        scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
     HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
+    if has_spans(FACTOR):
+        span = row * (INNER // SPAN) + byte * PER_BYTE // SPAN
+        scale, minimum = multiply_spans(*load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA), HAS_MINIMA)
+    else:
+        scale = load_scales(scales_ptr + block, mask, FACTOR)
+    if has_factors(FACTOR):
+        scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
     zero = 0.0 if zeros_ptr is None or HAS_MINIMA else load_zeros(zeros_ptr + block, mask, VALUES)
     UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
-    if HAS_MINIMA:
-        offset = load_offsets(zeros_ptr + block, mask, scale)
-        low = unpack_half(tile, False, tl.float32, VALUES, False)
-        high = unpack_half(tile, True, tl.float32, VALUES, False)
-        y = tl.interleave(low * scale + offset, high * scale + offset)
+    if HAS_MINIMA:  # numbers times scales are exact
+        if not has_spans(FACTOR):
+            minimum = _load(zeros_ptr + block, mask).to(tl.float32)
+        if PER_BYTE == 1:
+            y = unpack_bytes(tile, tl.float32, VALUES, False) * scale + minimum
+        else:
+            low = unpack_half(tile, False, tl.float32, VALUES, False) + 8
+            high = unpack_half(tile, True, tl.float32, VALUES, False) + 8
+            y = tl.interleave(low * scale + minimum, high * scale + minimum)
     elif PER_BYTE == 1:
         y = (unpack_bytes(tile, tl.float32, VALUES, False) * UP - zero) * scale
     else:

@@ -128,6 +128,28 @@ def load_total(a_ptr, b_ptr, offsets, mask):
 
 
 @jit
+def load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
+    """Load the row to multiply, in float32, rounded as it would be stored. The first program stores the total."""
+    column = tl.arange(0, triton.next_power_of_2(INNER))
+    mask = column < INNER
+    x = load_total(a_ptr, b_ptr, column, mask)
+    if b_ptr is not None:
+        tl.store(total_ptr + column, x.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        x = (x * tl.rsqrt(tl.sum(x * x) / INNER + eps) * norm).to(a_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@jit
+def weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
+    """The rows of the weight, i64, for the outputs from first on; where gated, gates and ups take turns."""
+    turn = tl.arange(0, BLOCK_O)
+    row = (first + turn) % out if KIND is None else (first + turn // 2) % out + turn % 2 * out  # no row beyond the end
+    return row.to(tl.int64)
+
+
+@jit
 def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stride, INNER: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """A row."""

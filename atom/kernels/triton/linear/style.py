@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from atom.graph.formats import parse_format
+from atom.graph.gguf_blocks import TYPES
 from atom.graph.packed import PackedWeight
 
 Weight = Tensor | PackedWeight
+SPANS = "spans"
+FACTOR_SPAN = 256  # columns whose scales and minima, of 8 bits, have a factor each in common: a block of K-quants
 
 
 class Style(NamedTuple):
@@ -25,7 +28,7 @@ class Style(NamedTuple):
     rows: int = 1  # that share a scale
     columns: int | None = None  # that share a scale; None: all
     offset: str = ""  # of each block: z, a zero point, or m, a minimum
-    factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
+    factor: str | None = None  # factor or divisor of the tensor, factors or divisors of its rows; spans, of FACTOR_SPAN
     act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
     is_shuffled: bool = False  # in the layout of hopper/shuffle.py
 
@@ -35,7 +38,7 @@ class Style(NamedTuple):
         if self.values is None:
             return ""
         by = f" {self.act}" if self.act else ""
-        layout = " wgmma" if self.is_shuffled else ""
+        layout = " wgmma" if self.is_shuffled else " k" if self.factor == SPANS else ""
         return f"{self.values}{self.offset}[{self.rows},{self.columns or '*'}]{by}{layout}"
 
     @property
@@ -71,14 +74,16 @@ def operand_of(weight: Weight) -> Operand:
     if isinstance(weight, Tensor):
         return Operand(weight)
     parts, style = weight.parts, style_of_weight(weight)
-    factor = next((parts[name] for name in ("factor", "divisor") if name in parts), None)
-    if factor is not None and factor.numel() > 1:
+    factor = next((parts[name] for name in ("factor", "divisor", SPANS) if name in parts), None)
+    if factor is not None and factor.numel() > 1 and style.factor != SPANS:
         style = style._replace(factor=f"{style.factor}s")
     values = parts["values"]
     values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
     scales = parts["scales"]
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
-    return Operand(values, scales, parts.get("zeros", parts.get("mins")), factor, style)
+    has_pairs = style.factor == SPANS and style.offset == "m"  # minima behind their scales
+    zeros = scales if has_pairs else parts.get("zeros", parts.get("mins"))
+    return Operand(values, scales, zeros, factor, style)
 
 
 def style_of_weight(weight: Weight, act: str | None = None) -> Style:
@@ -94,6 +99,10 @@ def style_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: boo
     if fmt is None:
         return PLAIN
     known = parse_format(fmt)
+    if blocks := TYPES.get(known.kind):  # as `split_blocks` takes them apart
+        is_scaled_twice = known.block[1] != blocks.group
+        offset, factor = "m" if blocks.has_mins else "", SPANS if is_scaled_twice else None
+        return Style("u4" if known.bits <= 4 else "i8", 1, blocks.group, offset, factor)
     rows, columns = known.block
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)

@@ -17,7 +17,7 @@ from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import PLAIN, Style
+from atom.kernels.triton.linear.style import FACTOR_SPAN, PLAIN, SPANS, Style
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
@@ -67,15 +67,19 @@ class Matrix(NamedTuple):
     def as_run(self, rows: int, gpu: Gpu, style: Style = PLAIN) -> Matrix:
         """The parameters to run a product of so many rows with on this GPU.
 
-        Where columns share a scale, a group reads those of one, but at least MIN_BYTES.
+        Where columns share a scale, a group reads those of one, but at least MIN_BYTES. Numbers whose scales have
+        factors are scaled first, and one group reads columns of one factor.
         """
         columns = style.columns or self.block_inner
         share = min(max(columns & -columns, MIN_BYTES * style.per_byte), self.block_inner)
+        groups = self.groups * self.block_inner // share
+        if style.factor == SPANS:
+            share, groups = min(self.block_inner, FACTOR_SPAN), 1
         tile = self._replace(
             block_rows=min(max(8, next_power_of_2(rows)), self.block_rows),
             prefetch=self.prefetch if gpu.has_dependent_launch else 0,
             block_inner=share,
-            groups=self.groups * self.block_inner // share,
+            groups=groups,
         )
         if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
             tile = tile._replace(block_rows=max(16, tile.block_rows), stages=2)
@@ -87,7 +91,7 @@ class Matrix(NamedTuple):
         Triton gives each warp whole groups; where they are fewer than warps, several warps compute the same one.
         """
         columns = style.columns or self.block_inner
-        parts = self.block_inner // min(columns & -columns, self.block_inner)
+        parts = 1 if style.factor == SPANS else self.block_inner // min(columns & -columns, self.block_inner)
         of_group = self.block_out * self.block_rows * parts // WARP
         return of_group // self.warps if self.groups == 1 else of_group * max(1, self.groups // self.warps)
 
@@ -194,10 +198,40 @@ def choose_matrix(shape: Shape, gpu: Gpu) -> Matrix | None:
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
 
 
+def choose_words(shape: Shape, gpu: Gpu) -> Vector | None:
+    """`choose` for one row by words (words.py); None for several rows, or where one is too large.
+
+    By what compilers make of it: up to 128 registers a thread, and 16 warps on a multiprocessor.
+    """
+    rows, out, inner, gates, _, style = shape
+    groups = next_power_of_2(inner) // (style.columns or inner)
+    warps = min(max(groups // (WARP if style.bits == 4 else 2 * WARP), 1), 16)
+    chunks = max(groups // (WARP * warps), 1)  # of the columns, of which a thread has one group each
+    if rows > 1 or chunks > 2:
+        return None
+    programs = 16 // warps
+    most = 8 if chunks == 1 and warps <= 4 else 4 if chunks == 1 or style.bits == 8 else 2
+    return Vector(_step_rows(most, gates, out, programs * gpu.units * 9 // 10), warps, stages=1, programs=programs)
+
+
+def choose_scaled(shape: Shape, gpu: Gpu) -> Matrix | None:
+    """`choose` for rows by a packed weight whose numbers are scaled first: tiles whose sums fit into registers."""
+    rows, out, inner = shape[:3]
+    if rows > 128:
+        return None
+    tile, programs = (Matrix(64, 128, 4, 4, 1, 1, 4), 4) if rows <= 64 else (Matrix(128, 128, 8, 3, 1, 1, 4), 2)
+    tiles, splits = -(-out // tile.block_out), 1
+    while splits < 8 and 2 * splits * tiles <= programs * gpu.units and inner >= 4 * splits * tile.block_inner:
+        splits *= 2
+    return tile._replace(splits=splits)
+
+
 def choose_packed(shape: Shape, gpu: Gpu) -> Parameters:
     """`choose` of a packed weight: a row too goes through tensor cores, which leave others free to unpack."""
     rows, out, inner, _, element_size, style = shape
     parts = -(-MIN_BYTES * style.per_byte // (style.columns & -style.columns)) if style.columns else 1
+    if style.factor == SPANS and element_size == 2:
+        return choose_words(shape, gpu) or choose_scaled(shape, gpu)
     if element_size > 2 or rows * parts > 64:
         return None
     # what an H200 does fastest with the layers of Qwen3-8B; each warp of a group unpacks columns of its own

@@ -21,7 +21,7 @@ from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.linear import BACKENDS, PRODUCTS, Products
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import PLAIN, Style, style_of, style_of_weight
+from atom.kernels.triton.linear.style import PLAIN, SPANS, Style, style_of, style_of_weight
 from atom.kernels.triton.linear.tiles import (
     MAX_STAGES,
     MAX_TILES,
@@ -30,6 +30,7 @@ from atom.kernels.triton.linear.tiles import (
     Parameters,
     Shape,
     Vector,
+    choose_words,
     finder,
     key_of,
     to_entry,
@@ -107,7 +108,9 @@ def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:
     if style.is_shuffled:
         return found + list(_shuffled(shape, gpu))
     weight_size = shape.element_size * style.bits / 16
-    if rows == 1 and not (style.columns or 1) & (style.columns or 1) - 1:
+    if rows == 1 and style.factor == SPANS:
+        found += _words(shape, gpu)
+    elif rows == 1 and not (style.columns or 1) & (style.columns or 1) - 1:
         found += _vectors(shape.inner, weight_size, shape.gates, gpu)
     heights = (128,) if rows <= 32 else (32, 64, 128)
     tiles: tuple[Matrix, ...] = ONE if rows == 1 else FEW if rows <= 32 else MANY
@@ -128,6 +131,15 @@ def _vectors(inner: int, element_size: float, gates: int, gpu: Gpu) -> Iterator[
         if block_out % gates == 0 and 2 <= stages <= MAX_STAGES and ring * programs <= gpu.shared_memory:
             for warps in usual or [min(max(columns // 256, 1), 16)]:
                 yield Vector(block_out, warps, stages, programs)
+
+
+def _words(shape: Shape, gpu: Gpu) -> Iterator[Vector]:
+    """Of words.py: more or fewer warps than usual, which have fewer or more columns each."""
+    usual = choose_words(shape, gpu)
+    for warps, block_out in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
+        if usual is not None and usual.warps <= 2 * warps <= 4 * usual.warps:
+            for programs in {max(8 // warps, 1), 16 // warps}:
+                yield Vector(block_out, warps, stages=1, programs=programs)
 
 
 def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:

@@ -16,6 +16,7 @@ from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import (
     are_minima,
+    has_factors,
     load_factors,
     load_offsets,
     load_scales,
@@ -25,9 +26,10 @@ from atom.kernels.triton.linear.packed import (
     unpack_bytes,
     unpack_half,
 )
-from atom.kernels.triton.linear.row_kernels import load_total
-from atom.kernels.triton.linear.style import Style, Weight, operand_of
+from atom.kernels.triton.linear.row_kernels import load_row, load_total, weight_rows
+from atom.kernels.triton.linear.style import SPANS, Style, Weight, operand_of
 from atom.kernels.triton.linear.tiles import TileError, Vector
+from atom.kernels.triton.linear.words import multiply_words
 
 
 def multiply_vector(
@@ -38,6 +40,8 @@ def multiply_vector(
     (rows, inner), gates = weight.shape, 1 if kind is None else 2
     operand = operand_of(weight)
     _check_columns(operand.style)
+    if operand.style.factor == SPANS:
+        return multiply_words(a, b, norm, (rows, inner), operand, bias, eps, kind, parameters)
     y = a.new_empty(1, rows // gates)
     total = a if b is None else a.new_empty(1, inner)
     gpu = find_gpu(a.device)
@@ -57,30 +61,8 @@ def _check_columns(style: Style) -> None:
 
 
 @jit
-def weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
-    """The rows of the weight, i64, for the outputs from first on; where gated, gates and ups take turns."""
-    turn = tl.arange(0, BLOCK_O)
-    row = (first + turn) % out if KIND is None else (first + turn // 2) % out + turn % 2 * out  # no row beyond the end
-    return row.to(tl.int64)
-
-
-@jit
-def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
-    """Load the row to multiply, in float32, rounded as it would be stored. The first program stores the total."""
-    column = tl.arange(0, triton.next_power_of_2(INNER))
-    mask = column < INNER
-    x = load_total(a_ptr, b_ptr, column, mask)
-    if b_ptr is not None:
-        tl.store(total_ptr + column, x.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
-    if norm_ptr is not None:
-        norm = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        x = (x * tl.rsqrt(tl.sum(x * x) / INNER + eps) * norm).to(a_ptr.dtype.element_ty).to(tl.float32)
-    return x
-
-
-@jit
 def _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
-    """`_load_row`, in even and odd columns."""
+    """`load_row`, in even and odd columns."""
     even = tl.arange(0, triton.next_power_of_2(INNER) // 2) * 2
     mask = even < INNER
     x, y = load_total(a_ptr, b_ptr, even, mask), load_total(a_ptr, b_ptr, even + 1, mask)
@@ -124,11 +106,12 @@ def _multiply_row(
         x += odd
     acc = tl.sum(product, axis=2)
     if are_minima(zeros_ptr):
-        return tl.sum(acc * scale + load_offsets(zeros_ptr + index, block < BLOCKS, scale) * tl.sum(x, axis=2), axis=1)
+        offset = load_offsets(zeros_ptr + index, block < BLOCKS, scale, VALUES)
+        return tl.sum(acc * scale + offset * tl.sum(x, axis=2), axis=1)
     if zeros_ptr is not None:
         acc -= load_zeros(zeros_ptr + index, block < BLOCKS, VALUES) * tl.sum(x, axis=2)
     result = tl.sum(acc * scale, axis=1) * rest_of(VALUES, TYPE)
-    return result if FACTOR is None else result * load_factors(factor_ptr, weight_row, FACTOR)
+    return result * load_factors(factor_ptr, weight_row, FACTOR) if has_factors(FACTOR) else result
 
 
 @jit
@@ -148,7 +131,7 @@ def _vector_kernel(
     odd = x
     if not PDL:
         if PER_BYTE == 1:
-            x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+            x = load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
         else:
             x, odd = _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -159,7 +142,7 @@ def _vector_kernel(
         if PDL and step == 0:  # inside the loop, so that the loads of the first steps are issued before the wait
             tl.extra.cuda.gdc_wait()
             if PER_BYTE == 1:
-                x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+                x = load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
             else:
                 x, odd = _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
         if VALUES is None:

@@ -42,6 +42,8 @@ def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, heads: i
         {"block_size": 48},
         {"cache_dtype": torch.float8_e4m3fn},
         {"window": 4096},
+        {"dim": 256, "tokens": 2048},
+        {"dim": 256, "tokens": 4096, "window": 1024},
     ],
 )
 def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
@@ -53,7 +55,8 @@ def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
     [
         {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"gpu": Gpu(304, 64 << 10, (0, 0))},
         {"tokens": 512}, {"tokens": 520, "num_decodes": 8}, {"dtype": torch.float32}, {"cache_dtype": torch.float16},
-        {"cache_dtype": torch.float8_e4m3fn, "window": 512}, {"dim": 96}, {"dim": 256}, {"window": 128}, {"heads": 6}, {"heads": 256}, {"block_size": 8}, {"block_size": 40}, {"offset": 4},
+        {"cache_dtype": torch.float8_e4m3fn, "window": 512}, {"dim": 96}, {"dim": 256}, {"dim": 256, "tokens": 2050, "num_decodes": 3}, {"dim": 256, "tokens": 4096, "window": 512},
+        {"dim": 256, "tokens": 4096, "cache_dtype": torch.float8_e4m3fn}, {"window": 128}, {"heads": 6}, {"heads": 256}, {"block_size": 8}, {"block_size": 40}, {"offset": 4},
     ],
 )  # fmt: skip
 def test_it_leaves_to_the_other_kernel(given: dict[str, Any]):

@@ -32,6 +32,7 @@ from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
 FEW_TOKENS = 512  # of prompts in a step, or of a window, up to which the kernel of prefill_hopper.py is not faster
+WIDE_TOKENS, WIDE_WINDOW = 2048, 1024  # likewise, from which it is with heads of 256 dims
 
 
 class Parameters(NamedTuple):
@@ -64,12 +65,18 @@ def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: i
         and q.dtype in (torch.bfloat16, torch.float16)
         and cache.dtype in (q.dtype, torch.float8_e4m3fn)
         and num_tokens - num_decodes > FEW_TOKENS
-        and dim in (64, 128)
+        and (dim in (64, 128) or _suits_wide(num_tokens - num_decodes, dim, q.dtype == cache.dtype, window))
         and 64 % (heads // kv_heads) == 0
         and block_size % 16 == 0
         and cache.data_ptr() % 16 == 0
         and (window is None or (window >= FEW_TOKENS and cache.dtype == q.dtype))
     )
+
+
+def _suits_wide(num_tokens: int, dim: int, is_plain: bool, window: int | None) -> bool:
+    """Whether prompts are so long that the Hopper kernel is faster with heads of 256 dims too, of whose tiles it holds
+    fewer."""
+    return dim == 256 and is_plain and num_tokens >= WIDE_TOKENS and (window is None or window >= WIDE_WINDOW)
 
 
 @jit(

@@ -2,13 +2,17 @@
 
 answers = answer_beside_an_abort(engine, prompts, params)
 assert_same_answers(answers, alone)
+assert_same_texts_of_a_grammar(save_with_texts("llama", folder), {"level": 0}, {"tensor_parallel_size": 2})
 assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place=0)
 assert_ranks_end_with_their_driver(folder, level=0)
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +23,7 @@ from typing import Any
 import pytest
 import tiny
 from slowness import END_SECONDS, slowness
+from test_kv_scales import add_tokenizer
 
 from atom import LLMEngine, SamplingParams
 from atom.errors import EngineDeadError
@@ -49,10 +54,43 @@ def answer_beside_an_abort(engine: LLMEngine, prompts: list[list[int]], params: 
 
 
 def assert_same_answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """The same tokens, and of the last prompt the same log probabilities of its own."""
+    """The same tokens, and the same log probabilities of the last prompt's and of its answer's."""
     assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
-    found, expected = ([each.logprob for each in answers[-1]["prompt_logprobs"][1:]] for answers in (ours, theirs))
-    assert found == pytest.approx(expected, abs=1e-4) and any(expected)
+    for key, first in (("prompt_logprobs", 1), ("logprobs", 0)):
+        found, expected = ([each.logprob for each in answers[-1][key][first:]] for answers in (ours, theirs))
+        assert found == pytest.approx(expected, abs=1e-4) and any(expected)
+
+
+def save_with_texts(name: str, folder: Path) -> Path:
+    """Write the checkpoint of a variant whose tokens are bytes, and its tokenizer."""
+    tiny.save_changed(name, folder, vocab_size=300, eos_token_id=255)
+    add_tokenizer(folder)
+    return folder
+
+
+def assert_same_texts_of_a_grammar(folder: Path, common: dict[str, Any], divided: dict[str, Any]) -> None:
+    """One rank writes what a grammar allows, and several write the same."""
+    pattern, texts = r"[a-f]{3}-[0-9]{2,4}(xyz)?", []
+    wanted = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40, structured_outputs={"regex": pattern})
+    for own in ({}, divided):
+        engine = LLMEngine(str(folder), **common, **own)
+        texts.append([answer["text"] for answer in engine.generate(["x", "yz", "q"], [wanted, GREEDY, wanted])])
+        engine.close()
+    assert texts[1] == texts[0]
+    written = [*texts[0][:2], *texts[0][3:]]
+    assert all(re.fullmatch(pattern, text) for text in written), texts
+    assert len({*written}) > 1
+
+
+def traced_by_each_rank(engine: LLMEngine, folder: Path) -> list[list[dict[str, Any]]]:
+    """The events of the traces that two ranks write of an answer of 14 tokens; the engine is closed."""
+    engine.start_profile()
+    engine.generate([[1, 2, 3]], GREEDY)
+    engine.stop_profile()
+    engine.generate([[1, 2, 3]], GREEDY)  # which the other rank takes once it has written
+    engine.close()
+    (first,), (second,) = ((folder / f"rank_{rank}").iterdir() for rank in range(2))
+    return [json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] for trace in (first, second)]
 
 
 def assert_ends_by_a_signal(engine: LLMEngine, number: int, reason: str, place: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import mtp
 import pytest
 import tiny
 import torch
+from test_kv_scales import add_tokenizer
 from test_speculation import (
     BUSY,
     EVENTFUL,
@@ -22,6 +25,7 @@ from test_speculation import (
     PARAMS,
     assert_ends_within,
     count_beside_prompts,
+    note_preempted_drafts,
     prompts,
     tokens_of,
 )
@@ -32,12 +36,14 @@ from atom import LLMEngine, SamplingParams
 from atom.runtime.cuda_graphs import Graphs
 from atom.runtime.model import Model
 from atom.runtime.runner import Runner
+from atom.runtime.speculation import draft_statistics
 
 pytestmark = pytest.mark.early
 __all__ = ["thread_ranks"]
 
 VOCAB = 11  # so few tokens that drafts of random weights are right now and then
-FEW = {"vocab_size": VOCAB, "pad_token_id": None}
+FEW = {"vocab_size": VOCAB, "pad_token_id": None, "eos_token_id": VOCAB - 1}
+LETTERS = "abcdefghij-"  # the texts of the tokens
 
 
 class Case(NamedTuple):
@@ -46,17 +52,20 @@ class Case(NamedTuple):
     double: drafts.Double
 
 
-SINGLE = [each for each in PARAMS if each.n == 1]
-EVERY = [[token % VOCAB for token in prompt] for prompt in prompts(len(SINGLE))]
+HOT = SamplingParams(temperature=9.0, seed=5, max_tokens=16, ignore_eos=True)  # the noise draws, which drafts share
+ASKED = [*PARAMS, replace(HOT, n=2)]
+EVERY = [[token % VOCAB for token in prompt] for prompt in prompts(len(ASKED))]
 
 
 def mtp_case(at: Path, name: str) -> Case:
     folder = mtp.save(name, at / "model", **FEW)
+    add_tokenizer(folder, LETTERS)
     return Case(folder, {"method": "mtp"}, mtp.Double(folder))
 
 
 def eagle3_case(at: Path, name: str, changes: dict[str, Any], **values: Any) -> Case:
     tiny.save_changed(name, at / "model", **FEW, **changes)
+    add_tokenizer(at / "model", LETTERS)
     folder = eagle3.save(at / "model", at / "draft", **values)
     layers = values.get("eagle_aux_hidden_state_layer_ids", ())
     layers = layers or [1 + layer for layer in values.get("eagle_config", {}).values() for layer in layer]
@@ -66,6 +75,7 @@ def eagle3_case(at: Path, name: str, changes: dict[str, Any], **values: Any) -> 
 
 def draft_case(at: Path, name: str, of: str, **changes: Any) -> Case:
     tiny.save_changed(name, at / "model", **FEW)
+    add_tokenizer(at / "model", LETTERS)
     tiny.save_changed(of, at / "draft", **{**FEW, **changes})
     fields = {"method": "draft", "draft_model": str(at / "draft")}
     return Case(at / "model", fields, drafts.ModelDouble(at / "draft", VOCAB))
@@ -110,7 +120,7 @@ def tokens_of_none(case_of: Callable[[str], Case]) -> Callable[[str], list[list[
     @functools.cache
     def get(name: str) -> list[list[int]]:
         with closing(opened(case_of(name).folder)) as engine:
-            return tokens_of(engine, SINGLE, EVERY)
+            return tokens_of(engine, ASKED, EVERY)
 
     return get
 
@@ -148,8 +158,8 @@ def test_drafts_are_those_of_the_double(
         assert drafted == case.double.drafts(tokens[:length], len(drafted)), "fewer at the end"
 
 
-LIMITS = {"roomy": {}, "eventful": EVENTFUL, "busy": BUSY}
-METHODS = ["mtp_deepseek_v3", "eagle3_qwen3", "draft_llama"]  # with all limits, and each number of steps ahead in one
+LIMITS = {"roomy": {}, "eventful": {**EVENTFUL, "num_kvcache_blocks": 12, "block_size": 8}, "busy": BUSY}
+METHODS = ["draft_llama", "mtp_deepseek_v3", "eagle3_qwen3"]  # with all limits, and each number of steps ahead in one
 
 
 @pytest.mark.sampled(36)
@@ -172,13 +182,15 @@ def test_tokens_are_those_of_none(
 ):  # fmt: skip
     case = case_of(name)
     monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
-    counts = count_beside_prompts(monkeypatch)
+    counts, preempted = count_beside_prompts(monkeypatch), note_preempted_drafts(monkeypatch)
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **LIMITS[limits])
     for _ in range(2 if limits == "eventful" else 1):  # the second time with prefix hits
-        assert tokens_of(engine, SINGLE, EVERY) == tokens_of_none(name)
+        assert tokens_of(engine, ASKED, EVERY) == tokens_of_none(name)
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert draft_statistics(stats)["distribution"][2] > 0, "all drafts of a step were accepted"
     assert limits != "eventful" or (stats.num_preemptions > 0 and stats.num_chunks > 0)
+    assert limits != "eventful" or name not in METHODS or preempted, "with drafts under way"
     assert limits != "busy" or 0 < counts["accepted"] < counts["drafted"], "in steps that hold prompts"
     engine.close()
 
@@ -201,8 +213,8 @@ def test_ranks_groups_and_stages_draft_alike(
     name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], case_of: Callable[[str], Case]
 ):
     """With the parts of another rank, they would draft other tokens; a group may have no sequence."""
-    case, params = case_of(name), PARAMS[:2] + PARAMS[3:5]
-    every = [[token % VOCAB for token in prompt] for prompt in prompts(len(params))]
+    case, params = case_of(name), PARAMS[:5]
+    every = EVERY[: len(params)]
     one = opened(case.folder, **case.fields, num_speculative_tokens=2, **EVENTFUL)
     expected, counts = tokens_of(one, params, every), one.metrics.scheduler
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **EVENTFUL, **fields)
@@ -212,10 +224,14 @@ def test_ranks_groups_and_stages_draft_alike(
     if "parallel.data" not in fields:
         assert stats.num_preemptions > 0
         assert (stats.num_drafts, stats.accepted_per_pos) == (counts.num_drafts, counts.accepted_per_pos)
-    before = stats.num_accepted_tokens
-    assert tokens_of(engine, params[:1], every[:1]) == expected[:1]
-    assert engine.metrics.scheduler.num_accepted_tokens > before
-    engine.close()
+    alone = []
+    for each in (one, engine):
+        before = each.metrics.scheduler
+        answer = tokens_of(each, HOT, every[:1])
+        after = each.metrics.scheduler
+        alone.append((answer, after.num_accepted_tokens - before.num_accepted_tokens))
+        each.close()
+    assert alone[1] == alone[0] and alone[0][1] > 0, "as one rank where the other group has none"
 
 
 @pytest.mark.sampled(6)
@@ -230,7 +246,7 @@ def test_padded_steps_give_the_tokens_of_none(
     monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
     monkeypatch.setattr(Graphs, "draft_sizes", ((3, 2), (7, 2), (16, 2)))
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, max_num_seqs=16)
-    assert tokens_of(engine, SINGLE, EVERY) == tokens_of_none(name)
+    assert tokens_of(engine, ASKED, EVERY) == tokens_of_none(name)
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     engine.close()
@@ -250,6 +266,33 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[s
     engine.close()
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_an_end_within_accepted_tokens_is_the_end(name: str, case_of: Callable[[str], Case]):
+    """Of a token and of strings to stop at, beside answers of a grammar, for which nothing is drafted."""
+    pytest.importorskip("llguidance")
+    case, pattern, every = case_of(name), "[a-e]{3}[f-h]{2,9}", [*EVERY[:3], EVERY[0]]
+    written = replace(HOT, n=2, ignore_eos=False, structured_outputs={"regex": pattern})
+    with closing(opened(case.folder)) as plain:
+        free = plain.generate(every, [HOT, HOT, HOT, written])
+    texts = [answer["text"] for answer in free]
+    engine = opened(case.folder, **case.fields, num_speculative_tokens=3)
+    assert_ends_within(engine, every[0], free[0]["token_ids"], HOT)
+    before = engine.metrics.scheduler.num_overrun
+    for place in (3, 6):
+        stops = [text[place : place + 3] for text in texts[:3]]
+        asked = [*(replace(HOT, stop_strings=[stop]) for stop in stops), written]
+        ended = [text.partition(stop)[0] for text, stop in zip(texts, stops, strict=False)]
+        answers = engine.generate(every, asked)
+        assert [each["text"] for each in answers] == [*ended, *texts[3:]]
+        assert {each["finish_reason"] for each in answers[:3]} == {"stop_sequence"}
+    stats = engine.metrics.scheduler
+    assert stats.num_overrun > before, "accepted tokens behind a string"
+    assert all(re.fullmatch(pattern, text) for text in texts[3:]), texts
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert draft_statistics(stats)["distribution"][3] > 0, "all drafts of a step were accepted"
+    engine.close()
+
+
 def test_another_model_of_random_weights_is_hardly_ever_right(checkpoints: Callable[[str], Path]):
     engine = opened(checkpoints("qwen3"), method="draft", draft_model=str(checkpoints("llama")))
     tokens_of(engine, GREEDY, prompts(4))
@@ -262,7 +305,7 @@ def test_drafts_over_latents_in_fp8_change_no_token(case_of: Callable[[str], Cas
     case, answers = case_of("mtp_deepseek_v3"), []
     for fields in ({}, {**case.fields, "num_speculative_tokens": 2}):
         with closing(opened(case.folder, **fields, kv_cache_dtype="fp8")) as engine:
-            answers.append(tokens_of(engine, SINGLE, EVERY))
+            answers.append(tokens_of(engine, ASKED, EVERY))
             stats = engine.metrics.scheduler
     assert answers[0] == answers[1]
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = ["thread_ranks"]
 
 UP = 5000.0  # what keys are multiplied by, and queries divided: scores stay, keys are beyond 448
 TOKENS = tiny.prompt(60)
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -53,8 +55,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     return folder
 
 
-def add_tokenizer(folder: Path, first: int = 0) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def add_tokenizer(folder: Path, alphabet: Sequence[str] = BYTES, first: int = 0) -> None:
     backend = tokenizers.Tokenizer(models.BPE({byte: first + place for place, byte in enumerate(alphabet)}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))

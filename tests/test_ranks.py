@@ -32,11 +32,12 @@ from rank_checks import (
     assert_ends_by_a_signal,
     assert_ranks_end_with_their_driver,
     assert_same_answers,
+    assert_same_texts_of_a_grammar,
     eventful_prompts,
     rank_processes,
+    save_with_texts,
 )
 from serving import free_port
-from test_kv_scales import add_tokenizer
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, build
@@ -159,24 +160,17 @@ def test_stages_generate_the_tokens_of_the_reference(
         ("llama", {"tensor_parallel_size": 2}),
         ("llama", {"pipeline_parallel_size": 2}),
         ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
+        ("deepseek_v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}),
     ],
 )
 def test_ranks_write_what_a_grammar_allows_as_one_does(
     name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], tmp_path: Path
 ):
     pytest.importorskip("llguidance")
-    tiny.save_changed(name, tmp_path, vocab_size=300, eos_token_id=255)
-    add_tokenizer(tmp_path)
-    pattern, texts = r"[a-f]{3}-[0-9]{2,4}(xyz)?", []
-    wanted = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40, structured_outputs={"regex": pattern})
-    for own in ({}, fields):
-        engine = LLMEngine(str(tmp_path), dtype="fp32", level=1, kv_cache_memory=1 << 22, **own)
-        texts.append([answer["text"] for answer in engine.generate(["x", "yz", "q"], [wanted, GREEDY, wanted])])
-        engine.close()
-    assert texts[1] == texts[0] and len(thread_ranks) == 1
-    written = [*texts[0][:2], *texts[0][3:]]
-    assert all(re.fullmatch(pattern, text) for text in written), texts
-    assert len({*written}) > 1
+    common = {"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22}
+    assert_same_texts_of_a_grammar(save_with_texts(name, tmp_path), common, fields)
+    assert len(thread_ranks) == 1
 
 
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02, seed=7, max_tokens=16, n=2, frequency_penalty=0.5)
@@ -199,8 +193,6 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
     assert len(rank_processes()) == 1
     answers = answer_beside_an_abort(engine, prompts, params)
     assert_same_answers(answers, alone)
-    for ours, theirs in zip(answers[-1]["logprobs"], alone[-1]["logprobs"], strict=True):
-        assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     engine.close()
     assert rank_processes() == []
 
@@ -220,6 +212,8 @@ def test_processes_of_each_family_give_what_one_gives_whatever_happens(name: str
     assert_same_answers(engine.generate(prompts, params), alone)
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
+    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
+    assert metrics.num_preemptions > 0 or has_window_alone
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,25 @@ def count_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+def note_preempted_drafts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The ids of the sequences, from now on, that are preempted while they have drafts under way."""
+    ids, preempt, ask_to_leave = set[str](), Scheduler._preempt, Scheduler._ask_to_leave
+
+    def note(scheduler: Scheduler, sequence: Sequence) -> None:
+        if sequence.drafts:  # of the step that was planned last
+            ids.add(sequence.id)
+        preempt(scheduler, sequence)
+
+    def note_asked(scheduler: Scheduler, sequence: Sequence, planned: dict[Sequence, int]) -> int:
+        freed = ask_to_leave(scheduler, sequence, planned)
+        ids.update(each.id for each in scheduler._leaving if each.num_unverified)  # preempted at their commit
+        return freed
+
+    monkeypatch.setattr(Scheduler, "_preempt", note)
+    monkeypatch.setattr(Scheduler, "_ask_to_leave", note_asked)
+    return ids
+
+
 EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
             "enable_prefix_caching": True}  # fmt: skip
 BUSY = {"max_num_seqs": 3, "max_num_batched_tokens": 10}  # prompts come in many chunks, beside decodes
@@ -157,12 +177,12 @@ def test_an_end_within_accepted_tokens_is_the_end(open_engine: Open, drafting: C
     assert_ends_within(open_engine("qwen3"), prompt, answer)
 
 
-def assert_ends_within(engine: LLMEngine, prompt: list[int], answer: list[int]) -> None:
+def assert_ends_within(engine: LLMEngine, prompt: list[int], answer: list[int], asked: SamplingParams = GREEDY) -> None:
     """Each of the first tokens of a known answer is where it ends, once it is one to stop at."""
     for place in range(1, 9):
         if answer[place] in answer[:place]:
             continue
-        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[answer[place]])
+        params = replace(asked, max_tokens=40, stop_token_ids=[answer[place]])
         ended = engine.generate([prompt], params)[0]
         assert ended["token_ids"] == answer[: place + 1] and ended["finish_reason"] == f"stop_{answer[place]}"
     assert engine.metrics.scheduler.num_overrun > 0
@@ -170,11 +190,14 @@ def assert_ends_within(engine: LLMEngine, prompt: list[int], answer: list[int]) 
 
 def test_ranks_and_groups_accept_alike(thread_ranks: list[ThreadRanks], open_engine: Open):
     every = prompts(4)
-    expected = tokens_of(open_engine("qwen3_moe"), PARAMS[:4], every)
-    for fields in ({"tensor_parallel_size": 2}, {"parallel.data": 2}):
-        engine = open_engine("qwen3_moe", method="ngram", max_verified_tokens=100, **fields)
+    expected, counts = tokens_of(open_engine("qwen3_moe"), PARAMS[:4], every), []
+    for fields in ({}, {"tensor_parallel_size": 2}, {"parallel.data": 2}):
+        engine = open_engine("qwen3_moe", method="ngram", prompt_lookup_min=1, max_verified_tokens=100, **fields)
         assert tokens_of(engine, PARAMS[:4], every) == expected
-        assert engine.metrics.scheduler.num_accepted_tokens > 0
+        stats = engine.metrics.scheduler
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        counts.append((stats.num_drafts, stats.num_draft_tokens, stats.accepted_per_pos))
+    assert counts == [counts[0]] * 3
 
 
 def test_the_latest_place_of_the_most_tokens_is_looked_up():

@@ -124,8 +124,9 @@ def test_equal_layers_share_one_piece(configure: Configure):
     assert len({piece.text for piece in pieces_of(graph)}) == 3
 
 
-def test_a_deeper_model_compiles_nothing_new(configure: Configure):
-    assert texts_of(configure("llama", "model.layers=7")) == texts_of(configure())
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_deeper_model_compiles_nothing_new(name: str, configure: Configure):
+    assert texts_of(configure(name, "model.layers=7")) == texts_of(configure(name))
 
 
 def test_another_family_shares_equal_pieces(configure: Configure):

@@ -9,9 +9,10 @@ import pytest
 import tiny
 from gpu.steps import FIELDS, set_depth
 from test_draft_engine import CASES, VOCAB
+from test_speculation import GREEDY, assert_ends_within
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.speculation import acceptance_rates
+from atom.runtime.speculation import acceptance_rates, draft_statistics
 from atom.runtime.types import Drafting
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,10 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0, max_tokens=30, min_tokens=9),
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={3: 1.5}),
+    SamplingParams(**SEEDED, frequency_penalty=0.3),
+    SamplingParams(**SEEDED, top_p=0.9, n=2),
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, frequency_penalty=-2.0),  # repeats itself
 ]
 PROMPTS = [tiny.prompt(9, seed=seed) * (3 if seed % 2 else 1) + [seed] for seed in range(len(PARAMS))]
 TIGHT = {"num_kvcache_blocks": 40, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 24,
@@ -47,14 +52,33 @@ def test_tokens_are_those_of_none(name: str, fields: dict[str, Any], checkpoints
     plain.close()
     monkeypatch.setattr("atom.build.settings.drafting_of", lambda config: LOOKED_UP)
     engine = LLMEngine(str(checkpoints(name)), **fields, method="ngram")
-    for run_ahead in (2, 0):
+    for run_ahead in (2, 1, 0):
         set_depth(engine, run_ahead)
         assert tokens_of(engine) == expected
     stats = engine._engine.stats().scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_ahead > 0
+    assert draft_statistics(stats)["distribution"][3] > 0, "all drafts of a step were accepted"
     if "block_size" in fields:
         assert stats.num_preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_a_model_that_drafts_for_itself_is_always_right(run_ahead: int, checkpoints: Any):
+    """Greedy and sampled, with the noise of the draw; and an end within accepted tokens is the end."""
+    folder = str(checkpoints("qwen3_window"))
+    own = {"method": "draft", "draft_model": folder, "num_speculative_tokens": 3, "max_verified_tokens": 256}
+    engine = LLMEngine(folder, **FIELDS, level=3, **own)
+    set_depth(engine, run_ahead)
+    hot = [SamplingParams(temperature=heat, seed=9, max_tokens=24, ignore_eos=True) for heat in (0.7, 1.0, 3.0)]
+    answers = [engine.generate(PROMPTS[:3], params) for params in (GREEDY, hot)]
+    stats = engine._engine.stats().scheduler
+    assert stats.num_accepted_tokens > 6 * 14
+    assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens, "but behind an end"
+    assert run_ahead or stats.num_accepted_tokens == stats.num_draft_tokens
+    assert (stats.num_ahead > 0) == (run_ahead > 0)
+    assert_ends_within(engine, PROMPTS[0], answers[0][0]["token_ids"])
     engine.close()
 
 

@@ -22,7 +22,10 @@ from rank_checks import (
     assert_ends_by_a_signal,
     assert_ranks_end_with_their_driver,
     assert_same_answers,
+    assert_same_texts_of_a_grammar,
     eventful_prompts,
+    save_with_texts,
+    traced_by_each_rank,
 )
 from test_draft_engine import CASES, VOCAB
 from test_host_blocks import SIZES as TALKS
@@ -155,7 +158,10 @@ def test_ranks_look_up_drafts_and_keep_the_tokens_of_none(name: str, fields: dic
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens and stats.num_ahead > 0
 
 
-@pytest.mark.parametrize(("name", "fields"), [("mtp_deepseek_v3", DIVIDED[4][1]), ("eagle3_qwen3", DIVIDED[0][1])])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("mtp_deepseek_v3", DIVIDED[4][1]), ("eagle3_qwen3", DIVIDED[0][1]), ("draft_fewer_rows", DIVIDED[0][1])],
+)
 def test_programs_of_ranks_draft_and_keep_the_tokens_of_none(
     name: str, fields: dict[str, Any], tmp_path: Path, gpu_cache: Path
 ):
@@ -167,6 +173,23 @@ def test_programs_of_ranks_draft_and_keep_the_tokens_of_none(
         stats = engine.metrics.scheduler
         engine.close()
     assert found[1] == found[0] and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[5]])
+def test_ranks_write_what_a_grammar_allows_as_one_does(
+    name: str, fields: dict[str, Any], tmp_path: Path, gpu_cache: Path
+):
+    pytest.importorskip("llguidance")
+    common = {**FIELDS, "level": 3, "cache": str(gpu_cache)}
+    assert_same_texts_of_a_grammar(save_with_texts(name, tmp_path), common, fields)
+
+
+def test_each_rank_writes_a_trace_of_its_own(open_engine: Open, tmp_path: Path):
+    """Of the kernels of its GPU, those in CUDA graphs included."""
+    engine = open_engine("llama", level=3, tensor_parallel_size=2, torch_profiler_dir=str(tmp_path))
+    for events in traced_by_each_rank(engine, tmp_path):
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        assert len(kernels) >= 3 * 14, "of each layer and step"
 
 
 @pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[3]])

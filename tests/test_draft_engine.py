@@ -126,7 +126,8 @@ def tokens_of_none(case_of: Callable[[str], Case]) -> Callable[[str], list[list[
 
 
 def opened(folder: Path, **fields: Any) -> LLMEngine:
-    fields = {"dtype": "fp32", "device": "cpu", "level": 1, "max_num_seqs": 8, "max_verified_tokens": 100, **fields}
+    drafts = {"max_verified_tokens": 100} if "method" in fields else {}
+    fields = {"dtype": "fp32", "device": "cpu", "level": 1, "max_num_seqs": 8, **drafts, **fields}
     return LLMEngine(str(folder), **fields)
 
 

@@ -64,7 +64,7 @@ class Told:
 
 @pytest.fixture
 def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Has schedulers take a drafter."""
+    """Has schedulers take a drafter, in place of that of method ngram."""
 
     def use(drafter: Any) -> None:
         monkeypatch.setattr("atom.build.scheduling.open_drafter", lambda config: drafter)
@@ -133,7 +133,7 @@ def test_every_kind_of_attention_verifies(name: str, open_engine: Open, drafting
     expected = tokens_of(open_engine(name), params, every)
     told = {tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}
     drafting(Told(told, [[True, False], [True] * 3, [False]]))
-    engine = open_engine(name, max_verified_tokens=100)
+    engine = open_engine(name, method="ngram", max_verified_tokens=100)
     assert tokens_of(engine, params, every) == expected
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -150,7 +150,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_none(
     every = prompts(len(params))
     expected = tokens_of(open_engine("qwen3_window"), params, every)
     drafting(Told({tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}, turns))
-    engine = open_engine("qwen3_window", **limits, max_verified_tokens=100)
+    engine = open_engine("qwen3_window", method="ngram", **limits, max_verified_tokens=100)
     for _ in range(2):  # the second time with prefix hits, where they are cached
         assert tokens_of(engine, params, every) == expected
     stats = engine.metrics.scheduler

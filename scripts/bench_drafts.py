@@ -1,8 +1,8 @@
 """Benchmark n-gram drafts, for answers that repeat their prompt and others.
 
 One request is answered at a time. All engines are in this process and answer in turns; the best of the runs counts.
-Answers are greedy and must be the same with and without drafts. Overrides are those of `atom-run`, by default none,
-which is SmolLM2:
+Answers are greedy. In 16 bits, a token that is as likely as another up to rounding may take its place, after which
+the answer is another one (`is_same`). Overrides are those of `atom-run`, by default none, which is SmolLM2:
 
     scripts/bench-drafts --drafted 3 5 --runs 3
 """
@@ -56,15 +56,16 @@ def main() -> int:
             for count, engine in zip(counts, engines, strict=True):
                 text, rate = answer(engine, prompt, options.output)
                 texts[count], rates[count] = text, max(rate, rates[count])
-        assert len({*texts.values()}) == 1, f"drafts changed an answer: {texts}"
         row: dict[str, Any] = {"answer": name, "tokens_per_second": round(rates[0], 1)}
         for count, engine, (drafted, taken) in zip(counts, engines, before, strict=True):
             if count:
-                now = [
-                    (each - was) // options.runs for each, was in zip(accepted(engine), (drafted, taken), strict=True)
-                ]
-                speedup = round(rates[count] / rates[0], 2)
-                row[f"drafted_{count}"] = {"speedup": speedup, "drafted": now[0], "accepted": now[1]}
+                drafted_now, taken_now = accepted(engine)
+                row[f"drafted_{count}"] = {
+                    "speedup": round(rates[count] / rates[0], 2),
+                    "drafted": (drafted_now - drafted) // options.runs,
+                    "accepted": (taken_now - taken) // options.runs,
+                    "is_same": texts[count] == texts[0],
+                }
         told.append(row)
     print(json.dumps(told, indent=2))
     return 0

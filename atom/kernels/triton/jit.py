@@ -7,8 +7,7 @@ def kernel(x, n, BLOCK: tl.constexpr): ...
 
 kernel[grid](x, n, BLOCK=128, num_warps=4)    # as Triton has it
 
-A kernel's later launches take a third of the host's time that they take by Triton, which looks up its knobs, globals
-and options at each.
+A kernel's later launches go by Triton no more, which looks up its knobs, globals and options at each.
 
 All of that is for these kernels alone. Those of another library in the process are launched, compiled and cached as
 Triton does it.

@@ -22,12 +22,12 @@ from atom.kernels.triton.gpu import Gpu
 H200 = Gpu(132, 227 << 10, (9, 0))
 
 
-def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, heads: int = 8, kv_heads: int = 2, dim: int = 128,
+def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, num_prompts: int = 1, heads: int = 8, kv_heads: int = 2, dim: int = 128,
               block_size: int = 16, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None,
               offset: int = 0, window: int | None = None) -> bool:  # fmt: skip
     shape = (3, block_size, 2, kv_heads, dim)
     cache = torch.zeros(math.prod(shape) + offset, dtype=cache_dtype or dtype)[offset:].view(shape)
-    return suits_hopper(gpu, torch.zeros(tokens, heads, dim, dtype=dtype), cache, num_decodes, window)
+    return suits_hopper(gpu, torch.zeros(tokens, heads, dim, dtype=dtype), cache, num_decodes, num_prompts, window)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,8 @@ def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, heads: i
         {"window": 4096},
         {"dim": 256, "tokens": 2048},
         {"dim": 256, "tokens": 4096, "window": 1024},
+        {"dim": 256, "tokens": 4096, "num_prompts": 4},
+        {"num_prompts": 600},
     ],
 )
 def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
@@ -56,6 +58,7 @@ def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
         {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"gpu": Gpu(304, 64 << 10, (0, 0))},
         {"tokens": 512}, {"tokens": 520, "num_decodes": 8}, {"dtype": torch.float32}, {"cache_dtype": torch.float16},
         {"cache_dtype": torch.float8_e4m3fn, "window": 512}, {"dim": 96}, {"dim": 256}, {"dim": 256, "tokens": 2050, "num_decodes": 3}, {"dim": 256, "tokens": 4096, "window": 512},
+        {"dim": 256, "tokens": 4095, "num_prompts": 4},
         {"dim": 256, "tokens": 4096, "cache_dtype": torch.float8_e4m3fn}, {"window": 128}, {"heads": 6}, {"heads": 256}, {"block_size": 8}, {"block_size": 40}, {"offset": 4},
     ],
 )  # fmt: skip

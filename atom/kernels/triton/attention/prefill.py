@@ -32,7 +32,7 @@ from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
 FEW_TOKENS = 512  # of prompts in a step, or of a window, up to which the kernel of prefill_hopper.py is not faster
-WIDE_TOKENS, WIDE_WINDOW = 2048, 1024  # likewise, from which it is with heads of 256 dims
+WIDE_TOKENS, WIDE_MEAN = 2048, 1024  # of a step, and of a prompt or window, from which it is with heads of 256 dims
 
 
 class Parameters(NamedTuple):
@@ -56,8 +56,11 @@ def choose(dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters
     return Parameters()
 
 
-def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: int | None) -> bool:
-    """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`; for long prompts it is faster."""
+def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, num_prompts: int, window: int | None) -> bool:
+    """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`; for long prompts it is faster.
+
+    Of heads of 256 dims it holds fewer tiles, and is faster for longer ones.
+    """
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     return (
@@ -65,18 +68,13 @@ def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: i
         and q.dtype in (torch.bfloat16, torch.float16)
         and cache.dtype in (q.dtype, torch.float8_e4m3fn)
         and num_tokens - num_decodes > FEW_TOKENS
-        and (dim in (64, 128) or _suits_wide(num_tokens - num_decodes, dim, q.dtype == cache.dtype, window))
+        and (dim in (64, 128) or (dim == 256 and cache.dtype == q.dtype))
+        and (dim < 256 or num_tokens - num_decodes >= max(WIDE_TOKENS, WIDE_MEAN * num_prompts))
         and 64 % (heads // kv_heads) == 0
         and block_size % 16 == 0
         and cache.data_ptr() % 16 == 0
-        and (window is None or (window >= FEW_TOKENS and cache.dtype == q.dtype))
+        and (window is None or (window >= (FEW_TOKENS if dim < 256 else WIDE_MEAN) and cache.dtype == q.dtype))
     )
-
-
-def _suits_wide(num_tokens: int, dim: int, is_plain: bool, window: int | None) -> bool:
-    """Whether prompts are so long that the Hopper kernel is faster with heads of 256 dims too, of whose tiles it holds
-    fewer."""
-    return dim == 256 and is_plain and num_tokens >= WIDE_TOKENS and (window is None or window >= WIDE_WINDOW)
 
 
 @jit(
@@ -190,7 +188,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     num_sequences, group = lengths.shape[0], heads // kv_heads
     gpu, plan = find_gpu(q.device), None
     if parameters is None:
-        if suits_hopper(gpu, q, cache, num_decodes, window):
+        if suits_hopper(gpu, q, cache, num_decodes, num_sequences - num_decodes, window):
             from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
 
             blocks, places = cache, table

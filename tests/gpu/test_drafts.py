@@ -111,7 +111,7 @@ def test_chance_accepts_as_many_as_it_is_told_to(length: float, checkpoints: Any
     monkeypatch.setattr("atom.build.settings.drafting_of", lambda config: how)
     engine = LLMEngine(str(checkpoints("qwen3")), **FIELDS, level=3, method="ngram")
     params = [SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, seed=seed) for seed in range(8)]
-    engine.generate(PROMPTS, params)
+    engine.generate(PROMPTS[: len(params)], params)
     stats = engine._engine.stats().scheduler
     assert 8 * 199 / (8 * 199 - stats.num_accepted_tokens) == pytest.approx(length, rel=0.05)
     engine.close()

@@ -183,7 +183,12 @@ class DataParallelBuilder:
         parts = list(zip(self.groups, plans, strict=True))
         num_drafts = max(group.count_drafts(each) for group, each in parts)
         shape = common_shape([group.shape_of(each) for group, each in parts]).drafting(num_drafts)
-        steps = [group.build(each, shape, num_drafts) for group, each in parts]
+        collected = [group.collect(each, num_drafts) for group, each in parts]
+        # the last token of a prompt is one row, as a decode is, but only its own group knows that the runner lacks it
+        is_decode = all(rows.is_decode for rows in collected)
+        steps = [
+            group.pack(rows, num_drafts, is_decode, shape) for group, rows in zip(self.groups, collected, strict=True)
+        ]
         pad_scored(steps)
         num_pooled = max(step.num_pooled for step in steps)
         for step in steps:

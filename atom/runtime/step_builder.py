@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -55,36 +55,47 @@ class _Resident:
 _Special = tuple[int, ScheduledRequest, _Resident]  # a special row: its index among the rows that sample, it, resident
 
 
+@dataclass(slots=True)
+class Collected:
+    """The rows of a plan, and what its step sends of them."""
+
+    plan: Plan
+    residents: list[_Resident] = field(default_factory=list)  # by row
+    admitted: list[Sequence] = field(default_factory=list)  # that the runner does not have
+    indices: array[int] = field(default_factory=lambda: array("i"))  # where entries of block tables go
+    blocks: array[int] = field(default_factory=lambda: array("i"))  # these entries
+    reported: list[int] = field(default_factory=list)  # as in StepInput
+    special: list[_Special] = field(default_factory=list)
+    sampling: int = 0  # index in SAMPLING_KINDS, the largest of those that sample
+    is_decode: bool = True  # the runner has the newest token of each row, and drafts what they have behind it
+
+
 class StepBuilder:
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
         self._residents: list[_Resident | None] = [None] * capacity.num_slots
 
-    def build(self, plan: Plan, least: BatchShape | None = None, num_drafts: int | None = None) -> StepInput:
-        """Build the step of a plan. What it sends counts as known to the runner, until `retract`.
+    def build(self, plan: Plan) -> StepInput:
+        """Build the step of a plan. What it sends counts as known to the runner, until `retract`."""
+        num_drafts = self.count_drafts(plan)
+        rows = self.collect(plan, num_drafts)
+        return self.pack(rows, num_drafts, rows.is_decode)
 
-        least: a shape that holds the plan's, for the step to have. num_drafts: that the runner drafts for each decode;
-        None: as `count_drafts` says of this plan
-        """
+    def collect(self, plan: Plan, num_drafts: int) -> Collected:
+        """Collect the rows of a plan, and what the runner does not know of them. num_drafts: that it drafts for each"""
         capacity, residents = self._capacity, self._residents
-        if num_drafts is None:
-            num_drafts = self.count_drafts(plan)
         if capacity.num_drafts and not num_drafts:
             plan = without_drafts(plan)
-        admitted: list[Sequence] = []
-        indices, blocks = array("i"), array("i")
-        rows: list[_Resident] = []
-        reported: list[int] = []
-        special: list[_Special] = []
-        sampling, is_decode = 0, True
+        rows = Collected(plan)
+        indices, blocks = rows.indices, rows.blocks
         for row in plan.rows:
             sequence, start, num_tokens, samples, drafts = row
             slot = sequence.slot
             resident = residents[slot]
             if resident is None or resident.blocks is not sequence.blocks:
                 resident = residents[slot] = self._admit(sequence)
-                admitted.append(sequence)
-            rows.append(resident)
+                rows.admitted.append(sequence)
+            rows.residents.append(resident)
             num_sent = resident.num_sent
             for kind, table in enumerate(resident.tables):
                 first = num_sent[kind]
@@ -94,27 +105,35 @@ class StepBuilder:
                     blocks.extend(table[first:])
                     num_sent[kind] = len(table)
             if start < resident.num_known or (drafts and not num_drafts):
-                is_decode = False
+                rows.is_decode = False
             if samples:
-                if resident.sampling > sampling:
-                    sampling = resident.sampling
+                if resident.sampling > rows.sampling:
+                    rows.sampling = resident.sampling
                 if resident.is_special:
-                    special.append((len(reported), row, resident))
-                reported.append(slot * NUM_REPORTED + (start + num_tokens - len(drafts)) % NUM_REPORTED)
-        is_decode = is_decode and (least is None or least.num_decoded == least.num_tokens)
+                    rows.special.append((len(rows.reported), row, resident))
+                rows.reported.append(slot * NUM_REPORTED + (start + num_tokens - len(drafts)) % NUM_REPORTED)
+        return rows
+
+    def pack(self, rows: Collected, num_drafts: int, is_decode: bool, least: BatchShape | None = None) -> StepInput:
+        """Pack rows into a step, of decodes alone or not. least: a shape that holds theirs, for the step to have"""
+        plan = rows.plan
         if is_decode:
             shape, packed = self._pack_decodes(plan, num_drafts, least)
         else:
-            shape, packed = self._pack(plan, rows, num_drafts, least)
+            shape, packed = self._pack(plan, rows.residents, num_drafts, least)
         step = StepInput(
-            shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
+            shape=shape,
+            is_decode=is_decode,
+            packed=packed,
+            reported=rows.reported,
+            sampling=SAMPLING_KINDS[rows.sampling],
         )
-        if admitted:
-            add_admissions(step, admitted, has_histories=bool(capacity.num_drafts))
-        if indices:
-            step.table_entries = bytearray(indices + blocks)
-        if special:
-            add_special(step, special, capacity.vocab)
+        if rows.admitted:
+            add_admissions(step, rows.admitted, has_histories=bool(self._capacity.num_drafts))
+        if rows.indices:
+            step.table_entries = bytearray(rows.indices + rows.blocks)
+        if rows.special:
+            add_special(step, rows.special, self._capacity.vocab)
         if not is_decode:
             step.scored = find_scored(plan, shape)
             step.pooled = find_pooled(plan, shape)

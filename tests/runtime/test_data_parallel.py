@@ -150,6 +150,8 @@ def test_what_is_retracted_is_planned_again():
 def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int):
     chance = random.Random(seed)
     scheduler = make_scheduler(chance.choice([1, 2, 3]), num_blocks=chance.choice([28, 40]), max_num_seqs=3)
+    capacity = Capacity(("full",), 3, 25, 100, decode_sizes=(1, 2, 4), mixed_shapes=(BatchShape(12, 9, 9, 4),))
+    builder = DataParallelBuilder([StepBuilder(capacity) for _ in scheduler.groups])
     alive: dict[str, Sequence] = {}
     groups: dict[str, int] = {}
     for number in range(400):
@@ -167,6 +169,9 @@ def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int):
         assert set(scheduler.sequences) == set(alive)
         for row in plan.rows:
             assert groups.setdefault(row.sequence.id, row.sequence.group) == row.sequence.group
+        if plan.rows:
+            step = builder.build(plan)
+            assert len({(each.shape, each.is_decode) for each in (step, *step.others)}) == 1, "or ranks would not meet"
         for sequence in commit(scheduler, plan):
             del alive[sequence.id]
     assert not alive and not scheduler.has_work
@@ -226,6 +231,19 @@ def test_steps_have_one_shape_and_that_of_an_empty_group_is_padding():
     commit(scheduler, plan)
     first = builder.build(scheduler.schedule())
     assert first.is_decode and first.others[0].is_decode and first.packed == first.others[0].packed
+
+
+def test_no_group_takes_a_step_for_decodes_where_one_of_them_computes_the_last_token_of_a_prompt():
+    capacity = Capacity(("full",), 4, 25, 100, decode_sizes=(1, 2, 4), mixed_shapes=(BatchShape(12, 9, 9, 4),))
+    scheduler, builder = make_scheduler(), DataParallelBuilder([StepBuilder(capacity), StepBuilder(capacity)])
+    for sequence in (make("a", range(5)), make("b", range(100, 117))):  # of 17 tokens, one more than a step's
+        scheduler.add(sequence)
+    builder.build(plan := scheduler.schedule())
+    commit(scheduler, plan)
+    first = builder.build(plan := scheduler.schedule())
+    assert [row.num_tokens for row in plan.rows] == [1, 1]
+    (other,) = first.others
+    assert first.shape == other.shape and not first.is_decode and not other.is_decode
 
 
 def test_heads_score_as_many_rows_in_each_group():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,17 @@ from atom import LLMEngine
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [tiny.prompt(length, seed=length) for length in (3, 17, 60)]
+
+
+def memory_of_this_process() -> int:
+    """The bytes of the GPU that the driver says this process has, whatever others do meanwhile."""
+    pynvml = pytest.importorskip("pynvml")  # nvidia-ml-py
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+    used = {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    if used.get(os.getpid()) is None:
+        pytest.skip("the driver does not tell the memory of this process, as in some containers")
+    return int(used[os.getpid()])
 
 
 @pytest.mark.parametrize(
@@ -38,9 +50,9 @@ def test_tokens_after_a_sleep_are_those_before(
     captured = dict(graphs._decodes), dict(graphs._mixed)
     num_kv = sum(cache.nbytes for cache in engine._engine.runner.model.caches.values())
     for level in (1, 2, 1):
-        free, _ = torch.cuda.mem_get_info()
+        used = memory_of_this_process()
         engine.sleep(level)
-        assert torch.cuda.mem_get_info()[0] >= free + num_kv, "the GPU has it back"
+        assert memory_of_this_process() <= used - num_kv, "the GPU has it back"
         engine.wake_up(["weights"])
         engine.wake_up()
         assert [each["token_ids"] for each in engine.generate(PROMPTS, GREEDY)] == before

@@ -150,6 +150,20 @@ def weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
 
 
 @jit
+def store_outputs(acc, bias_ptr, y_ptr, first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
+    """Store a row's products with the weight's rows of `weight_rows`, fp32[BLOCK_O]: biased, rounded, and gated."""
+    NUM: tl.constexpr = BLOCK_O if KIND is None else BLOCK_O // 2
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + weight_rows(first, out, BLOCK_O, KIND)).to(tl.float32)
+    y = acc.to(y_ptr.dtype.element_ty)
+    if KIND is not None:
+        gates, ups = tl.split(y.reshape([NUM, 2]))
+        y = activate_rounded(gates, ups, KIND)
+    index = first + tl.arange(0, NUM)
+    tl.store(y_ptr + index, y, mask=index < out)
+
+
+@jit
 def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stride, INNER: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """A row."""

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import (
@@ -26,7 +25,7 @@ from atom.kernels.triton.linear.packed import (
     unpack_bytes,
     unpack_half,
 )
-from atom.kernels.triton.linear.row_kernels import load_row, load_total, weight_rows
+from atom.kernels.triton.linear.row_kernels import load_row, load_total, store_outputs, weight_rows
 from atom.kernels.triton.linear.style import SPANS, Style, Weight, operand_of
 from atom.kernels.triton.linear.tiles import TileError, Vector
 from atom.kernels.triton.linear.words import multiply_words
@@ -150,11 +149,4 @@ def _vector_kernel(
         else:
             acc = _multiply_row(tile, x, odd, scales_ptr, zeros_ptr, factor_ptr, weight_row, INNER, VALUES, PER_BYTE,
                                 SCALE_ROWS, SCALE_COLUMNS, FACTOR, PDL)  # fmt: skip
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + weight_row).to(tl.float32)
-        y = acc.to(y_ptr.dtype.element_ty)
-        if KIND is not None:
-            gates, ups = tl.split(y.reshape([NUM, 2]))
-            y = activate_rounded(gates, ups, KIND)
-        index = first + tl.arange(0, NUM)
-        tl.store(y_ptr + index, y, mask=index < out)
+        store_outputs(acc, bias_ptr, y_ptr, first, out, BLOCK_O, KIND)

@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import SPAN, are_minima, load_spans, multiply_spans
-from atom.kernels.triton.linear.row_kernels import load_row, weight_rows
+from atom.kernels.triton.linear.row_kernels import load_row, store_outputs
 from atom.kernels.triton.linear.style import Operand
 from atom.kernels.triton.linear.tiles import Vector
 
@@ -231,12 +230,5 @@ def _words_kernel(
                     acc += minimum * sums[chunk]
             accs = accs + (acc,)  # type: ignore[assignment]  # noqa: RUF005
         result = tl.sum(_join(accs, 0, 1, BLOCK_O).reshape([GROUPS, BLOCK_O]), axis=0)
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + weight_rows(first, out, BLOCK_O, KIND)).to(tl.float32)
-        y = result.to(y_ptr.dtype.element_ty)
-        if KIND is not None:
-            gates, ups = tl.split(y.reshape([NUM, 2]))
-            y = activate_rounded(gates, ups, KIND)
-        index = first + tl.arange(0, NUM)
-        tl.store(y_ptr + index, y, mask=index < out)
+        store_outputs(result, bias_ptr, y_ptr, first, out, BLOCK_O, KIND)
         words, scales, spans, first = next_words, next_scales, next_spans, next_first

@@ -13,6 +13,7 @@ from atom.errors import RequestError
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler, common_shape, pad_scored
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler, finish_reason
+from atom.runtime.speculation import RunnerDrafter
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import BatchShape, Capacity, Scored, StepInput
 from atom.runtime.types import CacheKind, Plan, Sampled, Sequence, StepLimits
@@ -21,10 +22,13 @@ from atom.sampling_params import SamplingParams
 FULL = CacheKind("full", bytes_per_token=1)
 
 
-def make_scheduler(num_groups: int = 2, num_blocks: int = 100, max_num_seqs: int = 4) -> DataParallelScheduler:
+def make_scheduler(
+    num_groups: int = 2, num_blocks: int = 100, max_num_seqs: int = 4, num_drafts: int = 0
+) -> DataParallelScheduler:
     limits = StepLimits(max_num_seqs, max_num_batched_tokens=16, max_model_len=100)
     caches = [KVCache([FULL], {"full": num_blocks}, 4, enable_prefix_caching=True) for _ in range(num_groups)]
-    return DataParallelScheduler([Scheduler(cache, limits) for cache in caches])
+    drafter = RunnerDrafter(num_drafts) if num_drafts else None
+    return DataParallelScheduler([Scheduler(cache, limits, drafter=drafter) for cache in caches])
 
 
 def make(id: str, prompt: range, max_tokens: int = 8, parent: Sequence | None = None, priority: int = 0) -> Sequence:
@@ -146,14 +150,19 @@ def test_what_is_retracted_is_planned_again():
     assert scheduler.schedule() == plan
 
 
+@pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int):
+def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int, num_drafts: int):
     chance = random.Random(seed)
-    scheduler = make_scheduler(chance.choice([1, 2, 3]), num_blocks=chance.choice([28, 40]), max_num_seqs=3)
-    capacity = Capacity(("full",), 3, 25, 100, decode_sizes=(1, 2, 4), mixed_shapes=(BatchShape(12, 9, 9, 4),))
+    scheduler = make_scheduler(chance.choice([1, 2, 3]), chance.choice([28, 40]), 3, num_drafts)
+    mixed = BatchShape(12, 9, 9, 4)
+    capacity = Capacity(
+        ("full",), 3, 25, 100, (1, 2, 4), (mixed, mixed.drafting(2)), num_drafts, draft_sizes=((1, 1), (1, 2), (3, 2))
+    )
     builder = DataParallelBuilder([StepBuilder(capacity) for _ in scheduler.groups])
     alive: dict[str, Sequence] = {}
     groups: dict[str, int] = {}
+    most_drafted = 0
     for number in range(400):
         if number < 60 and chance.random() < 0.6:
             start = chance.choice([0, 0, 1000])
@@ -172,9 +181,10 @@ def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int):
         if plan.rows:
             step = builder.build(plan)
             assert len({(each.shape, each.is_decode) for each in (step, *step.others)}) == 1, "or ranks would not meet"
+            most_drafted = max(most_drafted, step.shape.num_drafts)
         for sequence in commit(scheduler, plan):
             del alive[sequence.id]
-    assert not alive and not scheduler.has_work
+    assert not alive and not scheduler.has_work and most_drafted == num_drafts
     assert len(set(groups.values())) == len(scheduler.groups)
 
 

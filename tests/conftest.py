@@ -19,7 +19,10 @@ from zlib import crc32
 import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("atom", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are busy
+settings.load_profile("atom")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup, likewise
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way

@@ -39,7 +39,7 @@ class Computed(NamedTuple):
     inputs: Inputs
     hidden: Hidden  # what its head takes, of each token
     logits: Tensor | None  # [R, V] of rows that sample
-    behind: tuple[Tensor, ...] = ()  # of decodes with drafts, which come first: [D, V] behind the first ones, and so on
+    behind: tuple[Tensor, ...] = ()  # [D, V] behind the first drafts, the second ones, …, of decodes, which come first
     states: Hidden = ()  # what its draft_in takes, of each token
     unscored: Hidden = ()  # what its head takes of rows that sample, where logits are computed later
 
@@ -296,11 +296,9 @@ class Model:
             self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
 
     def _draft(self, slots: Tensor, inputs: Inputs) -> None:
-        """Draft with the text's programs, if any, one token behind the other; `inputs` and the state get them.
+        """Draft token by token with the text's programs, if any, and write the drafts to `inputs` and the state.
 
-        Each with the noise of the draw that it guesses.
-
-        slots: i32[D] of the decodes in `inputs`, which have the drafts
+        A draft has the noise of the draw that it predicts. slots: i32[D] of the decodes in `inputs`
         """
         if not len(slots) or not self.has_draft_programs:
             return

@@ -8,11 +8,11 @@ The fastest parameters of each are kept.
     table = tune_drafts(model, tuner, Path(cache), text, log)     # steps with drafts, of a model that drafts
 
 For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
-step is timed with one product's candidates after the other, while the other products keep the best known so far. What
-was timed with fewer rows than it would hold for is used in this run, and not kept.
+step is timed with one product's candidates after the other, while the other products keep the best known so far.
+Parameters that were timed with fewer rows than they would apply to are used in this run, but not kept.
 
-Ranks do all of this in step, since they meet in each decode: what the first one knows counts, of a step the time of the
-slowest, and only candidates that are right on all.
+All ranks tune at the same time, since each decode has collectives. They begin with the parameters that the first rank
+knows, a step takes as long as on the slowest rank, and a candidate must be right on all.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def tune_drafts(
 ) -> DraftTable:
     """Measure how long steps take with each number of drafts, and without, where that is not known, and keep it.
 
-    A step is timed with its draw, and with the draft's own layers behind it: without drafts, with one of each sequence
-    and with the most, between which it takes longer by as much for each. The rest as in `tune`.
+    A step is timed with its draw and the draft's own layers after it: without drafts, with one draft of each sequence,
+    and with the most. Times between these are interpolated. Other parameters are as in `tune`.
     """
     known, missing = _split_drafts(model, _of_all(tuned.read(tuner.gpu, cache)[tuned.DRAFTS], exchange)[0], text)
     if missing:

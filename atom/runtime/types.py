@@ -310,3 +310,8 @@ class RequestOutput:
 
 
 StreamCallback = Callable[[RequestOutput], Any]
+
+
+def openai_reason(reason: str) -> str:
+    """A finish reason as OpenAI and vLLM name it: stop, length, abort or error."""
+    return "stop" if reason.startswith("stop_") else {"eos": "stop", "max_tokens": "length"}.get(reason, reason)

@@ -21,7 +21,7 @@ from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.types import Sequence
 
 LOG_INTERVAL = 1000  # drafts that a line of a server's log is about
-MOST_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
+MAX_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
 
 
 class Drafter(Protocol):
@@ -99,7 +99,7 @@ class _Index:
         An n-gram at the very end is a place once a token follows it.
         """
         first = len(self.tokens)
-        self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MOST_INDEXED))
+        self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MAX_INDEXED))
         for size, places in self._places:
             for at in range(max(first, size), len(self.tokens)):
                 places[tuple(self.tokens[at - size : at])] = at

@@ -8,7 +8,7 @@
     engines.check()                                                  # regularly: silence is death
 
 A replica is an engine with a process, a client and a KV cache of its own. When one dies, its streams end with an error
-and it is started again while others serve; after `MOST_FAILURES` starts in a row that fail it stays dead. When all are
+and it is started again while others serve; after `MAX_FAILURES` starts in a row that fail it stays dead. When all are
 dead, the server ends. A single replica takes the same path: no other serves meanwhile.
 """
 
@@ -27,7 +27,7 @@ from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.events import wait_for_any
 from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.engine.protocol import Output
-from atom.serve.engine.replica import MOST_FAILURES, POLL_SECONDS, Replica
+from atom.serve.engine.replica import MAX_FAILURES, POLL_SECONDS, Replica
 from atom.serve.engine.router import Load, Router, Sent
 from atom.serve.engine.stream import RequestStream
 
@@ -243,7 +243,7 @@ class Replicas:
             self._router.forget(replica.number)
             fields = {"fields": {"reason": replica.client.reason, "exit": await replica.end_dead()}}
             if replica.has_failed:
-                what = f"{replica.name} has not come to serve in {MOST_FAILURES} starts in a row, and stays dead"
+                what = f"{replica.name} has not come to serve in {MAX_FAILURES} starts in a row, and stays dead"
                 LOG.error("%s; the others serve", what, extra=fields)
                 return
             LOG.error("%s is dead; it is started again in %g s", replica.name, replica.pause, extra=fields)

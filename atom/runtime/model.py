@@ -85,17 +85,9 @@ class Model:
         )
         self.has_draft_programs = drafting is not None and drafting.has_programs
         self.carries_hidden = self.has_draft_programs and graph.carries_hidden
-        if self.carries_hidden:  # what the first draft of a slot is read from
-            types = [node.meta["type"] for node in graph.programs[DRAFT].results]
-            shapes = [(num_slots + 1, *map(int, each.shape[1:])) for each in types]
-            self._drafted = [
-                torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=device)
-                for shape, each in zip(shapes, types, strict=True)
-            ]
+        self._drafted = self._zero_drafted() if self.carries_hidden else []
         self._has_adapters = any(node.name == ADAPTERS for node in graph.programs[BODY].inputs)
-        self._rates: Tensor | None = None
-        if drafting and drafting.rates:
-            self._rates = torch.tensor(drafting.rates, device=device)
+        self._rates = torch.tensor(drafting.rates, device=device) if drafting and drafting.rates else None
         self.tables = torch.zeros(len(self.kinds), num_slots + 1, width, dtype=torch.int32, device=device)
 
     @property
@@ -366,6 +358,15 @@ class Model:
             query_len=query_len,
         )
         return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
+
+    def _zero_drafted(self) -> list[Tensor]:
+        """Zeros, by slot, in place of the results of DRAFT that the first draft of a slot is read from."""
+        types = [node.meta["type"] for node in self.graph.programs[DRAFT].results]
+        shapes = [(self.padding + 1, *map(int, each.shape[1:])) for each in types]
+        return [
+            torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=self.device)
+            for shape, each in zip(shapes, types, strict=True)
+        ]
 
     def _allocate(self, cache: KV, num_blocks: int) -> Tensor:
         shape = (num_blocks, self.block_size, *(int(dim) for dim in cache.type.shape))

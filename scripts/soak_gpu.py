@@ -39,7 +39,7 @@ from atom.runtime.types import Sequence  # noqa: E402
 NUM_ROUNDS = 12
 NUM_WARM = 3  # rounds in which caches fill
 NUM_SAMPLE = 100
-MOST_WAITING = 48  # requests that wait or run
+MAX_WAITING = 48  # requests that wait or run
 MIB = 1 << 20
 # since the warm rounds; 20: torch's large segment
 GROWTH = {"device": 1 * MIB, "reserved": 20 * MIB, "host": 24 * MIB, "rank_device": 20 * MIB, "rank_host": 24 * MIB}
@@ -131,7 +131,7 @@ def run_round(engine: LLMEngine, seconds: float, chance: random.Random, sample: 
     end = time.monotonic() + seconds
     while True:
         is_open = time.monotonic() < end
-        while is_open and len(running) < MOST_WAITING and chance.random() < 0.4:
+        while is_open and len(running) < MAX_WAITING and chance.random() < 0.4:
             prompt, params = make_request(chance)
             running |= set(engine.add_request([prompt], params))
             num_came += params.n

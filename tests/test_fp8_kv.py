@@ -205,15 +205,12 @@ def unpacked(plain: Path) -> Any:
     return model
 
 
-def test_weights_may_be_plain_beside_the_scales_of_a_cache(
-    tmp_path: Path, checkpoints: Any, references: Any, open_engine: Open
-):
-    plain = checkpoints("llama")
+def save_with_scales(plain: Path, folder: Path, *names: str) -> Path:
+    """Save a checkpoint with scales of these names in each layer, as compressed-tensors does beside plain weights."""
     tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
     for layer in range(stated["num_hidden_layers"]):
-        for name, scale in zip(NAMES["compressed-tensors"], scales_of_layer(layer), strict=True):
+        for name, scale in zip(names, scales_of_layer(layer), strict=False):
             tensors[f"model.layers.{layer}.{name}"] = torch.tensor([scale])
-    folder = tmp_path / "scales"
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -224,6 +221,13 @@ def test_weights_may_be_plain_beside_the_scales_of_a_cache(
         "kv_cache_scheme": scheme,
     }
     (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": quantized}))
+    return folder
+
+
+def test_weights_may_be_plain_beside_the_scales_of_a_cache(
+    tmp_path: Path, checkpoints: Any, references: Any, open_engine: Open
+):
+    folder = save_with_scales(checkpoints("llama"), tmp_path / "scales", *NAMES["compressed-tensors"])
     tokens = tiny.prompt(40)
     ours = logits_of(open_engine(folder), tokens)
     assert relative_error(ours, rounded_logits(references("llama"), tokens, scales_of_layer)) < NEAR
@@ -315,20 +319,7 @@ def test_a_latent_takes_a_byte_for_each_number_and_its_rotated_key_stays(checkpo
 def test_the_scale_of_latents_is_the_checkpoints(
     name: str, tmp_path: Path, checkpoints: Any, references: Any, open_engine: Open, capsys: pytest.CaptureFixture[str]
 ):
-    plain, folder = checkpoints("deepseek_v3"), tmp_path / "scales"
-    tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
-    for layer in range(stated["num_hidden_layers"]):
-        tensors[f"model.layers.{layer}.{name}"] = torch.tensor([scales_of_layer(layer)[0]])
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    quantized = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {},
-        "format": "dense",
-        "kv_cache_scheme": scheme,
-    }
-    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": quantized}))
+    folder = save_with_scales(checkpoints("deepseek_v3"), tmp_path / "scales", name)
     assert_same(open_engine(folder), references("deepseek_v3"), scales_of_layer)
     assert "kv scales" not in capsys.readouterr().err
 

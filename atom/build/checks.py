@@ -27,7 +27,7 @@ def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
 
 
 def models_of(config: Config) -> dict[str, ModelConfig]:
-    """The model, and the one that drafts for it, by what is put before the names of their tensors."""
+    """The model and its draft model, by the prefix of their tensors' names."""
     return {"": config.model, **({} if config.draft is None else {DRAFT_PREFIX: config.draft})}
 
 

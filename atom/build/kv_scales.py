@@ -18,7 +18,7 @@ from atom.runtime.vocabulary import Vocabulary
 
 
 def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, config: Config) -> ScalePlan:
-    """Plan where the scales of an fp8 cache come from that the checkpoint does not have."""
+    """Plan where to take scales of an fp8 cache from that the checkpoint does not have."""
     if not store.names:
         return ScalePlan()
     if not config.load_dummy and (kept := store.read()):
@@ -36,7 +36,7 @@ def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, config: Config) ->
 def set_kv_scales(
     scales: KVScales, plan: ScalePlan, mesh: Mesh, communicator: Communicator | None = None
 ) -> Callable[[Model], object] | None:
-    """Set the scales as planned; what measures them on a model, at the same time on all ranks, if they are to be."""
+    """Set the scales that are known; if others are to be measured, the function that does so on all ranks together."""
     if plan.values:
         scales.use(plan.values)
     if not plan.tokens:

@@ -28,7 +28,7 @@ def report_engine(
 
 
 def report_unused(generation: Mapping[str, Any], config: Config) -> None:
-    """Print what a generation_config.json says of answers that is not done here, unless it is left out as a whole."""
+    """Print the values of generation_config.json that are not applied here, unless all of it is left out."""
     unused = {} if config.sampling.defaults == "none" else unused_values(generation)
     text = ", ".join(f"{name} {value}" if isinstance(value, int | float) else name for name, value in unused.items())
     if text:

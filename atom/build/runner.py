@@ -51,62 +51,96 @@ def open_runner(
     measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline.
     exchange: that of all ranks, which do all of this in step: they meet in each step that is rehearsed or captured
     """
-    serve, is_cpu, clock = config.serve, config.device == "cpu", clock or PhaseClock()
-    kinds = kinds_of_all(kinds_of := kinds_of or [cache_kinds(compiled.graph)])
-    with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
-        bindings = Bindings(tensors, compiled.code, communicator=communicator)
-        drafting, head = settings.drafting_of(config), compiled.graph.programs[HEAD]
-        model = Model(
-            compiled.graph, bindings, serve.block_size, settings.limits_of(config), device=config.device,
-            drafting=drafting,
-            kinds=[kind.name for kind in kinds],
-            defers_logits=settings.stages_overlap(config) and any(node.target is ops.receive for node in head.nodes),
-            kv_memory=kv_memory,
-        )  # fmt: skip
-        ahead = (
-            {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if settings.stages_overlap(config) else {}
-        )
-        runner = Runner(model, flops=most_flops(model.flops_a_token, exchange), **ahead)
-        if serve.swap_space:
-            runner.host = HostBlocks(model, plan_host(kinds_of, serve))
-        num_blocks = (
-            plan_stages(kinds_of, config) if is_cpu else {kind.name: 2 for kind in kinds}
-        )  # to walk through steps
-        runner.bind(num_blocks)
+    is_cpu, clock = config.device == "cpu", clock or PhaseClock()
+    kinds_of = kinds_of or [cache_kinds(compiled.graph)]
+    bindings = Bindings(tensors, compiled.code, communicator=communicator)
+    with nullcontext() if is_cpu else memory.no_memory_at_start(config.serve):
+        runner = make_runner(compiled, bindings, config, kinds_of, exchange, kv_memory)
         if is_cpu:
+            num_blocks = plan_stages(kinds_of, config)
+            runner.bind(num_blocks)
             if measure is not None:
                 measure(runner.model)
             measure_costs(runner, config)
             clock.stop("runner")
-            return runner, num_blocks
-        use_parameters(runner.model, config, progress, exchange)
-        clock.stop("runner")
-        has_stages = mesh_of(config).pipeline > 1
-        # a stage that waits for the logits of its step waits for what is sent behind its graph
-        has_graphs = compiled.level == 3 and (not has_stages or settings.stages_overlap(config))
-        sizes = memory.capture_sizes(serve) if has_graphs else []
-        with progress.task("compiling kernels"):
-            runner.graphs.compile(sizes, serve.max_num_batched_tokens)
-        measure_drafts(runner.model, config, exchange)
-        clock.stop("kernels")
-        if measure is not None:
-            measure(runner.model)
-            clock.stop("KV scales")
-        own = plan_kv(cache_kinds(compiled.graph), config, memory.measure_left(runner, sizes[-1:], serve))
-        num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
-        runner.bind(num_blocks)
-        clock.stop("memory")
-        with progress.task("capturing CUDA graphs"):
-            # a server captures all before it is ready; a run of some prompts needs only few sizes. A stage cannot
-            # capture beside steps that are not finished
-            runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate" and not has_stages)
-        measure_costs(runner, config)
-        clock.stop("CUDA graphs")
+        else:
+            num_blocks = prepare_gpu(runner, compiled, config, progress, measure, exchange, clock)
     return runner, num_blocks
 
 
+def make_runner(
+    compiled: Compiled,
+    bindings: Bindings,
+    config: Config,
+    kinds_of: Sequence[Sequence[CacheKind]],
+    exchange: Exchange,
+    kv_memory: StableMemory | None,
+) -> Runner:
+    """Make a runner, and the host's KV blocks if any; its own are not allocated yet. Parameters as in `open_runner`."""
+    serve, head, overlaps = config.serve, compiled.graph.programs[HEAD], settings.stages_overlap(config)
+    model = Model(
+        compiled.graph,
+        bindings,
+        serve.block_size,
+        settings.limits_of(config),
+        device=config.device,
+        drafting=settings.drafting_of(config),
+        kinds=[kind.name for kind in kinds_of_all(kinds_of)],
+        defers_logits=overlaps and any(node.target is ops.receive for node in head.nodes),
+        kv_memory=kv_memory,
+    )
+    ahead = {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if overlaps else {}
+    runner = Runner(model, flops=most_flops(model.flops_a_token, exchange), **ahead)
+    if serve.swap_space:
+        runner.host = HostBlocks(model, plan_host(kinds_of, serve))
+    return runner
+
+
+def prepare_gpu(
+    runner: Runner,
+    compiled: Compiled,
+    config: Config,
+    progress: Progress,
+    measure: Callable[[Model], object] | None,
+    exchange: Exchange,
+    clock: PhaseClock,
+) -> dict[str, int]:
+    """Compile the kernels of steps, measure the memory that they leave, and capture graphs; the KV blocks.
+
+    Parameters as in `open_runner`.
+    """
+    model, serve, has_stages = runner.model, config.serve, mesh_of(config).pipeline > 1
+    runner.bind(dict.fromkeys(model.kinds, 2))  # for steps of padding
+    use_parameters(model, config, progress, exchange)
+    clock.stop("runner")
+    # a stage that waits for the logits of its step waits for what is sent behind its graph
+    has_graphs = compiled.level == 3 and (not has_stages or settings.stages_overlap(config))
+    sizes = memory.capture_sizes(serve) if has_graphs else []
+    with progress.task("compiling kernels"):
+        runner.graphs.compile(sizes, serve.max_num_batched_tokens)
+    measure_drafts(model, config, exchange)
+    clock.stop("kernels")
+    if measure is not None:
+        measure(model)
+        clock.stop("KV scales")
+    own = plan_kv(cache_kinds(compiled.graph), config, memory.measure_left(runner, sizes[-1:], serve))
+    num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
+    runner.bind(num_blocks)
+    clock.stop("memory")
+    with progress.task("capturing CUDA graphs"):
+        # a server captures all before it is ready; a run of some prompts needs only few sizes. A stage cannot
+        # capture beside steps that are not finished
+        runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate" and not has_stages)
+    measure_costs(runner, config)
+    clock.stop("CUDA graphs")
+    return num_blocks
+
+
 def most_flops(own: float, exchange: Exchange) -> float:
-    """Of a token in any stage of a pipeline, by which all capture the same steps; all ranks call this together."""
+    """The FLOPs of a token in the stage that computes the most; all ranks call this together.
+
+    By these, all stages capture the same steps.
+    """
     every = exchange(msgspec.msgpack.encode(own))
     return max(msgspec.msgpack.decode(each, type=float) for each in every)
 
@@ -125,8 +159,10 @@ def use_parameters(model: Model, config: Config, progress: Progress, exchange: E
     """
     tuners, cache = find_tuners(config.device, model.device), settings.cache_of(config)
     use_measured(model, tuners, cache, say)
-    for tuner in [each for each in tuners if each.products(model.graph)] or tuners[:1] if config.tune else ():
-        tune(model, tuner, cache, progress, say, exchange=exchange)
+    if config.tune:
+        fitting = [each for each in tuners if each.products(model.graph)]
+        for tuner in fitting or tuners[:1]:  # without products, the first one says so
+            tune(model, tuner, cache, progress, say, exchange=exchange)
     if tuners and settings.has_draft_table(config):
         # until steps are measured any number of drafts may pay, so that kernels are compiled for each
         trial = DraftTable({model.limits.max_decodes: [1.0] * (1 + model.num_drafts)})

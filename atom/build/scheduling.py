@@ -1,4 +1,4 @@
-"""Open what schedules steps: KV caches, what drafts, a scheduler for each data group."""
+"""Open the KV caches, the drafter and the schedulers of an engine's data groups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def open_schedulers(caches: Sequence[KVCache], runner: Runner, config: Config) -
 
 
 def open_drafter(config: Config) -> Drafter | None:
-    """What drafts tokens by serve.method."""
+    """The drafter of serve.method; None without one."""
     serve = config.serve
     if serve.method is None:
         return None

@@ -25,7 +25,7 @@ def limits_of(config: Config) -> StepLimits:
 
 
 def drafting_of(config: Config) -> Drafting | None:
-    """How the runner drafts; None where the host does: a CPU's waits for each step, and looks up what it has."""
+    """How the runner drafts; None without drafts, and where the host looks them up, which on a CPU knows all tokens."""
     serve = config.serve
     is_host = serve.method == "ngram" and config.device == "cpu" and serve.acceptance_length is None
     if serve.method is None or is_host:
@@ -49,5 +49,5 @@ def has_draft_table(config: Config) -> bool:
 
 
 def stages_overlap(config: Config) -> bool:
-    """Whether stages compute steps of different sequences at a time. Drafts of the host follow known tokens alone."""
+    """Whether stages compute steps of different sequences at a time; not with drafts, which follow known tokens."""
     return mesh_of(config).pipeline > 1 and config.serve.method is None

@@ -1,4 +1,4 @@
-"""Reserve memory for an engine that sleeps, and open what puts it to sleep."""
+"""Reserve memory for an engine with sleep mode, and open its sleeper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atom.weights.evaluate import Loaded, Place
 
 
 def stable_memories(config: Config) -> tuple[StableMemory, StableMemory] | tuple[None, None]:
-    """Memory for the weights and for KV of a GPU that an engine which sleeps can give up."""
+    """GPU memory for weights and for KV that an engine can release; none on a CPU and without sleep mode."""
     if not config.serve.enable_sleep_mode or config.device == "cpu":
         return None, None
     _, total = torch.cuda.mem_get_info()
@@ -35,7 +35,7 @@ def open_sleeper(
     memory: StableMemory | None,
     kv_memory: StableMemory | None,
 ) -> Sleeper | None:
-    """What puts an engine to sleep, where serve.enable_sleep_mode is set. memory, kv_memory: of a GPU"""
+    """The sleeper of an engine; None without serve.enable_sleep_mode. memory, kv_memory: of a GPU"""
     if not config.serve.enable_sleep_mode:
         return None
 

@@ -52,8 +52,10 @@ def respell(config: Config) -> Config:
 
 
 def divide_attention(parallel: ParallelConfig, serve: ServeConfig) -> tuple[ParallelConfig, ServeConfig]:
-    """What serve.enable_dp_attention means, as in SGLang: of all ranks, which tensor_parallel_size counts,
-    data_parallel_size groups; without one, each rank is a group."""
+    """Divide ranks into data groups, as serve.enable_dp_attention does in SGLang.
+
+    tensor_parallel_size counts all ranks, and data_parallel_size the groups; without one, each rank is a group.
+    """
     ranks = max(parallel.tensor, serve.tensor_parallel_size)
     groups = max(parallel.replicas, serve.data_parallel_size)
     groups = groups if groups > 1 else ranks

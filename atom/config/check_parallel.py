@@ -49,14 +49,13 @@ def check_devices(config: Config, device: str) -> None:
         raise UnsupportedError(
             f"parallel.collectives={parallel.collectives} is not for device={device}; there is: {there}"
         )
-    if parallel.num_ranks * parallel.replicas == 1 or device == "cpu" or config.job.kind not in ENGINE_JOBS:
+    num_devices = parallel.num_ranks * parallel.replicas
+    if num_devices == 1 or device == "cpu" or config.job.kind not in ENGINE_JOBS:
         return
     names = ("data", "tensor", "pipeline", "replicas")
     stated = " ".join(f"parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1)
-    if parallel.launcher == "local" and (num_gpus := count_devices()) < (
-        needed := parallel.num_ranks * parallel.replicas
-    ):
-        there = f"needs {needed} GPUs, one a rank, and this machine has {num_gpus}"
+    if parallel.launcher == "local" and (num_gpus := count_devices()) < num_devices:
+        there = f"needs {num_devices} GPUs, one a rank, and this machine has {num_gpus}"
         raise UnsupportedError(f"{stated} {there}; set as many at most, or device=cpu")
     if config.tune and parallel.pipeline > 1:
         instead = "tune without stages once, if need be with few layers (model.layers, load_dummy=true)"

@@ -21,6 +21,25 @@ TENSOR_ROLES = re.compile(r"sinks|d2t|[kv]_scale|router_correction|experts_(gate
 
 
 def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> ModelConfig:
+    """Check the fields of the model, and replace auto and null. names: of a quantized checkpoint's tensors"""
+    check_model(config)
+    model, stored = config.model, derive_format(config, names)
+    return replace(
+        model,
+        embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
+        attention=derive_attention(config, max_model_len),
+        mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
+        weights=find_kv_scales(names, model.weights) | find_optional(model, names),
+        fmt=stored.fmt,
+        plain=stored.plain,
+        formats=stored.formats,
+        act=stored.act,
+        ignore=[*model.ignore, *stored.unread],
+    )
+
+
+def check_model(config: Config) -> None:
+    """Check fields of the model against each other, and against config.json."""
     model = config.model
     if model.norm.bias and model.norm.kind != "layer":
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
@@ -45,19 +64,6 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
     check_stacked(model)
     check_reasoning(model)
-    stored = derive_format(config, names)
-    return replace(
-        model,
-        embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
-        attention=derive_attention(config, max_model_len),
-        mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
-        weights=find_kv_scales(names, model.weights) | find_optional(model, names),
-        fmt=stored.fmt,
-        plain=stored.plain,
-        formats=stored.formats,
-        act=stored.act,
-        ignore=[*model.ignore, *stored.unread],
-    )
 
 
 def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
@@ -66,13 +72,7 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
     kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is not a multiple of kv_heads={kv_heads}")
-    if types is not None and len(types) < model.layers:
-        raise ConfigError(f"{at}.layer_types names only {len(types)} layers, the model has {model.layers}")
-    for kind in types or ():
-        if kind not in LAYER_TYPES:
-            raise UnsupportedError(f"{at}.layer_types: {kind} is not built yet; there is: {', '.join(LAYER_TYPES)}")
-    if (listed := attention.rope_layers) is not None and len(listed) < model.layers:
-        raise ConfigError(f"{at}.rope_layers names only {len(listed)} layers, the model has {model.layers}")
+    check_layer_lists(attention, model.layers, at)
     by_type = [name for name, value in (config.hf.get("rope_parameters") or {}).items() if isinstance(value, dict)]
     if by_type and attention.window_rope is None and attention.rope.kind != "none":
         raise UnsupportedError(
@@ -98,6 +98,16 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
         rope=rope,
         window_rope=window_rope,
     )
+
+
+def check_layer_lists(attention: AttentionConfig, num_layers: int, at: str) -> None:
+    """Check the fields that have an entry for each layer."""
+    for name, listed in (("layer_types", attention.layer_types), ("rope_layers", attention.rope_layers)):
+        if listed is not None and len(listed) < num_layers:
+            raise ConfigError(f"{at}.{name} names only {len(listed)} layers, the model has {num_layers}")
+    for kind in attention.layer_types or ():
+        if kind not in LAYER_TYPES:
+            raise UnsupportedError(f"{at}.layer_types: {kind} is not built yet; there is: {', '.join(LAYER_TYPES)}")
 
 
 def gqa_head_dim(model: ModelConfig) -> int:
@@ -144,8 +154,11 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
 
 
 def choose_factors(rope: RopeConfig, at: str, max_model_len: int) -> RopeConfig:
-    """longrope as plain factors: the long ones where sequences may become longer than the original context (Ding et al.
-    2024), for all sequences alike, since the KV of a sequence must not change while it grows."""
+    """Turn longrope (Ding et al. 2024) into plain factors.
+
+    These are the long ones where sequences may become longer than the original context. All sequences have the same,
+    since the KV of a sequence must not change while it grows.
+    """
     assert rope.original_max_position is not None, "derive_rope sets it"
     scale = rope.attention_factor
     if scale is None and rope.original_max_position == 1:

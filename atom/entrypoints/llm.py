@@ -26,11 +26,10 @@ from atom.entrypoints.vllm_args import VLLMArgs, spell_flag
 from atom.errors import ConfigError, RequestError, UnsupportedError
 from atom.llm import LLMEngine
 from atom.prompts import Prompt, encode_conversations, prompts_of
-from atom.runtime.types import Logprobs
+from atom.runtime.types import Logprobs, openai_reason
 from atom.runtime.types import Sequence as EngineSequence
 from atom.sampling_params import SamplingParams
 
-FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # others are stop tokens, or the same
 REFUSED = {  # method of vLLM's class -> what to use instead
     "beam_search": "there is no beam search; SamplingParams(n=…) draws several answers",
     "classify": "classifiers are not built; embed returns embeddings",
@@ -257,7 +256,7 @@ class LLM:
             token_ids=sequence.output,
             cumulative_logprob=None if logprobs is None else sum(each.logprob for each in logprobs),
             logprobs=None if logprobs is None else [self._spell(each) for each in logprobs],
-            finish_reason="stop" if token else FINISH_REASONS.get(reason, reason),
+            finish_reason=openai_reason(reason),
             stop_reason=int(token[1]) if token else stop,
         )
 

@@ -12,6 +12,6 @@ from atom.gc_utils import no_collection
 
 
 def module_of(name: str) -> Any:
-    """A module of this room, imported when it is needed: jobs load torch, and what composes a configuration Hydra."""
+    """Import a module of this package when it is needed: jobs load torch, and `flags` and `start` load Hydra."""
     with no_collection():
         return importlib.import_module(f"atom.jobs.{name}")

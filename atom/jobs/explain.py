@@ -147,12 +147,35 @@ def describe_stage(stage: Stage) -> str:
 def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[str, Any]:
     """Parameters, bytes of weights, linears by their activations' format, KV bytes a token, and what the pool holds.
 
+    graphs: of all stages of a pipeline
+    """
+    kinds, mesh = cache_kinds(graph), mesh_of(config)
+    nodes = [node for program in graph.programs.values() for node in program.nodes]
+    return {
+        **weight_sizes(graph),
+        **({"calibration": config.quant.calibration} if _may_calibrate(graph, config) else {}),
+        "activations": Counter(node.kwargs["act"] for node in nodes if "act" in node.kwargs),
+        "left_plain": left_plain(graph, config),
+        "left_out": mtp_patterns(config),
+        **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
+        **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
+        "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
+        **kv_pool(kinds, config, [cache_kinds(each) for each in graphs if each is not graph]),
+        **({"ranks": asdict(mesh), "collectives": collectives(graph)} if mesh.num_ranks > 1 else {}),
+        **exchanges(graphs, config),
+        **({"stages": list(map(stage_sizes, graphs))} if len(graphs) > 1 else {}),
+    }
+
+
+def weight_sizes(graph: Graph) -> dict[str, Any]:
+    """Parameters and bytes of weights, in all, of those that a token is multiplied with, and by format.
+
     Active parameters are those that one token is multiplied with: without the experts that it does not choose, and
     without the embedding, of which it takes one row, unless that is the head too. Most published figures count so, some
     with the embedding. A format's bytes are those in the checkpoint and those in memory, which differ where it is
-    dequantized; a plain tensor counts in the dtype that it is computed in. graphs: of all stages of a pipeline
+    dequantized; a plain tensor counts in the dtype that it is computed in.
     """
-    shares, kinds = token_shares(graph.programs.values()), cache_kinds(graph)
+    shares = token_shares(graph.programs.values())
     share_of: dict[W, Fraction] = defaultdict(Fraction)
     for recipe, share in shares.items():
         for leaf in leaves(recipe):
@@ -173,23 +196,6 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
             fmt: {"stored_bytes": stored[fmt], "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
             for fmt, _ in (stored | Counter({fmt: size for fmt, size in held.items() if fmt not in BITS})).most_common()
         },
-        **({"calibration": config.quant.calibration} if _may_calibrate(graph, config) else {}),
-        "activations": Counter(
-            node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
-        ),
-        "left_plain": left_plain(graph, config),
-        "left_out": mtp_patterns(config),
-        **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
-        **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
-        "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
-        **kv_pool(kinds, config, [cache_kinds(each) for each in graphs if each is not graph]),
-        **(
-            {"ranks": asdict(mesh_of(config)), "collectives": collectives(graph)}
-            if mesh_of(config).num_ranks > 1
-            else {}
-        ),
-        **exchanges(graphs, config),
-        **({"stages": list(map(stage_sizes, graphs))} if len(graphs) > 1 else {}),
     }
 
 

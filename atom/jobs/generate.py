@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +56,28 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         except RequestError as error:
             say(f"RequestError: prompt {index}: {error}")
     ended: list[Sequence] = []
-    waiting = deque(indices)  # requests whose answers are printed next
-    done: dict[str, list[Sequence]] = {id: [] for id in indices}
-    while not engine.is_finished():
-        for sequence in engine.step():
-            ended.append(sequence)
-            done[sequence.request_id].append(sequence)
-        while is_json and waiting and len(done[waiting[0]]) == params.n:
-            id = waiting.popleft()
-            for sequence in sorted(done.pop(id), key=lambda sequence: sequence.index):
-                fields = {"prompt": prompts[indices[id]], **_plain(answer(sequence))}
-                print(json.dumps(fields), flush=True)
+    for sequences in _answer_in_order(engine, list(indices), params.n):
+        ended += sequences
+        for sequence in sequences if is_json else ():
+            fields = {"prompt": prompts[indices[sequence.request_id]], **_plain(answer(sequence))}
+            print(json.dumps(fields), flush=True)
     if ended:
         times = _measure(ended, loaded - started)
         report(times)
         if not is_json:
             _show_times(times)
     return 0 if len(indices) == len(prompts) else RequestError.exit_code
+
+
+def _answer_in_order(engine: LLMEngine, ids: list[str], num_answers: int) -> Iterator[list[Sequence]]:
+    """The answers of each request, once all before it are there too."""
+    done: dict[str, list[Sequence]] = {id: [] for id in ids}
+    waiting = deque(ids)
+    while not engine.is_finished():
+        for sequence in engine.step():
+            done[sequence.request_id].append(sequence)
+        while waiting and len(done[waiting[0]]) == num_answers:
+            yield sorted(done.pop(waiting.popleft()), key=lambda sequence: sequence.index)
 
 
 def first_messages(config: Config) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What GPUs would give a model: room for KV, limits of decode.
+"""Estimate a model on GPUs: room for KV, limits of decode.
 
     limits = decode_limits([graph], gpu, mesh)           # of 1 and 32 requests, by the text of each stage's ranks
     for layout in layouts(gpu, config, target): …        # the same for tp2, tp4_ep, …

@@ -47,14 +47,7 @@ def run(config: Config) -> int:
     graph, num_stages = compiled.graph, config.parallel.pipeline
     if num_stages > 1:  # the trace is of the first one alone
         costs = read_costs(graph)
-    pieces: list[PieceKernel] = []
-    numbers: dict[str, int] = {}
-    if config.device != "cpu":  # a GPU's kernels have names of their own
-        pieces = find_piece_kernels(graph, config.device)
-    elif isinstance(engine.runner, Runner):
-        model = engine.runner.model
-        for name, executable in model.executables.items():
-            label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
+    pieces = prepare_names(engine, graph, config.device)
     phases: dict[str, Any] = {}
     windows: dict[str, list[Event]] = {}  # of a phase, the events of about one step
     engine.scheduler.drop_kv()  # of the runs that have warmed it up
@@ -83,6 +76,17 @@ def run(config: Config) -> int:
     else:
         show(result)
     return 0
+
+
+def prepare_names(engine: Engine, graph: Graph, device: str) -> list[PieceKernel]:
+    """Label the calls of a CPU for the trace; of a GPU, whose kernels have names, find those of pieces."""
+    if device != "cpu":
+        return find_piece_kernels(graph, device)
+    numbers: dict[str, int] = {}
+    if isinstance(engine.runner, Runner):
+        for name, executable in engine.runner.model.executables.items():
+            label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
+    return []
 
 
 def trace_phases(engine: Engine, record: Record, config: Config) -> Iterator[tuple[str, Path, list[Step]]]:

@@ -22,17 +22,8 @@ from atom.jobs import module_of
 from atom.jobs.kind import implied_job, keys_of, own_fields
 
 WITH_PAGE = ("explain", "bench", "profile")  # for job.output=html
-JOBS = (
-    "serve",
-    "generate",
-    "chat",
-    "explain",
-    "compile",
-    "cache",
-    "bench",
-    "profile",
-    "recipe",
-)  # modules with `run(config)`
+# modules with `run(config)`
+JOBS = ("serve", "generate", "chat", "explain", "compile", "cache", "bench", "profile", "recipe")
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:

@@ -97,17 +97,23 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
             plugins = f"hydra/sweeper={sweeper} with hydra/launcher={launcher}"
             raise AtomError(f"{plugins}: {type(error).__name__}: {one_line(error)}") from error
         finally:
-            results = read_results(jobs)
-            if not jobs.is_shown:
-                show_outputs(results, jobs)
-            report_results(results, folder)
-            if failed := [f"job {result.number}" for result in results if result.code]:
-                say(f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)}")
-            if (found := folder / FOUND).is_file():
-                print(found.read_text("utf-8"), end="")
+            results = show_results(jobs, folder)
     if sweeper == "basic":
         code = next((result.code for result in results if result.code), 0)
     return code
+
+
+def show_results(jobs: Sweep, folder: Path) -> list[Result]:
+    """Show what the jobs of a sweep have come to, and what its sweeper has found; the results."""
+    results = read_results(jobs)
+    if not jobs.is_shown:
+        show_outputs(results, jobs)
+    report_results(results, folder)
+    if failed := [f"job {result.number}" for result in results if result.code]:
+        say(f"{len(failed)} of {len(results)} jobs failed: {', '.join(failed)}")
+    if (found := folder / FOUND).is_file():
+        print(found.read_text("utf-8"), end="")
+    return results
 
 
 def check_fields(texts: Sequence[str], dirs: Sequence[str]) -> None:

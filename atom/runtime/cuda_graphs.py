@@ -11,7 +11,7 @@ The host takes as long to launch the kernels of a small step as those of a large
 the small one. So steps with prompts are captured up to a size.
 
 All graphs share one memory pool and overwrite each other's results: a step's results are read before the next step.
-Where steps are finished later, as stages of a pipeline do, only shapes of their results are.
+Stages of a pipeline that finish their steps later need only the shapes of these results.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PROMPT_ROWS = 65  # likewise, one row of padding included: logits of all are com
 MIN_DECODES = 16  # beside prompts; then powers of two
 MAX_FLOPS = 8e12  # of a step with prompts: one of more keeps a GPU longer than the host that starts its kernels
 FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as long to read the weights
-# tokens of a step: those between have no kernels of their own, nor have longer ones, but for kernels of experts, which
-# differ by the rows that each expert has
+# tokens of a step: all of more than SHORT share the kernels of one of LONG, except kernels of experts, which differ by
+# the rows of each expert
 SHORT, LONG = 512, 4096
 
 
@@ -50,7 +50,7 @@ Drawn = tuple[Tensor, Tensor | None]  # tokens i64[draws, R], and the drafts of 
 
 @dataclass
 class Started:
-    """The rows of a step that sample: their slots i32[R], logits [R, V], and the captured ways to sample of them."""
+    """The rows of a step that sample: their slots i32[R], logits [R, V], and the graphs that sample from these."""
 
     slots: Tensor
     logits: Tensor | None
@@ -218,8 +218,7 @@ class Graphs:
         self._end_rehearsal(begin(self._model, self._model.decode(slots), slots))
 
     def _find_draft_sizes(self, is_likely: bool = False) -> list[tuple[int, int]]:
-        """Numbers of decodes, and of drafts of each: those of the table, else as many as the scheduler gives the fewest
-        that take this size. is_likely: as in `_choices`"""
+        """The numbers of decodes, and of drafts of each, to capture. is_likely: as in `_choices`"""
         fewer, found = 0, list[tuple[int, int]]()
         for size in sorted(self._sizes):
             found += [(size, num_drafts) for num_drafts in self._choices(fewer + 1, size, is_likely)]
@@ -227,7 +226,11 @@ class Graphs:
         return found
 
     def _choices(self, least: int, most: int, is_likely: bool = False) -> list[int]:
-        """The numbers of drafts that so many decodes may have, smallest first; is_likely: that they usually have."""
+        """The numbers of drafts that `least` to `most` decodes may have, smallest first.
+
+        Without a draft table this is one number: that which the scheduler gives `least` decodes. is_likely: only the
+        numbers that the table usually chooses
+        """
         limits, num_drafts = self._model.limits, self._model.num_drafts
         if not num_drafts or not most:
             return []
@@ -283,11 +286,10 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
-        """Capture decodes of these numbers of rows, and steps with prompts of up to the max_tokens of `compile`, which
-        comes first.
+        """Capture decodes of these numbers of rows, and steps with prompts; `compile` comes first.
 
-        is_lazy: capture now only what takes the most memory, any other shape when it is first needed, as are, without
-        it, numbers of drafts that pay seldom.
+        Numbers of drafts that seldom pay are captured when they are first needed. is_lazy: so are all shapes but those
+        that take the most memory.
         """
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,6 +1,6 @@
 """Detokenize a stream of tokens, and stop at stop strings.
 
-Never a broken character, never part of a stop string, never a word taken back.
+It shows no broken character and no part of a stop string, and takes no text back.
 
     detokenizer = Detokenizer(tokenizer, prompt, params)
     for token in tokens:

@@ -39,7 +39,7 @@ class Driver:
 
     @property
     def capacity(self) -> Capacity:
-        """That of each group."""
+        """The capacity of each group's runner."""
         return self.runner.capacity
 
     def execute(self, step: StepInput) -> RanksPending:
@@ -47,35 +47,29 @@ class Driver:
         if self._dead is not None:
             raise self._dead
         with self.fatal():
-            steps, step.others = (step, *step.others), []
-            bodies = list(map(msgspec.msgpack.encode, steps))
-            self._ranks.tell([bodies[group] for group in self._groups[1:]])
+            self._tell_groups(step)
             return RanksPending(self.runner.execute(step), self, self._leaders)
 
     def tell_to_wait(self) -> None:
         """Tell the stages before the last one, which run ahead, to finish the oldest step."""
         if self.runner.model.defers_logits:
-            self._ranks.tell([WAIT] * (len(self._groups) - 1))
+            self._tell_all(WAIT)
 
     def copy(self, copies: BlockCopies) -> None:
         """Start copies of blocks of each group. EngineDeadError, now and from then on, where it fails on any rank."""
         if self._dead is not None:
             raise self._dead
         with self.fatal():
-            groups, copies.others = (copies, *copies.others), []
-            bodies = list(map(msgspec.msgpack.encode, groups))
-            self._ranks.tell([bodies[group] for group in self._groups[1:]])
+            self._tell_groups(copies)
             self.runner.copy(copies)
 
     def profile(self, *, starts: bool) -> None:
         """Have the other ranks start or stop their profilers between two steps."""
-        body = msgspec.msgpack.encode(Profile(starts))
-        self._ranks.tell([body] * (len(self._groups) - 1))
+        self._tell_all(msgspec.msgpack.encode(Profile(starts)))
 
     def load_adapter(self, number: int, files: AdapterFiles) -> None:
         """Have the other ranks load an adapter, and wait for them. RequestError says which one does not, and why."""
-        body = msgspec.msgpack.encode(LoadAdapter(number, files.path, files.digest))
-        self._ranks.tell([body] * (len(self._groups) - 1))
+        self._tell_all(msgspec.msgpack.encode(LoadAdapter(number, files.path, files.digest)))
         if refused := self._ranks.wait():
             raise RequestError("; ".join(refused))
 
@@ -100,6 +94,16 @@ class Driver:
             if not isinstance(error, Exception):
                 raise
             raise self._dead from error
+
+    def _tell_all(self, body: bytes) -> None:
+        """Send all other ranks the same."""
+        self._ranks.tell([body] * (len(self._groups) - 1))
+
+    def _tell_groups(self, message: StepInput | BlockCopies) -> None:
+        """Send each other rank the message of its group; `message` is left with that of the first group."""
+        messages, message.others = [message, *message.others], []
+        bodies = list(map(msgspec.msgpack.encode, messages))
+        self._ranks.tell([bodies[group] for group in self._groups[1:]])
 
 
 class RanksProfiler(Profiler):

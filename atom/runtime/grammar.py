@@ -36,9 +36,8 @@ MAX_GBNF = 8 << 10  # bytes of a grammar in GBNF, which takes time by the square
 NUM_KEPT = 32  # compiled grammars
 MAX_KEPT = 1 << 18  # characters of these; compiled, one takes up to 200 bytes
 MAX_END = 32  # tokens of the end of reasoning
-SPACE = (
-    r"[ \t\n\r]{1,64}"  # between the parts of a JSON text: a model may indent it, and not go on with spaces for ever
-)
+# between the parts of a JSON text: a model may indent it, and not go on with spaces for ever
+SPACE = r"[ \t\n\r]{1,64}"
 
 
 class GrammarMatcher:

@@ -31,7 +31,7 @@ from atom.runtime.request_state import zeros
 from atom.runtime.step_input import BatchShape
 from atom.runtime.types import BlockCopies, CacheKind, SwapCosts
 
-NUM_TIMED = 3  # of which the fastest counts
+NUM_TIMED = 3  # runs, of which the fastest counts
 
 Pairs = Sequence[tuple[int, int]]
 

@@ -165,29 +165,36 @@ class KVFiles:
                 self._changed.wait_for(lambda: self.is_stopped or self._fetches or self._writes)
                 if self.is_stopped:
                     return
-                fetch = self._fetches.popleft() if self._fetches else None
-                block = None if fetch is not None else self._writes.popleft()
-            if fetch is not None:
-                unread: list[bytes] = []
-                try:
-                    unread = self._read_all(fetch)
-                except Exception:  # the memory that is pinned may be lacking
-                    LOG.exception("serve.kv_cache_dir=%s: the KV of a prompt could not be read", self._folder)
-                finally:
-                    with self._changed:
-                        self._fetched.append(fetch)
-                        self._changed.notify_all()
-                for key, kind in ((key, kind) for key in unread for kind in self._sizes):
-                    self._read(key, kind)  # removes it if it is damaged too: one that is there is not written again
-            elif block is not None:
-                try:
-                    self._write(block)
-                except Exception:
-                    LOG.exception("serve.kv_cache_dir=%s: KV could not be written", self._folder)
-                finally:
-                    with self._changed:
-                        self._num_queued -= block.row.nbytes
-                        self._changed.notify_all()
+                work = self._fetches.popleft() if self._fetches else self._writes.popleft()
+            if isinstance(work, Fetch):
+                self._run_fetch(work)
+            else:
+                self._run_write(work)
+
+    def _run_fetch(self, fetch: Fetch) -> None:
+        """Read the blocks of a prompt, and hand them over."""
+        unread: list[bytes] = []
+        try:
+            unread = self._read_all(fetch)
+        except Exception:  # the memory that is pinned may be lacking
+            LOG.exception("serve.kv_cache_dir=%s: the KV of a prompt could not be read", self._folder)
+        finally:
+            with self._changed:
+                self._fetched.append(fetch)
+                self._changed.notify_all()
+        for key, kind in ((key, kind) for key in unread for kind in self._sizes):
+            self._read(key, kind)  # removes it if it is damaged too: one that is there is not written again
+
+    def _run_write(self, block: Block) -> None:
+        """Write a block that was queued."""
+        try:
+            self._write(block)
+        except Exception:
+            LOG.exception("serve.kv_cache_dir=%s: KV could not be written", self._folder)
+        finally:
+            with self._changed:
+                self._num_queued -= block.row.nbytes
+                self._changed.notify_all()
 
     def _read_all(self, fetch: Fetch) -> list[bytes]:
         """Read the blocks of a prompt until one is missing or time is up; the keys after one that cannot be read."""

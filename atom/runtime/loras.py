@@ -1,11 +1,11 @@
-"""Adapters by name: load and drop them while requests run.
+"""Load and unload LoRA adapters by name, while requests run.
 
 loras = Loras(LoraWeights(graph, tensors, 8, 16))
 loras.load("sql", loras.read("/adapters/sql"))      # between two steps; `read` may run in another thread
 adapter = loras.find("sql")                         # for a request, which holds it from `acquire` to `release`
 loras.unload("sql")                                 # no new request gets it; its place is free once none holds it
 
-Of several ranks, this is on the one that drives: the others load an adapter before it does, or it is refused.
+With several ranks this is the driver's: the others load an adapter before it does, and it is refused if one cannot.
 """
 
 from __future__ import annotations

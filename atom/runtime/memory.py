@@ -91,8 +91,11 @@ def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig) -> 
 
 @torch.inference_mode()
 def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
-    """Run the step that takes the most memory, on padding: it reports log probabilities of as many prompt tokens as are
-    scored at a time and of all tokens drawn, with penalties and logit processors."""
+    """Run the step that takes the most memory, on padding.
+
+    It reports log probabilities of as many prompt tokens as are scored at a time and of all tokens drawn, with
+    penalties and logit processors.
+    """
     shape = BatchShape(num_tokens, num_rows, num_rows)
     packed = model.send(shape.pad(model.padding))
     computed, rows = model.mix(shape, packed), shape.split(packed)

@@ -39,7 +39,7 @@ class Computed(NamedTuple):
     inputs: Inputs
     hidden: Hidden  # what its head takes, of each token
     logits: Tensor | None  # [R, V] of rows that sample
-    behind: tuple[Tensor, ...] = ()  # of decodes with drafts, which come first: [D, V] behind the first ones, and so on
+    behind: tuple[Tensor, ...] = ()  # [D, V] behind the first drafts, the second ones, …, of decodes, which come first
     states: Hidden = ()  # what its draft_in takes, of each token
     unscored: Hidden = ()  # what its head takes of rows that sample, where logits are computed later
 
@@ -85,17 +85,9 @@ class Model:
         )
         self.has_draft_programs = drafting is not None and drafting.has_programs
         self.carries_hidden = self.has_draft_programs and graph.carries_hidden
-        if self.carries_hidden:  # what the first draft of a slot is read from
-            types = [node.meta["type"] for node in graph.programs[DRAFT].results]
-            shapes = [(num_slots + 1, *map(int, each.shape[1:])) for each in types]
-            self._drafted = [
-                torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=device)
-                for shape, each in zip(shapes, types, strict=True)
-            ]
+        self._drafted = self._zero_drafted() if self.carries_hidden else []
         self._has_adapters = any(node.name == ADAPTERS for node in graph.programs[BODY].inputs)
-        self._rates: Tensor | None = None
-        if drafting and drafting.rates:
-            self._rates = torch.tensor(drafting.rates, device=device)
+        self._rates = torch.tensor(drafting.rates, device=device) if drafting and drafting.rates else None
         self.tables = torch.zeros(len(self.kinds), num_slots + 1, width, dtype=torch.int32, device=device)
 
     @property
@@ -296,11 +288,9 @@ class Model:
             self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
 
     def _draft(self, slots: Tensor, inputs: Inputs) -> None:
-        """Draft with the text's programs, if any, one token behind the other; `inputs` and the state get them.
+        """Draft token by token with the text's programs, if any, and write the drafts to `inputs` and the state.
 
-        Each with the noise of the draw that it guesses.
-
-        slots: i32[D] of the decodes in `inputs`, which have the drafts
+        A draft has the noise of the draw that it predicts. slots: i32[D] of the decodes in `inputs`
         """
         if not len(slots) or not self.has_draft_programs:
             return
@@ -368,6 +358,15 @@ class Model:
             query_len=query_len,
         )
         return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
+
+    def _zero_drafted(self) -> list[Tensor]:
+        """Zeros, by slot, in place of the results of DRAFT that the first draft of a slot is read from."""
+        types = [node.meta["type"] for node in self.graph.programs[DRAFT].results]
+        shapes = [(self.padding + 1, *map(int, each.shape[1:])) for each in types]
+        return [
+            torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=self.device)
+            for shape, each in zip(shapes, types, strict=True)
+        ]
 
     def _allocate(self, cache: KV, num_blocks: int) -> Tensor:
         shape = (num_blocks, self.block_size, *(int(dim) for dim in cache.type.shape))

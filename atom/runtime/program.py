@@ -60,8 +60,10 @@ class Executable:
     """Runs a program's calls in order over a list of values: one for each input, constant and result."""
 
     def __init__(self, program: Program, bindings: Bindings, *, is_thinned: bool = False) -> None:
-        """is_thinned: of calls that are alike, as those of equal layers, only the first is made: what a step launches
-        is known then, and its results are not those of the model"""
+        """is_thinned: make only the first of calls that are alike, as those of equal layers are.
+
+        This shows what a step launches; its results are not those of the model.
+        """
         linker = _Linker(program, bindings, is_thinned=is_thinned)
         loaded, context = dict(bindings.kernels), LoadContext(bindings.communicator)  # one for all calls
         pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in bindings.code}

@@ -187,7 +187,8 @@ class Listener:
         line = f"a connection{f' from {other[0]}' if other else ''} is refused: {reason}"
         with self._changed:
             is_new = line not in self._lines and len(self._lines) < MAX_LINES
-            self._lines.add(line) if is_new else None
+            if is_new:
+                self._lines.add(line)
         if is_new:
             say(line)
 
@@ -266,12 +267,8 @@ def supervise(connection: Connection, hello: bytes, code: str = RANK, device: st
     ConfigError where the driver refuses this rank, EngineDeadError where it falls silent.
     """
     connection.limit_silence(START_SECONDS)
-    process, frames, decoder = (
-        RankProcess(code, device),
-        queue.SimpleQueue[bytes](),
-        msgspec.msgpack.Decoder(FromDriver),
-    )
-    has_failed = threading.Event()
+    process, frames = RankProcess(code, device), queue.SimpleQueue[bytes]()
+    decoder, has_failed = msgspec.msgpack.Decoder(FromDriver), threading.Event()
     sending = threading.Thread(target=_tell, args=(process, frames), daemon=True)  # a stopped rank reads nothing
     answering = threading.Thread(target=_answer, args=(process, connection, has_failed), daemon=True)
     try:

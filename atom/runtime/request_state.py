@@ -22,8 +22,9 @@ from atom.sampling_params import SamplingParams
 
 
 class RequestState:
-    """The state of `num_slots` sequences, and behind it that of one more slot for the rows that pad a batch, which
-    stays as it is whatever is sampled there.
+    """The state of `num_slots` sequences, and of one more slot for the rows that pad a batch.
+
+    The slot of padding stays as it is, whatever is sampled there.
 
     tokens: i64[num_slots + 1], the newest token, whose KV is not written yet
     lengths: i32[num_slots + 1], the tokens known, the newest included

@@ -38,7 +38,7 @@ HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 class Runner:
     def __init__(self, model: Model, run_ahead: int | None = None, flops: float | None = None) -> None:
-        """run_ahead: steps behind one that is not committed; None: as the device wants. flops: as `Graphs` says"""
+        """run_ahead: steps to start after one that is not committed; None: by device. flops: as in `Graphs`"""
         self.model = model
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"

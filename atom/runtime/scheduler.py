@@ -283,8 +283,11 @@ class Scheduler:
         return budget
 
     def _find_ready(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The running sequences that need not wait for a commit: decodes, where there are stages a part of them, and
-        prompts. One whose KV is being loaded is among them only where there is no other."""
+        """The running sequences that need not wait for a commit: decodes, and prompts.
+
+        With stages of a pipeline, only a part of the decodes. A sequence whose KV is being loaded is among them only
+        where there is no other.
+        """
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         loading: list[Sequence] = []

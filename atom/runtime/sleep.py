@@ -4,8 +4,8 @@
     sleeper.sleep(1)                    # weights go to host memory; 2: they are dropped, and read again
     sleeper.wake_up()
 
-KV is dropped. On a GPU all addresses stay what they are, so that CUDA graphs do. On a CPU weights are in host memory
-already, and level 1 drops KV alone.
+KV is dropped. On a GPU all addresses stay the same, so that CUDA graphs remain valid. On a CPU the weights are in host
+memory already, and level 1 drops only KV.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sleeper(ABC):
         return bool(self._asleep)
 
     def sleep(self, level: int) -> None:
-        """Give up weights and KV; what sleeps already does so on."""
+        """Give up the memory of weights and KV, or of those that are still awake."""
         if WEIGHTS not in self._asleep:
             self._drop_weights(level)
         if KV_CACHE not in self._asleep:

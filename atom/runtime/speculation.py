@@ -5,7 +5,7 @@
 
 A step computes the newest token of a sequence and its drafts, each as a row of one token. The model's own draw at the
 newest token decides as ever; the first draft counts where it equals that draw, and then the draw at the draft decides,
-and so on. So tokens are those of no speculation, seed by seed, whatever was drafted.
+and so on. So the tokens are the same as without speculation, seed by seed, whatever was drafted.
 
 Where steps run ahead, only the runner knows the newest tokens: it drafts, verifies and accepts by itself
 (`Model.decode_drafts`, `Model.verify`), and the scheduler learns at the commit how many tokens there are.
@@ -21,7 +21,7 @@ from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.types import Sequence
 
 LOG_INTERVAL = 1000  # drafts that a line of a server's log is about
-MOST_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
+MAX_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
 
 
 class Drafter(Protocol):
@@ -76,9 +76,10 @@ class RunnerDrafter:
 
 
 def acceptance_rates(length: float | None, num_tokens: int) -> tuple[float, ...]:
-    """The chance of each draft, once those before it were accepted, that gives steps of so many tokens in the mean.
+    """The chances to accept each draft after those before it, with which a step gives `length` tokens on average.
 
-    As ROCm/ATOM has it: whole drafts are accepted always, and the next one as often as the rest of the length says.
+    As in ROCm/ATOM: drafts within the whole part of the length are always accepted, the next one with the chance that
+    the rest of the length gives. Empty without a length.
     """
     if length is None:
         return ()
@@ -98,7 +99,7 @@ class _Index:
         An n-gram at the very end is a place once a token follows it.
         """
         first = len(self.tokens)
-        self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MOST_INDEXED))
+        self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MAX_INDEXED))
         for size, places in self._places:
             for at in range(max(first, size), len(self.tokens)):
                 places[tuple(self.tokens[at - size : at])] = at

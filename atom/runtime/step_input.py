@@ -23,9 +23,8 @@ from atom.sampling_params import SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
 NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for a slot's first draft, -3 for the second one
-ADMISSION = struct.Struct(
-    "=qqQqq6d"
-)  # slot, tokens known, seed, top_k, adapter and the other numbers of `pack_admission`
+# slot, tokens known, seed, top_k, adapter and the other numbers of `pack_admission`
+ADMISSION = struct.Struct("=qqQqq6d")
 
 
 class PackedRows(NamedTuple):

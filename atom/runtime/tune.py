@@ -8,11 +8,11 @@ The fastest parameters of each are kept.
     table = tune_drafts(model, tuner, Path(cache), text, log)     # steps with drafts, of a model that drafts
 
 For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
-step is timed with one product's candidates after the other, while the other products keep the best known so far. What
-was timed with fewer rows than it would hold for is used in this run, and not kept.
+step is timed with one product's candidates after the other, while the other products keep the best known so far.
+Parameters that were timed with fewer rows than they would apply to are used in this run, but not kept.
 
-Ranks do all of this in step, since they meet in each decode: what the first one knows counts, of a step the time of the
-slowest, and only candidates that are right on all.
+All ranks tune at the same time, since each decode has collectives. They begin with the parameters that the first rank
+knows, a step takes as long as on the slowest rank, and a candidate must be right on all.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def tune(
     empty again afterwards. CapacityError where memory does not suffice for the steps.
     """
     products, max_rows = tuner.products(model.graph), model.limits.max_decodes
-    known = _of_all(tuned.read(tuner.gpu, cache)[tuner.table], exchange)[0]
+    known = _known_of_first(tuner, tuner.table, cache, exchange)
     unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
@@ -114,7 +114,7 @@ def use_measured_drafts(
 
     text: the digest of the model's text
     """
-    known, missing = _split_drafts(model, _of_all(tuned.read(tuner.gpu, cache)[tuned.DRAFTS], exchange)[0], text)
+    known, missing = _split_drafts(model, _known_of_first(tuner, tuned.DRAFTS, cache, exchange), text)
     return None if missing else _describe_table(known, log)
 
 
@@ -130,10 +130,10 @@ def tune_drafts(
 ) -> DraftTable:
     """Measure how long steps take with each number of drafts, and without, where that is not known, and keep it.
 
-    A step is timed with its draw, and with the draft's own layers behind it: without drafts, with one of each sequence
-    and with the most, between which it takes longer by as much for each. The rest as in `tune`.
+    A step is timed with its draw and the draft's own layers after it: without drafts, with one draft of each sequence,
+    and with the most. Times between these are interpolated. Other parameters are as in `tune`.
     """
-    known, missing = _split_drafts(model, _of_all(tuned.read(tuner.gpu, cache)[tuned.DRAFTS], exchange)[0], text)
+    known, missing = _split_drafts(model, _known_of_first(tuner, tuned.DRAFTS, cache, exchange), text)
     if missing:
         capture = capture or _capture_on_gpu(exchange)
         with _pool_of(model, min(max(missing), model.limits.max_decodes)):
@@ -374,6 +374,11 @@ def _admit(model: Model, num_rows: int) -> Tensor:
 def _of_all(own: Any, exchange: Exchange) -> list[Any]:
     """A value of each rank, in order; all call this at the same time."""
     return [msgspec.msgpack.decode(each) for each in exchange(msgspec.msgpack.encode(own))]
+
+
+def _known_of_first(tuner: Tuner, table: str, cache: Path, exchange: Exchange) -> tuned.Table:
+    """The measured entries of a table that the first rank has; all ranks call this at the same time."""
+    return dict(_of_all(tuned.read(tuner.gpu, cache)[table], exchange)[0])
 
 
 def _capture_on_gpu(exchange: Exchange) -> Capture:

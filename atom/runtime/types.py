@@ -56,23 +56,23 @@ class StepLimits:
     max_num_seqs: int  # of a step
     max_num_batched_tokens: int  # of a step
     max_model_len: int  # tokens of a sequence
-    max_verified_tokens: int = 8  # of a step's decodes, drafts included, up to which tokens are drafted
-    draft_table: DraftTable | None = None  # says in place of these how many are drafted
+    max_verified_tokens: int = 8  # the most tokens of a step's decodes, drafts included
+    draft_table: DraftTable | None = None  # if set, chooses the number of drafts in place of max_verified_tokens
 
     @property
     def max_decodes(self) -> int:
-        """Of a step, since each decode gets its token in each step."""
+        """The most decodes of a step: each running sequence gets a token in each step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 class Drafting(NamedTuple):
     """How a runner drafts tokens."""
 
-    num_tokens: int  # of a slot, for a step
-    min_n: int  # the last tokens that prompt lookup finds again, at least
-    max_n: int
+    num_tokens: int  # drafts of a slot in a step, at most
+    min_n: int  # the fewest last tokens that prompt lookup matches
+    max_n: int  # the most
     has_programs: bool = False  # programs of the text draft; else tokens are looked up
-    rates: tuple[float, ...] = ()  # accept by chance, each draft once those before it were; (): if equal
+    rates: tuple[float, ...] = ()  # chance to accept each draft after those before it; (): accept what equals the draw
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class RequestOptions:
     priority: int = 0  # lower is served earlier
     tenant: str = ""  # whose request it is; those that wait are served in turn
     weight: float = 1.0  # the tenant's share of all turns, relative to the others'
-    pooling: str | None = None  # LAST or MEAN, for an embedding; the one token behind the prompt counts for nothing
-    adapter: str | None = None  # the name of a LoRA adapter; KV is found again under it alone
+    pooling: str | None = None  # LAST or MEAN, for an embedding; the one token that is generated is ignored
+    adapter: str | None = None  # the name of a LoRA adapter; only its requests share cached prefixes
 
 
 NO_OPTIONS = RequestOptions()
@@ -310,3 +310,8 @@ class RequestOutput:
 
 
 StreamCallback = Callable[[RequestOutput], Any]
+
+
+def openai_reason(reason: str) -> str:
+    """A finish reason as OpenAI and vLLM name it: stop, length, abort or error."""
+    return "stop" if reason.startswith("stop_") else {"eos": "stop", "max_tokens": "length"}.get(reason, reason)

@@ -25,9 +25,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from atom.config import HTTPConfig
 from atom.serve.errors import body_at, error_body, is_anthropic, shown
-from atom.serve.ids import new_id
+from atom.serve.ids import request_id_headers, request_id_of
 from atom.serve.metrics import Metrics
-from atom.serve.middleware import REQUEST_ID, strip_root
+from atom.serve.middleware import strip_root
 
 LOG = logging.getLogger("atom.http")
 LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at once would lose the response
@@ -136,8 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_refused = True
         self._stop_read_timer()
         path = strip_root(self.url.partition(b"?")[0].decode("latin-1"), self.limits.root_path)
-        client_id = dict(self.headers or ()).get(b"x-request-id", b"").decode("latin-1")
-        request_id = client_id if REQUEST_ID.fullmatch(client_id) else new_id("req")
+        request_id = request_id_of(dict(self.headers or ()))
         fields = {"request_id": request_id, "path": shown(path), "status": int(status), "client": self.client}
         fields["error"] = MESSAGES[status]
         LOG.warning("refused a request: %d", status, extra={"fields": fields})
@@ -151,7 +150,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.metrics.http.labels("other", str(int(status))).inc()  # it reached no route
             body = json.encode(body_at(path, status, error_body(status, MESSAGES[status]), request_id))
             head = f"HTTP/1.1 {status} {status.phrase}\r\ncontent-type: application/json\r\n"
-            for name in ("x-request-id", "request-id") if is_anthropic(path) else ("x-request-id",):
+            for name in request_id_headers(is_anthropic=is_anthropic(path)):
                 head += f"{name}: {request_id}\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
             if self.transport.can_write_eof():  # TLS has none

@@ -1,4 +1,4 @@
-"""Name what stands here for routes of llama.cpp and Ollama, and for llama.cpp's fields."""
+"""Map routes of llama.cpp and Ollama, and fields of llama.cpp, to ours."""
 
 ROUTES = {
     "/completion": "POST /v1/completions",

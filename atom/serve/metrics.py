@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from atom.runtime.types import openai_reason
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.protocol import Finish
@@ -53,7 +54,6 @@ OLD_NAMES = {  # which older boards of vLLM ask for
     "prefix_cache_queries": "gpu_prefix_cache_queries",
     "prefix_cache_hits": "gpu_prefix_cache_hits",
 }
-VLLM_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # others are stop tokens, or the same
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
@@ -230,7 +230,7 @@ class VLLMCollector:
         for sample in family.samples:
             labels = self._engine | sample.labels
             if reason := labels.get("finished_reason"):
-                labels["finished_reason"] = VLLM_REASONS.get(reason, "stop" if reason.startswith("stop_") else reason)
+                labels["finished_reason"] = openai_reason(reason)
             if not sample.name.endswith("_created"):
                 totals[sample.name.replace(f"atom:{name}", f"vllm:{alias}", 1), tuple(labels.items())] += sample.value
         renamed = Metric(f"vllm:{alias}", family.documentation, family.type)

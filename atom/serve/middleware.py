@@ -15,7 +15,6 @@ import base64
 import binascii
 import hmac
 import logging
-import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atom.serve.errors import body_of, error_body, is_anthropic, refuse, shown
-from atom.serve.ids import new_id
+from atom.serve.ids import request_id_headers, request_id_of
 from atom.serve.metrics import Metrics
 from atom.serve.signatures import (
     BodyDigest,
@@ -51,7 +50,6 @@ ADMIN_PATHS = (  # they change the server for everybody, or show how it is set u
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged
 ASKED = 'sig=("@method" "@authority" "@path" "@query" "content-digest");created;nonce;keyid'  # of a client
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
@@ -101,13 +99,9 @@ class Guard:
             return None  # other protocols are not served
         scope["path"] = strip_root(scope["path"], self._root_path)
         started, headers = time.perf_counter(), dict(scope["headers"])
-        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = client_id if REQUEST_ID.fullmatch(client_id) else new_id("req")
-        log_fields: dict[str, Any] = {}
-        scope["state"] = {**scope.get("state", {}), "log": log_fields, "request_id": request_id, "send": send}
-        id_headers = [b"x-request-id"]
-        if is_anthropic(scope["path"]):
-            id_headers.append(b"request-id")  # which Anthropic's SDK reads
+        request_id = request_id_of(headers)
+        scope["state"] = {**scope.get("state", {}), "log": {}, "request_id": request_id, "send": send}
+        id_headers = request_id_headers(is_anthropic=is_anthropic(scope["path"]))
         status = 0
         is_polled = scope["path"] in POLLED_PATHS
         self._metrics.num_open += not is_polled
@@ -116,7 +110,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in id_headers)]
+                own = ((name.encode(), request_id.encode()) for name in id_headers)
+                message["headers"] = [*message["headers"], *own]
             await scope["state"]["send"](message)
 
         try:
@@ -126,19 +121,24 @@ class Guard:
             if not status:
                 await refuse(scope, 500, body_of(error))(scope, receive, send_with_id)
         finally:
-            route = scope.get("route")
-            path = getattr(route, "path", None) or "other"  # the path of a route, so that labels are bounded
-            self._metrics.http.labels(path, str(status or "left")).inc()
             seconds = round(time.perf_counter() - started, 6)
-            line = {"request_id": request_id, "method": scope["method"], "path": shown(scope["path"]), "status": status}
-            if log_fields.get("user"):
-                log_fields["user"] = shown(log_fields["user"])
-            if not is_polled:
-                self._metrics.num_open -= 1
-                self._metrics.ended_at = time.perf_counter()
-                LOG.info("request", extra={"fields": line | {"seconds": seconds} | log_fields})
+            self._record_end(scope, status, seconds, is_polled=is_polled)
             if self._traces is not None:
                 self._traces.record(scope["state"], headers, seconds)
+
+    def _record_end(self, scope: Scope, status: int, seconds: float, *, is_polled: bool) -> None:
+        """Count an answered request and write its log line. status: 0 where the client left before the answer"""
+        path = getattr(scope.get("route"), "path", None) or "other"  # the path of a route, so that labels are bounded
+        self._metrics.http.labels(path, str(status or "left")).inc()
+        if is_polled:
+            return
+        self._metrics.num_open -= 1
+        self._metrics.ended_at = time.perf_counter()
+        fields: dict[str, Any] = {"request_id": scope["state"]["request_id"], "method": scope["method"]}
+        fields |= {"path": shown(scope["path"]), "status": status, "seconds": seconds, **scope["state"]["log"]}
+        if fields.get("user"):
+            fields["user"] = shown(fields["user"])
+        LOG.info("request", extra={"fields": fields})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""

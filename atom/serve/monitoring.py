@@ -1,4 +1,4 @@
-"""Routes that say how the server is: /health, /ready, /ping, /load, /metrics, /version, /server_info.
+"""Routes for monitoring: /health, /ready, /ping, /load, /metrics, /version, /server_info.
 
 curl -i localhost:8000/health
 """

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from atom.checkpoint import Tokenizer
 from atom.config import Config, HTTPConfig
@@ -124,21 +125,7 @@ class Server:
         if not tenants and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
             LOG.warning("whoever reaches port %d may use this server, as it has no API keys: %s", self._port, fix)
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                app,
-                http=limited_protocol(http, metrics),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=int(END_SECONDS),
-                timeout_keep_alive=65,
-                ssl_certfile=http.ssl_certfile,
-                ssl_keyfile=http.ssl_keyfile,
-            )
-        )
+        self._uvicorn = _Uvicorn(uvicorn_config(app, http, metrics))
         self._end_requested = asyncio.Event()
         self._signals: list[int] = []
         self._is_idle = False  # it ends since nobody has asked for long
@@ -342,6 +329,22 @@ class Server:
         names = ", ".join(self._context.names)
         LOG.info("%s at %s://%s:%d%s (Ctrl-C drains, twice ends at once)", names, scheme, shown, port, http.root_path)
         notify(http.notify_socket, "READY=1")
+
+
+def uvicorn_config(app: ASGIApp, http: HTTPConfig, metrics: Metrics) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(http, metrics),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(END_SECONDS),
+        timeout_keep_alive=65,
+        ssl_certfile=http.ssl_certfile,
+        ssl_keyfile=http.ssl_keyfile,
+    )
 
 
 class _Uvicorn(uvicorn.Server):

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 EXTRA = "signatures need two packages; pip install 'atom-run[signatures]'"
 HASHES = {"sha-256": hashlib.sha256, "sha-512": hashlib.sha512}
 SKEW_SECONDS = 30.0  # that a client's clock may be ahead of ours
-MOST_SIGNATURES = 4  # of a message
-MOST_COMPONENTS = 32  # of a signature
-MOST_NONCE = 256  # characters
+MAX_SIGNATURES = 4  # of a message
+MAX_COMPONENTS = 32  # of a signature
+MAX_NONCE = 256  # characters
 NUMBERED = ("created", "expires")
 TEXTS = ("keyid", "alg", "nonce", "tag")
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -121,8 +121,8 @@ def parse_components(label: str, member: Any) -> tuple[list[Component], Paramete
     items, parameters = member
     if not isinstance(items, list) or not all(isinstance(name, str) and type(name) is str for name, _ in items):
         raise SignatureError(f"{label} is not a list of components")
-    if len(items) > MOST_COMPONENTS:
-        raise SignatureError(f"{label} has more than {MOST_COMPONENTS} components")
+    if len(items) > MAX_COMPONENTS:
+        raise SignatureError(f"{label} has more than {MAX_COMPONENTS} components")
     components = [Component(name, tuple(each.items())) for name, each in items]
     if len({(each.name, frozenset(each.parameters)) for each in components}) < len(components):
         raise SignatureError(f"{label} has a component twice")
@@ -133,8 +133,8 @@ def find_signatures(fields: Fields) -> list[Signature]:
     """The signatures of a message. SignatureError where they are malformed."""
     inputs = parse_dictionary("signature-input", fields.get("signature-input") or "")
     values = parse_dictionary("signature", fields.get("signature") or "")
-    if len(inputs) > MOST_SIGNATURES:
-        raise SignatureError(f"the message has more than {MOST_SIGNATURES} signatures")
+    if len(inputs) > MAX_SIGNATURES:
+        raise SignatureError(f"the message has more than {MAX_SIGNATURES} signatures")
     found = []
     for label, member in inputs.items():
         components, parameters = parse_components(label, member)
@@ -230,8 +230,8 @@ class Verifier:
             raise SignatureError(f"it has no {', '.join(missing)}")
         if parameters.get("alg", "ed25519") != "ed25519":
             raise SignatureError("its alg is not ed25519")
-        if not 0 < len(parameters["nonce"]) <= MOST_NONCE:
-            raise SignatureError(f"its nonce has not 1 to {MOST_NONCE} characters")
+        if not 0 < len(parameters["nonce"]) <= MAX_NONCE:
+            raise SignatureError(f"its nonce has not 1 to {MAX_NONCE} characters")
         key = self.keys.get(parameters["keyid"])
         if key is None:
             raise SignatureError("its keyid is not known here")

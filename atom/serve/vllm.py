@@ -1,4 +1,4 @@
-"""Say what to write for fields of vLLM's requests that are not taken here."""
+"""Name what to write in place of vLLM's request fields that are refused."""
 
 NO_BEAMS = "there is no beam search; n draws several answers"
 TEXT_ALONE = "models read text alone here; leave it out"

@@ -25,7 +25,6 @@ from atom.serve.errors import FieldError, json_response
 from atom.serve.ids import new_id
 from atom.serve.openai.params import sampling_params
 from atom.serve.openai.schema import Generation
-from atom.serve.output.output_parser import Delta
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 from atom.serve.sse import event
 
@@ -94,10 +93,8 @@ class MessageResponder(Responder):
         yield event({"type": "message_start", "message": self._message(self.usage(answering), [])}, "message_start")
 
     def delta(self, choice: Choice, output: Output) -> bytes:
-        text, self._finish = output.text or "", output.finish
-        delta = Delta(text, "", [])
-        if self._parser is not None:
-            delta = self._talk.next(self._parser, text, is_last=output.finish is not None)
+        self._finish = output.finish
+        delta = self._talk.next(self._parser, output.text or "", is_last=output.finish is not None)
         return self._blocks.push(delta)
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:

@@ -23,9 +23,9 @@ from atom.serve.engine.client import EngineClient
 from atom.serve.engine.process import EngineProcess, describe_exit
 from atom.serve.engine.router import Load
 
-MOST_FAILURES = 3  # starts in a row
+MAX_FAILURES = 3  # starts in a row
 PAUSE_SECONDS = 1.0  # before a dead engine is started again; twice as long after each further death
-MOST_PAUSE_SECONDS = 60.0
+MAX_PAUSE_SECONDS = 60.0
 STEADY_SECONDS = 60.0  # of serving after which the next death counts as the first
 POLL_SECONDS = 0.02
 END_SECONDS = 5.0  # for a process to end by itself
@@ -56,12 +56,12 @@ class Replica:
     @property
     def has_failed(self) -> bool:
         """Whether it stays dead, since it has failed to serve too often."""
-        return self._num_failures >= MOST_FAILURES
+        return self._num_failures >= MAX_FAILURES
 
     @property
     def pause(self) -> float:
         """Seconds before it is started again."""
-        return min(PAUSE_SECONDS * 2.0 ** min(self._num_deaths - 1, 10), MOST_PAUSE_SECONDS)
+        return min(PAUSE_SECONDS * 2.0 ** min(self._num_deaths - 1, 10), MAX_PAUSE_SECONDS)
 
     def count_death(self, seconds: float | None) -> None:
         """seconds: for which it has served; None: not at all"""

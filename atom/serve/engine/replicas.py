@@ -8,7 +8,7 @@
     engines.check()                                                  # regularly: silence is death
 
 A replica is an engine with a process, a client and a KV cache of its own. When one dies, its streams end with an error
-and it is started again while others serve; after `MOST_FAILURES` starts in a row that fail it stays dead. When all are
+and it is started again while others serve; after `MAX_FAILURES` starts in a row that fail it stays dead. When all are
 dead, the server ends. A single replica takes the same path: no other serves meanwhile.
 """
 
@@ -27,7 +27,7 @@ from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.events import wait_for_any
 from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.engine.protocol import Output
-from atom.serve.engine.replica import MOST_FAILURES, POLL_SECONDS, Replica
+from atom.serve.engine.replica import MAX_FAILURES, POLL_SECONDS, Replica
 from atom.serve.engine.router import Load, Router, Sent
 from atom.serve.engine.stream import RequestStream
 
@@ -132,7 +132,7 @@ class Replicas:
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter in all engines, or in none. RequestError where that fails."""
         async with self._updating:
-            serving = self._find_serving()
+            serving = self._find_all_serving()
             done = await asyncio.gather(*(each.load_adapter(name, path) for each in serving), return_exceptions=True)
             faults = [each for each in done if each is not None]
             if faults:
@@ -144,18 +144,22 @@ class Replicas:
     async def unload_adapter(self, name: str) -> None:
         """Drop a LoRA adapter in all engines; requests that have it go on. RequestError where that fails."""
         async with self._updating:
-            serving = self._find_serving()
+            serving = self._find_all_serving()
             self._set_adapters({each: path for each, path in self.adapters.items() if each != name})
             await asyncio.gather(*(each.unload_adapter(name) for each in serving))
 
-    def _find_serving(self) -> list[EngineClient]:
-        """The engines that serve. EngineDeadError where there is none, or one is loading and would miss a change."""
-        if loading := next((each.name for each in self if each.client.state is EngineState.LOADING), None):
-            raise EngineDeadError(f"{loading} is loading; try again once it serves")
-        serving = [each.client for each in self if each.client.state is EngineState.READY]
+    def _find_serving(self) -> list[Replica]:
+        """The replicas that serve. EngineDeadError where there is none."""
+        serving = [each for each in self if each.client.state is EngineState.READY]
         if not serving:
             raise EngineDeadError(f"the engine is {self.state}")
         return serving
+
+    def _find_all_serving(self) -> list[EngineClient]:
+        """The clients of those that serve. EngineDeadError also where one is loading, which would miss a change."""
+        if loading := next((each.name for each in self if each.client.state is EngineState.LOADING), None):
+            raise EngineDeadError(f"{loading} is loading; try again once it serves")
+        return [each.client for each in self._find_serving()]
 
     def _set_adapters(self, adapters: dict[str, str]) -> None:
         self.adapters = adapters
@@ -164,10 +168,8 @@ class Replicas:
 
     async def profile(self, *, starts: bool) -> list[str]:
         """Start or stop the profiler of all that serve; the paths of the traces. RequestError where that fails."""
-        serving = [each.client for each in self if each.client.state is EngineState.READY]
-        if not serving:
-            raise EngineDeadError(f"the engine is {self.state}")
-        done = await asyncio.gather(*(each.profile(starts=starts) for each in serving), return_exceptions=True)
+        profiling = (each.client.profile(starts=starts) for each in self._find_serving())
+        done = await asyncio.gather(*profiling, return_exceptions=True)
         traces = [each for each in done if isinstance(each, str)]
         for fault in (each for each in done if isinstance(each, BaseException)):
             if starts or not traces:  # one that was started since then has no trace to stop
@@ -176,15 +178,15 @@ class Replicas:
 
     async def sleep(self, level: int, mode: str) -> None:
         """Have all engines give up their memory. RequestError where one cannot."""
-        await asyncio.gather(*(each.sleep(level, mode) for each in self._find_serving()))
+        await asyncio.gather(*(each.sleep(level, mode) for each in self._find_all_serving()))
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Have all engines take it again, or a part of it. RequestError where there is too little."""
-        await asyncio.gather(*(each.wake_up(tags) for each in self._find_serving()))
+        await asyncio.gather(*(each.wake_up(tags) for each in self._find_all_serving()))
 
     async def reset_prefix_cache(self) -> None:
         """Have all engines forget the KV of all prompts."""
-        await asyncio.gather(*(each.reset_prefix_cache() for each in self._find_serving()))
+        await asyncio.gather(*(each.reset_prefix_cache() for each in self._find_all_serving()))
 
     @property
     def is_sleeping(self) -> bool:
@@ -227,9 +229,7 @@ class Replicas:
 
     def _find_loads(self, num_sequences: int, tenant: str) -> dict[int, Load]:
         """The loads of replicas that serve; of those with room in the queue, where one has. EngineDeadError if none."""
-        serving = [each for each in self if each.client.state is EngineState.READY]
-        if not serving:
-            raise EngineDeadError(f"the engine is {self.state}")
+        serving = self._find_serving()
         roomy = [each for each in serving if each.client.has_room(num_sequences, tenant)]
         return {each.number: each.load for each in roomy or serving}
 
@@ -243,7 +243,7 @@ class Replicas:
             self._router.forget(replica.number)
             fields = {"fields": {"reason": replica.client.reason, "exit": await replica.end_dead()}}
             if replica.has_failed:
-                what = f"{replica.name} has not come to serve in {MOST_FAILURES} starts in a row, and stays dead"
+                what = f"{replica.name} has not come to serve in {MAX_FAILURES} starts in a row, and stays dead"
                 LOG.error("%s; the others serve", what, extra=fields)
                 return
             LOG.error("%s is dead; it is started again in %g s", replica.name, replica.pause, extra=fields)

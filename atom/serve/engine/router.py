@@ -13,7 +13,7 @@ it was sent and what it answered, in blocks as the engine has them. A finished r
 really gave: where that is less, the replica has evicted it, and all that it used before then too. (SGLang's router has
 the same policy, over a tree of text.)
 
-Pure policy: no clock, no I/O. Memory is bounded: at most `most_blocks` hashes a replica, and no more than its KV has.
+Pure policy: no clock, no I/O. Memory is bounded: at most `MAX_BLOCKS` hashes a replica, and no more than its KV has.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from atom.runtime.prefix_cache import chain_hash, pack
 
-MOST_BLOCKS = 1 << 17  # hashes kept for a replica, some 20 MB: 2 million tokens
-MOST_AHEAD = 32  # sequences more than the least loaded replica has, up to which load is even
-MOST_TIMES = 1.5  # or as many times its number
+MAX_BLOCKS = 1 << 17  # hashes kept for a replica, some 20 MB: 2 million tokens
+MAX_AHEAD = 32  # sequences more than the least loaded replica has, up to which load is even
+MAX_RATIO = 1.5  # of a replica's sequences to those of the least loaded one, likewise
 
 Chain = list[int]  # hashes of a prompt's full blocks, each with all before it
 
@@ -72,7 +72,7 @@ class Router:
 
     def resize(self, replica: int, num_blocks: int) -> None:
         """Set the number of KV blocks of a replica."""
-        self._cached[replica].resize(min(num_blocks, MOST_BLOCKS))
+        self._cached[replica].resize(min(num_blocks, MAX_BLOCKS))
 
     def forget(self, replica: int) -> None:
         """Forget a replica's cache, which has ended with it."""
@@ -180,4 +180,4 @@ class CachedBlocks:
 def is_even(load: Load, least: Load) -> bool:
     """Whether a load is not much more than the least one."""
     num, fewest = load.num_sequences, least.num_sequences
-    return num - fewest <= MOST_AHEAD or num <= MOST_TIMES * fewest
+    return num - fewest <= MAX_AHEAD or num <= MAX_RATIO * fewest

@@ -18,7 +18,7 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
 from atom.serve.errors import FieldError
 from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
-from atom.serve.openai.params import check_tokens, sampling_params
+from atom.serve.openai.params import check_tokens, sampling_params, split_inputs
 from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import CompletionRequest
 from atom.serve.response import Answering, Choice, EngineRequest
@@ -42,7 +42,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
     def make_request(self) -> EngineRequest:
         context, body = self.context, self.body
         params = sampling_params(body, context.config, **self._echo_params())
-        inputs = self._inputs()
+        inputs = split_inputs("prompt", body.prompt, context.config)
         num_bytes, most = len(inputs) * len(msgpack.encode(params)), context.config.serve.http.max_body
         if num_bytes > most and len(inputs) > 1:
             fault = f"the stop strings, biases, schema or grammar of {len(inputs)} prompts are {num_bytes} bytes in all"
@@ -52,16 +52,6 @@ class Completion(OpenAIResponder[CompletionRequest]):
         self._first_tokens = [prompt[0] for prompt in prompts]
         self._echoes = [self._echo(*each) if body.echo else "" for each in zip(inputs, prompts, strict=True)]
         return self.engine_request(prompts, [fitted for _, fitted in fits])
-
-    def _inputs(self) -> list[str | list[int]]:
-        """The prompts of the body: texts or lists of token ids."""
-        prompt: Any = self.body.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]
-        limit = self.context.config.serve.http.max_queue
-        if not prompt or len(prompt) > limit:
-            raise FieldError("prompt", f"{len(prompt)} prompts in one request; it takes 1 to {limit}")
-        return list(prompt)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

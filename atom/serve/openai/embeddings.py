@@ -19,7 +19,7 @@ from atom.serve.bodies import body_route
 from atom.serve.context import CUT_TOKENS, Context
 from atom.serve.errors import FieldError
 from atom.serve.ids import new_id
-from atom.serve.openai.params import check_tokens, request_options
+from atom.serve.openai.params import check_tokens, request_options, split_inputs
 from atom.serve.openai.schema import EmbeddingRequest
 from atom.serve.response import Choice, EngineRequest, Responder
 
@@ -54,7 +54,7 @@ class Embeddings(Responder):
             raise FieldError("dimensions", fault)
         if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
             raise FieldError("use_activation", "normalize and use_activation are one thing; give one of them")
-        prompts = [self._fit(each) for each in self._inputs()]
+        prompts = [self._fit(each) for each in split_inputs("input", body.input, config)]
         params = SamplingParams(max_tokens=1, temperature=0)
         options = request_options(body, self._pooler.pooling_type)
         return EngineRequest(prompts, [params] * len(prompts), body.user, options)
@@ -75,16 +75,6 @@ class Embeddings(Responder):
         if body.encoding_format == "base64":
             return b64encode(vector.astype("<f4").tobytes()).decode()
         return list(vector.tolist())
-
-    def _inputs(self) -> list[str | list[int]]:
-        """The inputs of the body: texts or lists of token ids."""
-        given: Any = self._body.input
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return [given]
-        limit = self.context.config.serve.http.max_queue
-        if not given or len(given) > limit:
-            raise FieldError("input", f"{len(given)} inputs in one request; it takes 1 to {limit}")
-        return list(given)
 
     def _fit(self, given: str | list[int]) -> list[int]:
         """The tokens of an input, cut where the body says so. FieldError where they are too many, or none."""

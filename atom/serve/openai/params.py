@@ -161,6 +161,16 @@ def check_limits(values: dict[str, Any], body: Generation, config: Config) -> No
         raise FieldError("stream_options", "stream_options is for stream=true")
 
 
+def split_inputs(field: str, given: Any, config: Config) -> list[str | list[int]]:
+    """The texts or lists of token ids of a field that takes one or several. FieldError for none or too many."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    limit = config.serve.http.max_queue
+    if not given or len(given) > limit:
+        raise FieldError(field, f"{len(given)} {field}s in one request; it takes 1 to {limit}")
+    return list(given)
+
+
 def check_tokens(field: str, tokens: Iterable[int], config: Config) -> None:
     vocab = config.model.vocab
     if wrong := next((token for token in tokens if not 0 <= token < vocab), None):

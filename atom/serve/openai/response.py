@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import json
 
+from atom.runtime.types import openai_reason
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.ids import new_id
@@ -17,7 +18,6 @@ from atom.serve.openai.schema import Generation
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 from atom.serve.sse import DONE, event
 
-FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's reason -> OpenAI's
 Body = TypeVar("Body", bound=Generation)
 
 
@@ -76,7 +76,4 @@ class OpenAIResponder(Responder, Generic[Body]):
 
 def finish_reason(choice: Choice) -> str | None:
     """Why an answer ended, in OpenAI's words; None while it goes on."""
-    if choice.finish is None:
-        return None
-    reason = choice.finish.reason
-    return "stop" if reason.startswith("stop_") else FINISH_REASONS.get(reason, reason)
+    return None if choice.finish is None else openai_reason(choice.finish.reason)

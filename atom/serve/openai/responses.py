@@ -44,7 +44,6 @@ from atom.serve.openai.schema import (
     ToolCallMessage,
 )
 from atom.serve.openai.schema import FunctionCall as ChatCall
-from atom.serve.output.output_parser import Delta
 from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
@@ -99,10 +98,9 @@ class ResponsesResponder(Responder):
             yield self._items.event(name, response=self._response("in_progress", []))
 
     def delta(self, choice: Choice, output: Output) -> bytes:
-        text, self._finish = output.text or "", output.finish
-        if self._parser is None:
-            return self._items.push(Delta(text, "", []))
-        return self._items.push(self._talk.next(self._parser, text, is_last=output.finish is not None))
+        self._finish = output.finish
+        delta = self._talk.next(self._parser, output.text or "", is_last=output.finish is not None)
+        return self._items.push(delta)
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
         assert self._finish is not None, "it is done"

@@ -51,6 +51,17 @@ Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most
 LABEL = "a label: the answer does not depend on it"
 HINT = "a hint: the answer does not depend on it"
 
+# fields of generation and embedding requests
+ModelName = Annotated[str | None, Field(description="one of the served names; the first is meant where there is none")]
+RequestId = Annotated[
+    str | None, Field(max_length=128, pattern=r"^[!-~]+$", description="the answer's id, behind its prefix")
+]
+CacheSalt = Annotated[
+    str | None, Field(min_length=1, max_length=1024, description="shares cached prefixes only with its equals")
+]
+Priority = Annotated[Int32 | None, Field(description="lower ones go first")]
+User = Annotated[str | None, Field(max_length=1024, description="goes to the log")]
+
 
 def plain_json(value: Any) -> Any:
     if fault := find_fault(value):
@@ -153,7 +164,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """How an answer is sampled and scheduled: the fields that chats, completions and responses share."""
 
-    model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
+    model: ModelName = None
     temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 or -1: all")
@@ -172,14 +183,10 @@ class Sampling(Body):
     logit_bias: Biases | None = None
     allowed_token_ids: List[TokenId] | None = Field(None, min_length=1, description="the only tokens of an answer")
     bad_words: List[Stop] | None = Field(None, max_length=MAX_TOKENS, description="texts that an answer may not have")
-    request_id: str | None = Field(
-        None, max_length=128, pattern=r"^[!-~]+$", description="the answer's id, behind its prefix"
-    )
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"
-    )
-    priority: Int32 | None = Field(None, description="lower ones go first")
-    user: str | None = Field(None, max_length=1024, description="goes to the log")
+    request_id: RequestId = None
+    cache_salt: CacheSalt = None
+    priority: Priority = None
+    user: User = None
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -302,7 +309,7 @@ class ChatRequest(Generation):
 
 
 class EmbeddingRequest(Body):
-    model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
+    model: ModelName = None
     input: Text | List[Text] | List[TokenId] | List[List[TokenId]] = Field(
         description="a text or token ids, or several of these; where a text spells a special token, it is that token"
     )
@@ -314,14 +321,10 @@ class EmbeddingRequest(Body):
         None, ge=-1, lt=1 << 31, description="the first tokens of an input that count; -1: as many as the server takes"
     )
     add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
-    request_id: str | None = Field(
-        None, max_length=128, pattern=r"^[!-~]+$", description="the answer's id, behind its prefix"
-    )
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"
-    )
-    priority: Int32 | None = Field(None, description="lower ones go first")
-    user: str | None = Field(None, max_length=1024, description="goes to the log")
+    request_id: RequestId = None
+    cache_salt: CacheSalt = None
+    priority: Priority = None
+    user: User = None
 
 
 class TokenizeRequest(Body):

@@ -190,8 +190,10 @@ class Talk:
         answer = gather([parser.push(text), parser.finish()])
         return answer._replace(has_whole_calls=parser.has_whole_calls)
 
-    def next(self, parser: OutputParser, text: str, *, is_last: bool) -> Delta:
-        """Parse the next text; the new part of the answer."""
+    def next(self, parser: OutputParser | None, text: str, *, is_last: bool) -> Delta:
+        """Parse the next text; the new part of the answer. parser: None where all of it is content"""
+        if parser is None:
+            return Delta(text, "", [])
         delta = parser.push(text)
         if is_last:
             rest = parser.finish()

@@ -55,7 +55,7 @@ def play(
     """Run a test on two replicas whose starts go as the script has it; when each was started, in pauses."""
     monkeypatch.setattr(replicas, "Replica", Played)
     monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(replica, "MOST_PAUSE_SECONDS", 0.4)
+    monkeypatch.setattr(replica, "MAX_PAUSE_SECONDS", 0.4)
     clock: list[tuple[float, int]] = []
     monkeypatch.setattr(Played, "script", script, raising=False)
     monkeypatch.setattr(Played, "clock", clock, raising=False)

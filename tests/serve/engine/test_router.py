@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.serve.engine.router import MOST_AHEAD, CachedBlocks, Load, Router, Sent, is_even
+from atom.serve.engine.router import MAX_AHEAD, CachedBlocks, Load, Router, Sent, is_even
 
 IDLE = {0: Load(0, 0), 1: Load(0, 0)}
 A, B = list(range(100, 113)), list(range(200, 213))  # 13 tokens: three blocks and one that is never cached
@@ -86,8 +86,8 @@ def test_load_is_even_up_to_32_sequences_or_half_as_many_more(
 def test_a_replica_that_is_far_ahead_gets_no_more_for_its_cache():
     router = make()
     send(router, 1, A)
-    assert choose(router, A, loads={0: Load(0, 0), 1: Load(0, MOST_AHEAD)}) == 1
-    assert choose(router, A, loads={0: Load(0, 0), 1: Load(0, MOST_AHEAD + 1)}) == 0
+    assert choose(router, A, loads={0: Load(0, 0), 1: Load(0, MAX_AHEAD)}) == 1
+    assert choose(router, A, loads={0: Load(0, 0), 1: Load(0, MAX_AHEAD + 1)}) == 0
 
 
 def test_where_two_have_a_prompt_the_less_loaded_gets_it():

@@ -53,8 +53,8 @@ def open_runner(
     """
     is_cpu, clock = config.device == "cpu", clock or PhaseClock()
     kinds_of = kinds_of or [cache_kinds(compiled.graph)]
-    bindings = Bindings(tensors, compiled.code, communicator=communicator)
     with nullcontext() if is_cpu else memory.no_memory_at_start(config.serve):
+        bindings = Bindings(tensors, compiled.code, communicator=communicator)
         runner = make_runner(compiled, bindings, config, kinds_of, exchange, kv_memory)
         if is_cpu:
             num_blocks = plan_stages(kinds_of, config)

@@ -23,7 +23,7 @@ from atom.benchmarks.benchmark_utils import BenchmarkError, FlagParser, UsageErr
 from atom.measurement.plot import Point, Series, draw_png, write_html
 
 NAME = re.compile(r"(?:(?P<prefix>.*)_)?(?P<key>tp(?P<tp>\d+)_isl(?P<isl>\d+)_osl(?P<osl>\d+)_conc(?P<conc>\d+))")
-DATE = re.compile(r"-\d{8}-\d{6}$")  # at the end of the names that benchmark_serving makes
+DATE = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # at the end of the names that benchmark_serving makes
 UNIT = "output tokens/s (a GPU, where tp is known)"
 COLUMNS = (  # key of a result, title
     ("output_throughput", "output tok/s"),

@@ -10,11 +10,12 @@ for answer in engine.generate(["What is the capital of France?"], SamplingParams
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +24,7 @@ from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
 from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
-from atom.errors import EngineDeadError, RequestError, UnsupportedError
+from atom.errors import EngineDeadError, RequestError, UnsupportedError, one_line
 from atom.measurement.phases import PhaseClock
 from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompts_of, scored_prompts
 from atom.runtime.metrics import EngineStats
@@ -60,6 +61,7 @@ class LLMEngine:
         if config.parallel.rank > 0:
             sys.exit(serve_rank(config))
         self.config = config
+        self._process = os.getpid()
         self._engine = open_engine(config, progress, clock=clock)
         self._ended: list[Sequence] = []  # ended while generate waited for others
 
@@ -162,7 +164,16 @@ class LLMEngine:
         ]
         return self._finish([self._engine.submit(each) for each in prepared])
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLMEngine cannot be pickled or copied; open one in each process, or serve the model")
+
+    def _need_own_process(self) -> None:
+        if self._process != os.getpid():  # its threads are not in the fork: a step would wait for them for ever
+            where = f"the engine belongs to process {self._process}, from which this one was forked"
+            raise EngineDeadError(f"{where}; open one in each process, or serve the model")
+
     def _need_awake(self) -> None:
+        self._need_own_process()
         if self._engine.is_sleeping:
             raise RequestError("the engine sleeps; call wake_up first")
 
@@ -204,15 +215,17 @@ class LLMEngine:
         Without sampling params those of the configuration count, and so does the checkpoint's generation_config.json.
         The callback gets a `RequestOutput` for every token that completes text and one at the end.
         """
+        self._need_own_process()
         prompts = prompts_of(prompt_or_tokens_list)
         params = sampling_params_list
         if params is None:
             params = SamplingParams(**self.config.sampling.values())
-        every: list[Any] = [params] * len(prompts) if isinstance(params, SamplingParams | Mapping) else list(params)
+        is_one = isinstance(params, SamplingParams | Mapping) or not isinstance(params, Iterable)
+        every: list[Any] = [params] * len(prompts) if is_one else list(params)  # type: ignore[arg-type]
         if len(every) != len(prompts):
             raise RequestError(f"{len(every)} sampling params for {len(prompts)} prompts; give one, or one for each")
         if wrong := [one for one in every if not isinstance(one, SamplingParams)]:
-            raise RequestError(f"{wrong[0]!r} is no SamplingParams")
+            raise RequestError(one_line(f"{wrong[0]!r:.200} is no SamplingParams"))
         names, prepared = adapters_of(adapters, len(prompts)), []
         for place, (prompt, one, name) in enumerate(zip(prompts, every, names, strict=True)):
             try:

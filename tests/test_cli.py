@@ -91,6 +91,15 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
             "atom-run: ConfigError: --port as in vLLM: write serve.http.port=80, or start python -m atom.e",
         ),
         (["--seed=3"], "atom-run: ConfigError: --seed as in vLLM: write seed=3, or"),
+        (
+            ["bench", "serve", "--model", "x"],
+            "atom-run: ConfigError: bench serve as in vLLM: start python -m atom.benchmarks.benchmark_serving, with its flags",
+        ),
+        (
+            ["bench", "latency", "--model", "x", "--batch-size", "4", "--input-len=32", "--profile"],
+            "atom-run: ConfigError: --model, --batch-size, --input-len as in vLLM: write job=bench checkpoint=x "
+            "job.num_prompts=4 job.input_len=32; leave out what is not here: --profile",
+        ),
         (["--model", "x"], "atom-run: ConfigError: --model as in vLLM: write checkpoint=x, or"),
         (["--api-key", "sesame"], "atom-run: ConfigError: --api-key as in vLLM: write serve.http.api_keys=…, or"),
         (["serve", "a/b"], "atom-run: ConfigError: 'serve' is not an override; write job=serve checkpoint=a/b"),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gzip
 import json
+import multiprocessing
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -491,6 +495,31 @@ def test_a_pool_of_too_few_blocks_for_the_longest_sequence_is_refused_with_what_
     assert answer["num_tokens_output"] == 20, "which is what they hold"
 
 
+@pytest.mark.parametrize("take", [pickle.dumps, copy.deepcopy])
+def test_an_engine_is_neither_pickled_nor_copied(open_engine: Open, take: Callable[[Any], object]):
+    with pytest.raises(TypeError, match="open one in each process, or serve the model"):
+        take(open_engine("llama"))
+
+
+def test_a_fork_of_the_engines_process_is_told_that_it_cannot_use_it(open_engine: Open):
+    engine = open_engine("llama")
+    told = multiprocessing.get_context("fork").Queue()
+
+    def use_it() -> None:
+        try:
+            engine.generate([[1]], GREEDY)
+        except EngineDeadError as error:
+            told.put(str(error))
+
+    child = multiprocessing.get_context("fork").Process(target=use_it)
+    child.start()
+    try:
+        assert told.get(timeout=60).startswith(f"the engine belongs to process {os.getpid()}, from which this one was")
+    finally:
+        child.kill()
+        child.join()
+
+
 def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
     engine = open_engine("llama")
     with pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list"):
@@ -515,6 +544,10 @@ def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
         engine.generate([[1]], SamplingParams(stop_strings=["x"]))
     with pytest.raises(RequestError, match="is no SamplingParams"):
         engine.generate([[1]], [None])
+    with pytest.raises(RequestError, match=r"GenerationConfig .* is no SamplingParams"):
+        engine.generate([[1]], transformers.GenerationConfig(max_new_tokens=4))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="give the input_ids alone"):
+        engine.generate({"input_ids": [1], "attention_mask": [1]})
     with pytest.raises(ConfigError, match="are the same option"):
         LLMEngine(block_size=8, kv_cache_block_size=4)
     assert engine.generate([], GREEDY) == []

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS
@@ -35,19 +36,31 @@ DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generat
 RAMP_UP = ("ramp_up_start_rps", "ramp_up_end_rps")
 
 
-class RefuseEndpointType(argparse.Action):
-    """An older name of --backend in vLLM."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, **options | {"default": argparse.SUPPRESS})
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        raise UsageError(f"--endpoint-type is called --backend: write --backend {values}")
+OF_VLLM = {  # flags that `vllm bench serve` has -> what to do instead
+    "--append-result": "each run writes a file of its own, and atom.benchmarks.compare reads folders of them",
+    "--custom-skip-chat-template": "leave it out: prompts are put into a template only with --use-chat-template",
+    "--disable-shuffle": "prompts of a file are always shuffled, by --seed",
+    "--endpoint-type": "this is --backend",
+    "--header": "only a bearer token is sent, OPENAI_API_KEY of the environment",
+    "--input-len": "write --random-input-len or --sonnet-input-len",
+    "--insecure": "certificates are checked; SSL_CERT_FILE of the environment names your own",
+    "--logprobs": """write --extra-body '{"logprobs": N}'""",
+    "--lora-modules": "write the adapter's name as --served-model-name",
+    "--no-oversample": "leave it out: no prompt of a file is sent twice",
+    "--output-len": "write --random-output-len, --sonnet-output-len, --sharegpt-output-len or --custom-output-len",
+    "--plot-dataset-stats": "there is no such plot; --save-detailed keeps the lengths of each request",
+    "--plot-timeline": "there is no such plot; --save-detailed keeps the times of each request",
+    "--random-batch-size": "a request has one prompt; embeddings are not measured",
+    "--skip-chat-template": "leave it out: prompts are put into a template only with --use-chat-template",
+    "--skip-tokenizer-init": "leave it out: where no tokenizer is found, random prompts are sent as token ids",
+    "--tokenizer-mode": "leave it out: tokenizers are read by transformers",
+    "--use-beam-search": "answers of beam search are not streamed",
+}
 
 
 def make_parser() -> FlagParser:
     description = "Sends requests to a server and reports how fast it answers."
-    parser = FlagParser("benchmark_serving", description, usage="[--model MODEL] [flags]")
+    parser = FlagParser("benchmark_serving", description, usage="[--model MODEL] [flags]", elsewhere=OF_VLLM)
     add = parser.add_argument
     add("--backend", default="vllm", choices=sorted(ASYNC_REQUEST_FUNCS), help="the protocol that the server speaks")
     add("--model", help="its name, and where its tokenizer is, unless others are given; by default the server's first")
@@ -68,7 +81,6 @@ def make_parser() -> FlagParser:
     add("--num-warmups", type=count_int, default=1, help="requests before those that count")
     add("--ready-check-timeout-sec", type=count_int, default=0, help="seconds to wait for the server to answer")
     add("--request-id-prefix", help="send x-request-id: this text and the request's number, from 0")
-    add("--endpoint-type", action=RefuseEndpointType, help=argparse.SUPPRESS)
     add("--ignore-eos", action="store_true", help="ask for answers of full length")
     add("--seed", type=count_int, default=0, help="of prompts, lengths and arrivals")
     add("--profile", action="store_true", help="POST /start_profile before and /stop_profile after")
@@ -145,6 +157,8 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise UsageError(f"--percentile-metrics: there is no {unknown}; there are {', '.join(METRICS)}")
     if not args.base_url.startswith(("http://", "https://")):
         raise UsageError(f"--base-url {args.base_url}: write http://host:port")
+    if args.base_url.endswith("/v1") and args.endpoint.startswith("/v1/"):
+        raise UsageError(f"--base-url {args.base_url}: leave /v1 out, which is in --endpoint {args.endpoint}")
     if not args.endpoint.startswith("/"):
         raise UsageError(f"--endpoint {args.endpoint}: write a path, as in /v1/completions")
     ending = ENDINGS.get(args.backend, "/completions")
@@ -159,12 +173,18 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     if args.backend == "deepspeed-mii" and args.goodput.keys() & {"ttft", "tpot"}:
         raise UsageError("--goodput: deepspeed-mii answers in one piece, only e2el is known")
     if not 0 < args.random_range_ratio <= 1:
-        raise UsageError(f"--random-range-ratio {args.random_range_ratio}: it is greater than 0 and at most 1")
+        raise UsageError(
+            f"--random-range-ratio {args.random_range_ratio:g}: it is greater than 0 and at most 1, and lengths are "
+            "uniform from this share of them up to them; vLLM's 0, all lengths equal, is 1 here"
+        )
     if math.isinf(args.burstiness):
         raise UsageError("--burstiness inf: give a number")
     if args.dataset_name not in SYNTHETIC and not args.dataset_path:
         needless = " and ".join(SYNTHETIC)
         raise UsageError(f"--dataset-name {args.dataset_name} needs --dataset-path; {needless} need no file")
+    if args.dataset_name not in (*SYNTHETIC, "hf") and not Path(args.dataset_path).is_file():
+        is_read = f"{args.dataset_name} is read from one on this disk"
+        raise UsageError(f"--dataset-path {args.dataset_path}: no such file; {is_read}")
     num_prefixes = args.prefix_repetition_num_prefixes
     if args.dataset_name == "prefix_repetition" and num_prefixes > args.num_prompts:
         raise UsageError(f"--prefix-repetition-num-prefixes {num_prefixes}: there are only {args.num_prompts} prompts")

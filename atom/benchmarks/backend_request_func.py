@@ -173,5 +173,5 @@ async def post(
 
 
 def take_counts(output: RequestFuncOutput, state: protocols.StreamState) -> None:
-    output.output_tokens = state.output_tokens
+    output.output_tokens, output.cached_tokens = state.output_tokens, state.cached_tokens
     output.prompt_len = state.prompt_tokens or output.prompt_len

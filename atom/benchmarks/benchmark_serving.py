@@ -9,8 +9,10 @@ The table goes to stdout, everything else to stderr. Exit code 1 where no reques
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,12 +56,14 @@ def run(args: argparse.Namespace) -> int:
         args = with_served_model(args)
     tokenizer = find_tokenizer(args)
     requests = make_inputs(args, sample_requests(args, tokenizer))
-    say(describe_traffic(args, len(requests)))
-    measured = run_loop(measure(args, requests))
+    warmups = make_warmups(args, tokenizer, requests)
+    say(describe_traffic(args, requests))
+    measured = run_loop(measure(args, requests, warmups))
     count = (lambda text: len(tokenizer.encode(text, add_special_tokens=False))) if tokenizer else None
     report_failures(measured.outputs)
     finish_outputs(measured.outputs, count)
     report_lengths(args, requests, measured.outputs)
+    report_cached(args, measured.outputs)
     percentiles = sorted({*args.metric_percentiles, ALWAYS})
     metrics = calculate_metrics(measured.outputs, measured.seconds, percentiles, args.goodput)
     print(format_table(metrics, args.percentile_metrics, args.metric_percentiles))
@@ -107,8 +111,6 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> li
         conversations = datasets.read_hf(args.dataset_path, **names)
         return datasets.sample_sharegpt(rng, form, args.num_prompts, conversations, output_len=args.hf_output_len)
     path = Path(args.dataset_path)
-    if not path.is_file():
-        raise UsageError(f"--dataset-path {path}: no such file; {args.dataset_name} is read from one on this disk")
     if args.dataset_name == "burstgpt":
         return datasets.sample_burstgpt(rng, form, args.num_prompts, path)
     if args.dataset_name == "custom":
@@ -153,7 +155,28 @@ def make_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> l
     ]
 
 
-def describe_traffic(args: argparse.Namespace, num: int) -> str:
+def make_warmups(
+    args: argparse.Namespace, tokenizer: Tokenizer | None, requests: Sequence[RequestFuncInput]
+) -> list[RequestFuncInput]:
+    """Make what is sent before the requests that count, one at least: other synthetic prompts, or a file's first one.
+
+    A server keeps them in its prefix cache, so that a prompt that was sent before would be measured as a faster one.
+    """
+    num = max(1, args.num_warmups)
+    if args.dataset_name not in SYNTHETIC:
+        return [replace(requests[0], id="")] * num
+    changes = {
+        "num_prompts": num,
+        "prefix_repetition_num_prefixes": min(num, args.prefix_repetition_num_prefixes),
+        "request_id_prefix": None,
+        "seed": [args.seed, 1],
+    }
+    own = argparse.Namespace(**{**vars(args), **changes})
+    made = make_inputs(own, sample_requests(own, tokenizer))
+    return [made[at % len(made)] for at in range(num)]
+
+
+def describe_traffic(args: argparse.Namespace, requests: Sequence[RequestFuncInput]) -> str:
     limit = f", at most {args.max_concurrency} under way" if args.max_concurrency else ""
     burst = f" a second (burstiness {args.burstiness:g})"
     if args.ramp_up_strategy:
@@ -161,7 +184,15 @@ def describe_traffic(args: argparse.Namespace, num: int) -> str:
         rate = f"{args.ramp_up_strategy} from {growth}{burst}"
     else:
         rate = "all at once" if args.request_rate == float("inf") else f"{args.request_rate:g} requests{burst}"
-    return f"{num} requests to {args.base_url}{args.endpoint}: {rate}{limit}"
+    prompts = describe_range([each.prompt_len for each in requests])
+    answers = describe_range([each.output_len for each in requests])
+    lengths = f"prompts of {prompts} tokens, answers of {answers}"
+    return f"{len(requests)} requests to {args.base_url}{args.endpoint}: {rate}{limit}; {lengths}"
+
+
+def describe_range(lengths: Sequence[int]) -> str:
+    low, high = min(lengths), max(lengths)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def report_failures(outputs: Sequence[RequestFuncOutput]) -> None:
@@ -188,6 +219,14 @@ def report_lengths(
     if answers and args.ignore_eos:
         asked_len, num = answers[0]
         say(f"{len(answers)} of {len(answered)} answers have another length than asked for: {num}, not {asked_len}")
+
+
+def report_cached(args: argparse.Namespace, outputs: Sequence[RequestFuncOutput]) -> None:
+    """Report what the server did not compute: latencies of cached prompts are no others' measure."""
+    cached, asked = sum(each.cached_tokens for each in outputs), sum(each.prompt_len for each in outputs)
+    if cached:
+        again = "; prompts of an earlier run are new with another --seed" if args.dataset_name == "random" else ""
+        say(f"{cached} of {asked} prompt tokens came from the server's prefix cache{again}")
 
 
 def make_result(
@@ -217,6 +256,7 @@ def make_result(
         "hardware": measured.hardware,
         "hardware_of": measured.hardware_of,
         **flatten_metrics(metrics),
+        "total_cached_tokens": sum(each.cached_tokens for each in measured.outputs),
     }
     return result | (detail(measured.outputs) if args.save_detailed else {})
 
@@ -237,13 +277,21 @@ def save(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
     rate = f"{args.request_rate:g}qps"
     if args.ramp_up_strategy:
         rate = f"ramp-up-{args.ramp_up_strategy}-{args.ramp_up_start_rps:g}qps-{args.ramp_up_end_rps:g}qps"
-    name = args.result_filename or f"{args.label or args.backend}-{rate}{limit}-{model}-{result['date']}.json"
-    path = Path(args.result_dir or ".") / name
+    stem = f"{args.label or args.backend}-{rate}{limit}-{model}-{result['date']}"
+    folder = Path(args.result_dir or ".")
+    path = folder / args.result_filename if args.result_filename else find_free_path(folder, stem)
     write_json(path, result)
     say(f"wrote {path}")
     names = [name for name, value in result.items() if name.endswith(("_ms", "_throughput")) and value is not None]
     if records := convert_to_pytorch_benchmark_format(args, {name: [result[name]] for name in names}, args.metadata):
         write_json(path.with_suffix(".pytorch.json"), records)
+
+
+def find_free_path(folder: Path, stem: str) -> Path:
+    """The path of a JSON file that is not there yet: runs that end in the same second keep their own."""
+    numbered = (f"{stem}-{number}" for number in itertools.count(2))
+    paths = (folder / f"{name}.json" for name in itertools.chain([stem], numbered))
+    return next(path for path in paths if not path.exists())
 
 
 if __name__ == "__main__":

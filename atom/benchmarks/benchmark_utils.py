@@ -11,6 +11,7 @@ A mistake in the flags is one line and exit code 2, another foreseen error one l
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -42,17 +43,32 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Flags are written with - or _, never abbreviated, and a mistake raises UsageError."""
+    """Flags are written with - or _, never abbreviated, and a mistake raises UsageError.
 
-    def __init__(self, name: str, description: str, usage: str) -> None:
+    elsewhere: flags of a command that users know, and what to do in place of each
+    """
+
+    def __init__(self, name: str, description: str, usage: str, elsewhere: Mapping[str, str] | None = None) -> None:
         prog = f"python -m atom.benchmarks.{name}"
+        self.elsewhere = elsewhere or {}
         super().__init__(
             prog, f"{prog} {usage}", description, formatter_class=partial(Help, width=110), allow_abbrev=False
         )
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse a command line, by default that of the process."""
-        return self.parse_args([self._spell(each) for each in (sys.argv[1:] if argv is None else argv)])
+        args, unknown = self.parse_known_args([self._spell(each) for each in (sys.argv[1:] if argv is None else argv)])
+        if unknown:
+            self._refuse(unknown)
+        return args
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        flag = unknown[0].partition("=")[0].replace("_", "-")
+        if flag in self.elsewhere:
+            raise UsageError(f"{flag}: {self.elsewhere[flag]}")
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
+        hint = f", did you mean {near[0]}?" if near else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; {self.prog} --help shows what there is")

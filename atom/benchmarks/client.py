@@ -1,6 +1,6 @@
 """The benchmark's client: warm up the server, send the requests, ask its hardware.
 
-    measured = run_loop(measure(args, requests))        # args of read_arguments, requests as RequestFuncInput
+    measured = run_loop(measure(args, requests, warmups))    # args of read_arguments, the others RequestFuncInput
     measured.outputs, measured.seconds, measured.hardware
 
 OPENAI_API_KEY of the environment is sent as the bearer token.
@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
@@ -59,8 +59,10 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
-async def measure(args: argparse.Namespace, requests: Sequence[RequestFuncInput]) -> Measurement:
-    """BenchmarkError where the server does not answer the first request."""
+async def measure(
+    args: argparse.Namespace, requests: Sequence[RequestFuncInput], warmups: Sequence[RequestFuncInput]
+) -> Measurement:
+    """BenchmarkError where the server does not answer a warm-up. warmups: one at least; not all need be sent."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     request_func = ASYNC_REQUEST_FUNCS[args.backend]
@@ -74,11 +76,10 @@ async def measure(args: argparse.Namespace, requests: Sequence[RequestFuncInput]
         async def send(request: RequestFuncInput) -> RequestFuncOutput:
             return await request_func(request, session)
 
-        unnamed = [replace(each, id="") for each in requests[: max(1, args.num_warmups)]]
         if args.ready_check_timeout_sec:
-            await retry(lambda: send_test(unnamed[0], send), args.ready_check_timeout_sec)
+            await retry(lambda: send_test(warmups[0], send), args.ready_check_timeout_sec)
         if args.num_warmups:
-            await warm_up([unnamed[at % len(unnamed)] for at in range(args.num_warmups)], send)
+            await warm_up(warmups[: args.num_warmups], send)
         hardware, hardware_of = await ask_hardware(session, args.base_url)
         troubles: list[str] = []
         async with profiling(session, args.base_url, troubles) if args.profile else contextlib.nullcontext():
@@ -141,6 +142,8 @@ async def ask_model(base_url: str) -> tuple[str, str]:
     url = f"{base_url}/v1/models"
     try:
         async with open_session() as session, session.get(url, timeout=aiohttp.ClientTimeout(total=30)) as response:
+            if response.status != 200:
+                raise ValueError(f"HTTP {response.status}")
             first = (await response.json())["data"][0]
             return str(first["id"]), str(first.get("root") or first["id"])
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -23,7 +23,7 @@ from atom.benchmarks.benchmark_utils import BenchmarkError, FlagParser, UsageErr
 from atom.measurement.plot import Point, Series, draw_png, write_html
 
 NAME = re.compile(r"(?:(?P<prefix>.*)_)?(?P<key>tp(?P<tp>\d+)_isl(?P<isl>\d+)_osl(?P<osl>\d+)_conc(?P<conc>\d+))")
-DATE = re.compile(r"-\d{8}-\d{6}$")  # at the end of the names that benchmark_serving makes
+DATE = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # at the end of the names that benchmark_serving makes
 UNIT = "output tokens/s (a GPU, where tp is known)"
 COLUMNS = (  # key of a result, title
     ("output_throughput", "output tok/s"),
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{args.a} and {args.b} have no result in common: names without prefix and date have to be equal"
         )
-    notes = [note for find_note in (note_failures, note_undrawn, note_hardware) if (note := find_note(a, b, both))]
+    checks = (note_failures, note_cached, note_undrawn, note_hardware)
+    notes = [note for find_note in checks if (note := find_note(a, b, both))]
     rows = make_rows(a, b, both)
     print("\n".join([*format_rows(rows), *notes]))
     for one, other in ((a, b), (b, a)):
@@ -140,6 +141,13 @@ def note_failures(a: Results, b: Results, keys: Sequence[str]) -> str:
     counts = [(f"{each.label} {key}", each.by_key[key].get("failed")) for each in (a, b) for key in keys]
     parts = [f"{num} of {name}" for name, num in counts if num]
     return f"Requests failed, and the numbers leave them out: {', '.join(parts)}." if parts else ""
+
+
+def note_cached(a: Results, b: Results, keys: Sequence[str]) -> str:
+    """A note where a server did not compute all prompts; else an empty text."""
+    counts = [(f"{each.label} {key}", each.by_key[key].get("total_cached_tokens")) for each in (a, b) for key in keys]
+    parts = [f"{num} of {name}" for name, num in counts if num]
+    return f"Prompt tokens that came from a prefix cache: {', '.join(parts)}." if parts else ""
 
 
 def note_undrawn(a: Results, b: Results, keys: Sequence[str]) -> str:

@@ -26,12 +26,18 @@ class ProtocolError(Exception):
 class StreamState:
     prompt_tokens: int | None = None  # as the server counts them
     output_tokens: int | None = None
+    cached_tokens: int = 0  # of the prompt, in the server's prefix cache
     is_ended: bool = False  # whether the server has said so
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Delta(msgspec.Struct):
@@ -155,6 +161,8 @@ def read_mii(body: bytes, state: StreamState) -> str:
 
 def take_usage(usage: Usage, state: StreamState) -> None:
     state.prompt_tokens, state.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        state.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
 
 def check_error(error: Any) -> None:

@@ -36,7 +36,7 @@ def respell(config: Config) -> Config:
     return replace(
         config,
         checkpoint=config.checkpoint and short_name(config.checkpoint),
-        dtype=BY_NAME.get(config.dtype, config.dtype),
+        dtype=BY_NAME.get(config.dtype.removeprefix("torch."), config.dtype),
         model=replace(config.model, mlp=mlp),
         parallel=parallel,
         serve=replace(

@@ -55,6 +55,12 @@ OTHER_FLAGS = {  # of vLLM alone or of several programs, where the field has ano
     "--api-key": "serve.http.api_keys=…",  # which is not shown
 }
 
+BENCH_FLAGS = {  # of `vllm bench latency` and `vllm bench throughput`, where the field has another name
+    "--batch-size": "job.num_prompts={}",
+    "--num-iters-warmup": "job.num_warmups={}",
+    "--output-json": "job.output=json",
+}
+
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. ConfigError for what is no flag, with the field that may be meant."""
@@ -80,6 +86,11 @@ def refuse_others(argv: list[str], own: Container[str]) -> None:
 
     own: the flags of atom-run
     """
+    is_bench = argv[:2] in (["bench", "latency"], ["bench", "throughput"])
+    if argv[:2] == ["bench", "serve"]:
+        raise ConfigError("bench serve as in vLLM: start python -m atom.benchmarks.benchmark_serving, with its flags")
+    if is_bench:
+        argv = argv[:1] + argv[2:]
     found: dict[str, str] = {}
     unknown: list[str] = []
     taken: set[int] = set()
@@ -87,7 +98,8 @@ def refuse_others(argv: list[str], own: Container[str]) -> None:
         match = re.fullmatch(r"(-[a-z]+|--[\w-]+)=?(.*)", text)
         if match is None or (match[1] in own and not is_of_llama_cpp(argv, at)):
             continue
-        write = LLAMA_CPP_FLAGS.get(match[1], OTHER_FLAGS.get(match[1]))
+        tables = [BENCH_FLAGS, OTHER_FLAGS] if is_bench else [LLAMA_CPP_FLAGS, OTHER_FLAGS]
+        write = next((table[match[1]] for table in tables if match[1] in table), None)
         if write is None and (key := find_key(match[1].lstrip("-").replace("-", "_"))):
             write = f"{key}={{}}"
         value = match[2] or next(iter(argv[at + 1 :]), "-")
@@ -106,10 +118,10 @@ def refuse_others(argv: list[str], own: Container[str]) -> None:
     environment = [each for each in meant if each[0].isupper()]
     if environment:
         meant = [*environment, "atom-run", *(each for each in meant if each not in environment)]
-    is_llama_cpp = not found.keys().isdisjoint(LLAMA_CPP_FLAGS)
-    other = "" if is_llama_cpp else ", or start python -m atom.entrypoints.openai_server, which takes them"
+    is_llama_cpp = not is_bench and not found.keys().isdisjoint(LLAMA_CPP_FLAGS)
+    other = "" if is_llama_cpp or is_bench else ", or start python -m atom.entrypoints.openai_server, which takes them"
     instead = f"write {' '.join(meant)}{other}" if meant else "nothing is needed for that"
-    left_out = f"; leave out what is not here: {', '.join(unknown)}" if unknown and is_llama_cpp else ""
+    left_out = f"; leave out what is not here: {', '.join(unknown)}" if unknown and (is_llama_cpp or is_bench) else ""
     raise ConfigError(f"{', '.join(found)} as in {'llama.cpp' if is_llama_cpp else 'vLLM'}: {instead}{left_out}")
 
 

@@ -10,6 +10,8 @@ Latencies are in milliseconds, except in the outputs of requests.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,7 @@ class RequestFuncOutput:
     tpot: float | None = None  # seconds a token after the first, once these are counted; None with fewer than two
     prompt_len: int = 0  # tokens, as the server counts them where it says so
     output_tokens: int | None = None  # as the server counts them; None where it does not say
+    cached_tokens: int = 0  # of the prompt, which the server had in its prefix cache, as it says
     error: str = ""
 
 
@@ -60,6 +63,8 @@ class BenchmarkMetrics:
     request_goodput: float | None  # requests a second that met every objective; None where there is none
     output_throughput: float  # tokens a second
     total_token_throughput: float
+    max_output_tokens_per_s: float  # events of the second that had most of them
+    max_concurrent_requests: int  # requests under way in some part of the second that had most of them
     latencies: dict[str, Latency]  # by the names of METRICS
 
 
@@ -93,6 +98,7 @@ def calculate_metrics(
         "e2el": [output.latency for output in good],
     }
     met = sum(meets(output, goodput) for output in good)
+    most_tokens, most_requests = find_peaks(good)
     return BenchmarkMetrics(
         duration=seconds,
         completed=len(good),
@@ -103,8 +109,26 @@ def calculate_metrics(
         request_goodput=met / seconds if goodput else None,
         output_throughput=generated / seconds,
         total_token_throughput=(inputs + generated) / seconds,
+        max_output_tokens_per_s=most_tokens,
+        max_concurrent_requests=most_requests,
         latencies={name: summarize(values, percentiles) for name, values in samples.items()},
     )
+
+
+def find_peaks(good: Sequence[RequestFuncOutput]) -> tuple[float, int]:
+    """The most events and the most requests of one second, counted from the first start, as vLLM counts them.
+
+    A request counts in every second that it touches, so that there may be more than ever ran at one time.
+    """
+    start = min((output.started for output in good), default=0.0)
+    tokens: Counter[int] = Counter()
+    requests: Counter[int] = Counter()
+    for output in good:
+        sent = output.started - start
+        requests.update(range(int(sent), int(sent + output.latency) + 1))
+        if output.ttft is not None:
+            tokens.update(map(int, itertools.accumulate([sent + output.ttft, *output.itl])))
+    return float(max(tokens.values(), default=0)), max(requests.values(), default=0)
 
 
 def summarize(values: Sequence[float], percentiles: Sequence[float]) -> Latency:
@@ -137,6 +161,8 @@ def flatten_metrics(metrics: BenchmarkMetrics) -> dict[str, Any]:
     result |= {
         "output_throughput": metrics.output_throughput,
         "total_token_throughput": metrics.total_token_throughput,
+        "max_output_tokens_per_s": metrics.max_output_tokens_per_s,
+        "max_concurrent_requests": metrics.max_concurrent_requests,
     }
     for name, latency in metrics.latencies.items():
         result |= {f"mean_{name}_ms": latency.mean, f"median_{name}_ms": latency.median, f"std_{name}_ms": latency.std}
@@ -157,6 +183,8 @@ def format_table(metrics: BenchmarkMetrics, shown: Sequence[str], percentiles: S
     if metrics.request_goodput is not None:
         rows.append(("Request goodput (req/s)", metrics.request_goodput))
     rows.append(("Output token throughput (tok/s)", metrics.output_throughput))
+    rows.append(("Peak output token throughput (tok/s)", metrics.max_output_tokens_per_s))
+    rows.append(("Peak concurrent requests", metrics.max_concurrent_requests))
     rows.append(("Total Token throughput (tok/s)", metrics.total_token_throughput))
     lines = [" Serving Benchmark Result ".center(WIDTH, "="), *map(row, rows)]
     for name in shown:

@@ -94,6 +94,8 @@ def check_order(graph: Graph, checkpoint: Checkpoint) -> None:
 def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Check a model's numbers of layers and experts against the names in a checkpoint's header, before a text of that
     many is written."""
+    if not stored:
+        raise CheckpointError("the checkpoint has no weights; download it again, or take load_dummy=true, random ones")
     names = [name for name in model.weights.values() if "{layer}" in name or "{expert}" in name]
     experts = max((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
     for placeholder, num_stated in (("layer", model.layers), ("expert", experts)):

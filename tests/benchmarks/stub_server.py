@@ -116,7 +116,9 @@ def sse(*values: Any) -> bytes:
     )
 
 
-def completion_events(texts: Sequence[str], *, prompt_tokens: int | None = 3, chat: bool = False) -> list[bytes]:
+def completion_events(
+    texts: Sequence[str], *, prompt_tokens: int | None = 3, cached_tokens: int | None = None, chat: bool = False
+) -> list[bytes]:
     """The events of an OpenAI server: a token each, then the end; with usage unless prompt_tokens is None."""
 
     def choice(text: str, reason: str | None) -> dict[str, Any]:
@@ -128,7 +130,8 @@ def completion_events(texts: Sequence[str], *, prompt_tokens: int | None = 3, ch
         role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
         events.insert(0, sse(role))
     if prompt_tokens is not None:
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(texts)}
+        details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(texts), "prompt_tokens_details": details}
         events.append(sse({"choices": [], "usage": usage}))
     return [*events, sse(b"[DONE]")]
 

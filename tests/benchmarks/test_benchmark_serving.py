@@ -16,7 +16,8 @@ from benchmarks.stub_server import Answer, Asked, Reply, Stub, answering, comple
 from tokenizers import Tokenizer as Reference
 
 from atom.benchmarks import client
-from atom.benchmarks.benchmark_serving import main
+from atom.benchmarks.benchmark_serving import find_free_path, main
+from atom.benchmarks.compare import name_key
 
 SMALL = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "5", "--disable-tqdm"]
 
@@ -77,6 +78,15 @@ def test_lists_of_requests_are_saved_where_they_are_asked_for(tokenizer_folder: 
     assert next((tmp_path / "few").glob("mine-infqps-*.json"))
 
 
+def test_runs_that_end_in_the_same_second_keep_their_own_files(tmp_path: Path):
+    assert find_free_path(tmp_path, "vllm-4qps-m-20261127-120000") == tmp_path / "vllm-4qps-m-20261127-120000.json"
+    (tmp_path / "vllm-4qps-m-20261127-120000.json").touch()
+    (tmp_path / "vllm-4qps-m-20261127-120000-2.json").touch()
+    third = find_free_path(tmp_path, "vllm-4qps-m-20261127-120000")
+    assert third == tmp_path / "vllm-4qps-m-20261127-120000-3.json"
+    assert name_key(third.stem) == "vllm-4qps-m", "compare matches it with those of other days"
+
+
 def test_requests_are_numbered_behind_the_prefix(tmp_path: Path):
     with serving(obeying()) as stub:
         assert main(flags(stub, tmp_path, "--request-id-prefix", "run-7-")) == 0
@@ -128,6 +138,38 @@ def test_prefixes_repeat_and_requests_ramp_up_with_the_fields_given(tokenizer_fo
     assert result["input_lens"] == [50] * 6 and result["extra_body"] == {"temperature": 0.7, "seed": 3}
     assert (result["ramp_up_strategy"], result["ramp_up_start_rps"], result["ramp_up_end_rps"]) == ("linear", 50, 100)
     assert next(tmp_path.glob("vllm-ramp-up-linear-50qps-100qps-*.json"))
+
+
+@pytest.mark.parametrize("data", ["random", "prefix_repetition", "custom"])
+def test_warm_ups_leave_no_synthetic_prompt_in_the_servers_prefix_cache(
+    data: str, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"it was prompt {at}"}) + "\n" for at in range(6)))
+    more = ["--dataset-name", data, "--num-warmups", "4", "--prefix-repetition-prefix-len", "30",
+            "--prefix-repetition-suffix-len", "20", "--prefix-repetition-num-prefixes", "3",
+            "--dataset-path", str(path)]  # fmt: skip
+    with serving(answering(completion_events([" a"] * 5, prompt_tokens=12, cached_tokens=8))) as stub:
+        assert main(flags(stub, tokenizer_folder, *more, "--save-result", "--result-dir", str(tmp_path / "out"))) == 0
+    prompts = [each.json()["prompt"] for each in stub.of("POST")]
+    before, counted = prompts[:4], prompts[4:]
+    assert len(counted) == len(set(counted)) == 6
+    if data == "custom":  # a file may have no more prompts than are counted
+        assert len(set(before)) == 1 and before[0] in counted
+    else:
+        assert not {each[:20] for each in before} & {each[:20] for each in counted}
+    new = {"random": "; prompts of an earlier run are new with another --seed"}.get(data, "")
+    told = capsys.readouterr().err.splitlines()
+    assert f"48 of 72 prompt tokens came from the server's prefix cache{new}" in told
+    assert saved(tmp_path / "out")["total_cached_tokens"] == 48
+
+
+def test_lengths_are_told_before_requests_are_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The ratio is ROCm/ATOM's: from this share of a length up to it. In vLLM it is the share to either side."""
+    with serving(obeying()) as stub:
+        more = ["--num-prompts", "200", "--random-input-len", "10", "--random-range-ratio", "0.8"]
+        assert main(flags(stub, tmp_path, *more)) == 0
+    assert "all at once; prompts of 8 to 10 tokens, answers of 4 to 5" in capsys.readouterr().err
 
 
 def test_a_last_token_without_text_is_timed(tmp_path: Path):
@@ -321,7 +363,7 @@ def test_the_servers_model_is_taken_where_none_is_named(tokenizer_folder: Path, 
         assert all(isinstance(each["prompt"], str) for each in asked)  # ids, where there is no tokenizer
     with serving(answer) as stub:
         assert main(["--base-url", stub.url, "--dataset-name", "random", *SMALL]) == 1
-    assert "/v1/models names no model" in capsys.readouterr().err
+    assert "/v1/models names no model (HTTP 404); is the server up" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atom.benchmarks import benchmark_utils
+from atom.benchmarks import __main__, benchmark_utils
 from atom.benchmarks.benchmark_utils import (
     BenchmarkError,
     UsageError,
@@ -17,6 +17,14 @@ from atom.benchmarks.benchmark_utils import (
     report,
     write_json,
 )
+
+
+def test_the_package_names_its_commands(capsys: pytest.CaptureFixture[str]):
+    assert __main__.main() == 2
+    named = [line.split()[2] for line in capsys.readouterr().err.splitlines()[:-1]]
+    files = Path(__main__.__file__).parent.glob("*.py")
+    commands = [path.stem for path in files if "def main(argv" in path.read_text()]
+    assert sorted(named) == [f"atom.benchmarks.{name}" for name in sorted(commands)]
 
 
 def raising(error: BaseException) -> Any:

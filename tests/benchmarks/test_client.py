@@ -22,19 +22,24 @@ def inputs(url: str, num: int) -> list[RequestFuncInput]:
     return [RequestFuncInput(f"prompt {at}", f"{url}/v1/completions", 2, 3, "m") for at in range(num)]
 
 
+def warmups(url: str) -> list[RequestFuncInput]:
+    return inputs(url, 1)
+
+
 def test_one_request_warms_the_server_up_and_does_not_count():
     with serving(obeying()) as stub:
-        measured = run_loop(measure(arguments(stub.url), inputs(stub.url, 3)))
+        *requests, warmup = inputs(stub.url, 4)
+        measured = run_loop(measure(arguments(stub.url), requests, [warmup]))
     prompts = [each.json()["prompt"] for each in stub.of("POST")]
-    assert prompts[0] == "prompt 0"
+    assert prompts[0] == "prompt 3"
     assert sorted(prompts[1:]) == ["prompt 0", "prompt 1", "prompt 2"]
     assert [each.output_tokens for each in measured.outputs] == [3, 3, 3]
     assert (measured.hardware, measured.hardware_of, measured.trouble) == (describe_machine(), "client", "")
 
 
-def test_more_warm_ups_go_round():
+def test_as_many_warm_ups_are_sent_as_asked_for():
     with serving(obeying()) as stub:
-        run_loop(measure(arguments(stub.url, "--num-warmups", "5"), inputs(stub.url, 2)))
+        run_loop(measure(arguments(stub.url, "--num-warmups", "5"), inputs(stub.url, 2), inputs(stub.url, 6)))
     assert len(stub.of("POST")) == 5 + 2
 
 
@@ -46,7 +51,7 @@ def test_a_failing_warm_up_ends_it_early():
         with pytest.raises(
             BenchmarkError, match=r"a test request to http://.* failed: HTTP 404 .*no model m.*; is the"
         ):
-            run_loop(measure(arguments(stub.url, "--num-warmups", "3"), inputs(stub.url, 5)))
+            run_loop(measure(arguments(stub.url, "--num-warmups", "3"), inputs(stub.url, 5), inputs(stub.url, 3)))
         assert len(stub.of("POST")) == 1
 
 
@@ -62,7 +67,7 @@ def test_as_many_connections_are_open_as_there_are_requests():
         await obeying()(asked, reply)
 
     with serving(answer) as stub:
-        measured = run_loop(measure(arguments(stub.url), inputs(stub.url, num)))
+        measured = run_loop(measure(arguments(stub.url), inputs(stub.url, num), warmups(stub.url)))
     assert all(each.success for each in measured.outputs)
 
 
@@ -72,13 +77,13 @@ def test_the_key_of_the_environment_is_sent(key: str | None, header: str | None,
     if key is not None:
         monkeypatch.setenv("OPENAI_API_KEY", key)
     with serving(obeying()) as stub:
-        run_loop(measure(arguments(stub.url), inputs(stub.url, 1)))
+        run_loop(measure(arguments(stub.url), inputs(stub.url, 1), warmups(stub.url)))
     assert {each.headers.get("authorization") for each in stub.asked} == {header}
 
 
 def test_the_profiler_runs_around_the_requests_that_count():
     with serving(obeying()) as stub:
-        run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2)))
+        run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2), warmups(stub.url)))
     paths = [each.path for each in stub.of("POST")]
     assert paths == ["/v1/completions", "/start_profile", "/v1/completions", "/v1/completions", "/stop_profile"]
 
@@ -93,13 +98,13 @@ def refusing(route: str) -> Answer:
 def test_a_profiler_that_cannot_be_started_ends_it():
     with serving(refusing("/start_profile")) as stub:
         with pytest.raises(BenchmarkError, match=r"--profile: http://.*/start_profile answers HTTP 400: no torch_prof"):
-            run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2)))
+            run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2), warmups(stub.url)))
         assert len(stub.of("POST", "completions")) == 1
 
 
 def test_a_profiler_that_cannot_be_stopped_is_reported_beside_the_results():
     with serving(refusing("/stop_profile")) as stub:
-        measured = run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2)))
+        measured = run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2), warmups(stub.url)))
     assert [each.success for each in measured.outputs] == [True, True]
     assert measured.trouble == f"--profile: {stub.url}/stop_profile answers HTTP 400: no torch_profiler_dir"
 
@@ -115,7 +120,7 @@ def test_a_profiler_that_cannot_be_stopped_is_reported_beside_the_results():
 )
 def test_hardware_is_what_the_server_reports_or_this_machine(version: bytes, hardware: tuple[str, str]):
     with serving(obeying(), version=version) as stub:
-        measured = run_loop(measure(arguments(stub.url), inputs(stub.url, 1)))
+        measured = run_loop(measure(arguments(stub.url), inputs(stub.url, 1), warmups(stub.url)))
     assert (measured.hardware, measured.hardware_of) == hardware
 
 

@@ -113,6 +113,14 @@ def test_other_hardware_is_reported(hardware: str | None, note: str, folders: Pa
     assert note in Page((folders / "compare.html").read_text()).texts
 
 
+def test_cached_prompts_are_reported(folders: Path, capsys: pytest.CaptureFixture[str]):
+    path = folders / "after" / "new_er_tp8_isl1024_osl1024_conc16.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "total_cached_tokens": 192}))
+    main(["before", "after"])
+    note = "Prompt tokens that came from a prefix cache: 192 of after tp8_isl1024_osl1024_conc16."
+    assert note in capsys.readouterr().out.splitlines()
+
+
 def test_failed_requests_are_reported(folders: Path, capsys: pytest.CaptureFixture[str]):
     for folder, prefix, failed in (("before", "old", 3), ("after", "new_er", 0)):
         path = folders / folder / f"{prefix}_tp8_isl1024_osl1024_conc16.json"

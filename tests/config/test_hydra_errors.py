@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import re
+
 from omegaconf.errors import ConfigKeyError
 
 from atom.config import Config
 from atom.config.hydra_errors import explain, unknown_key
+from atom.config.schema_keys import keys
+from atom.config.transformers_words import HINTS
 from atom.errors import ConfigError
+
+
+def test_an_argument_of_transformers_is_answered_with_what_it_is_here():
+    assert str(unknown_key("torch_dtype", Config)) == "torch_dtype as in transformers: write dtype"
+    assert "write sampling.max_tokens" in str(unknown_key("sampling.max_new_tokens", Config))
+    assert not HINTS.keys() & set(keys(Config)), "these are known"
+    fields = re.findall(r"[a-z]+\.[a-z_]+|(?<=write )[a-z]+", " ".join(HINTS.values()))
+    assert set(fields) <= set(keys(Config)) and len(fields) > 10
 
 
 def test_an_unknown_key_is_sought_near_then_everywhere():

@@ -936,7 +936,7 @@ def test_a_checkpoint_may_have_any_name(write: Write, name: str):
 
 
 @pytest.mark.parametrize(
-    ("typed", "dtype"), [("bfloat16", "bf16"), ("half", "fp16"), ("float16", "fp16"), ("float32", "fp32")]
+    ("typed", "dtype"), [("bfloat16", "bf16"), ("half", "fp16"), ("float16", "fp16"), ("torch.float32", "fp32")]
 )
 def test_a_dtype_has_two_spellings(typed: str, dtype: str):
     config = load([f"dtype={typed}", f"serve.kv_cache_dtype={typed}"])

@@ -7,6 +7,7 @@ from generated import check_block
 
 from atom.config.schema import Config
 from atom.config.schema_keys import keys
+from atom.config.transformers_words import FROM_TRANSFORMERS
 from atom.entrypoints.args import ROCM, VLLM, describe
 from atom.entrypoints.openai_server import ServerArgs
 from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED, with_dashes
@@ -42,6 +43,13 @@ def test_the_table_of_llama_cpps_flags_is_that_of_the_parser(request: pytest.Fix
         meant = f"{file}`{write.partition('=')[0] if '{}' in write else write}`" if write else "nothing is needed"
         lines.append(f"| {', '.join(f'`{flag}`' for flag in flags.split())} | {meant} |")
     check_block("from-llama-cpp.md", "flags", "\n".join(lines) + "\n", request)
+
+
+def test_the_table_of_transformers_arguments_is_that_of_the_errors(request: pytest.FixtureRequest):
+    lines = ["| transformers | here |", "|---|---|"]
+    for names, hint in FROM_TRANSFORMERS.items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {hint} |")
+    check_block("from-transformers.md", "arguments", "\n".join(lines) + "\n", request)
 
 
 @pytest.mark.parametrize("write", [write for write in LLAMA_CPP.values() if write])

@@ -86,6 +86,16 @@ def test_what_was_not_measured_has_no_number():
     assert "Mean TTFT (ms):                          -" in format_table(metrics, ["ttft"], [99])
 
 
+def test_peaks_are_those_of_a_second_after_the_first_start():
+    """A request counts in each second that it touches (vllm/benchmarks/serve.py: calculate_metrics)."""
+    two_seconds = RequestFuncOutput("a b c", True, 10.0, latency=1.2, ttft=0.5, itl=[0.6, 0.1])  # at 0.5, 1.1, 1.2 s
+    second = RequestFuncOutput("d", True, 11.0, latency=0.3, ttft=0.3)  # at 1.3 s
+    unstreamed = RequestFuncOutput("e", True, 12.5, latency=0.1)
+    failed = RequestFuncOutput(started=11.0)
+    metrics = calculate_metrics([two_seconds, second, unstreamed, failed], 3.0, [99], {})
+    assert (metrics.max_output_tokens_per_s, metrics.max_concurrent_requests) == (3.0, 2)
+
+
 def test_the_names_of_a_result_file(metrics):
     flat = flatten_metrics(metrics)
     latencies = {
@@ -95,7 +105,8 @@ def test_the_names_of_a_result_file(metrics):
     }
     assert set(flat) - latencies == {
         "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
-        "request_goodput", "output_throughput", "total_token_throughput",
+        "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
+        "max_concurrent_requests",
     }  # fmt: skip
     assert latencies <= set(flat)
     assert "p99.9_itl_ms" in flatten_metrics(calculate_metrics(outputs(), 1.0, [99.9], {}))
@@ -112,6 +123,8 @@ def test_the_table(metrics):
         "Request throughput (req/s):              1.50",
         "Request goodput (req/s):                 0.50",
         "Output token throughput (tok/s):         3.50",
+        "Peak output token throughput (tok/s):    6.00",
+        "Peak concurrent requests:                3",
         "Total Token throughput (tok/s):          18.50",
         "---------------Time to First Token----------------",
         "Mean TTFT (ms):                          200.00",

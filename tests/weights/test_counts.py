@@ -54,6 +54,13 @@ def test_more_than_is_stored_is_refused_before_a_text_is_written(
         LLMEngine(vary(name, **changes), device="cpu")
 
 
+def test_a_folder_without_weights_is_told_apart_from_one_with_too_few(vary: Vary, tmp_path: Path) -> None:
+    folder = vary("llama")
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="the checkpoint has no weights; download it again, or take load_dummy"):
+        LLMEngine(folder, device="cpu")
+
+
 def test_a_gguf_that_states_more_layers_than_it_holds_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -67,7 +74,7 @@ def test_a_gguf_that_states_more_layers_than_it_holds_is_refused(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="has 0 layers, its configuration says 500"):
+    with pytest.raises(CheckpointError, match="the checkpoint has no weights; download it again"):
         LLMEngine(str(path), device="cpu")
 
 

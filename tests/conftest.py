@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import pickle
 import random
@@ -16,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import _pytest.logging
 import numpy
 import pytest
 import torch
+from _pytest.assertion import rewrite
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup, likewise
@@ -27,6 +30,7 @@ torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"  # a tenth of the time that a piece takes
 if not torch.cuda.is_available():
+    torch.manual_seed = torch.default_generator.manual_seed  # torch's own formats the stack for each kind of GPU
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     from triton.runtime import interpreter
 
@@ -61,6 +65,23 @@ if not torch.cuda.is_available():
         return np_dtypes[type.name]
 
     interpreter._get_np_dtype = get_np_dtype_once  # which makes a table of all types each time
+
+
+class RootLogs(_pytest.logging.catching_logs):
+    """Logs of the root and what propagates to it: to attach to all of torch's loggers, six times, took half of a small test."""
+
+    def __enter__(self) -> Any:
+        root = logging.getLogger()
+        self.attached_loggers = [root]
+        root.addHandler(self.handler)
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(root.level, self.level))
+        return self.handler
+
+
+_pytest.logging.catching_logs = RootLogs
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -228,9 +249,22 @@ def one_compiler() -> Iterator[None]:
         yield
 
 
+def rewrite_share(config: pytest.Config) -> None:
+    """Of several processes, each compiles part of a fresh checkout's test modules for all, where each compiled all of them."""
+    worker, num_workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if worker is None or sys.dont_write_bytecode:
+        return
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: num_workers]:
+        cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if not cached.exists() and rewrite.try_makedirs(cached.parent):
+            stat, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, cached)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What modules and tests are made of is no garbage: no collection looks at it, those of closed engines included."""
+    rewrite_share(session.config)
     gc.disable()
     try:
         return (yield)

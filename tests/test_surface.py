@@ -22,6 +22,8 @@ from atom.config.schema_keys import keys
 from atom.jobs.start import JOBS
 from atom.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))

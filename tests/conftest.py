@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -257,8 +258,9 @@ def rewrite_share(config: pytest.Config) -> None:
     for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: num_workers]:
         cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
         if not cached.exists() and rewrite.try_makedirs(cached.parent):
-            stat, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, cached)
+            with contextlib.suppress(SyntaxError):  # its own collection tells
+                stat, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, cached)
 
 
 @pytest.hookimpl(wrapper=True)

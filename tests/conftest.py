@@ -30,6 +30,7 @@ torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"  # a tenth of the time that a piece takes
 if not torch.cuda.is_available():
+    torch.manual_seed = torch.default_generator.manual_seed  # torch's own formats the stack for each kind of GPU
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     from triton.runtime import interpreter
 

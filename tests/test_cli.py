@@ -20,6 +20,8 @@ from atom.config.recipes import read_recipe
 from atom.config.schema_keys import keys
 from atom.errors import EngineDeadError
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[1]
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -22,6 +22,8 @@ from atom.config.schema_keys import keys
 from atom.jobs.start import JOBS
 from atom.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -239,6 +241,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[tuple[ast.AST, bool]]:
+    """What a file is made of, and whether it is in a function."""
+    left: list[tuple[ast.AST, bool]] = [(parsed(path), False)]
+    for node, is_inner in left:
+        below = is_inner or isinstance(node, FUNCTIONS)
+        left += [(child, below) for child in ast.iter_child_nodes(node)]
+    return left
+
+
 def test_the_names_that_atom_exports():
     assert sorted(atom.__all__) == PUBLIC.split()
     assert set(atom.__all__) <= set(dir(atom))
@@ -319,7 +331,7 @@ def test_what_the_sources_import_is_what_they_depend_on():
     names = {
         name.split(".")[0]
         for path in SOURCES
-        for node in ast.walk(parsed(path))
+        for node, _ in nodes_of(path)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or "atom"])
     }
@@ -382,7 +394,7 @@ def unit(module: str, units: set[str]) -> str | None:
 
 def imports(path: Path) -> Iterator[str]:
     """Modules of atom that a file imports anywhere in it, without the leading atom."""
-    for node in ast.walk(parsed(path)):
+    for node, _ in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module == "atom":
             yield from (alias.name for alias in node.names if alias.name not in atom.__all__)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("atom."):
@@ -408,9 +420,7 @@ def test_imports_go_down_only(path: Path):
 def test_only_these_are_imported_in_functions():
     found, importers = set(), set()
     for path in SOURCES:
-        tree = parsed(path)
-        inner = [node for each in ast.walk(tree) if isinstance(each, FUNCTIONS) for node in ast.walk(each)]
-        for node in inner:
+        for node in (node for node, is_inner in nodes_of(path) if is_inner):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -437,7 +447,7 @@ def test_a_module_begins_with_a_short_line_that_says_what_it_does(path: Path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_state_is_global_and_no_data_is_code(path: Path):
-    nodes = list(ast.walk(parsed(path)))
+    nodes = [node for node, _ in nodes_of(path)]
     written = [node.target for node in nodes if isinstance(node, ast.AugAssign)]  # `os.environ |= …` reads nothing
     for node in nodes:
         assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: global"

@@ -93,29 +93,33 @@ def test_labels_and_hints_are_taken_and_change_nothing(client: openai.OpenAI):
         client.chat.completions.create(**TALK, modalities=["text", "audio"])
 
 
-def test_a_cache_key_shares_the_cache_that_a_salt_parts(start_server: Start):
-    server = start_server("serve.enable_prefix_caching=true")
+@pytest.fixture(scope="module")
+def other_client(start_server: Start) -> Iterator[openai.OpenAI]:
+    """Of a server with a prefix cache, a small context and no limit of its own."""
+    server = start_server("serve.enable_prefix_caching=true", "serve.max_model_len=192", "sampling.max_tokens=null")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_cache_key_shares_the_cache_that_a_salt_parts(other_client: openai.OpenAI):
     asked: Any = TALK | {"messages": [{"role": "user", "content": "Hello" * 20}]}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
 
-        def num_cached(**more: Any) -> int:
-            usage = client.chat.completions.create(**asked, **more).usage
-            assert usage is not None and usage.prompt_tokens_details is not None
-            return usage.prompt_tokens_details.cached_tokens or 0
+    def num_cached(**more: Any) -> int:
+        usage = other_client.chat.completions.create(**asked, **more).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
 
-        assert num_cached(prompt_cache_key="a") == 0
-        assert num_cached(prompt_cache_key="b") > 0
-        assert num_cached(prompt_cache_key="b", extra_body={"cache_salt": "a"}) == 0
+    assert num_cached(prompt_cache_key="a") == 0
+    assert num_cached(prompt_cache_key="b") > 0
+    assert num_cached(prompt_cache_key="b", extra_body={"cache_salt": "a"}) == 0
 
 
-def test_without_max_tokens_a_chat_fills_the_context_and_a_completion_has_16(start_server: Start):
-    server = start_server("serve.max_model_len=128", "sampling.max_tokens=null")
+def test_without_max_tokens_a_chat_fills_the_context_and_a_completion_has_16(other_client: openai.OpenAI):
     ongoing: dict[str, Any] = {"model": "talker", "temperature": 0, "extra_body": {"ignore_eos": True}}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        chat = client.chat.completions.create(messages=MESSAGES, **ongoing)
-        completion = client.completions.create(prompt="Hello", **ongoing)
+    chat = other_client.chat.completions.create(messages=MESSAGES, **ongoing)
+    completion = other_client.completions.create(prompt="Hello", **ongoing)
     assert (chat.choices[0].finish_reason, completion.choices[0].finish_reason) == ("length", "length")
-    assert chat.usage is not None and chat.usage.total_tokens == 128
+    assert chat.usage is not None and chat.usage.total_tokens == 192
     assert completion.usage is not None and completion.usage.completion_tokens == 16
 
 

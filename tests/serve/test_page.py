@@ -66,27 +66,50 @@ def browser() -> Iterator[Browser]:
         yield playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
 
 
+def open_page(browser: Browser, **options: Any) -> Page:
+    page = browser.new_context(viewport={"width": 1280, "height": 900}, **options).new_page()
+    page.set_default_timeout(60 * SECONDS)
+    return page
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Page:
+    """For visits without options of their own: a browser takes longer to make another than to show the page."""
+    return open_page(browser)
+
+
 @pytest.fixture
-def visit(browser: Browser) -> Iterator[Open]:
-    """Opens a page. Behind the test it may have asked nobody but the server."""
-    visits: list[tuple[str, Visit]] = []
+def visit(browser: Browser, tab: Page) -> Iterator[Open]:
+    """Opens a page that no test has seen before. Behind the test it may have asked nobody but the server."""
+    visits: list[tuple[str, Visit, dict[Any, Any]]] = []
 
     def open(url: str, *, ready: bool = True, **options: Any) -> Visit:
-        page = browser.new_context(viewport={"width": 1280, "height": 900}, **options).new_page()
-        page.set_default_timeout(60 * SECONDS)
+        page = open_page(browser, **options) if options else tab
         visit = Visit(page, [], [])
-        visits.append((url, visit))
-        page.on("console", lambda message: visit.errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: visit.errors.append(str(error)))
-        page.on("request", lambda request: visit.requests.append((request.method, request.url)))
+        heard: dict[Any, Any] = {
+            "console": lambda message: visit.errors.append(message.text) if message.type == "error" else None,
+            "pageerror": lambda error: visit.errors.append(str(error)),
+            "request": lambda request: visit.requests.append((request.method, request.url)),
+        }
+        visits.append((url, visit, heard))
+        for event, hear in heard.items():
+            page.on(event, hear)
         if ready:
             page.goto(url)
             expect(page.get_by_role("status")).to_have_text("ready")
         return visit
 
     yield open
-    for url, visit in visits:
-        visit.page.context.close()
+    for url, visit, heard in visits:
+        if visit.page is tab:
+            for event, hear in heard.items():
+                tab.remove_listener(event, hear)
+            tab.unroute_all(behavior="ignoreErrors")
+            tab.goto("about:blank")
+            forgotten = {"origin": url, "storageTypes": "all"}
+            tab.context.new_cdp_session(tab).send("Storage.clearDataForOrigin", forgotten)
+        else:
+            visit.page.context.close()
         assert {address for _, address in visit.requests if not address.startswith(url + "/")} == set()
 
 
@@ -368,7 +391,7 @@ def test_a_key_that_is_no_longer_valid_is_reported_and_not_asked_for_each_second
 
 
 def test_with_a_key_as_password_all_works_until_the_server_is_gone(start_server: Start, visit: Open):
-    server = start_server("serve.http.api_keys=sesame")
+    server = start_server("serve.http.api_keys=sesame", stub={})
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(server.url)
     opened = visit(server.url, http_credentials={"username": "me", "password": "sesame"})
@@ -549,7 +572,7 @@ def test_chats_are_kept_listed_exported_and_deleted(server: Server, visit: Open)
     with page.expect_download() as saved:
         chats.get_by_role("button", name="Export all").click()
     assert [each["title"] for each in json.loads(saved.value.path().read_text())] == ["First one", "Second <b>"]
-    page.on("dialog", lambda dialog: dialog.accept())
+    page.once("dialog", lambda dialog: dialog.accept())
     chats.get_by_role("button", name="Delete First one").click()
     expect(page.get_by_role("article")).to_have_count(0)
     page.reload()

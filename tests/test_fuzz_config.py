@@ -95,7 +95,7 @@ def configs(checkpoints: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
     return {name: json.loads((checkpoints(name) / "config.json").read_text()) for name in FAMILIES}
 
 
-fuzz = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+fuzz = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @given(st.data())

@@ -57,7 +57,7 @@ def test_what_may_go_back_over_a_text_is_not(pattern: str) -> None:
 
 
 @given(st.text(st.sampled_from("ab[]()|*+?{},1 \\s.^$"), max_size=12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_an_expression_that_is_called_linear_is_fast_where_slow_ones_take_minutes(pattern: str) -> None:
     if not is_linear_pattern(pattern):
         return

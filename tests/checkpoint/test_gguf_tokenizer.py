@@ -78,7 +78,7 @@ def build(values: dict[str, Any], **options: Any) -> Tokenizer:
 BYTE_LEVEL = build(byte_level_metadata())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts)
 def test_byte_level_text_encodes_as_where_it_was_trained(text: str) -> None:
     ids = BYTE_LEVEL.encode(text)
@@ -126,7 +126,7 @@ def test_an_unknown_pre_tokenizer_is_named_with_the_way_to_add_it() -> None:
         build_tokenizer(byte_level_metadata(), "tiny.gguf")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts)
 def test_the_digits_of_the_default_models_words_stand_alone(text: str) -> None:
     """As in its tokenizer.json: every digit by itself, then the words of ByteLevel between them."""
@@ -171,7 +171,7 @@ def merge_by_score(text: str) -> list[str]:
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.sampled_from("  thean\né"), max_size=20))
 def test_sentencepiece_merges_the_best_pair_first_and_falls_back_to_bytes(text: str) -> None:
     values = sentencepiece_metadata()
@@ -307,7 +307,7 @@ DEEPSEEK_V3 = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(st.sampled_from("aBé \n\t19½中ひヶ゛ー가.,!'\"_$€+\u0301\u200b‘"), max_size=24))
 def test_one_expression_splits_as_the_three_of_deepseek(text: str) -> None:
 

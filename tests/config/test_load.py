@@ -911,7 +911,7 @@ def test_an_unknown_way_to_call_tools_is_refused():
 # the fields
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=9))
 def test_load_gives_prompts_back(prompts: list[str]):
     assert load([override("prompts", prompts)]).prompts == prompts

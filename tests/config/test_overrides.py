@@ -26,13 +26,13 @@ def value_of(*overrides: str) -> object:
     return plain(parse(text))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(JSON)
 def test_a_value_of_python_comes_back_from_its_override(value: object):
     assert plain(parse(override("prompts", value))) == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(TEXT, min_size=1, max_size=3))
 def test_rewriting_leaves_what_override_wrote(prompts: list[str]):
     text = override("prompts", prompts)
@@ -238,7 +238,7 @@ def test_a_recipe_names_no_other_recipe(tmp_path: Path):
         read_recipe(str(tmp_path / "r.yaml"))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(TEXT, min_size=1, max_size=2))
 def test_a_written_recipe_gives_the_same_overrides(tmp_path_factory: pytest.TempPathFactory, prompts: list[str]):
     path = tmp_path_factory.mktemp("recipe") / "r.yaml"

@@ -524,7 +524,6 @@ class Serving(RuleBasedStateMachine):
 Serving.TestCase.settings = settings(
     max_examples=160,
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -118,7 +118,7 @@ def test_a_stranger_is_refused(data: bytes, reason: str):
     assert refused(data) == reason
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(b"atom-run ranks 1\n".__add__)))
 def test_no_bytes_get_in_without_the_key(data: bytes):
     assert refused(data)
@@ -174,7 +174,7 @@ def test_a_frame_that_is_replayed_ends_the_connection(peer: Peer):
         peer.driver.receive()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.binary(min_size=1, max_size=300))
 def test_no_bytes_are_a_frame_without_the_session_key(data: bytes):
     peer = greet()

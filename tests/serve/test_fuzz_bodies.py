@@ -15,7 +15,6 @@ from serving import SPECIAL, Server
 
 QUICK = hypothesis.settings(
     max_examples=60,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

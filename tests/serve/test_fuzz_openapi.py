@@ -46,7 +46,6 @@ BODILESS = {"POST /ping", "POST /reset_prefix_cache", "POST /sleep", "POST /star
             "POST /wake_up"}  # fmt: skip
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -30,14 +30,14 @@ def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Case, 
     return case, {"scale": 0.3, "window": window, "softcap": draw(st.sampled_from([None, 1.5]))}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(batches())
 def test_any_mix_of_decodes_and_prefills_equals_the_reference(case):
     case, attributes = case
     assert_equal(PagedAttention()(*case, **attributes), reference(case, **attributes))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batches(torch.bfloat16))
 def test_in_bf16_it_is_as_near_to_the_truth_as_the_reference(case):
     case, attributes = case

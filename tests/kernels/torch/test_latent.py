@@ -32,14 +32,14 @@ def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> LatentCase:
     )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(batches())
 def test_any_mix_of_decodes_and_prefills_equals_the_reference(case):
     out = PagedLatentAttention()(*case, scale=0.3)
     assert_equal(out, reference(case, scale=0.3), tolerance=1e-4)  # absorbed, the sums run in another order
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches(torch.bfloat16))
 def test_in_bf16_it_is_as_near_to_the_truth_as_the_reference(case):
     truth = reference(case, scale=0.3, wide=True)

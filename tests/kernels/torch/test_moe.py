@@ -18,7 +18,7 @@ DTYPES = [dtype for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "b
           if f"onednn_{name}" in find_features()]  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_packed_experts_are_as_near_to_the_truth_as_plain_ones(data):
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -58,7 +58,7 @@ def test_packed_experts_are_refused_where_onednn_lacks_their_dtype():
     assert kernel.accepts(Target("cuda"), *types) == "runs on cpu, not on cuda"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 70), st.integers(1, 5), st.sampled_from([1, 7, 64]), st.sampled_from([torch.float32, torch.bfloat16])
 )

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEAD_DIMS = [8, 20, 36, 64]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 100), st.sampled_from(DTYPES), st.floats(1e-2, 1e2))
 def test_norms_are_as_near_to_the_truth_as_the_reference(tokens, width, dtype, size):
     a, b = (torch.randn(2, tokens, width) * size).to(dtype)
@@ -42,7 +42,7 @@ def test_a_row_of_zeros_stays_zero():
     assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), eps=1e-5), torch.zeros(2, 8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_norm_rope_write_is_as_near_to_the_truth_as_the_reference(data):
     tokens, dim = data.draw(st.integers(1, 40)), data.draw(st.sampled_from(HEAD_DIMS))
@@ -77,7 +77,7 @@ def test_norm_rope_write_is_as_near_to_the_truth_as_the_reference(data):
     assert torch.equal(qkv, given_qkv)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_norm_rope_write_latent_is_as_near_to_the_truth_as_the_reference(data):
     tokens, heads = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([1, 3, 16]))

@@ -369,7 +369,7 @@ def kept_by(logits: Tensor, params: SamplingParams) -> set[int]:
     return set(sample(logits.expand(200, -1), rows)[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     logits=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=30),
     temperature=st.sampled_from([0.1, 1.0, 30.0]),

@@ -130,7 +130,7 @@ def open_parser(is_streamed: bool = True) -> OutputParser:
     return OutputParser(ReasoningSplitter(TAGS), reader)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=20))
 def test_however_it_is_cut_a_stream_adds_up_to_the_whole_answer(cuts: list[int]):
     parser = open_parser()

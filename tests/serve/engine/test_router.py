@@ -171,7 +171,7 @@ def prompts(draw: st.DrawFn) -> list[int]:
     return [token for part in draw(st.lists(st.sampled_from("abc"), max_size=4)) for token in [ord(part)] * 4] + [1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_router_is_bounded_keeps_whole_beginnings_and_chooses_among_those_that_serve(data: st.DataObject):
     most = data.draw(st.integers(1, 12))
@@ -207,7 +207,7 @@ def assert_known_from_the_beginning(cached: CachedBlocks, chain: Sequence[int]) 
     assert known == sorted(known, reverse=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(prompts().filter(lambda prompt: len(prompt) > 4), st.integers(0, 2), st.data())
 def test_a_prompt_that_was_just_sent_goes_to_the_same_replica_while_load_is_even(
     prompt: list[int], number: int, data: st.DataObject

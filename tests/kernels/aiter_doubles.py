@@ -22,12 +22,21 @@ from torch import Tensor
 from atom.kernels.aiter.functions import FUNCTIONS, QUANT_TYPE, Aiter
 
 CONTRACT = Path(__file__).parent / "aiter" / "contract.json"
+NEWER = CONTRACT.with_name("newer.json")
 
 
 def read_contract() -> dict[str, Any]:
     """`source`: what was read; `functions`: by place, parameters and defaults"""
     contract: dict[str, Any] = json.loads(CONTRACT.read_text())
     return contract
+
+
+def read_newest() -> dict[str, str]:
+    """Parameters of every function that atom calls: where the wheel has none, those of later sources."""
+    newer: dict[str, str] = json.loads(NEWER.read_text())["functions"]
+    recorded: dict[str, str] = read_contract()["functions"]
+    lacking = [each for each in FUNCTIONS.values() if not {*each.places} & {*recorded}]
+    return recorded | {place: newer[place] for each in lacking for place in each.places}
 
 
 def write_sources(folder: Path, functions: dict[str, str]) -> Path:
@@ -309,11 +318,39 @@ def attention(
                 out[token, head] = weights.softmax(0)[: len(at)] @ values
 
 
+def latent_prefill(
+    q: Tensor, kv_buffer: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_kv: int,
+    block_tables: Tensor, softmax_scale: float, kv_lora_rank: int, qk_rope_head_dim: int, causal: bool, q_descale: None,
+    kv_descale: None, **_: Any,
+) -> None:  # fmt: skip
+    """A page is loaded whole, by a power of two addresses; a token of no sequence is not written."""
+    page_size, dims = kv_buffer.shape[1], kv_lora_rank + qk_rope_head_dim
+    assert causal and q_descale is None and kv_descale is None and page_size & (page_size - 1) == 0
+    assert kv_buffer.shape[2:] == (1, dims) and q.shape[2] == dims and out.shape == (*q.shape[:2], kv_lora_rank)
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    assert starts[0] == 0 and len(starts) == len(lengths) + 1 == len(block_tables) + 1 and max_seqlen_kv >= max(lengths)
+    for row, length in enumerate(lengths):
+        for token in range(starts[row], starts[row + 1]):
+            at = torch.arange(length - starts[row + 1] + token + 1)
+            entries = kv_buffer[block_tables[row, at // page_size].long(), at % page_size, 0].float()
+            weights = (entries @ q[token].float().T * softmax_scale).softmax(0)
+            out[token] = weights.T @ entries[:, :kv_lora_rank]
+
+
+def latent_decode(q: Tensor, kv_buffer: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
+                  *args: Any, **kwargs: Any) -> None:  # fmt: skip
+    """The same of sequences that have as many queries each; one of no positions is divided by zero."""
+    counts = cu_seqlens_q.diff()
+    assert torch.equal(counts, torch.full_like(counts, len(q) // len(seqused_k))) and counts.sum() == len(q)
+    latent_prefill(q, kv_buffer, out, cu_seqlens_q, seqused_k, *args, **kwargs)
+    out.view(len(seqused_k), -1)[seqused_k == 0] = torch.nan
+
+
 DOUBLES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize, silu_and_mul, quantize_tokens,
         quantize_spans, linear, linear_by_token, linear_by_block, rope_and_write, attention, topk_softmax,
-        topk_of_groups, topk_with_correction, experts,
+        topk_of_groups, topk_with_correction, experts, latent_decode, latent_prefill,
     )
 }  # fmt: skip

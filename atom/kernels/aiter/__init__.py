@@ -31,6 +31,8 @@ ARCHES = (FNUZ, "gfx950")  # that AITER has kernels for
 DTYPES = ("bf16", "fp16")
 MAX_NORM = 8192  # columns of a row that norms keep in registers
 MAX_HEAD_DIM = 256
+LATENT_DTYPE = "bf16"  # of entries that hold latents, and of their queries
+MIN_DIM, MAX_RANK = 16, 512  # of a product's tile; of latents, which a program holds whole
 ROWS, SPAN = 16, 128  # of fp8 weights: rows of a tile; columns that share a scale, of which products take whole ones
 EXPERT_BLOCKS = {None: 128, "fp8[1, *]": 256, "fp8[1, 128]": 256}  # whole ones of experts' dims, by activations
 GROUPS = {False: (1, 2, 4, 8), True: (1, 8)}  # of experts, that AITER chooses from; with a correction
@@ -180,6 +182,18 @@ def _accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any)
     return _refuse_dtype(q)
 
 
+def _accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, *_types: Any,
+                    **_attributes: Any) -> str | None:  # fmt: skip
+    if cache.type.dtype == FP8:
+        return f"reads latents and rotated keys of one dtype, not of a cache in {FP8}"
+    if q_rope.dtype != LATENT_DTYPE:
+        return f"attends latents in {LATENT_DTYPE}, not in {q_rope.dtype}"
+    dims = int(kv_b.shape[1]), int(q_rope.shape[2])
+    if any(dim & (dim - 1) or dim < MIN_DIM for dim in dims):
+        return f"entries have {dims[0]} + {dims[1]} dims, no powers of two of at least {MIN_DIM}"
+    return None if dims[0] <= MAX_RANK else f"latents have {dims[0]} dims, more than {MAX_RANK}"
+
+
 def _accepts_write(target: Target, q: Type, k: Type, _v: Type, cos: Type | None, _sin: Type | None,
                    q_norm: Type | None, k_norm: Type | None, cache: KV, *_types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
@@ -237,6 +251,7 @@ KERNELS = (
     _kernel(ops.norm_rope_write, "attention", _accepts_write, "rope_and_write"),
     _kernel(ops.paged_attention, "attention", _accepts_attention, "attention"),
     _kernel(ops.norm_rope_attention, "attention", _accepts_both, "rope_and_write", "attention"),
+    _kernel(ops.paged_mla_attention, "latent", _accepts_latent, "latent_decode", "latent_prefill"),
 )
 
 BACKEND = Backend(

@@ -42,6 +42,11 @@ class Refused(str):
     """Why a version has no such function."""
 
 
+LATENT = (
+    "q", "kv_buffer", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_kv", "block_tables", "softmax_scale",
+    "kv_lora_rank", "qk_rope_head_dim", "causal", "q_descale", "kv_descale",
+)  # fmt: skip
+
 FUNCTIONS = {
     # out, input, residuals [T, H] bf16 or fp16; weight [H]; quantized: out [T, H] fp8, yscale fp32[T, 1]
     "rms_norm": Function(("aiter.ops.rmsnorm:rmsnorm2d_fwd",), ("input", "weight", "epsilon")),
@@ -93,6 +98,9 @@ FUNCTIONS = {
          "window_size", "block_table", "softcap", "q_descale", "k_descale", "v_descale"),
         ("sinks",),
     ),
+    # q [T, N, L + R], kv_buffer [pages, page size, 1, L + R], out [T, N, L]; of decodes, each with as many queries
+    "latent_decode": Function(("aiter.ops.triton.attention.mla:mla_decode_fwd",), LATENT),
+    "latent_prefill": Function(("aiter.ops.triton.attention.mla:mla_prefill_fwd",), LATENT),
     # gating_output fp32[T, E] -> in place, in order of weight: topk_weights fp32[T, k], topk_ids and others i32[T, k]
     "topk_softmax": Function(
         ("aiter.ops.moe_op:topk_softmax",),

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.aiter_doubles import read_contract, write_sources
+from kernels.aiter_doubles import read_newest, write_sources
 
 from atom.config.load import load_gpu
-from atom.graph import Type, ops, parse, show
+from atom.graph import KV, Type, ops, parse, show
+from atom.graph.ops.latent import latent_entry
+from atom.graph.types import BatchType
 from atom.kernels import Target, find_kernel
 from atom.kernels import aiter as backend
 from atom.passes.pipeline import lower
@@ -156,6 +158,28 @@ def test_what_is_accepted_of_experts(
     assert accepts(MI300X, x, weights, ids, *matrices, *more, **{"kind": "silu", **options}) == reason
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rank", "rotated", "cache", "reason"),
+    [
+        ("bf16", 512, 64, "bf16", None),
+        ("bf16", 256, 32, "bf16", None),
+        ("fp16", 512, 64, "fp16", "attends latents in bf16, not in fp16"),
+        ("bf16", 512, 64, "fp8_e4m3", "reads latents and rotated keys of one dtype, not of a cache in fp8_e4m3"),
+        ("bf16", 384, 64, "bf16", "entries have 384 + 64 dims, no powers of two of at least 16"),
+        ("bf16", 512, 8, "bf16", "entries have 512 + 8 dims, no powers of two of at least 16"),
+        ("bf16", 1024, 64, "bf16", "latents have 1024 dims, more than 512"),
+    ],
+)
+def test_what_is_accepted_of_latent_attention(dtype: str, rank: int, rotated: int, cache: str, reason: str | None):
+    q_nope, q_rope = (Type(dtype, ("T", 16, dims)) for dims in (128, rotated))
+    kv_b, entries = Type(dtype, (16 * 256, rank)), KV("l", latent_entry(cache, dtype, rank, rotated))
+    accepts = find_kernel(ops.paged_mla_attention, "aiter").accepts
+    assert accepts(MI300X, q_nope, q_rope, kv_b, entries, BatchType(), scale=0.1) == reason
+    lacking = Target("cuda", MI300X.features | {"no aiter.latent_decode: x:y: there is none"})
+    found = accepts(lacking, q_nope, q_rope, kv_b, entries, BatchType(), scale=0.1)
+    assert found == "this version of AITER lacks latent_decode: x:y: there is none"
+
+
 def test_other_vendors_texts_have_no_word_of_it():
     assert "aiter" not in text(H200)
 
@@ -163,7 +187,7 @@ def test_other_vendors_texts_have_no_word_of_it():
 def test_a_machine_without_amds_gpus_has_no_such_feature(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert backend.find_features() == frozenset() and backend.find_versions() == {}
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    recorded = dict(read_contract()["functions"])
+    recorded = read_newest()
     left_out = next(place for place in recorded if place.endswith(":unified_attention"))
     del recorded[left_out]
     monkeypatch.setattr(backend, "find_root", lambda: write_sources(tmp_path, recorded))

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.paged import cached, make_case
+from kernels.paged import cached, make_case, make_latent_case
 from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
 
 from atom.graph import ops
-from atom.kernels.aiter import attention
-from atom.kernels.aiter.functions import Aiter
+from atom.kernels.aiter import attention, latent
+from atom.kernels.aiter.functions import FUNCTIONS, Aiter, Refused, find_place
 
+ANSWERS = {"get_num_sms": 2, "get_arch": "gfx950"}  # of a GPU
 AMDS_OPTIONS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
 
 
@@ -32,7 +33,8 @@ def without_amds_options(monkeypatch: pytest.MonkeyPatch) -> None:
         run = JITFunction.run
 
         def run_without(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return run(self, *args, **{name: value for name, value in kwargs.items() if name not in AMDS_OPTIONS})
+            unknown = {*AMDS_OPTIONS} - {*self.arg_names}
+            return run(self, *args, **{name: value for name, value in kwargs.items() if name not in unknown})
 
         monkeypatch.setattr(JITFunction, "run", run_without)
 
@@ -46,9 +48,9 @@ def aiter(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aiter]:
         package = ModuleType(name)
         package.__path__ = [str(sources.joinpath(*name.split(".")))]
         monkeypatch.setitem(sys.modules, name, package)
-    for name, answers in (("device_info", {"get_num_sms": 2}), ("_triton.arch_info", {"get_arch": "gfx950"})):
+    for name in ("device_info", "_triton.arch_info", "arch_info"):  # where versions ask
         module = ModuleType(f"{utils}.{name}")
-        module.__dict__.update({key: lambda answer=answer: answer for key, answer in answers.items()})
+        module.__dict__.update({key: lambda answer=answer: answer for key, answer in ANSWERS.items()})
         monkeypatch.setitem(sys.modules, module.__name__, module)
         parent, _, last = module.__name__.rpartition(".")
         setattr(sys.modules[parent], last, module)
@@ -79,6 +81,35 @@ def test_attention(
     given = attention.paged_attention(aiter, *on(triton_device, case), **attributes).cpu()
     tolerance = 0.03 if is_compiled else 1e-3
     torch.testing.assert_close(given, ops.paged_attention(*clean, **attributes), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "query_len"),
+    [(4, 16, 1), (20, 4, 1), (3, 24, 2)],
+    ids=["plain", "many_heads", "two_queries"],
+)
+def test_latent_attention(aiter: Aiter, sources: Path, triton_device: str, heads: int, block_size: int, query_len: int):
+    for name in ("latent_decode", "latent_prefill"):
+        if isinstance(answer := find_place(FUNCTIONS[name], sources), Refused):
+            pytest.skip(f"these sources have no {name}: {answer}")
+    shape: dict[str, Any] = {
+        "heads": heads,
+        "block_size": block_size,
+        "rank": 32,
+        "rotated": 16,
+        "plain": 12,
+        "value": 10,
+    }
+    if is_compiled := triton_device == "cuda":
+        shape.update(dtype=torch.bfloat16, rank=512, rotated=64, plain=128, value=128)
+    decodes, prompts = [150, 0, 6], [(5, 9), (1, 20), (3, 3)]
+    if query_len > 1:
+        decodes, prompts = [], [*((query_len, length) for length in decodes), *prompts]
+    case, clean = (make_latent_case(decodes, prompts, foreign=foreign, **shape) for foreign in (0.5, 0.0))
+    batch = case.batch._replace(num_decodes=3, query_len=query_len)
+    given = latent.paged_mla_attention(aiter, *on(triton_device, case._replace(batch=batch)), scale=0.3).cpu()
+    tolerance = 0.03 if is_compiled else 1e-3
+    torch.testing.assert_close(given, ops.paged_mla_attention(*clean, scale=0.3), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.aiter_doubles import library, read_contract, unshuffled, write_sources
-from kernels.paged import NAN, cached, make_case
+from kernels.aiter_doubles import library, read_newest, unshuffled, write_sources
+from kernels.paged import NAN, cached, make_case, make_latent_case
 from torch import Tensor
 
 from atom.graph import PackedWeight, Type, ops
 from atom.graph.ops import Op
-from atom.kernels.aiter import attention, linear, moe
+from atom.kernels.aiter import attention, latent, linear, moe
 from atom.kernels.aiter.shuffle import lay_out, shuffle_tiles, to_fnuz
 
 ARCHES = ("gfx942", "gfx950")
@@ -31,16 +31,16 @@ class Kernels:
 
     def __init__(self, root: Path) -> None:
         self.calls: list[str] = []
-        self._aiter = library(root, read_contract()["functions"], self.calls)
+        self._aiter = library(root, read_newest(), self.calls)
 
     def __getitem__(self, op: Op) -> Run:
-        module = next(each for each in (attention, moe, linear) if hasattr(each, op.name))
+        module = next(each for each in (attention, latent, moe, linear) if hasattr(each, op.name))
         return partial(getattr(module, op.name), self._aiter)
 
 
 @pytest.fixture
 def kernels(tmp_path: Path) -> Kernels:
-    return Kernels(write_sources(tmp_path, read_contract()["functions"]))
+    return Kernels(write_sources(tmp_path, read_newest()))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -218,3 +218,26 @@ def test_attention_behind_its_write(kernels: Kernels):
         out = run(case.q, k, v, *angles, None, None, cache, batch, scale=0.3)
         found.append((out, cache.blocks))
     check(*found, 1e-4)
+
+
+@pytest.mark.parametrize(("block_size", "query_len"), [(16, 1), (48, 1), (64, 3)])
+def test_latent_attention(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, block_size: int, query_len: int):
+    monkeypatch.setattr(latent, "ABSORBED_BYTES", 1000)  # not all heads of a prompt at a time
+    decodes, prompts = [(query_len, length) for length in (70, 6, 40)], [(5, 9), (1, 20)]
+    shape: dict[str, Any] = {"heads": 3, "rank": 32, "rotated": 16, "block_size": block_size}
+    case, clean = (make_latent_case([], [*decodes, *prompts], foreign=foreign, **shape) for foreign in (NAN, 0.0))
+    batch = case.batch._replace(num_decodes=len(decodes), query_len=query_len)
+    found, wanted = (
+        kernels[ops.paged_mla_attention](*case[:-1], batch, scale=0.3),
+        ops.paged_mla_attention(*clean, scale=0.3),
+    )
+    check(found, wanted, 1e-4)
+    assert {*kernels.calls} == {"latent_decode", "latent_prefill"} and kernels.calls.count("latent_prefill") > 1
+
+
+def test_sequences_of_no_positions_and_tokens_of_no_sequence_give_zeros(kernels: Kernels):
+    case = make_latent_case([17, 0, 6], [(3, 8)], heads=2, rank=32, rotated=16)
+    starts = case.batch.starts - torch.tensor([0, 0, 0, 0, 1])  # the last token is nobody's
+    batch = case.batch._replace(starts=starts.int())
+    found = kernels[ops.paged_mla_attention](*case[:-1], batch, scale=0.3)
+    assert found[[0, 2, 3, 4]].abs().amax((1, 2)).gt(0).all() and not found[[1, 5]].any()

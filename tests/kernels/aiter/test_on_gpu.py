@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.paged import make_case
+from kernels.paged import make_case, make_latent_case
 from torch.utils._pytree import tree_map_only
 
 from atom.graph import PackedWeight, Type, ops
@@ -113,6 +113,17 @@ def test_attention(prefills: list[tuple[int, int]], window: int | None, softcap:
     shape: dict[str, Any] = {"kv_heads": 2, "heads": 8, "dim": 128, "dtype": BF16}
     case = make_case([170, 6], prefills, window=window, has_sinks=has_sinks, foreign=0.0, **shape)
     check(ops.paged_attention, tuple(case), {"scale": 0.09, "window": window, "softcap": softcap})
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("prefills", [[], [(70, 200), (1, 20)]], ids=["decodes", "mixed"])
+def test_latent_attention(prefills: list[tuple[int, int]], block_size: int):
+    lacking = [each for each in find_features() if each.startswith("no aiter.latent_")]
+    if lacking:
+        pytest.skip(f"this version of AITER has {lacking[0]}")
+    shape: dict[str, Any] = {"heads": 16, "rank": 512, "rotated": 64, "plain": 128, "value": 128, "dtype": BF16}
+    case = make_latent_case([170, 6], prefills, block_size=block_size, foreign=0.0, **shape)
+    check(ops.paged_mla_attention, tuple(case), {"scale": 0.07})
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

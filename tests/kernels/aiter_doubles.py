@@ -13,6 +13,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def library(root: Path, functions: dict[str, str], calls: list[str] | None = Non
         def run(given: dict[str, Any]) -> Any:
             if calls is not None:
                 calls.append(names[place])
-            if names[place] not in ("rope_and_write", "attention"):  # which take strides
+            if names[place] not in ("rope_and_write", "attention", "expert_products"):  # which take strides
                 assert all(each.is_contiguous() for each in given.values() if isinstance(each, Tensor)), place
             return body(**{key: value for key, value in given.items() if value is not ...})
 
@@ -346,11 +347,52 @@ def latent_decode(q: Tensor, kv_buffer: Tensor, out: Tensor, cu_seqlens_q: Tenso
     out.view(len(seqused_k), -1)[seqused_k == 0] = torch.nan
 
 
+def expert_tiles(**given: Any) -> SimpleNamespace:
+    """AITER's ExptData."""
+    assert all(each.dtype is torch.int32 for each in given.values())
+    return SimpleNamespace(**given)
+
+
+def routing_data(**given: Any) -> SimpleNamespace:
+    """AITER's RoutingData, which holds what is documented beside `block_pid_map` and `n_blocks`."""
+    experts, block_m, data = given["n_expts_tot"], given["block_m"], given["expt_data"]
+    rows, tiles = data.hist.tolist(), []
+    for expert, count in enumerate(rows):
+        tiles += [(part << 16) + expert for part in range(-(-count // block_m))]
+    found = data.block_pid_map.tolist()
+    assert found == tiles + [-1] * (len(found) - len(tiles)) and given["n_expts_act"] == 1
+    assert data.token_offs_raw.tolist() == [0, *itertools.accumulate(rows)]
+    assert data.token_offs_pad.tolist() == [0, *itertools.accumulate(-(-count // block_m) for count in rows)]
+    assert len(rows) == experts and given["expt_hist"] is data.hist
+    return SimpleNamespace(**given)
+
+
+def expert_products(
+    x: Tensor, w: Tensor, x_scales: None, w_scales: Tensor, bias: Tensor | None = None, routing_data: Any = None, **_: Any
+) -> Tensor:  # fmt: skip
+    """`moe_gemm_torch` beside it: sorted rows by their expert's weights; rows in no tile are not written."""
+    data, (rows, inner), (experts, _, out) = routing_data.expt_data, x.shape, w.shape
+    least, blocks = routing_data.block_m, len(data.block_pid_map)
+    # as RoutingData.n_blocks counts the programs that read a tile's number
+    assert blocks == (rows if rows <= experts else -(-(rows - experts + 1) // least) + experts - 1)
+    assert x.dtype is torch.bfloat16 and x_scales is None and w.dtype is w_scales.dtype is torch.uint8
+    assert w.stride(1) == 1 and w.shape == (experts, inner // 2, out) and w_scales.shape == (experts, inner // 32, out)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat((numbers, -numbers))
+    pairs = torch.stack((numbers[(w & 15).long()], numbers[(w >> 4).long()]), 2).view(experts, inner, out)
+    weights = pairs * torch.exp2(w_scales.float() - 127).repeat_interleave(32, 1)
+    y = x.new_full((rows, out), torch.nan)
+    for expert, (first, last) in enumerate(itertools.pairwise(data.token_offs_raw.tolist())):
+        y[first:last] = x[first:last].float() @ weights[expert] + (0 if bias is None else bias[expert].float())
+    return y
+
+
 DOUBLES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize, silu_and_mul, quantize_tokens,
         quantize_spans, linear, linear_by_token, linear_by_block, rope_and_write, attention, topk_softmax,
         topk_of_groups, topk_with_correction, experts, latent_decode, latent_prefill,
+        expert_tiles, routing_data, expert_products,
     )
 }  # fmt: skip

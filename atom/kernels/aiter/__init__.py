@@ -20,7 +20,16 @@ from atom.graph import KV, ops
 from atom.graph.formats import act_of, parse_format
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.aiter.functions import FUNCTIONS, MISSING, Aiter, Refused, find_place, find_root, find_version
+from atom.kernels.aiter.functions import (
+    FUNCTIONS,
+    MISSING,
+    MXFP4,
+    Aiter,
+    Refused,
+    find_place,
+    find_root,
+    find_version,
+)
 from atom.kernels.aiter.shuffle import FNUZ, LAYOUT, shuffle
 from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, on_device
 
@@ -133,10 +142,16 @@ def _refuse_format(x: Type, weight: Type, act: str | None) -> str | None:
 
 
 def _accepts_experts(
-    _target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None, kind: str,
+    target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None, kind: str,
     act: str | None = None, **_attributes: Any,
 ) -> str | None:  # fmt: skip
     """more: biases, then the first expert that is here"""
+    if gate_up.fmt in MXFP4 and down.fmt in MXFP4:
+        if act is not None or x.dtype != "bf16":
+            return f"weights in {gate_up.fmt} are multiplied by activations in bf16 alone, not in {act or x.dtype}"
+        return refuse_target(target, "expert_products", "expert_tiles", "routing_data")
+    if (reason := refuse_target(target, "experts")) is not None:
+        return reason
     if kind != "silu":
         return f"has silu gates alone, not {kind}"
     if more[:2] not in ((), (None,), (None, None)):
@@ -218,18 +233,21 @@ def _accepts_both(target: Target, *types: Any, **attributes: Any) -> str | None:
 
 
 def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[str, ...] = (),
-            layout: str | None = None) -> Kernel:  # fmt: skip
+            layout: str | None = None, stored: tuple[str, ...] = ()) -> Kernel:  # fmt: skip
     """A kernel that calls these functions of AITER.
 
-    acts: the formats of activations that it multiplies. layout: of a plain weight
+    acts: the formats of activations that it multiplies. layout: of a plain weight. stored: the kinds of packed weights
+    that it takes as they are stored
     """
 
     def load(context: LoadContext) -> Callable[..., Any]:
         function = getattr(importlib.import_module(f"{__name__}.{module}"), op.name)
         return partial(function, context.share(Aiter))
 
-    accepts = on_device("cuda", _calls(*functions, then=accepts), packed=("scaled",) if acts else (), acts=acts)
-    return Kernel(op, "aiter", accepts, load, layout=layout, packed_layout=LAYOUT if acts else None)
+    laid_out = ("scaled",) if acts else ()
+    accepts = on_device("cuda", _calls(*functions, then=accepts), packed=(*laid_out, *stored), acts=acts)
+    packed_layout = LAYOUT if acts else None
+    return Kernel(op, "aiter", accepts, load, layout=layout, packed_layout=packed_layout, packed_kinds=laid_out)
 
 
 def _linear(op: Op, *functions: str) -> Kernel:
@@ -247,7 +265,7 @@ KERNELS = (
     _linear(ops.add_norm_linear, "add_rms_norm", "add_rms_norm_quantize"),
     _kernel(ops.router, "moe", _accepts_router),
     _kernel(ops.add_norm_router, "moe", _accepts_norm_router, "add_rms_norm"),
-    _kernel(ops.experts, "moe", _accepts_experts, "experts", acts=("fp8",), layout=LAYOUT),
+    _kernel(ops.experts, "moe", _accepts_experts, acts=("fp8",), layout=LAYOUT, stored=("mxfp4",)),
     _kernel(ops.norm_rope_write, "attention", _accepts_write, "rope_and_write"),
     _kernel(ops.paged_attention, "attention", _accepts_attention, "attention"),
     _kernel(ops.norm_rope_attention, "attention", _accepts_both, "rope_and_write", "attention"),

@@ -24,6 +24,11 @@ from atom.errors import UnsupportedError
 
 PACKAGE = "amd-aiter"
 MISSING = f"{PACKAGE} is not installed"
+MXFP4 = (
+    "mxfp4",
+    "ct_mxfp4",
+    "quark_mxfp4",
+)  # formats whose bytes hold neighbouring columns, the first in the lower half
 
 
 class Function(NamedTuple):
@@ -42,6 +47,7 @@ class Refused(str):
     """Why a version has no such function."""
 
 
+ROUTING = "aiter.ops.triton.moe.moe_routing.routing"
 LATENT = (
     "q", "kv_buffer", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_kv", "block_tables", "softmax_scale",
     "kv_lora_rank", "qk_rope_head_dim", "causal", "q_descale", "kv_descale",
@@ -124,6 +130,21 @@ FUNCTIONS = {
         ("hidden_states", "w1", "w2", "topk_weight", "topk_ids"),
         ("expert_mask", "quant_type", "w1_scale", "w2_scale"),
     ),
+    # x bf16[P, I] by expert, w u8[E, I / 2, O] and w_scales u8[E, I / 32, O] of which the second dim is the faster one,
+    # bias [E, O] -> bf16[P, O]
+    "expert_products": Function(
+        ("aiter.ops.triton.moe.moe_op_gemm_a16w4:moe_gemm_a16w4",),
+        ("x", "w", "x_scales", "w_scales"),
+        ("bias", "routing_data"),
+    ),
+    # i32: each expert's rows [E], where they begin and the last ends [E + 1], the same of tiles, and the tiles' numbers
+    "expert_tiles": Function(
+        (f"{ROUTING}:ExptData",), ("hist", "token_offs_raw", "token_offs_pad", "block_pid_map")
+    ),
+    "routing_data": Function(
+        (f"{ROUTING}:RoutingData",),
+        ("block_m", "gate_scal", "expt_hist", "n_expts_tot", "n_expts_act", "expt_data"),
+    ),
 }  # fmt: skip
 
 # an enum, whose members AITER's C++ has: what "experts" multiplies in
@@ -160,7 +181,7 @@ def find_place(function: Function, root: Path) -> Place | Refused:
 
 
 def read_signature(root: Path, place: str) -> str | None:
-    """A function's parameters and defaults, as its source has them, without annotations; None where there is none.
+    """The parameters and defaults of a function or a dataclass, without annotations; None where there is none.
 
     A default that is no literal is written `...`.
     """
@@ -172,7 +193,17 @@ def read_signature(root: Path, place: str) -> str | None:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return _plain_arguments(node.args)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return ", ".join(_plain_field(each) for each in node.body if isinstance(each, ast.AnnAssign))
     return None
+
+
+def _plain_field(field: ast.AnnAssign) -> str:
+    """A field of a dataclass as a parameter; `field()` is no default."""
+    name = ast.unparse(field.target)
+    if field.value is None or ast.unparse(field.value) == "field()":
+        return name
+    return f"{name}={ast.unparse(_literal(field.value))}"
 
 
 def _plain_arguments(arguments: ast.arguments) -> str:

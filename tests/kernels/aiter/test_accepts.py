@@ -119,7 +119,7 @@ def test_experts_and_their_router_are_aiters(weight: str, act: str, rule: str, c
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"weight": "mxfp4"}, "aiter: its weight is stored as mxfp4"),
+        ({"weight": "gguf_mxfp4"}, "aiter: has no layout of gguf_mxfp4"),
         ({"weight": "fp8[1, *]"}, "aiter: weights in fp8[1, *] are multiplied by activations in fp8[1, *] alone"),
         ({"rule": PAIRS.format(4), "correction": "fp32"}, "aiter: does not choose from 4 groups of 32 experts"),
         ({"rule": PAIRS.format(8)}, "aiter: has no noaux_tc without a correction"),
@@ -130,6 +130,11 @@ def test_experts_or_routers_that_aiter_has_not_have_their_reason(options: dict[s
     found = moe_text(MI355X, **options)
     assert reason in found, found
     assert "triton." in found
+
+
+def test_experts_in_mxfp4_stay_as_stored():
+    found = moe_text(MI355X, weight="mxfp4")
+    assert "= aiter.experts(" in found and '"aiter")' not in found and "triton." not in found
 
 
 FP8 = {"act": "fp8[1, *]"}
@@ -144,6 +149,11 @@ FP8 = {"act": "fp8[1, *]"}
         (((8, 384, 512), None), ((8, 512, 192), None), (), {}, "experts have 512 x 192 dims, no multiples of 128"),
         (((8, 768, 512), "fp8[1, *]"), ((8, 512, 384), "fp8[1, *]"), (), FP8,
          "experts have 512 x 384 dims, no multiples of 256"),
+        (((8, 1024, 512), "mxfp4"), ((8, 512, 512), "mxfp4"), (Type("bf16", (8, 1024)),),
+         {"kind": "swigluoai", "limit": 7.0, "alpha": 1.7}, None),
+        (((8, 1024, 512), "mxfp4"), ((8, 512, 512), "mxfp4"), (), FP8,
+         "weights in mxfp4 are multiplied by activations in bf16 alone, not in fp8[1, *]"),
+        (((8, 1024, 512), "mxfp4"), ((8, 512, 512), None), (), {}, "has no layout of mxfp4"),
         (((8, 1024, 512), "fp8[1, *]"), ((8, 512, 512), None), (), FP8,
          "has products of quantized activations by packed weights alone"),
     ],

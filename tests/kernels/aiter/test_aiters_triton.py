@@ -19,8 +19,8 @@ from kernels.paged import cached, make_case, make_latent_case
 from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
 
-from atom.graph import ops
-from atom.kernels.aiter import attention, latent
+from atom.graph import PackedWeight, Type, ops
+from atom.kernels.aiter import attention, latent, moe
 from atom.kernels.aiter.functions import FUNCTIONS, Aiter, Refused, find_place
 
 ANSWERS = {"get_num_sms": 2, "get_arch": "gfx950"}  # of a GPU
@@ -63,6 +63,12 @@ def loaded() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == "aiter"]
 
 
+def need(sources: Path, *functions: str) -> None:
+    for name in functions:
+        if isinstance(answer := find_place(FUNCTIONS[name], sources), Refused):
+            pytest.skip(f"these sources have no {name}: {answer}")
+
+
 def on(device: str, values: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda each: each.to(device, copy=True), values)
 
@@ -89,9 +95,7 @@ def test_attention(
     ids=["plain", "many_heads", "two_queries"],
 )
 def test_latent_attention(aiter: Aiter, sources: Path, triton_device: str, heads: int, block_size: int, query_len: int):
-    for name in ("latent_decode", "latent_prefill"):
-        if isinstance(answer := find_place(FUNCTIONS[name], sources), Refused):
-            pytest.skip(f"these sources have no {name}: {answer}")
+    need(sources, "latent_decode", "latent_prefill")
     shape: dict[str, Any] = {
         "heads": heads,
         "block_size": block_size,
@@ -122,3 +126,27 @@ def test_rope_and_cache_write(aiter: Aiter, triton_device: str, interleaved: boo
     given = attention.norm_rope_write(aiter, *own, interleaved=interleaved).cpu()
     torch.testing.assert_close(given, ops.norm_rope_write(*args, interleaved=interleaved), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(own[7].blocks.cpu(), args[7].blocks, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("hidden", "width", "first"), [(96, 64, None), (320, 32, 2)])
+def test_experts_in_mxfp4(aiter: Aiter, sources: Path, triton_device: str, hidden: int, width: int, first: int | None):
+    need(sources, "expert_products", "expert_tiles", "routing_data")
+    random = torch.Generator().manual_seed(0)
+    bf16, here = torch.bfloat16, () if first is None else (torch.tensor([first]),)
+
+    def packed(*shape: int) -> PackedWeight:
+        return PackedWeight(Type("bf16", shape, "mxfp4"), {
+            "values": torch.randint(0, 256, (*shape[:2], shape[2] // 32, 16), dtype=torch.uint8, generator=random),
+            "scales": torch.randint(120, 125, (*shape[:2], shape[2] // 32), dtype=torch.uint8, generator=random),
+        })  # fmt: skip
+
+    gate_up, down = packed(3, 2 * width, hidden), packed(3, hidden, width)
+    biases = (torch.randn(3, rows, generator=random).to(bf16) for rows in (2 * width, hidden))
+    x, weights = torch.randn(9, hidden, generator=random).to(bf16), torch.rand(9, 2, generator=random)
+    ids = torch.stack([torch.randperm(5 if here else 3, generator=random)[:2] for _ in range(9)])
+    args, gate = (x, weights, ids, gate_up, down, *biases, *here), {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}
+    given, wanted = (
+        moe.experts(aiter, *on(triton_device, args), **gate).cpu().float(),
+        ops.experts(*args, **gate).float(),
+    )
+    torch.testing.assert_close(given, wanted, rtol=0.03, atol=0.03 * float(wanted.abs().max()))

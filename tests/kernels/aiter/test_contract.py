@@ -41,7 +41,8 @@ from atom.kernels.aiter.functions import (
 from atom.kernels.aiter.shuffle import shuffle_tiles
 
 RECORDED = read_contract()["functions"]
-LATER = {"latent_decode", "latent_prefill"}  # what later sources have, and the wheel has not
+# what later sources have, and the wheel has not
+LATER = {"latent_decode", "latent_prefill", "expert_products", "expert_tiles", "routing_data"}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_the_recorded_version_takes_what_atom_passes(name: str, recorded: Path):
 
 
 def test_newer_sources_have_other_places_and_take_the_same(tmp_path: Path):
-    """Eleven functions, as files of AITER's repository at later commits than the wheel have them."""
+    """Fourteen functions and dataclasses, as files of AITER's repository at later commits than the wheel have them."""
     newer = json.loads(NEWER.read_text())["functions"]
     root = write_sources(tmp_path, newer)
     found = {name: find_place(function, root) for name, function in FUNCTIONS.items()}
@@ -194,6 +195,12 @@ def functions_of(path: Path, *names: str, **scope: Any) -> dict[str, Any]:
 )
 def test_a_signature_that_does_not_fit_is_refused(signature: str, reason: str | None):
     assert refuse_signature(FUNCTIONS["rms_norm"], signature) == reason
+
+
+def test_fields_of_a_dataclass_are_parameters(tmp_path: Path):
+    source = "class Data:\n    size: int = field()\n    rows: Tensor\n    more: Tensor = None\n    def f(self): ...\n"
+    (tmp_path / "module.py").write_text(source)
+    assert read_signature(tmp_path, "module:Data") == "size, rows, more=None"
 
 
 def test_a_keyword_that_is_not_there_is_refused():

@@ -20,6 +20,7 @@ from torch import Tensor
 from atom.graph import PackedWeight, Type, ops
 from atom.graph.ops import Op
 from atom.kernels.aiter import attention, latent, linear, moe
+from atom.kernels.aiter.mxfp4 import number_tiles
 from atom.kernels.aiter.shuffle import lay_out, shuffle_tiles, to_fnuz
 
 ARCHES = ("gfx942", "gfx950")
@@ -31,11 +32,11 @@ class Kernels:
 
     def __init__(self, root: Path) -> None:
         self.calls: list[str] = []
-        self._aiter = library(root, read_newest(), self.calls)
+        self.aiter = library(root, read_newest(), self.calls)
 
     def __getitem__(self, op: Op) -> Run:
         module = next(each for each in (attention, latent, moe, linear) if hasattr(each, op.name))
-        return partial(getattr(module, op.name), self._aiter)
+        return partial(getattr(module, op.name), self.aiter)
 
 
 @pytest.fixture
@@ -55,6 +56,13 @@ def packed(fmt: str, *shape: int) -> PackedWeight:
     values.view(torch.uint8)[..., 0, :2] = 0x80  # a negative zero, which is the NaN of e4m3fnuz
     scales = torch.linspace(0.001, 0.02, math.prod(blocks)).view(blocks)
     return PackedWeight(Type("bf16", shape, fmt), {"values": values, "scales": scales})
+
+
+def mxfp4(*shape: int) -> PackedWeight:
+    *others, inner = shape
+    values = torch.randint(0, 256, (*others, inner // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 125, (*others, inner // 32), dtype=torch.uint8)
+    return PackedWeight(Type("bf16", shape, "mxfp4"), {"values": values, "scales": scales})
 
 
 def check(given: Any, wanted: Any, tolerance: float = 0.02) -> None:
@@ -174,6 +182,36 @@ def test_experts(kernels: Kernels, fmt: str, arch: str, first: int | None):
     assert kernels.calls == ["experts"] and (first is None or not wanted[3].any())
     none = kernels[ops.experts](x[:0], weights[:0], ids[:0], *own, *here, **run)
     assert none.shape == (0, 256) and kernels.calls == ["experts"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "first"),
+    [({"kind": "silu"}, 3), ({"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}, None)],
+    ids=["some_experts", "biases"],
+)
+def test_experts_in_mxfp4(kernels: Kernels, gate: dict[str, Any], first: int | None):
+    gate_up, down = mxfp4(4, 2 * 32, 96), mxfp4(4, 96, 32)
+    biases = (random(4, 64), random(4, 96)) if first is None else (None, None)
+    x, weights = random(6, 300)[:, :96], random(6, 2, dtype=torch.float32).softmax(-1)
+    ids = torch.tensor([[0, 3], [2, 0], [3, 2], [2, 0], [0, 2], [2, 3]])  # nobody chooses the second
+    here: tuple[Any, ...] = ()
+    if first is not None:  # ids are of 8 experts, and two tokens have none here
+        ids, here = ids.where(ids < 2, ids + 3), (torch.tensor([first]),)
+        ids[:2] = torch.tensor([[1, 0], [0, 7]])
+    args = x, weights, ids, gate_up, down, *biases, *here
+    check(kernels[ops.experts](*args, **gate), ops.experts(*args, **gate))
+    assert kernels.calls == ["expert_tiles", "routing_data", "expert_products", "expert_products"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "elsewhere"),
+    [([1, 0, 1], 0), ([40, 0, 33, 7], 5), ([0, 0, 0, 0, 700], 0), ([3] * 70, 0), ([0, 0], 3)],
+    ids=["few", "several", "one_expert", "many_experts", "nothing"],
+)
+def test_tiles_of_experts_are_numbered_as_aiter_documents(kernels: Kernels, counts: list[int], elsewhere: int):
+    ends = torch.tensor(counts).cumsum(0)
+    routing = number_tiles(kernels.aiter, ends, sum(counts) + elsewhere)  # of which the double holds each
+    assert routing.expt_data.hist.tolist() == counts
 
 
 @pytest.mark.parametrize(("interleaved", "has_norms"), [(False, False), (True, True)])

@@ -12,6 +12,7 @@ import enum
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from atom.graph import PackedWeight, Type
 from atom.kernels.aiter.functions import FUNCTIONS, QUANT_TYPE, Aiter
 
 CONTRACT = Path(__file__).parent / "aiter" / "contract.json"
@@ -73,6 +76,24 @@ def library(root: Path, functions: dict[str, str], calls: list[str] | None = Non
         return double
 
     return Aiter(root, load)
+
+
+def mxfp4(*shape: int) -> PackedWeight:
+    """Any pairs of E2M1, and exponents that do not add up to large sums."""
+    values = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(119, 123, (*shape[:-1], shape[-1] // 32), dtype=torch.uint8)
+    return PackedWeight(Type("bf16", shape, "mxfp4"), {"values": values, "scales": scales})
+
+
+def move(values: Any, device: str) -> Any:
+    """A copy on a device of tensors and packed weights."""
+
+    def copy(each: Any) -> Any:
+        if isinstance(each, PackedWeight):
+            return replace(each, parts=move(dict(each.parts), device))
+        return each.to(device, copy=True) if isinstance(each, Tensor) else each
+
+    return tree_map(copy, values)
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -375,6 +396,7 @@ def expert_products(
     least, blocks = routing_data.block_m, len(data.block_pid_map)
     # as RoutingData.n_blocks counts the programs that read a tile's number
     assert blocks == (rows if rows <= experts else -(-(rows - experts + 1) // least) + experts - 1)
+    assert bias is None or bias.dtype is torch.float32, "its kernel compiles with no other"
     assert x.dtype is torch.bfloat16 and x_scales is None and w.dtype is w_scales.dtype is torch.uint8
     assert w.stride(1) == 1 and w.shape == (experts, inner // 2, out) and w_scales.shape == (experts, inner // 32, out)
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -383,7 +405,7 @@ def expert_products(
     weights = pairs * torch.exp2(w_scales.float() - 127).repeat_interleave(32, 1)
     y = x.new_full((rows, out), torch.nan)
     for expert, (first, last) in enumerate(itertools.pairwise(data.token_offs_raw.tolist())):
-        y[first:last] = x[first:last].float() @ weights[expert] + (0 if bias is None else bias[expert].float())
+        y[first:last] = x[first:last].float() @ weights[expert] + (0 if bias is None else bias[expert])
     return y
 
 

@@ -36,7 +36,8 @@ from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, 
 VENDOR = "amd"
 AITER = "aiter"  # the feature of a machine that has amd-aiter
 LACKS = "no aiter."  # begins a feature that says what its version lacks: "no aiter.attention: there is none"
-ARCHES = (FNUZ, "gfx950")  # that AITER has kernels for
+FP4_ARCH = "gfx950"  # whose matrix cores multiply FP4: the only one that AITER tests products by MXFP4 on
+ARCHES = (FNUZ, FP4_ARCH)  # that AITER has kernels for
 DTYPES = ("bf16", "fp16")
 MAX_NORM = 8192  # columns of a row that norms keep in registers
 MAX_HEAD_DIM = 256
@@ -149,6 +150,8 @@ def _accepts_experts(
     if gate_up.fmt in MXFP4 and down.fmt in MXFP4:
         if act is not None or x.dtype != "bf16":
             return f"weights in {gate_up.fmt} are multiplied by activations in bf16 alone, not in {act or x.dtype}"
+        if FP4_ARCH not in target.features:
+            return f"multiplies {gate_up.fmt} on {FP4_ARCH} alone"
         return refuse_target(target, "expert_products", "expert_tiles", "routing_data")
     if (reason := refuse_target(target, "experts")) is not None:
         return reason

@@ -41,7 +41,8 @@ def mxfp4_experts(
 def _multiply(aiter: Aiter, x: Tensor, weight: PackedWeight, bias: Tensor | None, routing: Any) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], bias [E, O] -> [P, O]"""
     pairs, exponents = (weight.parts[name].flatten(2).transpose(1, 2) for name in ("values", "scales"))
-    y: Tensor = aiter["expert_products"](x, pairs, None, exponents, bias=bias, routing_data=routing)
+    wide = None if bias is None else bias.float()
+    y: Tensor = aiter["expert_products"](x, pairs, None, exponents, bias=wide, routing_data=routing)
     return y
 
 

@@ -135,6 +135,7 @@ def test_experts_or_routers_that_aiter_has_not_have_their_reason(options: dict[s
 def test_experts_in_mxfp4_stay_as_stored():
     found = moe_text(MI355X, weight="mxfp4")
     assert "= aiter.experts(" in found and '"aiter")' not in found and "triton." not in found
+    assert "aiter: multiplies mxfp4 on gfx950 alone" in moe_text(MI300X, weight="mxfp4")
 
 
 FP8 = {"act": "fp8[1, *]"}
@@ -165,7 +166,7 @@ def test_what_is_accepted_of_experts(
     x, weights, ids = Type("bf16", ("T", 512)), Type("fp32", ("T", 2)), Type("i64", ("T", 2))
     matrices = (Type("bf16", *each) for each in (gate_up, down))
     accepts = find_kernel(ops.experts, "aiter").accepts
-    assert accepts(MI300X, x, weights, ids, *matrices, *more, **{"kind": "silu", **options}) == reason
+    assert accepts(MI355X, x, weights, ids, *matrices, *more, **{"kind": "silu", **options}) == reason
 
 
 @pytest.mark.parametrize(

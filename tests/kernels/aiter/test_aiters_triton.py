@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.aiter_doubles import move, mxfp4
 from kernels.paged import cached, make_case, make_latent_case
-from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
 
-from atom.graph import PackedWeight, Type, ops
+from atom.graph import ops
 from atom.kernels.aiter import attention, latent, moe
 from atom.kernels.aiter.functions import FUNCTIONS, Aiter, Refused, find_place
 
@@ -69,10 +69,6 @@ def need(sources: Path, *functions: str) -> None:
             pytest.skip(f"these sources have no {name}: {answer}")
 
 
-def on(device: str, values: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda each: each.to(device, copy=True), values)
-
-
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (5, None, True), (None, 3.0, False)])
 @pytest.mark.parametrize("prefills", [[], [(5, 9), (1, 20), (3, 3)]], ids=["decodes", "mixed"])
 def test_attention(
@@ -84,7 +80,7 @@ def test_attention(
         shape.update(dtype=torch.bfloat16, dim=128)
     case, clean = (make_case([17, 6], prefills, foreign=foreign, **shape) for foreign in (0.5, 0.0))
     attributes = {"scale": 0.3, "window": window, "softcap": softcap}
-    given = attention.paged_attention(aiter, *on(triton_device, case), **attributes).cpu()
+    given = attention.paged_attention(aiter, *move(case, triton_device), **attributes).cpu()
     tolerance = 0.03 if is_compiled else 1e-3
     torch.testing.assert_close(given, ops.paged_attention(*clean, **attributes), rtol=tolerance, atol=tolerance)
 
@@ -111,7 +107,7 @@ def test_latent_attention(aiter: Aiter, sources: Path, triton_device: str, heads
         decodes, prompts = [], [*((query_len, length) for length in decodes), *prompts]
     case, clean = (make_latent_case(decodes, prompts, foreign=foreign, **shape) for foreign in (0.5, 0.0))
     batch = case.batch._replace(num_decodes=3, query_len=query_len)
-    given = latent.paged_mla_attention(aiter, *on(triton_device, case._replace(batch=batch)), scale=0.3).cpu()
+    given = latent.paged_mla_attention(aiter, *move(case._replace(batch=batch), triton_device), scale=0.3).cpu()
     tolerance = 0.03 if is_compiled else 1e-3
     torch.testing.assert_close(given, ops.paged_mla_attention(*clean, scale=0.3), rtol=tolerance, atol=tolerance)
 
@@ -122,7 +118,7 @@ def test_rope_and_cache_write(aiter: Aiter, triton_device: str, interleaved: boo
     q, k, v = (torch.randn(5, heads, 16, generator=random) for heads in (6, 2, 2))
     angles = ops.rotary(torch.tensor([3, 9, 0, 1, 2]), torch.linspace(1, 0.1, 8))
     args = (q, k, v, *angles, None, None, *cached(torch.zeros(3, 4, 2, 2, 16), torch.tensor([7, 2, 0, 11, 9])))
-    own = on(triton_device, args)
+    own = move(args, triton_device)
     given = attention.norm_rope_write(aiter, *own, interleaved=interleaved).cpu()
     torch.testing.assert_close(given, ops.norm_rope_write(*args, interleaved=interleaved), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(own[7].blocks.cpu(), args[7].blocks, rtol=1e-4, atol=1e-5)
@@ -131,22 +127,12 @@ def test_rope_and_cache_write(aiter: Aiter, triton_device: str, interleaved: boo
 @pytest.mark.parametrize(("hidden", "width", "first"), [(96, 64, None), (320, 32, 2)])
 def test_experts_in_mxfp4(aiter: Aiter, sources: Path, triton_device: str, hidden: int, width: int, first: int | None):
     need(sources, "expert_products", "expert_tiles", "routing_data")
-    random = torch.Generator().manual_seed(0)
     bf16, here = torch.bfloat16, () if first is None else (torch.tensor([first]),)
-
-    def packed(*shape: int) -> PackedWeight:
-        return PackedWeight(Type("bf16", shape, "mxfp4"), {
-            "values": torch.randint(0, 256, (*shape[:2], shape[2] // 32, 16), dtype=torch.uint8, generator=random),
-            "scales": torch.randint(120, 125, (*shape[:2], shape[2] // 32), dtype=torch.uint8, generator=random),
-        })  # fmt: skip
-
-    gate_up, down = packed(3, 2 * width, hidden), packed(3, hidden, width)
-    biases = (torch.randn(3, rows, generator=random).to(bf16) for rows in (2 * width, hidden))
-    x, weights = torch.randn(9, hidden, generator=random).to(bf16), torch.rand(9, 2, generator=random)
-    ids = torch.stack([torch.randperm(5 if here else 3, generator=random)[:2] for _ in range(9)])
-    args, gate = (x, weights, ids, gate_up, down, *biases, *here), {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}
-    given, wanted = (
-        moe.experts(aiter, *on(triton_device, args), **gate).cpu().float(),
-        ops.experts(*args, **gate).float(),
-    )
+    gate_up, down = mxfp4(3, 2 * width, hidden), mxfp4(3, hidden, width)
+    biases = (torch.randn(3, rows).to(bf16) for rows in (2 * width, hidden))
+    ids = torch.stack([torch.randperm(5 if here else 3)[:2] for _ in range(9)])
+    args = torch.randn(9, hidden).to(bf16), torch.rand(9, 2), ids, gate_up, down, *biases, *here
+    gate = {"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}
+    given = moe.experts(aiter, *move(args, triton_device), **gate).cpu().float()
+    wanted = ops.experts(*args, **gate).float()
     torch.testing.assert_close(given, wanted, rtol=0.03, atol=0.03 * float(wanted.abs().max()))

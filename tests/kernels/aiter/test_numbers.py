@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.aiter_doubles import library, read_newest, unshuffled, write_sources
+from kernels.aiter_doubles import library, mxfp4, read_newest, unshuffled, write_sources
 from kernels.paged import NAN, cached, make_case, make_latent_case
 from torch import Tensor
 
@@ -56,13 +56,6 @@ def packed(fmt: str, *shape: int) -> PackedWeight:
     values.view(torch.uint8)[..., 0, :2] = 0x80  # a negative zero, which is the NaN of e4m3fnuz
     scales = torch.linspace(0.001, 0.02, math.prod(blocks)).view(blocks)
     return PackedWeight(Type("bf16", shape, fmt), {"values": values, "scales": scales})
-
-
-def mxfp4(*shape: int) -> PackedWeight:
-    *others, inner = shape
-    values = torch.randint(0, 256, (*others, inner // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(120, 125, (*others, inner // 32), dtype=torch.uint8)
-    return PackedWeight(Type("bf16", shape, "mxfp4"), {"values": values, "scales": scales})
 
 
 def check(given: Any, wanted: Any, tolerance: float = 0.02) -> None:

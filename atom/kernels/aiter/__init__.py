@@ -36,7 +36,7 @@ from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, 
 VENDOR = "amd"
 AITER = "aiter"  # the feature of a machine that has amd-aiter
 LACKS = "no aiter."  # begins a feature that says what its version lacks: "no aiter.attention: there is none"
-FP4_ARCH = "gfx950"  # whose matrix cores multiply FP4: the only one that AITER tests products by MXFP4 on
+FP4_ARCH = "gfx950"  # whose matrix cores multiply FP4: AITER tests its products by MXFP4 on no older ones
 ARCHES = (FNUZ, FP4_ARCH)  # that AITER has kernels for
 DTYPES = ("bf16", "fp16")
 MAX_NORM = 8192  # columns of a row that norms keep in registers

@@ -15,6 +15,7 @@ from torch import Tensor
 from atom.graph import PackedWeight
 from atom.kernels.aiter.functions import MXFP4, Aiter
 from atom.kernels.aiter.linear import add_rms_norm
+from atom.kernels.aiter.mxfp4 import mxfp4_experts
 
 
 def router(aiter: Aiter, x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *,
@@ -55,8 +56,6 @@ def experts(
     if not len(x):
         return torch.empty_like(x)
     if is_mxfp4(gate_up) and is_mxfp4(down):
-        from atom.kernels.aiter.mxfp4 import mxfp4_experts
-
         biases = gate_up_bias, down_bias
         return mxfp4_experts(aiter, x, weights, ids, gate_up, down, *biases, first, kind=kind, limit=limit, alpha=alpha)
     quant = {None: "No", "fp8[1, *]": "per_Token"}.get(act, "per_128x128")

@@ -1,4 +1,4 @@
-"""Experts with weights in MXFP4, by AITER's Triton products of these and activations in bf16.
+"""Experts with weights in MXFP4 and activations in bf16, by AITER's Triton products.
 
     y = mxfp4_experts(aiter, x, weights, ids, gate_up, down, None, None, None, kind="silu")
 

@@ -23,7 +23,7 @@ from atom.graph import ops
 from atom.kernels.aiter import attention, latent, moe
 from atom.kernels.aiter.functions import FUNCTIONS, Aiter, Refused, find_place
 
-ANSWERS = {"get_num_sms": 2, "get_arch": "gfx950"}  # of a GPU
+ANSWERS = {"get_num_sms": 2, "get_num_xcds": 8, "get_arch": "gfx950", "is_fp4_avail": True, "is_tdm_avail": False}
 AMDS_OPTIONS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
 
 

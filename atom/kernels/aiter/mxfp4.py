@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -51,8 +52,9 @@ def number_tiles(aiter: Aiter, ends: Tensor, pairs: int) -> Any:
     experts = len(ends)
     block_m = max(MIN_ROWS, min(next_power_of_2(max(1, pairs // experts)), MAX_ROWS))
     num_tiles = pairs if pairs <= experts else experts - 1 + -(-(pairs - experts + 1) // block_m)  # the most there are
-    counts, tiles = ends.new_empty(experts).int(), ends.new_empty(num_tiles).int()
-    starts, tile_starts = (ends.new_empty(experts + 1).int() for _ in range(2))
+    counts, tiles, starts, tile_starts = (
+        ends.new_empty(size, dtype=torch.int32) for size in (experts, num_tiles, experts + 1, experts + 1)
+    )
     gpu = find_gpu(ends.device)
     _number_kernel[(-(-num_tiles // NUMBERED),)](
         ends, counts, starts, tile_starts, tiles, num_tiles, EXPERTS=experts, BLOCK_M=block_m,

@@ -12,22 +12,35 @@ import enum
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from atom.graph import PackedWeight, Type
 from atom.kernels.aiter.functions import FUNCTIONS, QUANT_TYPE, Aiter
 
 CONTRACT = Path(__file__).parent / "aiter" / "contract.json"
+NEWER = CONTRACT.with_name("newer.json")
 
 
 def read_contract() -> dict[str, Any]:
     """`source`: what was read; `functions`: by place, parameters and defaults"""
     contract: dict[str, Any] = json.loads(CONTRACT.read_text())
     return contract
+
+
+def read_newest() -> dict[str, str]:
+    """Parameters of every function that atom calls: where the wheel has none, those of later sources."""
+    newer: dict[str, str] = json.loads(NEWER.read_text())["functions"]
+    recorded: dict[str, str] = read_contract()["functions"]
+    lacking = [each for each in FUNCTIONS.values() if not {*each.places} & {*recorded}]
+    return recorded | {place: newer[place] for each in lacking for place in each.places}
 
 
 def write_sources(folder: Path, functions: dict[str, str]) -> Path:
@@ -53,7 +66,7 @@ def library(root: Path, functions: dict[str, str], calls: list[str] | None = Non
         def run(given: dict[str, Any]) -> Any:
             if calls is not None:
                 calls.append(names[place])
-            if names[place] not in ("rope_and_write", "attention"):  # which take strides
+            if names[place] not in ("rope_and_write", "attention", "expert_products"):  # which take strides
                 assert all(each.is_contiguous() for each in given.values() if isinstance(each, Tensor)), place
             return body(**{key: value for key, value in given.items() if value is not ...})
 
@@ -63,6 +76,24 @@ def library(root: Path, functions: dict[str, str], calls: list[str] | None = Non
         return double
 
     return Aiter(root, load)
+
+
+def mxfp4(*shape: int) -> PackedWeight:
+    """Any pairs of E2M1, and exponents that do not add up to large sums."""
+    values = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(119, 123, (*shape[:-1], shape[-1] // 32), dtype=torch.uint8)
+    return PackedWeight(Type("bf16", shape, "mxfp4"), {"values": values, "scales": scales})
+
+
+def move(values: Any, device: str) -> Any:
+    """A copy on a device of tensors and packed weights."""
+
+    def copy(each: Any) -> Any:
+        if isinstance(each, PackedWeight):
+            return replace(each, parts=move(dict(each.parts), device))
+        return each.to(device, copy=True) if isinstance(each, Tensor) else each
+
+    return tree_map(copy, values)
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -309,11 +340,81 @@ def attention(
                 out[token, head] = weights.softmax(0)[: len(at)] @ values
 
 
+def latent_prefill(
+    q: Tensor, kv_buffer: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_kv: int,
+    block_tables: Tensor, softmax_scale: float, kv_lora_rank: int, qk_rope_head_dim: int, causal: bool, q_descale: None,
+    kv_descale: None, **_: Any,
+) -> None:  # fmt: skip
+    """A page is loaded whole, by a power of two addresses; a token of no sequence is not written."""
+    page_size, dims = kv_buffer.shape[1], kv_lora_rank + qk_rope_head_dim
+    assert causal and q_descale is None and kv_descale is None and page_size & (page_size - 1) == 0
+    assert kv_buffer.shape[2:] == (1, dims) and q.shape[2] == dims and out.shape == (*q.shape[:2], kv_lora_rank)
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    assert starts[0] == 0 and len(starts) == len(lengths) + 1 == len(block_tables) + 1 and max_seqlen_kv >= max(lengths)
+    for row, length in enumerate(lengths):
+        for token in range(starts[row], starts[row + 1]):
+            at = torch.arange(length - starts[row + 1] + token + 1)
+            entries = kv_buffer[block_tables[row, at // page_size].long(), at % page_size, 0].float()
+            weights = (entries @ q[token].float().T * softmax_scale).softmax(0)
+            out[token] = weights.T @ entries[:, :kv_lora_rank]
+
+
+def latent_decode(q: Tensor, kv_buffer: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
+                  *args: Any, **kwargs: Any) -> None:  # fmt: skip
+    """The same of sequences that have as many queries each; one of no positions is divided by zero."""
+    counts = cu_seqlens_q.diff()
+    assert torch.equal(counts, torch.full_like(counts, len(q) // len(seqused_k))) and counts.sum() == len(q)
+    latent_prefill(q, kv_buffer, out, cu_seqlens_q, seqused_k, *args, **kwargs)
+    out.view(len(seqused_k), -1)[seqused_k == 0] = torch.nan
+
+
+def expert_tiles(**given: Any) -> SimpleNamespace:
+    """AITER's ExptData."""
+    assert all(each.dtype is torch.int32 for each in given.values())
+    return SimpleNamespace(**given)
+
+
+def routing_data(**given: Any) -> SimpleNamespace:
+    """AITER's RoutingData, which holds what is documented beside `block_pid_map` and `n_blocks`."""
+    experts, block_m, data = given["n_expts_tot"], given["block_m"], given["expt_data"]
+    rows, tiles = data.hist.tolist(), []
+    for expert, count in enumerate(rows):
+        tiles += [(part << 16) + expert for part in range(-(-count // block_m))]
+    found = data.block_pid_map.tolist()
+    assert found == tiles + [-1] * (len(found) - len(tiles)) and given["n_expts_act"] == 1
+    assert data.token_offs_raw.tolist() == [0, *itertools.accumulate(rows)]
+    assert data.token_offs_pad.tolist() == [0, *itertools.accumulate(-(-count // block_m) for count in rows)]
+    assert len(rows) == experts and given["expt_hist"] is data.hist
+    return SimpleNamespace(**given)
+
+
+def expert_products(
+    x: Tensor, w: Tensor, x_scales: None, w_scales: Tensor, bias: Tensor | None = None, routing_data: Any = None, **_: Any
+) -> Tensor:  # fmt: skip
+    """`moe_gemm_torch` beside it: sorted rows by their expert's weights; rows in no tile are not written."""
+    data, (rows, inner), (experts, _, out) = routing_data.expt_data, x.shape, w.shape
+    least, blocks = routing_data.block_m, len(data.block_pid_map)
+    # as RoutingData.n_blocks counts the programs that read a tile's number
+    assert blocks == (rows if rows <= experts else -(-(rows - experts + 1) // least) + experts - 1)
+    assert bias is None or bias.dtype is torch.float32, "its kernel compiles with no other"
+    assert x.dtype is torch.bfloat16 and x_scales is None and w.dtype is w_scales.dtype is torch.uint8
+    assert w.stride(1) == 1 and w.shape == (experts, inner // 2, out) and w_scales.shape == (experts, inner // 32, out)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat((numbers, -numbers))
+    pairs = torch.stack((numbers[(w & 15).long()], numbers[(w >> 4).long()]), 2).view(experts, inner, out)
+    weights = pairs * torch.exp2(w_scales.float() - 127).repeat_interleave(32, 1)
+    y = x.new_full((rows, out), torch.nan)
+    for expert, (first, last) in enumerate(itertools.pairwise(data.token_offs_raw.tolist())):
+        y[first:last] = x[first:last].float() @ weights[expert] + (0 if bias is None else bias[expert])
+    return y
+
+
 DOUBLES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize, silu_and_mul, quantize_tokens,
         quantize_spans, linear, linear_by_token, linear_by_block, rope_and_write, attention, topk_softmax,
-        topk_of_groups, topk_with_correction, experts,
+        topk_of_groups, topk_with_correction, experts, latent_decode, latent_prefill,
+        expert_tiles, routing_data, expert_products,
     )
 }  # fmt: skip

@@ -20,17 +20,29 @@ from atom.graph import KV, ops
 from atom.graph.formats import act_of, parse_format
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.aiter.functions import FUNCTIONS, MISSING, Aiter, Refused, find_place, find_root, find_version
+from atom.kernels.aiter.functions import (
+    FUNCTIONS,
+    MISSING,
+    MXFP4,
+    Aiter,
+    Refused,
+    find_place,
+    find_root,
+    find_version,
+)
 from atom.kernels.aiter.shuffle import FNUZ, LAYOUT, shuffle
 from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, on_device
 
 VENDOR = "amd"
 AITER = "aiter"  # the feature of a machine that has amd-aiter
 LACKS = "no aiter."  # begins a feature that says what its version lacks: "no aiter.attention: there is none"
-ARCHES = (FNUZ, "gfx950")  # that AITER has kernels for
+FP4_ARCH = "gfx950"  # whose matrix cores multiply FP4: AITER tests its products by MXFP4 on no older ones
+ARCHES = (FNUZ, FP4_ARCH)  # that AITER has kernels for
 DTYPES = ("bf16", "fp16")
 MAX_NORM = 8192  # columns of a row that norms keep in registers
 MAX_HEAD_DIM = 256
+LATENT_DTYPE = "bf16"  # of entries that hold latents, and of their queries
+MIN_DIM, MAX_RANK = 16, 512  # of a product's tile; of latents, which a program holds whole
 ROWS, SPAN = 16, 128  # of fp8 weights: rows of a tile; columns that share a scale, of which products take whole ones
 EXPERT_BLOCKS = {None: 128, "fp8[1, *]": 256, "fp8[1, 128]": 256}  # whole ones of experts' dims, by activations
 GROUPS = {False: (1, 2, 4, 8), True: (1, 8)}  # of experts, that AITER chooses from; with a correction
@@ -131,10 +143,18 @@ def _refuse_format(x: Type, weight: Type, act: str | None) -> str | None:
 
 
 def _accepts_experts(
-    _target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None, kind: str,
+    target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None, kind: str,
     act: str | None = None, **_attributes: Any,
 ) -> str | None:  # fmt: skip
     """more: biases, then the first expert that is here"""
+    if gate_up.fmt in MXFP4 and down.fmt in MXFP4:
+        if act is not None or x.dtype != "bf16":
+            return f"weights in {gate_up.fmt} are multiplied by activations in bf16 alone, not in {act or x.dtype}"
+        if FP4_ARCH not in target.features:
+            return f"multiplies {gate_up.fmt} on {FP4_ARCH} alone"
+        return refuse_target(target, "expert_products", "expert_tiles", "routing_data")
+    if (reason := refuse_target(target, "experts")) is not None:
+        return reason
     if kind != "silu":
         return f"has silu gates alone, not {kind}"
     if more[:2] not in ((), (None,), (None, None)):
@@ -180,6 +200,18 @@ def _accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any)
     return _refuse_dtype(q)
 
 
+def _accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, *_types: Any,
+                    **_attributes: Any) -> str | None:  # fmt: skip
+    if cache.type.dtype == FP8:
+        return f"reads latents and rotated keys of one dtype, not of a cache in {FP8}"
+    if q_rope.dtype != LATENT_DTYPE:
+        return f"attends latents in {LATENT_DTYPE}, not in {q_rope.dtype}"
+    dims = int(kv_b.shape[1]), int(q_rope.shape[2])
+    if any(dim & (dim - 1) or dim < MIN_DIM for dim in dims):
+        return f"entries have {dims[0]} + {dims[1]} dims, no powers of two of at least {MIN_DIM}"
+    return None if dims[0] <= MAX_RANK else f"latents have {dims[0]} dims, more than {MAX_RANK}"
+
+
 def _accepts_write(target: Target, q: Type, k: Type, _v: Type, cos: Type | None, _sin: Type | None,
                    q_norm: Type | None, k_norm: Type | None, cache: KV, *_types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
@@ -204,18 +236,21 @@ def _accepts_both(target: Target, *types: Any, **attributes: Any) -> str | None:
 
 
 def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[str, ...] = (),
-            layout: str | None = None) -> Kernel:  # fmt: skip
+            layout: str | None = None, stored: tuple[str, ...] = ()) -> Kernel:  # fmt: skip
     """A kernel that calls these functions of AITER.
 
-    acts: the formats of activations that it multiplies. layout: of a plain weight
+    acts: the formats of activations that it multiplies. layout: of a plain weight. stored: the kinds of packed weights
+    that it takes as they are stored
     """
 
     def load(context: LoadContext) -> Callable[..., Any]:
         function = getattr(importlib.import_module(f"{__name__}.{module}"), op.name)
         return partial(function, context.share(Aiter))
 
-    accepts = on_device("cuda", _calls(*functions, then=accepts), packed=("scaled",) if acts else (), acts=acts)
-    return Kernel(op, "aiter", accepts, load, layout=layout, packed_layout=LAYOUT if acts else None)
+    laid_out = ("scaled",) if acts else ()
+    accepts = on_device("cuda", _calls(*functions, then=accepts), packed=(*laid_out, *stored), acts=acts)
+    packed_layout = LAYOUT if acts else None
+    return Kernel(op, "aiter", accepts, load, layout=layout, packed_layout=packed_layout, packed_kinds=laid_out)
 
 
 def _linear(op: Op, *functions: str) -> Kernel:
@@ -233,10 +268,11 @@ KERNELS = (
     _linear(ops.add_norm_linear, "add_rms_norm", "add_rms_norm_quantize"),
     _kernel(ops.router, "moe", _accepts_router),
     _kernel(ops.add_norm_router, "moe", _accepts_norm_router, "add_rms_norm"),
-    _kernel(ops.experts, "moe", _accepts_experts, "experts", acts=("fp8",), layout=LAYOUT),
+    _kernel(ops.experts, "moe", _accepts_experts, acts=("fp8",), layout=LAYOUT, stored=("mxfp4",)),
     _kernel(ops.norm_rope_write, "attention", _accepts_write, "rope_and_write"),
     _kernel(ops.paged_attention, "attention", _accepts_attention, "attention"),
     _kernel(ops.norm_rope_attention, "attention", _accepts_both, "rope_and_write", "attention"),
+    _kernel(ops.paged_mla_attention, "latent", _accepts_latent, "latent_decode", "latent_prefill"),
 )
 
 BACKEND = Backend(

@@ -24,6 +24,11 @@ from atom.errors import UnsupportedError
 
 PACKAGE = "amd-aiter"
 MISSING = f"{PACKAGE} is not installed"
+MXFP4 = (
+    "mxfp4",
+    "ct_mxfp4",
+    "quark_mxfp4",
+)  # formats whose bytes hold neighbouring columns, the first in the lower half
 
 
 class Function(NamedTuple):
@@ -41,6 +46,12 @@ class Place(str):
 class Refused(str):
     """Why a version has no such function."""
 
+
+ROUTING = "aiter.ops.triton.moe.moe_routing.routing"
+LATENT = (
+    "q", "kv_buffer", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_kv", "block_tables", "softmax_scale",
+    "kv_lora_rank", "qk_rope_head_dim", "causal", "q_descale", "kv_descale",
+)  # fmt: skip
 
 FUNCTIONS = {
     # out, input, residuals [T, H] bf16 or fp16; weight [H]; quantized: out [T, H] fp8, yscale fp32[T, 1]
@@ -93,6 +104,9 @@ FUNCTIONS = {
          "window_size", "block_table", "softcap", "q_descale", "k_descale", "v_descale"),
         ("sinks",),
     ),
+    # q [T, N, L + R], kv_buffer [pages, page size, 1, L + R], out [T, N, L]; of decodes, each with as many queries
+    "latent_decode": Function(("aiter.ops.triton.attention.mla:mla_decode_fwd",), LATENT),
+    "latent_prefill": Function(("aiter.ops.triton.attention.mla:mla_prefill_fwd",), LATENT),
     # gating_output fp32[T, E] -> in place, in order of weight: topk_weights fp32[T, k], topk_ids and others i32[T, k]
     "topk_softmax": Function(
         ("aiter.ops.moe_op:topk_softmax",),
@@ -115,6 +129,21 @@ FUNCTIONS = {
         ("aiter.fused_moe:fused_moe",),
         ("hidden_states", "w1", "w2", "topk_weight", "topk_ids"),
         ("expert_mask", "quant_type", "w1_scale", "w2_scale"),
+    ),
+    # x bf16[P, I] by expert, w u8[E, I / 2, O] and w_scales u8[E, I / 32, O] of which the second dim is the faster one,
+    # bias fp32[E, O] -> bf16[P, O]
+    "expert_products": Function(
+        ("aiter.ops.triton.moe.moe_op_gemm_a16w4:moe_gemm_a16w4",),
+        ("x", "w", "x_scales", "w_scales"),
+        ("bias", "routing_data"),
+    ),
+    # i32: each expert's rows [E], where they begin and the last ends [E + 1], the same of tiles, and the tiles' numbers
+    "expert_tiles": Function(
+        (f"{ROUTING}:ExptData",), ("hist", "token_offs_raw", "token_offs_pad", "block_pid_map")
+    ),
+    "routing_data": Function(
+        (f"{ROUTING}:RoutingData",),
+        ("block_m", "gate_scal", "expt_hist", "n_expts_tot", "n_expts_act", "expt_data"),
     ),
 }  # fmt: skip
 
@@ -152,7 +181,7 @@ def find_place(function: Function, root: Path) -> Place | Refused:
 
 
 def read_signature(root: Path, place: str) -> str | None:
-    """A function's parameters and defaults, as its source has them, without annotations; None where there is none.
+    """The parameters and defaults of a function or a dataclass, without annotations; None where there is none.
 
     A default that is no literal is written `...`.
     """
@@ -164,7 +193,17 @@ def read_signature(root: Path, place: str) -> str | None:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return _plain_arguments(node.args)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return ", ".join(_plain_field(each) for each in node.body if isinstance(each, ast.AnnAssign))
     return None
+
+
+def _plain_field(field: ast.AnnAssign) -> str:
+    """A field of a dataclass as a parameter; `field()` is no default."""
+    name = ast.unparse(field.target)
+    if field.value is None or ast.unparse(field.value) == "field()":
+        return name
+    return f"{name}={ast.unparse(_literal(field.value))}"
 
 
 def _plain_arguments(arguments: ast.arguments) -> str:

@@ -6,15 +6,16 @@ y = experts(aiter, h, weights, ids, gate_up, down, kind="silu")     # both weigh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atom.graph import PackedWeight
-from atom.kernels.aiter.functions import Aiter
+from atom.kernels.aiter.functions import MXFP4, Aiter
 from atom.kernels.aiter.linear import add_rms_norm
+from atom.kernels.aiter.mxfp4 import mxfp4_experts
 
 
 def router(aiter: Aiter, x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *,
@@ -51,9 +52,12 @@ def experts(
     first: Tensor | None = None, *, kind: str, limit: float | None = None, alpha: float | None = None,
     act: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """kind is silu, and there are no biases. A rank may have no rows."""
+    """But with weights in MXFP4, kind is silu, and there are no biases. A rank may have no rows."""
     if not len(x):
         return torch.empty_like(x)
+    if is_mxfp4(gate_up) and is_mxfp4(down):
+        biases = gate_up_bias, down_bias
+        return mxfp4_experts(aiter, x, weights, ids, gate_up, down, *biases, first, kind=kind, limit=limit, alpha=alpha)
     quant = {None: "No", "fp8[1, *]": "per_Token"}.get(act, "per_128x128")
     (w1, w1_scale), (w2, w2_scale) = map(_parts, (gate_up, down))
     mask = None
@@ -63,6 +67,10 @@ def experts(
         x.contiguous(), w1, w2, weights.contiguous(), ids.int().contiguous(), expert_mask=mask,
         quant_type=aiter.quant_type(quant), w1_scale=w1_scale, w2_scale=w2_scale,
     )  # fmt: skip
+
+
+def is_mxfp4(weight: Tensor | PackedWeight) -> TypeGuard[PackedWeight]:
+    return isinstance(weight, PackedWeight) and weight.type.fmt in MXFP4
 
 
 def _parts(weight: Tensor | PackedWeight) -> tuple[Tensor, Tensor | None]:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.aiter_doubles import read_contract, write_sources
+from kernels.aiter_doubles import read_newest, write_sources
 
 from atom.config.load import load_gpu
-from atom.graph import Type, ops, parse, show
+from atom.graph import KV, Type, ops, parse, show
+from atom.graph.ops.latent import latent_entry
+from atom.graph.types import BatchType
 from atom.kernels import Target, find_kernel
 from atom.kernels import aiter as backend
 from atom.passes.pipeline import lower
@@ -117,7 +119,7 @@ def test_experts_and_their_router_are_aiters(weight: str, act: str, rule: str, c
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"weight": "mxfp4"}, "aiter: its weight is stored as mxfp4"),
+        ({"weight": "gguf_mxfp4"}, "aiter: has no layout of gguf_mxfp4"),
         ({"weight": "fp8[1, *]"}, "aiter: weights in fp8[1, *] are multiplied by activations in fp8[1, *] alone"),
         ({"rule": PAIRS.format(4), "correction": "fp32"}, "aiter: does not choose from 4 groups of 32 experts"),
         ({"rule": PAIRS.format(8)}, "aiter: has no noaux_tc without a correction"),
@@ -128,6 +130,12 @@ def test_experts_or_routers_that_aiter_has_not_have_their_reason(options: dict[s
     found = moe_text(MI355X, **options)
     assert reason in found, found
     assert "triton." in found
+
+
+def test_experts_in_mxfp4_stay_as_stored():
+    found = moe_text(MI355X, weight="mxfp4")
+    assert "= aiter.experts(" in found and '"aiter")' not in found and "triton." not in found
+    assert "aiter: multiplies mxfp4 on gfx950 alone" in moe_text(MI300X, weight="mxfp4")
 
 
 FP8 = {"act": "fp8[1, *]"}
@@ -142,6 +150,11 @@ FP8 = {"act": "fp8[1, *]"}
         (((8, 384, 512), None), ((8, 512, 192), None), (), {}, "experts have 512 x 192 dims, no multiples of 128"),
         (((8, 768, 512), "fp8[1, *]"), ((8, 512, 384), "fp8[1, *]"), (), FP8,
          "experts have 512 x 384 dims, no multiples of 256"),
+        (((8, 1024, 512), "mxfp4"), ((8, 512, 512), "mxfp4"), (Type("bf16", (8, 1024)),),
+         {"kind": "swigluoai", "limit": 7.0, "alpha": 1.7}, None),
+        (((8, 1024, 512), "mxfp4"), ((8, 512, 512), "mxfp4"), (), FP8,
+         "weights in mxfp4 are multiplied by activations in bf16 alone, not in fp8[1, *]"),
+        (((8, 1024, 512), "mxfp4"), ((8, 512, 512), None), (), {}, "has no layout of mxfp4"),
         (((8, 1024, 512), "fp8[1, *]"), ((8, 512, 512), None), (), FP8,
          "has products of quantized activations by packed weights alone"),
     ],
@@ -153,7 +166,29 @@ def test_what_is_accepted_of_experts(
     x, weights, ids = Type("bf16", ("T", 512)), Type("fp32", ("T", 2)), Type("i64", ("T", 2))
     matrices = (Type("bf16", *each) for each in (gate_up, down))
     accepts = find_kernel(ops.experts, "aiter").accepts
-    assert accepts(MI300X, x, weights, ids, *matrices, *more, **{"kind": "silu", **options}) == reason
+    assert accepts(MI355X, x, weights, ids, *matrices, *more, **{"kind": "silu", **options}) == reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "rotated", "cache", "reason"),
+    [
+        ("bf16", 512, 64, "bf16", None),
+        ("bf16", 256, 32, "bf16", None),
+        ("fp16", 512, 64, "fp16", "attends latents in bf16, not in fp16"),
+        ("bf16", 512, 64, "fp8_e4m3", "reads latents and rotated keys of one dtype, not of a cache in fp8_e4m3"),
+        ("bf16", 384, 64, "bf16", "entries have 384 + 64 dims, no powers of two of at least 16"),
+        ("bf16", 512, 8, "bf16", "entries have 512 + 8 dims, no powers of two of at least 16"),
+        ("bf16", 1024, 64, "bf16", "latents have 1024 dims, more than 512"),
+    ],
+)
+def test_what_is_accepted_of_latent_attention(dtype: str, rank: int, rotated: int, cache: str, reason: str | None):
+    q_nope, q_rope = (Type(dtype, ("T", 16, dims)) for dims in (128, rotated))
+    kv_b, entries = Type(dtype, (16 * 256, rank)), KV("l", latent_entry(cache, dtype, rank, rotated))
+    accepts = find_kernel(ops.paged_mla_attention, "aiter").accepts
+    assert accepts(MI300X, q_nope, q_rope, kv_b, entries, BatchType(), scale=0.1) == reason
+    lacking = Target("cuda", MI300X.features | {"no aiter.latent_decode: x:y: there is none"})
+    found = accepts(lacking, q_nope, q_rope, kv_b, entries, BatchType(), scale=0.1)
+    assert found == "this version of AITER lacks latent_decode: x:y: there is none"
 
 
 def test_other_vendors_texts_have_no_word_of_it():
@@ -163,7 +198,7 @@ def test_other_vendors_texts_have_no_word_of_it():
 def test_a_machine_without_amds_gpus_has_no_such_feature(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert backend.find_features() == frozenset() and backend.find_versions() == {}
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    recorded = dict(read_contract()["functions"])
+    recorded = read_newest()
     left_out = next(place for place in recorded if place.endswith(":unified_attention"))
     del recorded[left_out]
     monkeypatch.setattr(backend, "find_root", lambda: write_sources(tmp_path, recorded))

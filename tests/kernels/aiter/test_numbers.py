@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.aiter_doubles import library, read_contract, unshuffled, write_sources
-from kernels.paged import NAN, cached, make_case
+from kernels.aiter_doubles import library, mxfp4, read_newest, unshuffled, write_sources
+from kernels.paged import NAN, cached, make_case, make_latent_case
 from torch import Tensor
 
 from atom.graph import PackedWeight, Type, ops
 from atom.graph.ops import Op
-from atom.kernels.aiter import attention, linear, moe
+from atom.kernels.aiter import attention, latent, linear, moe
+from atom.kernels.aiter.mxfp4 import number_tiles
 from atom.kernels.aiter.shuffle import lay_out, shuffle_tiles, to_fnuz
 
 ARCHES = ("gfx942", "gfx950")
@@ -31,16 +32,16 @@ class Kernels:
 
     def __init__(self, root: Path) -> None:
         self.calls: list[str] = []
-        self._aiter = library(root, read_contract()["functions"], self.calls)
+        self.aiter = library(root, read_newest(), self.calls)
 
     def __getitem__(self, op: Op) -> Run:
-        module = next(each for each in (attention, moe, linear) if hasattr(each, op.name))
-        return partial(getattr(module, op.name), self._aiter)
+        module = next(each for each in (attention, latent, moe, linear) if hasattr(each, op.name))
+        return partial(getattr(module, op.name), self.aiter)
 
 
 @pytest.fixture
 def kernels(tmp_path: Path) -> Kernels:
-    return Kernels(write_sources(tmp_path, read_contract()["functions"]))
+    return Kernels(write_sources(tmp_path, read_newest()))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -176,6 +177,36 @@ def test_experts(kernels: Kernels, fmt: str, arch: str, first: int | None):
     assert none.shape == (0, 256) and kernels.calls == ["experts"]
 
 
+@pytest.mark.parametrize(
+    ("gate", "first"),
+    [({"kind": "silu"}, 3), ({"kind": "swigluoai", "limit": 0.5, "alpha": 1.7}, None)],
+    ids=["some_experts", "biases"],
+)
+def test_experts_in_mxfp4(kernels: Kernels, gate: dict[str, Any], first: int | None):
+    gate_up, down = mxfp4(4, 2 * 32, 96), mxfp4(4, 96, 32)
+    biases = (random(4, 64), random(4, 96)) if first is None else (None, None)
+    x, weights = random(6, 300)[:, :96], random(6, 2, dtype=torch.float32).softmax(-1)
+    ids = torch.tensor([[0, 3], [2, 0], [3, 2], [2, 0], [0, 2], [2, 3]])  # nobody chooses the second
+    here: tuple[Any, ...] = ()
+    if first is not None:  # ids are of 8 experts, and two tokens have none here
+        ids, here = ids.where(ids < 2, ids + 3), (torch.tensor([first]),)
+        ids[:2] = torch.tensor([[1, 0], [0, 7]])
+    args = x, weights, ids, gate_up, down, *biases, *here
+    check(kernels[ops.experts](*args, **gate), ops.experts(*args, **gate))
+    assert kernels.calls == ["expert_tiles", "routing_data", "expert_products", "expert_products"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "elsewhere"),
+    [([1, 0, 1], 0), ([40, 0, 33, 7], 5), ([0, 0, 0, 0, 700], 0), ([3] * 70, 0), ([0, 0], 3)],
+    ids=["few", "several", "one_expert", "many_experts", "nothing"],
+)
+def test_tiles_of_experts_are_numbered_as_aiter_documents(kernels: Kernels, counts: list[int], elsewhere: int):
+    ends = torch.tensor(counts).cumsum(0)
+    routing = number_tiles(kernels.aiter, ends, sum(counts) + elsewhere)  # of which the double holds each
+    assert routing.expt_data.hist.tolist() == counts
+
+
 @pytest.mark.parametrize(("interleaved", "has_norms"), [(False, False), (True, True)])
 def test_rope_and_cache_write(kernels: Kernels, interleaved: bool, has_norms: bool):
     q, k, v = random(5, 6, 16), random(5, 2, 16), random(5, 2, 16) * 2
@@ -218,3 +249,26 @@ def test_attention_behind_its_write(kernels: Kernels):
         out = run(case.q, k, v, *angles, None, None, cache, batch, scale=0.3)
         found.append((out, cache.blocks))
     check(*found, 1e-4)
+
+
+@pytest.mark.parametrize(("block_size", "query_len"), [(16, 1), (48, 1), (64, 3)])
+def test_latent_attention(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, block_size: int, query_len: int):
+    monkeypatch.setattr(latent, "ABSORBED_BYTES", 1000)  # not all heads of a prompt at a time
+    decodes, prompts = [(query_len, length) for length in (70, 6, 40)], [(5, 9), (1, 20)]
+    shape: dict[str, Any] = {"heads": 3, "rank": 32, "rotated": 16, "block_size": block_size}
+    case, clean = (make_latent_case([], [*decodes, *prompts], foreign=foreign, **shape) for foreign in (NAN, 0.0))
+    batch = case.batch._replace(num_decodes=len(decodes), query_len=query_len)
+    found, wanted = (
+        kernels[ops.paged_mla_attention](*case[:-1], batch, scale=0.3),
+        ops.paged_mla_attention(*clean, scale=0.3),
+    )
+    check(found, wanted, 1e-4)
+    assert {*kernels.calls} == {"latent_decode", "latent_prefill"} and kernels.calls.count("latent_prefill") > 1
+
+
+def test_sequences_of_no_positions_and_tokens_of_no_sequence_give_zeros(kernels: Kernels):
+    case = make_latent_case([17, 0, 6], [(3, 8)], heads=2, rank=32, rotated=16)
+    starts = case.batch.starts - torch.tensor([0, 0, 0, 0, 1])  # the last token is nobody's
+    batch = case.batch._replace(starts=starts.int())
+    found = kernels[ops.paged_mla_attention](*case[:-1], batch, scale=0.3)
+    assert found[[0, 2, 3, 4]].abs().amax((1, 2)).gt(0).all() and not found[[1, 5]].any()

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.paged import make_case
+from kernels.aiter_doubles import move, mxfp4
+from kernels.paged import make_case, make_latent_case
 from torch.utils._pytree import tree_map_only
 
 from atom.graph import PackedWeight, Type, ops
 from atom.graph.ops import Op
 from atom.kernels import LoadContext, find_kernel
-from atom.kernels.aiter import find_features
-from atom.kernels.aiter.shuffle import shuffle
+from atom.kernels.aiter import FP4_ARCH, find_features
+from atom.kernels.aiter.shuffle import find_arch, shuffle
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +25,12 @@ BF16 = torch.bfloat16
 def _has_aiter() -> None:
     if not torch.cuda.is_available() or "aiter" not in find_features():
         pytest.skip("there is no AMD GPU with amd-aiter here")
+
+
+def need(*functions: str) -> None:
+    for name in functions:
+        if lacking := [each for each in find_features() if each.startswith(f"no aiter.{name}: ")]:
+            pytest.skip(f"this version of AITER has {lacking[0]}")
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -105,6 +112,17 @@ def test_experts(tokens: int, act: str | None, first: int | None):
     check(ops.experts, (x, weights, ids, *stored, *here), {"kind": "silu", "act": act}, own)
 
 
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_experts_in_mxfp4(tokens: int):
+    need("expert_products", "expert_tiles", "routing_data")
+    if find_arch() != FP4_ARCH:
+        pytest.skip(f"AITER multiplies MXFP4 on {FP4_ARCH} alone")
+    weights, ids = torch.rand(tokens, 4), torch.stack([torch.randperm(8)[:4] for _ in range(tokens)])
+    matrices = mxfp4(8, 2 * 704, 480), mxfp4(8, 480, 704), random(8, 2 * 704), random(8, 480)
+    args = random(tokens, 480), weights, ids, *matrices
+    check(ops.experts, args, {"kind": "swigluoai", "limit": 7.0, "alpha": 1.702}, move(args, "cuda"))
+
+
 @pytest.mark.parametrize("prefills", [[], [(70, 200), (1, 20)]], ids=["decodes", "mixed"])
 @pytest.mark.parametrize(
     ("window", "softcap", "has_sinks"), [(None, None, False), (16, None, True), (None, 20.0, False)]
@@ -113,6 +131,15 @@ def test_attention(prefills: list[tuple[int, int]], window: int | None, softcap:
     shape: dict[str, Any] = {"kv_heads": 2, "heads": 8, "dim": 128, "dtype": BF16}
     case = make_case([170, 6], prefills, window=window, has_sinks=has_sinks, foreign=0.0, **shape)
     check(ops.paged_attention, tuple(case), {"scale": 0.09, "window": window, "softcap": softcap})
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("prefills", [[], [(70, 200), (1, 20)]], ids=["decodes", "mixed"])
+def test_latent_attention(prefills: list[tuple[int, int]], block_size: int):
+    need("latent_decode", "latent_prefill")
+    shape: dict[str, Any] = {"heads": 16, "rank": 512, "rotated": 64, "plain": 128, "value": 128, "dtype": BF16}
+    case = make_latent_case([170, 6], prefills, block_size=block_size, foreign=0.0, **shape)
+    check(ops.paged_mla_attention, tuple(case), {"scale": 0.07})
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -10,9 +10,10 @@ from kernels.compiling import run_program
 pytestmark = pytest.mark.early
 
 COMPILE = """
-import sys, torch, triton
+import collections, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from atom.kernels.aiter import mxfp4
 from atom.kernels.triton import few_experts, grouped_linear, grouping, lora, moe, router, sampling, speculation
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
@@ -72,7 +73,7 @@ class Compile:
         print(kernel.__name__)
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
-               row_kernels, moe, router, prefill, rope, sampling, speculation, vector, words):
+               row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, words):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -167,6 +168,7 @@ grouped, order, ends = grouping.group(x, ids, ids.new_empty(1), experts=8)
 many = torch.zeros(1100, 2, dtype=torch.int64)
 grouping.group(bf16(1100, 256), many, many[0, :1], experts=8)
 grouped, order, ends = grouping.group(x, ids, experts=8)
+mxfp4.number_tiles(collections.defaultdict(lambda: lambda *args: None), ends, 100)
 moe.Experts().grouped_linear(grouped, experts, ends)
 moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
 grouping.combine(bf16(14, 256), weights, order)
@@ -189,6 +191,7 @@ NAMES = {
     "row_kernels": "_norm_kernel _gate_kernel _quantize_kernel _norm_quantize_kernel _gate_quantize_kernel",
     "router": "_logits_kernel _choose_kernel _route_few_kernel",
     "grouping": "_group_kernel _count_kernel _place_kernel _combine_kernel _sum_rows_kernel",
+    "mxfp4": "_number_kernel",
     "grouped_linear": "_grouped_linear_kernel _packed_grouped_linear_kernel",
     "few_experts": "_few_gated_linear_kernel _few_down_linear_kernel",
     "prefill": "_prefill",

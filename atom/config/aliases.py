@@ -10,7 +10,8 @@ from atom.dtypes import BY_NAME
 from atom.errors import ConfigError
 
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-CACHE_DTYPES = BY_NAME | {"fp8": "fp8_e4m3"}
+DTYPES = BY_NAME | {f"torch.{name}": dtype for name, dtype in BY_NAME.items()}
+CACHE_DTYPES = DTYPES | {"fp8": "fp8_e4m3"}
 
 
 def respell(config: Config) -> Config:
@@ -36,7 +37,7 @@ def respell(config: Config) -> Config:
     return replace(
         config,
         checkpoint=config.checkpoint and short_name(config.checkpoint),
-        dtype=BY_NAME.get(config.dtype.removeprefix("torch."), config.dtype),
+        dtype=DTYPES.get(config.dtype, config.dtype),
         model=replace(config.model, mlp=mlp),
         parallel=parallel,
         serve=replace(

@@ -24,11 +24,8 @@ from atom.errors import UnsupportedError
 
 PACKAGE = "amd-aiter"
 MISSING = f"{PACKAGE} is not installed"
-MXFP4 = (
-    "mxfp4",
-    "ct_mxfp4",
-    "quark_mxfp4",
-)  # formats whose bytes hold neighbouring columns, the first in the lower half
+# formats whose bytes hold neighbouring columns, the first in the lower half
+MXFP4 = ("mxfp4", "ct_mxfp4", "quark_mxfp4")
 
 
 class Function(NamedTuple):

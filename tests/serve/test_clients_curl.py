@@ -51,5 +51,7 @@ def test_the_guides_streamed_completion(server: Server):
     assert (done, rest) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
-    assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    reason = chunks[-1]["choices"][0]["finish_reason"]
+    assert reason in ("stop", "length")
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text or reason == "stop", "a random model may draw the end first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def test_what_comes_with_atom_is_among_what_is_tried():
     shipped = 0
     for file in Path(tuned.__file__).parent.glob("*.json"):
         for key, entry in json.loads(file.read_text()).get("experts", {}).items():
-            *sizes, name = key.replace("x", " ").split(" ", 5)
-            rows, experts, out, inner, gates = map(int, sizes)
+            sizes, name = re.fullmatch(r"((?:\d+[ x]?){5})(.*)", key).groups()  # type: ignore[union-attr]
+            rows, experts, out, inner, gates = map(int, re.split("[ x]", sizes.strip()))
             shape = Shape(rows, experts, out, inner, gates, 2, styles[name])
             assert grouped_tiles.from_entry(entry) in candidates(shape, H200), (file.name, key)
             shipped += 1

@@ -57,9 +57,13 @@ def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, 
     block_rows = _block_rows(max(math.ceil(room * rows / experts), 8), style)
     if block_rows > 32:
         return Wgmma(block_rows, 1 if style.bits == 4 else 2, 2 if style.values == "e2m1" else 3)
-    boxes = 4 if style.bits == 8 and block_rows == 8 else 2
+    boxes, num_stages = 2, 2
+    if style.bits == 8 and block_rows <= 16:  # a stage has 4 boxes where several of them follow one another
+        has_many = inner >= (8 if block_rows == 8 else 32) * BOX
+        boxes = 4 if has_many else 2
+        num_stages = 4 if block_rows == 16 and not has_many and inner >= 8 * BOX else 2
     if rows > experts:
-        return Wgmma(block_rows, boxes, 4 if style.bits == 8 and block_rows == 16 else 2)
+        return Wgmma(block_rows, boxes, num_stages)
     columns = boxes * BOX * 8 // style.bits
     return Wgmma(block_rows, boxes, 2, _split(rows * -(-out // BLOCK_OUT), inner, columns, 1.9 * gpu.units))
 

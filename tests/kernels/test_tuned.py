@@ -16,6 +16,7 @@ from atom.cache.files import Unfit
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import tiles
+from atom.kernels.triton.linear.style import PLAIN, Style
 from atom.kernels.triton.linear.tiles import Shape
 from atom.kernels.triton.linear.tune import candidates
 
@@ -50,17 +51,13 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
     assert tables and set(tables) <= set(tuned.FITS)
     for table, entries in tables.items():
         assert entries and all(tuned.FITS[table](key, entry) for key, entry in entries.items())
-    for key, (style, *numbers) in tables.get("linear", {}).items():
-        rows, out, inner, gates = map(int, key.split())
-        assert rows in tuned.BUCKETS and gates in (1, 2)
-        found = tiles.find(Shape(rows, out, inner, gates), H200)
-        if style == "library":
-            assert found is None and not numbers
-            continue
-        assert isinstance(found, {"vector": tiles.Vector, "matrix": tiles.Matrix}[style]) and tuple(found)[
-            : len(numbers)
-        ] == tuple(numbers)
-        assert not isinstance(found, tiles.Vector) or rows == 1
+    styles = {style.name: style for style in (PLAIN, Style("e4m3", 128, 128, act="fp8", is_shuffled=True))}
+    for key, entry in tables.get("linear", {}).items():
+        *sizes, name = [*key.split(" ", 4), ""][:5]
+        shape = Shape(*map(int, sizes), style=styles[name])
+        found = tiles.find(shape, H200)
+        assert tiles.to_entry(found)[: len(entry)] == entry
+        assert not isinstance(found, tiles.Vector) or shape.rows == 1
 
 
 VERSIONS = {"atom": atom.__version__, "triton": triton.__version__}

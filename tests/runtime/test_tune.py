@@ -61,7 +61,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def opened(checkpoints: Callable[[str], Path]) -> tuple[Model, Graph]:
-    config = load(engine_overrides(str(checkpoints("qwen3")), {**FIELDS, "model.layers": 1}))
+    return open_model(checkpoints("qwen3"))
+
+
+def open_model(checkpoint: Path, **more: Any) -> tuple[Model, Graph]:
+    config = load(engine_overrides(str(checkpoint), {**FIELDS, "model.layers": 1, **more}))
     graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
     tensors = weights.load_dummy(graph.recipes(), seed=0)
     blocks = {kind.name: 2 for kind in build.cache_kinds(graph)}
@@ -142,6 +146,13 @@ def test_ranks_take_what_is_right_on_all_and_what_the_first_one_knows(opened: An
     known = msgspec.msgpack.encode(written)
     tune(model, graph, tmp_path / "other", 1, Shown(), lines.append, None, lambda own: [known, own])
     assert lines[-1] == "tune=true knows all 5 linears of this model on Test GPU: nothing is measured"
+
+
+def test_a_model_with_an_fp8_cache_is_measured(checkpoints: Callable[[str], Path], tmp_path: Path):
+    model, graph = open_model(checkpoints("qwen3"), **{"quant.kv": "fp8"})
+    assert {cache.dtype for cache in model.caches.values()} == {torch.float8_e4m3fn}
+    tune(model, graph, tmp_path, 1, Shown(), [].append, Steps(model).capture)
+    assert len(json.loads((tmp_path / "tuned" / "test_gpu.json").read_text())["linear"]) == 5
 
 
 def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened: Any, tmp_path: Path):

@@ -20,6 +20,7 @@ from atom.graph import ops, parse
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear, matrix, tiles
+from atom.kernels.triton.linear.style import PLAIN, Style
 from atom.kernels.triton.linear.tiles import Matrix, Parameters, Shape, Vector
 from atom.kernels.triton.linear.tune import Product, candidates, products_of
 from atom.kernels.triton.search import MARGIN, Trial, agrees, search
@@ -28,6 +29,7 @@ H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 SMALL = Gpu(128, 99 << 10, (8, 9), "small")
 AMD = Gpu(304, 64 << 10, (0, 0), "amd")
 FEW_UNITS = Gpu(2, 227 << 10, (9, 0), "few units")  # so that small products are split in several ways
+FP8_BLOCKS = Style("e4m3", 128, 128, act="fp8", is_shuffled=True)
 PACKAGED = json.loads((Path(tuned.__file__).parent / "nvidia_h200.json").read_text())["linear"]
 SHAPES = [(64, 64), (1000, 77), (1024, 3072), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 1024), (576, 1536),
           (1024, 2048), (4096, 2048)]  # fmt: skip
@@ -42,9 +44,11 @@ def with_rows(parameters: Parameters, rows: int) -> Parameters:
 
 @pytest.mark.parametrize(("key", "entry"), PACKAGED.items(), ids=PACKAGED.keys())
 def test_what_was_the_fastest_on_an_h200_is_tried(key: str, entry: list[Any]):
-    rows, out, inner, gates = map(int, key.split())
-    fastest = {"vector": Vector, "matrix": Matrix, "library": lambda: None}[entry[0]](*entry[1:])
-    shape = Shape(rows, out, inner, gates)
+    *sizes, style = [*key.split(" ", 4), ""][:5]
+    fastest = tiles.from_entry(entry)
+    shape = Shape(*map(int, sizes), style={each.name: each for each in (PLAIN, FP8_BLOCKS)}[style])
+    rows = shape.rows
+    assert tiles.key_of(shape) == key
     tried = [with_rows(each, rows) for each in (tiles.choose(shape, H200), *candidates(shape, H200))]
     assert with_rows(fastest, rows) in tried
 

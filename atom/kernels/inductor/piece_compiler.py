@@ -22,6 +22,7 @@ from atom.kernels.registry import find_backend
 LIBRARY = "piece.so"
 OPTIONS = {  # of Inductor
     "cpp.dynamic_threads": True,  # as many threads as the process has, not as this machine has now
+    "cpp.vec_isa_ok": True,  # what the processor says that it has is not tried out, which takes seconds in each process
     "aot_inductor.precompile_headers": False,  # needs openssl, and reads a fixed path in /tmp
 }
 

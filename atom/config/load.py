@@ -92,7 +92,7 @@ def load_model(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
         )
     check_tool_calls(config)
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
-    model = replace(config.model, embedded=embedded)
+    model = replace(config.model, embedded=embedded, usual=None)
     return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
 
 

@@ -41,11 +41,11 @@ class ModelFile(NamedTuple):
     def name(self) -> str:
         return self.path.stem
 
-    def embedded_config(self) -> dict[str, Any]:
-        """config.json of the model file's own checkpoint."""
-        stated = self.spec["embedded"]
+    def read_config(self, key: str) -> dict[str, Any]:
+        """config.json of the model file's own checkpoint, `embedded`, or `usual`."""
+        stated = self.spec[key]
         if not isinstance(stated, dict) or not isinstance(stated.get("config"), str):
-            raise ConfigError(f"{self.path}: embedded.config has no value; name the config.json beside this file")
+            raise ConfigError(f"{self.path}: {key}.config has no value; name the config.json beside this file")
         config: dict[str, Any] = json.loads((self.path.parent / stated["config"]).read_text("utf-8"))
         return config
 
@@ -66,7 +66,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     for text, each in zip(texts, parsed, strict=True):
         if each.is_sweep_override():
             raise ConfigError(f"'{text}' is a sweep: add -m, or quote the value")
-        if each.key_or_group.split(".")[:2] == ["model", "embedded"]:
+        if each.key_or_group.split(".")[:2] in (["model", "embedded"], ["model", "usual"]):
             raise ConfigError(f"{each.key_or_group}: only a model file brings a checkpoint; set checkpoint instead")
         if each.key_or_group.split(".")[0] == "draft":
             raise ConfigError("draft is the model of serve.draft_model and cannot be set; set that")
@@ -77,22 +77,34 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     files = model_files(search_path_of(texts, config_dirs))
     name, checkpoint, embedded = value("model", "auto"), value("checkpoint"), None
     names: frozenset[str] = frozenset()
+    usual = next((file for file in files if file.name == name and file.spec.get("usual")), None)
+    stated = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
+    if checkpoint is None and usual is not None:
+        checkpoint = usual.spec["usual"]["checkpoint"]
+        stated.append(override("checkpoint", checkpoint))
+    else:
+        usual = None
     if checkpoint is None:
         file = embedded_file(files, name)
         name = file.name if name == "auto" else name
-        hf, embedded = file.embedded_config(), file.spec["embedded"]
+        hf, embedded = file.read_config("embedded"), file.spec["embedded"]
         generation = embedded.get("generation") or {}
     else:
-        described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
-        hf, generation = described.config, described.generation_config
-        name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
-        has_options = any(file.name == name and "eagle3" in file.spec for file in files)  # tensors that may be missing
-        names = frozenset(described.names()) if has_options or hf.get("quantization_config") else names
-        described.close()
+        try:
+            described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
+        except CheckpointError:
+            if usual is None or usual.spec["usual"].get("config") is None:
+                raise
+            hf, generation = usual.read_config("usual"), {}  # without the hub: job=explain needs no more
+        else:
+            hf, generation = described.config, described.generation_config
+            name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
+            has_options = any(file.name == name and "eagle3" in file.spec for file in files)  # tensors may be missing
+            names = frozenset(described.names()) if has_options or hf.get("quantization_config") else names
+            described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
-    texts = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
-    return Source([*texts, override("model", name), override("model.name", name)], hf, embedded, generation, names)
+    return Source([*stated, override("model", name), override("model.name", name)], hf, embedded, generation, names)
 
 
 def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:

@@ -163,6 +163,12 @@ class EmbeddedConfig:
 
 
 @dataclass
+class UsualConfig:
+    checkpoint: str = ""  # its hub id
+    config: str | None = None  # its config.json, beside the model file, where the hub cannot be reached
+
+
+@dataclass
 class Eagle3Config:
     """What a draft of EAGLE-3 has beside the fields of its one layer."""
 
@@ -211,6 +217,7 @@ class ModelConfig:
     tool_calls: str | None = None  # the format of calls: a name in conf/tool_calls, or a YAML file; null: not known
     reasoning: list[str] | None = None  # the markers before and behind what is thought before an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
+    usual: UsualConfig | None = None  # the checkpoint where this file is named and none is; null after load
     embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load where there is one
 
     def layer_like(self, layer: int) -> int:

@@ -207,8 +207,8 @@ def test_a_missing_key_of_the_checkpoint_is_named_with_the_file_that_asks(write:
         load([f"checkpoint={write(num_attention_heads=...)}"])
     asks = "config.json has no num_attention_heads; conf/model/llama.yaml needs it for model.attention.heads"
     assert asks in str(error.value)
-    with pytest.raises(CheckpointError, match=r"^the embedded checkpoint is none of deepseek_v3, set checkpoint: "):
-        load(["model=deepseek_v3"])
+    with pytest.raises(CheckpointError, match=r"^the embedded checkpoint is none of minimax_m2, set checkpoint: "):
+        load(["model=minimax_m2"])
 
 
 @pytest.mark.parametrize("value", [None, ...])
@@ -754,6 +754,7 @@ def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str,
         ("model.plain=['re:((']", r"model.plain: re:\(\( is not a regular expression .*; mend it"),
         ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field, did you mean theta\?"),
         ("model.embedded.sha256=5", "model.embedded.sha256: only a model file brings a checkpoint; set checkpoint"),
+        ("model.usual.checkpoint=a/b", "model.usual.checkpoint: only a model file brings a checkpoint; set checkpoint"),
         ("model.embedded={sha256: 5}", "model.embedded: only a model file brings a checkpoint; set checkpoint"),
         ("model.mlp=[{router: {methd: 5}}]", r"^model\.mlp\.0\.router\.methd: there is no such field"),
         ("model.mlp.0.activation=swigluoai", "activation=swigluoai is not built for kind gated; there is: moe"),

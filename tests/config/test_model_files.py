@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 from generated import DOCS, check_block
 
+from atom.config import model_files as model_files_module
+from atom.config.folders import CONF
 from atom.config.load import load
 from atom.config.model_files import choose_model, find_source, model_files
-from atom.errors import ConfigError
+from atom.errors import CheckpointError, ConfigError
 
 
 def test_a_source_names_the_model_file_last():
@@ -21,6 +24,46 @@ def test_a_source_downloads_nothing_for_the_embedded_checkpoint():
     assert source.hf["hidden_size"] == 576
     assert source.embedded is not None
     assert source.overrides == ["model='smollm2'", "model.name='smollm2'"]
+
+
+class Described:
+    """A checkpoint on the hub, of DeepSeek-V3's shape but for its layers."""
+
+    generation_config: ClassVar = {"temperature": 0.6}
+
+    def __init__(self, layers: int) -> None:
+        own = json.loads((CONF / "model" / "deepseek_v3.json").read_text())
+        self.config = {**own, "num_hidden_layers": layers}
+
+    def names(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def unreachable(name: str, **_: Any) -> Any:
+    raise CheckpointError(f"{name}: the hub cannot be reached")
+
+
+def test_a_model_file_alone_means_its_usual_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(model_files_module, "open_checkpoint", lambda *a, **k: asked.append((a, k)) or Described(5))
+    config = load(["model=deepseek_v3", "revision=main"])
+    assert asked == [(("deepseek-ai/DeepSeek-V3",), {"revision": "main", "weights": False})]
+    assert (config.checkpoint, config.model.name, config.model.layers) == ("deepseek-ai/DeepSeek-V3", "deepseek_v3", 5)
+    assert config.sampling.temperature == 0.6 and config.model.usual is config.model.embedded is None
+    assert load(["recipe=deepseek_r1_tp8_mtp", "device=cpu"]).checkpoint == "deepseek-ai/DeepSeek-R1", (
+        "one that is given"
+    )
+
+
+def test_without_the_hub_it_is_described_by_the_file_beside_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_files_module, "open_checkpoint", unreachable)
+    config = load(["model=deepseek_v3", "parallel=tp8_ep", "quant=fp8", "device=cpu"])
+    assert (config.checkpoint, config.model.layers, config.parallel.experts) == ("deepseek-ai/DeepSeek-V3", 61, 8)
+    with pytest.raises(CheckpointError, match=r"^openai/gpt-oss-20b: the hub cannot be reached"):
+        load(["model=gpt_oss"])
 
 
 def test_the_first_file_that_lists_a_ggufs_architecture_is_meant():

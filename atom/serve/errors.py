@@ -42,6 +42,11 @@ class FieldError(RequestError):
         self.param = param
 
 
+def constraint_error(field: str, message: str) -> FieldError:
+    """An engine's error of the constraint, which is `field` in the body: tools, response_format.json_schema."""
+    return FieldError(field.partition(".")[0], shown(field + message.removeprefix("structured_outputs")))
+
+
 class ModelNotFoundError(RequestError):
     """A model that is not served here."""
 

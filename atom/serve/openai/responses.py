@@ -47,8 +47,8 @@ from atom.serve.openai.schema import FunctionCall as ChatCall
 from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
-# field of the chat that constrains the answer -> ours; None: a forced call
-CONSTRAINT_FIELDS = {"response_format": "text", "structured_outputs": "structured_outputs", None: "tools"}
+# field of the chat that constrains the answer -> ours
+CONSTRAINT_FIELDS = {"response_format": "text.format", "response_format.json_schema": "text.format.schema"}
 
 
 def routes(context: Context) -> APIRouter:
@@ -83,7 +83,7 @@ class ResponsesResponder(Responder):
         params = talk.constrain(params, conversation.text)
         prompt, self._params = context.fit(conversation.tokens, params)
         constraint = find_constraint(chat)
-        field = CONSTRAINT_FIELDS[constraint.field if constraint else None]
+        field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
         return EngineRequest([prompt], [self._params], chat.user, request_options(chat), constraint_field=field)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from atom.serve.openai.schema import (
     HINT,
     LABEL,
     Body,
+    Effort,
     JSONObject,
     JSONSchema,
     List,
@@ -131,9 +132,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="goes to a chat template that reads it, a hint to others"
-    )
+    effort: Effort | None = Field(None, description="goes to a chat template that reads it, a hint to others")
     summary: Word | None = Field(None, description="a hint: reasoning comes whole, and no summary of it")
     generate_summary: Word | None = Field(None, description=HINT)
 

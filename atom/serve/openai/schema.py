@@ -50,6 +50,7 @@ TemplateKwargs = Annotated[dict[Word, bool | Int32 | Number | Word], at_most(MAX
 Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_TOKENS)]
 LABEL = "a label: the answer does not depend on it"
 HINT = "a hint: the answer does not depend on it"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # fields of generation and embedding requests
 ModelName = Annotated[str | None, Field(description="one of the served names; the first is meant where there is none")]
@@ -293,9 +294,7 @@ class ChatRequest(Generation):
         None, description="the answer goes on where the last message ends; with add_generation_prompt=false"
     )
     add_special_tokens: Literal[False] | None = Field(None, description="a template brings its own")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="goes to a chat template that reads it, a hint to others"
-    )
+    reasoning_effort: Effort | None = Field(None, description="goes to a chat template that reads it, a hint to others")
     modalities: List[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
     prediction: Prediction | None = Field(None, description=HINT)

@@ -121,7 +121,7 @@ class Talk:
         """Add the constraint of a forced call, behind reasoning, and the markers to decode."""
         if self._schema is not None:
             if params.structured_outputs is not None:
-                raise FieldError("tool_choice", "a forced tool call and response_format both say what the answer is")
+                raise FieldError("tool_choice", "a forced tool call and a constraint both say what the answer is")
             params = replace(params, structured_outputs={"json": self._schema})
         if params.structured_outputs is not None:
             params = replace(params, reasoning=self._reasoning_before(prompt))

@@ -493,6 +493,15 @@ def structured(one: dict[str, Any], other: dict[str, Any], *expected: Any) -> Ro
     return makes(COMPLETIONS, bodies[0], bodies[1], text, *expected)
 
 
+OPENAIS = {  # an answer of OpenAI's as its SDK sends it back
+    "role": "assistant",
+    "content": "a",
+    "annotations": [],
+    "refusal": None,
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+}
 FORCED = TALK | TERSE | {"max_tokens": 400, "tools": [tool(), tool("other")], "tool_choice": "required"}
 EAGER = {"logit_bias": TERSE["logit_bias"] | {"11": 60}}  # a comma, wherever one may stand
 ONE = {"enum": [1]}
@@ -752,8 +761,12 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         ),
         **{
             name: refuses(TOKENIZE, says({"role": "assistant", "content": "a", name: {"a": 1}}), "messages")
-            for name in ("refusal", "annotations", "audio", "function_call")
+            for name in ("refusal", "audio", "function_call")
         },
+        "annotations": both(
+            is_label(TOKENIZE, schema.ChatMessage, "annotations", says(OPENAIS), says(OPENAIS | {"annotations": [{}]})),
+            refuses(TOKENIZE, says(OPENAIS | {"annotations": {"a": 1}}), "messages"),
+        ),
     },
     schema.TextPart: {
         "type": refuses(TOKENIZE, says(user([{"type": "image_url", "text": "a"}])), "messages"),

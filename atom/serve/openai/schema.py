@@ -246,8 +246,8 @@ class ChatMessage(Body):
     reasoning_content: Text | None = None
     reasoning: Text | None = Field(None, description="the same, as newer versions of vLLM name it")
     type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
-    refusal: None = None  # this and the next: fields of an answer that OpenAI's SDK sends back
-    annotations: None = None
+    annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
+    refusal: None = None  # this and the next: such fields too
     audio: None = None
     function_call: None = None
 

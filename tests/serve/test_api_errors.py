@@ -17,6 +17,7 @@ from atom.config import HTTPConfig
 from atom.serve.bodies import read_body
 from atom.serve.body_faults import describe
 from atom.serve.llama_cpp import ROUTES
+from atom.serve.openai.responses_schema import ResponsesRequest
 from atom.serve.openai.schema import ChatRequest, CompletionRequest
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -267,6 +268,34 @@ def test_a_field_that_is_not_known_is_told_from_those_that_are(field: str, hint:
 def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
     body = CompletionRequest.model_validate({"prompt": "a", "colour": None, "stream_options": {"max_token": None}})
     assert body == CompletionRequest.model_validate({"prompt": "a", "stream_options": {}})
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "told"),
+    [
+        (ChatRequest, {"functions": [{"name": "f"}]},
+         'functions: this is not supported here; send tools, as in [{"type": "function", "function": {"name": "f"}}]'),
+        (ChatRequest, {"function_call": "auto"},
+         "function_call: this is not supported here; send tool_choice, beside tools"),
+        (ChatRequest, {"audio": {"format": "wav", "voice": "ash"}},
+         "audio: answers are text alone here; leave it out"),
+        (ChatRequest, {"modalities": ["text", "audio"]},
+         'modalities: answers are text alone here; send ["text"], or leave it out'),
+        (ChatRequest, {"web_search_options": {}},
+         "web_search_options: nothing is searched here; send a tool that searches, which the client runs"),
+        (ChatRequest, {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+         "tools.0: custom tools are not supported here; send tools of the type function, which the client runs"),
+        (ResponsesRequest, {"tools": [{"type": "web_search"}]},
+         "tools.0: web_search tools are not supported here; send tools of the type function, which the client runs"),
+        (CompletionRequest, {"functions": []}, "functions: Extra inputs are not permitted"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], more: dict[str, Any], told: str):
+    least = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}, ChatRequest: HELLO}[model]
+    with pytest.raises(RequestValidationError) as caught:
+        read_body(json.dumps(least | more).encode(), "application/json", model, HTTPConfig())
+    assert describe(caught.value) == (next(iter(more)), told)
 
 
 def test_an_image_is_refused_as_one():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from atom.serve.openai.schema import (
@@ -38,18 +38,6 @@ def is_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type") != "object":
         raise PydanticCustomError("schema", 'this is no JSON schema of {"type": "object"}')
     return schema
-
-
-def refuse_type(fault: str, *known: str) -> BeforeValidator:
-    """Refuse an object of another type than the known ones. fault: of {stated}, and what to do."""
-
-    def check(value: Any) -> Any:
-        stated = value.get("type") if isinstance(value, dict) else None
-        if isinstance(stated, str) and stated not in known:
-            raise PydanticCustomError("type", fault, {"stated": stated[:64]})
-        return value
-
-    return BeforeValidator(check)
 
 
 class CacheControl(Body):
@@ -120,10 +108,10 @@ class MessageTool(Body):
 
 AnyTool = Annotated[
     MessageTool,
-    refuse_type(
-        "{stated} is a tool of Anthropic's own, and server tools are not run here; "
-        "leave it out, or give a tool with an input_schema that the client runs",
+    of_types(
         "custom",
+        fault="{stated} is a tool of Anthropic's own, and server tools are not run here; "
+        "leave it out, or give a tool with an input_schema that the client runs",
     ),
 ]
 
@@ -172,9 +160,9 @@ class ClearThinking(Body):
 
 Edit = Annotated[
     ClearThinking,
-    refuse_type(
-        "{stated} is not done here: the model reads all messages; leave out those that it need not read",
+    of_types(
         "clear_thinking_20251015",
+        fault="{stated} is not done here: the model reads all messages; leave out those that it need not read",
     ),
 ]
 

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from atom.serve.openai.schema import (
     HINT,
     LABEL,
+    TOOLS,
     Body,
     Effort,
     JSONObject,
@@ -118,6 +119,14 @@ class FunctionChoice(Body):
     name: str = Field(max_length=64)
 
 
+class AllowedFunctions(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: List[FunctionChoice] = Field(
+        min_length=1, max_length=512, description="those of the tools that the model reads"
+    )
+
+
 class PlainFormat(Body):
     type: Literal["text", "json_object"]
 
@@ -148,8 +157,10 @@ class ResponsesRequest(Sampling):
     ]
     instructions: Text | None = Field(None, description="a system message in front")
     max_output_tokens: Positive | None = Field(None, description="what remains of the context where nobody says it")
-    tools: List[Annotated[FunctionTool, of_types("function")]] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tools: List[Annotated[FunctionTool, of_types("function", fault=TOOLS)]] | None = Field(None, max_length=512)
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[FunctionChoice | AllowedFunctions, Discriminator("type")] | None
+    ) = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -169,7 +169,7 @@ def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
         ({"model": "gpt"}, anthropic.NotFoundError, "the model 'gpt' is not served here; there is: talker"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens: Input should be greater than or equal to 1"),
         ({"extra_body": {"mcp_servers": []}}, anthropic.BadRequestError,
-         "mcp_servers: Extra inputs are not permitted"),
+         "mcp_servers: no MCP server is called from here; send its tools as tools, which the client runs"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
          anthropic.BadRequestError, "messages.0.content.0: image blocks are not supported here; "
                                     "there is: text, thinking, tool_use, tool_result"),

@@ -56,6 +56,23 @@ def test_a_route_of_llama_cpp_or_ollama_names_ours(server: Server, method: str, 
     assert message == f"there is no {method} {path} here; write {instead}"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("POST", "/v1/v1/v1/messages", "/v1/messages"),
+        ("GET", "//v1/models", "/v1/models"),
+        ("GET", "/v1//models", "/v1/models"),
+        ("GET", "//v1/v1/models", "/v1/models"),
+        ("POST", "/v1//v1/completions", "/v1/completions"),
+    ],
+)
+def test_a_base_url_with_too_much_is_told_from_an_unknown_route(server: Server, method: str, path: str, meant: str):
+    message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
+    told = f"write {meant}: the base URL has /v1 once, and no slash behind it"
+    assert message == f"there is no {method} {path} here; {told}"
+
+
 def test_the_routes_that_are_named_exist(server: Server):
     served = asking.get(server, "/openapi.json").body["paths"]
     named = {path for routes in ROUTES.values() for path in re.findall(r"/\S+", routes)}

@@ -122,7 +122,12 @@ def test_what_would_need_a_stored_response_is_refused_by_name(client: openai.Ope
 
 def test_store_and_labels_change_nothing(client: openai.OpenAI):
     more: dict[str, Any] = {"metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"], "user": "somebody"}
-    more |= {"truncation": "disabled", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
+    more |= {
+        "truncation": "disabled",
+        "max_tool_calls": 1,
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+    }
     plain = client.responses.create(**ASK)
     for store in (True, False):
         told = client.responses.create(**ASK, store=store, **more)

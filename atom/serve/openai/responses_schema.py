@@ -106,6 +106,19 @@ def refuse_stored(value: Any) -> None:
 Stored = Annotated[None, BeforeValidator(refuse_stored)]
 
 
+def refuse_auto(truncation: Any) -> Any:
+    if truncation == "auto":
+        raise PydanticCustomError("auto", "nothing is left out of a conversation here; send disabled, and fewer items")
+    return truncation
+
+
+def refuse_logprobs(include: Any) -> Any:
+    if isinstance(include, list) and (name := "message.output_text.logprobs") in include:
+        fault = "log probabilities are in /v1/chat/completions alone; leave {name} out, or send a chat"
+        raise PydanticCustomError("logprobs", fault, {"name": name})
+    return include
+
+
 class FunctionTool(Body):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
@@ -170,8 +183,11 @@ class ResponsesRequest(Sampling):
     previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
     conversation: Stored = Field(None, description="is refused: send the whole conversation as input")
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    include: List[Word] | None = Field(None, max_length=16, description="a hint: an answer has all that there is of it")
+    max_tool_calls: Positive | None = Field(None, description="a label: it counts built-in tools, and none is run here")
+    truncation: Annotated[Literal["disabled"] | None, BeforeValidator(refuse_auto)] = None
+    include: Annotated[List[Word] | None, BeforeValidator(refuse_logprobs)] = Field(
+        None, max_length=16, description="a hint: an answer has all that there is of it"
+    )
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
     safety_identifier: Word | None = Field(None, description=LABEL)
     service_tier: Word | None = Field(None, description=LABEL)

@@ -54,7 +54,8 @@ class MessageResponder(Responder):
     def __init__(self, context: Context, body: MessagesRequest) -> None:
         super().__init__(context, body.model, new_id("msg", "_"), is_streamed=body.stream)
         self._body, self._format = body, body.output_config.format if body.output_config else None
-        self._blocks = BlockStream()
+        self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+        self._blocks = BlockStream(shows_thinking=self._shows_thinking)
         self._finish: Finish | None = None
 
     def make_request(self) -> EngineRequest:
@@ -83,7 +84,8 @@ class MessageResponder(Responder):
         answer = self._talk.read(choice.text, self._prompt)
         assert choice.finish is not None, "it is done"
         stop = stop_reason(choice.finish, has_calls=answer.has_whole_calls)
-        return self._message(usage, content_blocks(answer), *stop)
+        content = content_blocks(answer, shows_thinking=self._shows_thinking)
+        return self._message(usage, content, *stop)
 
     def _message(
         self, usage: dict[str, Any], content: list[dict[str, Any]], reason: str | None = None, stop: str | None = None

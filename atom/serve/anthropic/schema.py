@@ -136,7 +136,9 @@ class Thinking(Body):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Int32 | None = Field(None, description="a hint: max_tokens alone limits an answer")
-    display: Literal["summarized"] | None = Field(None, description="a hint: thinking comes whole")
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted: blocks of thinking are empty; else it comes whole"
+    )
 
 
 class JSONFormat(Body):

@@ -128,6 +128,18 @@ def test_a_stream_has_anthropics_events_in_their_order(ask: Asker):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("display", "told"), [("omitted", ""), ("summarized", "Hm."), (None, "Hm.")])
+def test_thinking_that_is_omitted_leaves_an_empty_block(display: str | None, told: str, ask: Asker):
+    body = {**ASK, "thinking": {"type": "adaptive", "display": display}}
+    said = Said(["<think>", "\nHm", ".\n</think>\n", "\nSo."])
+    thought = {"type": "thinking", "thinking": told, "signature": ""}
+    assert ask(said, body)[0].json()["content"] == [thought, {"type": "text", "text": "So."}]
+    events = [event for _, event in read_events(ask(said, {**body, "stream": True})[0])]
+    starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert starts == ["thinking", "text"]
+    assert "".join(event["delta"].get("thinking", "") for event in events if "delta" in event) == told
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("said", "reason", "stop"),

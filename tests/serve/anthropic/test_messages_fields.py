@@ -314,16 +314,7 @@ ROWS: dict[type[Body], dict[str, Row]] = {
             GREEDY | {"thinking": {"type": "enabled"}},
             GREEDY | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         ),
-        "display": both(
-            is_label(
-                schema.Thinking,
-                "display",
-                "a hint",
-                GREEDY | {"thinking": {"type": "adaptive"}},
-                GREEDY | {"thinking": {"type": "adaptive", "display": "summarized"}},
-            ),
-            refuses(GREEDY | {"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-        ),
+        "display": has_test("test_thinking_that_is_omitted_leaves_an_empty_block", "test_messages_app.py"),
     },
     schema.Metadata: {"user_id": has_test("test_the_user_goes_to_the_log")},
 }

@@ -6,6 +6,7 @@ app = create_app(context, tenants=[])            # for uvicorn, or for httpx.ASG
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,14 +95,22 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
     return guarded
 
 
+def instead_of(path: str) -> str:
+    """What to do where a path is no route."""
+    if meant := ROUTES.get(path):
+        return f"write {meant}"
+    plain = re.sub("^(/v1)+(?=/v1/)", "", re.sub("/+", "/", path))  # clients add their own /v1 to a base URL's
+    if plain != path:
+        return f"write {shown(plain)}: the base URL has /v1 once, and no slash behind it"
+    return "/docs lists what there is"
+
+
 def explain(request: Request, error: HTTPException) -> str:
     """The message for a request that no route has handled."""
     path = shown(request.url.path)
     match error.status_code:
         case 404:
-            meant = ROUTES.get(request.url.path)
-            instead = f"write {meant}" if meant else "/docs lists what there is"
-            return f"there is no {request.method} {path} here; {instead}"
+            return f"there is no {request.method} {path} here; {instead_of(request.url.path)}"
         case 405:
             allowed = (error.headers or {}).get("Allow")
             return f"{request.method} {path} is not served" + (f"; use {allowed}" if allowed else "")

@@ -29,6 +29,7 @@ from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
 from atom.serve.llama_cpp import FIELDS
+from atom.serve.refused_fields import REFUSED
 from atom.serve.vllm import INSTEAD
 
 CHUNK = 1 << 18  # bytes that are counted at a time
@@ -89,14 +90,25 @@ def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig
     except ValidationError as error:
         faults: list[Any] = [fault | {"loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
         for fault in faults[:HINTS]:
-            fault["msg"] += hint(fault, model)
+            fault["msg"] = instead_of(fault, model) or fault["msg"] + hint(fault, model)
         raise RequestValidationError(faults, body=value) from None
+
+
+def instead_of(fault: Any, model: type[BaseModel]) -> str | None:
+    """What to send in place of a known field of chats that is refused."""
+    name = unknown_field(fault)
+    return REFUSED.get(name) if name is not None and "tools" in model.model_fields else None
+
+
+def unknown_field(fault: Any) -> str | None:
+    """The name of a field of the body that its model does not have."""
+    _, name, *within = [*map(str, fault["loc"]), ""]
+    return name if fault["type"] == "extra_forbidden" and within == [""] else None
 
 
 def hint(fault: Any, model: type[BaseModel]) -> str:
     """What may be meant by a field of the body that the model does not have."""
-    _, name, *within = [*map(str, fault["loc"]), ""]
-    if fault["type"] != "extra_forbidden" or within != [""]:
+    if (name := unknown_field(fault)) is None:
         return ""
     if instead := INSTEAD.get(name):
         return f"; {instead}"

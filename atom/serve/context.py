@@ -23,7 +23,7 @@ from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.replicas import Replicas
-from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
+from atom.serve.errors import ContextLengthError, FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.metrics import Metrics
 from atom.serve.tenants import Tenant
 from atom.serve.traces import open_traces
@@ -91,6 +91,23 @@ class Context:
         total = self.max_total_tokens
         return min(self.config.serve.http.max_input_length or total, total - 1)
 
+    @property
+    def length_option(self) -> str:
+        """The option that limits prompts, as it was set; empty where none was and the model limits them."""
+        serve, model, http = self.config.serve, self.config.model, self.config.serve.http
+        assert serve.max_model_len is not None, "config.load resolves it"
+        if (http.max_input_length or self.max_total_tokens) < self.max_total_tokens:
+            return f"serve.http.max_input_length={http.max_input_length}"
+        if self.max_total_tokens < serve.max_model_len:
+            return f"serve.http.max_total_tokens={http.max_total_tokens}"
+        return f"serve.max_model_len={serve.max_model_len}" if serve.max_model_len < model.max_position else ""
+
+    def too_long(self, field: str, has: str, most: str, fix: str = "shorten it") -> ContextLengthError:
+        """The error for a long prompt, which begins with OpenAI's words, since clients look for them."""
+        option = f" ({self.length_option})" if self.length_option else ""
+        limit = f"This model's maximum context length is {self.max_total_tokens} tokens"
+        return ContextLengthError(field, f"{limit}. However, {has}, and it may have {most}{option}; {fix}")
+
     def begin(self) -> None:
         """Begin a request. EngineDeadError unless the engine is ready."""
         if self.state is not EngineState.READY:
@@ -140,11 +157,8 @@ class Context:
         if truncate is not None and truncate <= most:
             return text[-size * (truncate + CUT_TOKENS) :]
         if len(text) > size * most:
-            raise FieldError(
-                "prompt",
-                f"the prompt is too long: {len(text)} characters, and this server takes {most} tokens of at most "
-                f"{size} each (max_input_length, max_total_tokens); shorten it or set truncate_prompt_tokens",
-            )
+            has = f"the prompt is too long: it has {len(text)} characters"
+            raise self.too_long("prompt", has, f"{most} tokens of at most {size} characters each")
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
@@ -169,11 +183,7 @@ class Context:
         if not prompt:
             raise FieldError("prompt", "the prompt is empty; give at least one token")
         if len(prompt) > longest:
-            raise FieldError(
-                "prompt",
-                f"the prompt has {len(prompt)} tokens, and this server takes {longest} "
-                "(max_input_length, max_total_tokens); shorten it or set truncate_prompt_tokens",
-            )
+            raise self.too_long("prompt", f"the prompt has {len(prompt)} tokens", str(longest))
         room = min(params.max_tokens, self.max_total_tokens - len(prompt))
         return prompt, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 

@@ -42,6 +42,15 @@ class FieldError(RequestError):
         self.param = param
 
 
+class ContextLengthError(FieldError):
+    """A prompt is too long."""
+
+
+def constraint_error(field: str, message: str) -> FieldError:
+    """An engine's error of the constraint, which is `field` in the body: tools, response_format.json_schema."""
+    return FieldError(field.partition(".")[0], shown(field + message.removeprefix("structured_outputs")))
+
+
 class ModelNotFoundError(RequestError):
     """A model that is not served here."""
 
@@ -77,6 +86,8 @@ def body_of(error: Exception) -> dict[str, Any]:
     code = {404: "model_not_found", 503: "unavailable"}.get(status)
     if isinstance(error, QueueFullError | LimitError):
         code = error.limit
+    elif isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
     return error_body(status, message, getattr(error, "param", None), code)
 
 

@@ -28,7 +28,7 @@ from atom.serve.engine.client import QueueFullError
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.engine.replicas import PIN
 from atom.serve.engine.stream import RequestStream
-from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
+from atom.serve.errors import MAX_MESSAGE, body_at, constraint_error, json_response, shown, status_of
 from atom.serve.sse import EventStream, event, until_gone
 from atom.serve.tenants import Tenant
 
@@ -45,7 +45,7 @@ class EngineRequest:
     user: str | None  # for the log
     options: RequestOptions = NO_OPTIONS  # but for what its key says
     num_kept: int = 1  # of the n answers to each prompt, the most likely
-    constraint_field: str | None = None  # the field that constrains the answer; the engine may refuse it
+    constraint_field: str | None = None  # the field that constrains the answer, dotted; the engine may refuse it
 
 
 @dataclass
@@ -177,7 +177,7 @@ class Answering:
 
     def _request_error(self, message: str) -> RequestError:
         field = self.request.constraint_field if message.startswith("structured_outputs") else None
-        return RequestError(message) if field is None else FieldError(field, shown(message))
+        return RequestError(message) if field is None else constraint_error(field, message)
 
     def _record(self, output: Output) -> Choice:
         """Record an output's times and counts."""

@@ -17,6 +17,7 @@ from atom.config import HTTPConfig
 from atom.serve.bodies import read_body
 from atom.serve.body_faults import describe
 from atom.serve.llama_cpp import ROUTES
+from atom.serve.openai.responses_schema import ResponsesRequest
 from atom.serve.openai.schema import ChatRequest, CompletionRequest
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -53,6 +54,23 @@ def test_an_unknown_route(server: Server, method: str):
 def test_a_route_of_llama_cpp_or_ollama_names_ours(server: Server, method: str, path: str, instead: str):
     message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
     assert message == f"there is no {method} {path} here; write {instead}"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("POST", "/v1/v1/v1/messages", "/v1/messages"),
+        ("GET", "//v1/models", "/v1/models"),
+        ("GET", "/v1//models", "/v1/models"),
+        ("GET", "//v1/v1/models", "/v1/models"),
+        ("POST", "/v1//v1/completions", "/v1/completions"),
+    ],
+)
+def test_a_base_url_with_too_much_is_told_from_an_unknown_route(server: Server, method: str, path: str, meant: str):
+    message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
+    told = f"write {meant}: the base URL has /v1 once, and no slash behind it"
+    assert message == f"there is no {method} {path} here; {told}"
 
 
 def test_the_routes_that_are_named_exist(server: Server):
@@ -163,7 +181,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "prompt.1"),
     (COMPLETIONS, {"prompt": [264]}, "prompt", "0 to 263"),
-    (COMPLETIONS, {"prompt": [1] * 8192}, "prompt", "8191"),
     (COMPLETIONS, {"prompt": "a", "maxTokens": 1}, "maxTokens", "maxTokens: "),
     (COMPLETIONS, {"prompt": "a", "x" * 100_000: 1}, "x" * 199 + "…", "not permitted"),
     (COMPLETIONS, {"prompt": "a"} | dict.fromkeys(map(str, range(200)), 1), None, "201 fields"),
@@ -267,6 +284,42 @@ def test_a_field_that_is_not_known_is_told_from_those_that_are(field: str, hint:
 def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
     body = CompletionRequest.model_validate({"prompt": "a", "colour": None, "stream_options": {"max_token": None}})
     assert body == CompletionRequest.model_validate({"prompt": "a", "stream_options": {}})
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "told"),
+    [
+        (ChatRequest, {"functions": [{"name": "f"}]},
+         'functions: this is not supported here; send tools, as in [{"type": "function", "function": {"name": "f"}}]'),
+        (ChatRequest, {"function_call": "auto"},
+         "function_call: this is not supported here; send tool_choice, beside tools"),
+        (ChatRequest, {"audio": {"format": "wav", "voice": "ash"}},
+         "audio: answers are text alone here; leave it out"),
+        (ChatRequest, {"modalities": ["text", "audio"]},
+         'modalities: answers are text alone here; send ["text"], or leave it out'),
+        (ChatRequest, {"web_search_options": {}},
+         "web_search_options: nothing is searched here; send a tool that searches, which the client runs"),
+        (ChatRequest, {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+         "tools.0: custom tools are not supported here; send tools of the type function, which the client runs"),
+        (ResponsesRequest, {"tools": [{"type": "web_search"}]},
+         "tools.0: web_search tools are not supported here; send tools of the type function, which the client runs"),
+        (ResponsesRequest, {"truncation": "auto"},
+         "truncation: nothing is left out of a conversation here; send disabled, and fewer items"),
+        (ResponsesRequest, {"top_logprobs": 2},
+         "top_logprobs: log probabilities are in /v1/chat/completions alone; leave it out, or send a chat"),
+        (ResponsesRequest, {"include": ["message.output_text.logprobs"]},
+         "include: log probabilities are in /v1/chat/completions alone; "
+         "leave message.output_text.logprobs out, or send a chat"),
+        (ChatRequest, {"max_tool_calls": 3}, "max_tool_calls: no built-in tool is run here; leave it out"),
+        (CompletionRequest, {"functions": []}, "functions: Extra inputs are not permitted"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], more: dict[str, Any], told: str):
+    least = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}, ChatRequest: HELLO}[model]
+    with pytest.raises(RequestValidationError) as caught:
+        read_body(json.dumps(least | more).encode(), "application/json", model, HTTPConfig())
+    assert describe(caught.value) == (next(iter(more)), told)
 
 
 def test_an_image_is_refused_as_one():

@@ -493,6 +493,16 @@ def structured(one: dict[str, Any], other: dict[str, Any], *expected: Any) -> Ro
     return makes(COMPLETIONS, bodies[0], bodies[1], text, *expected)
 
 
+TALK_ALONE = {"messages": TALK["messages"]}
+OPENAIS = {  # an answer of OpenAI's as its SDK sends it back
+    "role": "assistant",
+    "content": "a",
+    "annotations": [],
+    "refusal": None,
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+}
 FORCED = TALK | TERSE | {"max_tokens": 400, "tools": [tool(), tool("other")], "tool_choice": "required"}
 EAGER = {"logit_bias": TERSE["logit_bias"] | {"11": 60}}  # a comma, wherever one may stand
 ONE = {"enum": [1]}
@@ -508,6 +518,10 @@ def calls(answer: Answer) -> list[str]:
 
 def named(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}, **more}
+
+
+def allowed(*names: str, mode: str = "required") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
 
 
 def formed(**changes: Any) -> dict[str, Any]:
@@ -580,6 +594,7 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         "tool_choice": both(
             makes(CHAT, FORCED | {"tool_choice": "auto"}, FORCED, lambda it: len(calls(it)) > 0, False, True),
             refuses(CHAT, TALK | {"tool_choice": "auto"}, "tool_choice"),
+            refuses(CHAT, TALK | {"tool_choice": allowed("look_up")}, "tool_choice"),
         ),
         "parallel_tool_calls": makes(
             CHAT,
@@ -752,8 +767,12 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         ),
         **{
             name: refuses(TOKENIZE, says({"role": "assistant", "content": "a", name: {"a": 1}}), "messages")
-            for name in ("refusal", "annotations", "audio", "function_call")
+            for name in ("refusal", "audio", "function_call")
         },
+        "annotations": both(
+            is_label(TOKENIZE, schema.ChatMessage, "annotations", says(OPENAIS), says(OPENAIS | {"annotations": [{}]})),
+            refuses(TOKENIZE, says(OPENAIS | {"annotations": {"a": 1}}), "messages"),
+        ),
     },
     schema.TextPart: {
         "type": refuses(TOKENIZE, says(user([{"type": "image_url", "text": "a"}])), "messages"),
@@ -773,7 +792,13 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         ),
     },
     schema.Tool: {
-        "type": refuses(CHAT, TALK | {"tools": [tool() | {"type": "web_search"}]}, "tools"),
+        "type": both(
+            *(
+                refuses(path, TALK_ALONE | {"tools": [{"type": kind, kind: {"name": "f"}}]}, "tools")
+                for path in (CHAT, TOKENIZE)
+                for kind in ("custom", "web_search")
+            )
+        ),
         "function": shown(says(user("a"), tools=[tool()]), says(user("a"), tools=[tool("other")])),
     },
     schema.Function: {
@@ -787,6 +812,36 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
                 )
                 for asked in (TALK, FORCED)
             )
+        ),
+    },
+    schema.AllowedChoice: {
+        "type": refuses(CHAT, FORCED | {"tool_choice": allowed("other") | {"type": "allowed"}}, "tool_choice"),
+        "allowed_tools": refuses(CHAT, FORCED | {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    },
+    schema.AllowedTools: {
+        "mode": both(
+            makes(
+                CHAT,
+                FORCED | {"tool_choice": allowed("other", mode="auto")},
+                FORCED | {"tool_choice": allowed("other")},
+                lambda it: len(calls(it)) > 0,
+                False,
+                True,
+            ),
+            refuses(CHAT, FORCED | {"tool_choice": allowed("other", mode="none")}, "tool_choice"),
+        ),
+        "tools": both(
+            makes(
+                CHAT,
+                FORCED | {"tool_choice": allowed("look_up")},
+                FORCED | {"tool_choice": allowed("other")},
+                lambda it: set(calls(it)),
+                {"look_up"},
+                {"other"},
+            ),
+            is_same(CHAT, FORCED, FORCED | {"tool_choice": allowed("look_up", "other")}),
+            refuses(CHAT, FORCED | {"tool_choice": allowed("other", "nothing")}, "tool_choice"),
+            refuses(CHAT, FORCED | {"tool_choice": allowed()}, "tool_choice"),
         ),
     },
     schema.NamedTool: {

@@ -1,4 +1,4 @@
-"""Prompts of megabytes, which are refused, or cut, before they are tokenized."""
+"""Prompts that are too long: those of megabytes are refused, or cut, before they are tokenized."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted
 import wire
+from scripted import Said
 from serving import Server, Start
+
+from atom.config.load import load
 
 MAX_BODY = 8 << 20
 TEXT = "a few words, " * (MAX_BODY // 13 - 20)  # a token is a byte
@@ -81,3 +85,53 @@ def test_a_prompt_whose_tokens_may_be_long_enough_is_counted(small: Server):
     )
     refused = wire.ask(small.url, "POST", "/v1/completions", {"prompt": "x" * 1001})
     assert refused.status == 400 and "the prompt has 1001 tokens" in refused.json["error"]["message"]
+
+
+LONG = {"prompt": [1] * 200, "max_tokens": 1}
+ROOM = "However, the prompt has 200 tokens, and it may have"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "options", "told"),
+    [
+        ("/v1/completions", LONG, ["serve.max_model_len=100"], f"100 tokens. {ROOM} 99 (serve.max_model_len=100)"),
+        ("/v1/completions", LONG, ["serve.http.max_total_tokens=100"],
+         f"100 tokens. {ROOM} 99 (serve.http.max_total_tokens=100)"),
+        ("/v1/completions", LONG, ["serve.http.max_input_length=50"],
+         f"8192 tokens. {ROOM} 50 (serve.http.max_input_length=50)"),
+        ("/v1/completions", LONG, ["serve.http.max_input_length=50", "serve.http.max_total_tokens=100"],
+         f"100 tokens. {ROOM} 50 (serve.http.max_input_length=50)"),
+        ("/v1/completions", LONG, ["serve.http.max_input_length=300", "serve.http.max_total_tokens=100"],
+         f"100 tokens. {ROOM} 99 (serve.http.max_total_tokens=100)"),
+        ("/v1/completions", {"prompt": [1] * 8192}, [],
+         "8192 tokens. However, the prompt has 8192 tokens, and it may have 8191"),
+        ("/v1/completions", {"prompt": "a" * 2000}, ["serve.max_model_len=100"],
+         "100 tokens. However, the prompt is too long: it has 2000 characters, and it may have "
+         "99 tokens of at most 13 characters each (serve.max_model_len=100)"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 2000}]}, ["serve.max_model_len=100"],
+         "100 tokens. However, the prompt is too long: it has 2000 characters, and it may have "
+         "99 tokens of at most 13 characters each (serve.max_model_len=100)"),
+        ("/v1/responses", {"input": "a" * 200}, ["serve.max_model_len=100"],
+         "100 tokens. However, the prompt has 219 tokens, and it may have 99 (serve.max_model_len=100)"),
+    ],
+)  # fmt: skip
+def test_a_long_prompt_is_refused_in_openais_words_with_the_option_that_was_set(
+    talker: Path, path: str, body: dict[str, Any], options: list[str], told: str
+):
+    config = load([f"checkpoint={talker}", "serve.http.served_model_name=[talker]", *options])
+    response, seen = scripted.post(config, Said(["a"]), body, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], seen) == (400, "context_length_exceeded", [])
+    assert error["message"] == f"This model's maximum context length is {told}; shorten it"
+
+
+def test_a_long_input_is_refused_in_openais_words(talker: Path):
+    pooled = ["serve.pooler_config.pooling_type=LAST", "serve.http.max_total_tokens=100"]
+    config = load([f"checkpoint={talker}", "serve.http.served_model_name=[talker]", *pooled])
+    response, _ = scripted.post(config, Said(["a"]), {"input": [1] * 200}, "/v1/embeddings")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
+    assert error["message"] == (
+        "This model's maximum context length is 100 tokens. However, an input has 200 tokens, and it may have 100 "
+        "(serve.http.max_total_tokens=100); shorten it or set truncate_prompt_tokens"
+    )

@@ -62,7 +62,32 @@ def test_what_the_engine_refuses_is_no_stream_yet(config: Config, path: str, is_
     response, _ = scripted.post(config, refuse, body, path)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "grammar")
-    assert error["message"] == "structured_outputs: this is no grammar"
+    assert error["message"] == "grammar: this is no grammar"
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "objct"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, ASKED[CHAT] | {"response_format": SCHEMA}, "response_format.json_schema"),
+        (CHAT, ASKED[CHAT] | {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, ASKED[CHAT] | {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (CHAT, ASKED[CHAT] | FORCED, "tools"),
+        ("/v1/responses", {"input": "Hello", "text": {"format": SCHEMA["json_schema"] | {"type": "json_schema"}}},
+         "text.format.schema"),
+        ("/v1/responses", {"input": "Hello", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_constraint_is_refused_under_the_name_of_its_field(
+    config: Config, path: str, body: dict[str, Any], field: str
+):
+    response, _ = scripted.post(config, refuse, body, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field.partition(".")[0])
+    assert error["message"] == f"{field}: this is no grammar"
 
 
 def test_a_forced_call_that_the_engine_refuses_names_the_tools(config: Config):

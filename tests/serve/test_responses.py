@@ -122,7 +122,12 @@ def test_what_would_need_a_stored_response_is_refused_by_name(client: openai.Ope
 
 def test_store_and_labels_change_nothing(client: openai.OpenAI):
     more: dict[str, Any] = {"metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"], "user": "somebody"}
-    more |= {"truncation": "disabled", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
+    more |= {
+        "truncation": "disabled",
+        "max_tool_calls": 1,
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+    }
     plain = client.responses.create(**ASK)
     for store in (True, False):
         told = client.responses.create(**ASK, store=store, **more)
@@ -157,6 +162,22 @@ def test_reasoning_text_and_a_call_are_items(configure: Callable[..., Config]):
     assert message.content[0].text == "One moment."
     assert call.type == "function_call" and (call.name, json.loads(call.arguments)) == ("look_up", {"word": "cat"})
     assert told.status == "completed" and {item.status for item in told.output} == {"completed"}
+
+
+def test_the_tools_that_a_choice_allows_are_those_of_a_chat(configure: Callable[..., Config], talker: Path):
+    other = TOOL | {"name": "other"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}
+    body = {"input": "Hello", "tools": [TOOL, other], "tool_choice": choice}
+    answer, (seen,) = scripted.post(
+        configure(), Said(['[{"name": "other", "arguments": {"word": "dog"}}]']), body, PATH
+    )
+    (call,) = answer.json()["output"]
+    assert (call["name"], answer.json()["tool_choice"]) == ("other", choice)
+    _, (alone,) = scripted.post(configure(), Said(["[]"]), body | {"tools": [other], "tool_choice": "required"}, PATH)
+    assert (seen.prompt, seen.params) == (alone.prompt, alone.params)
+    missing = body | {"tool_choice": choice | {"tools": [{"type": "function", "name": "third"}]}}
+    error = scripted.post(configure(), Said(["Hi"]), missing, PATH)[0].json()["error"]
+    assert error["message"] == "tool_choice: there is no function third in tools; there is: look_up, other"
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

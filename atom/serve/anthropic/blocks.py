@@ -22,11 +22,11 @@ from atom.serve.sse import event
 DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
 
 
-def content_blocks(answer: Answer) -> list[dict[str, Any]]:
+def content_blocks(answer: Answer, *, shows_thinking: bool = True) -> list[dict[str, Any]]:
     """The blocks of a whole answer; none where the model said nothing."""
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
-        blocks.append(thinking_block(answer.reasoning))
+        blocks.append(thinking_block(answer.reasoning if shows_thinking else ""))
     if answer.content:
         blocks.append(text_block(answer.content))
     for call in answer.calls:  # arguments are the text of a JSON object already
@@ -49,7 +49,8 @@ def tool_block(id: str, name: str, input: Any) -> dict[str, Any]:
 
 
 class BlockStream:
-    def __init__(self) -> None:
+    def __init__(self, *, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking  # in its block, which is empty otherwise
         self._num_blocks = 0
         self._open: str | None = None  # type of the block that is not closed
 
@@ -58,7 +59,8 @@ class BlockStream:
         data = b""
         if delta.reasoning:
             data += self._begin("thinking", thinking_block())
-            data += self._add(b"thinking_delta", b"thinking", delta.reasoning)
+            if self._shows_thinking:
+                data += self._add(b"thinking_delta", b"thinking", delta.reasoning)
         num_open = 0  # deltas of the call that is open
         while num_open < len(delta.tools) and delta.tools[num_open].id is None:
             data += self._push_call(delta.tools[num_open])

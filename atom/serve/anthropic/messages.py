@@ -24,7 +24,7 @@ from atom.serve.engine.protocol import Finish, Output
 from atom.serve.errors import FieldError, json_response
 from atom.serve.ids import new_id
 from atom.serve.openai.params import sampling_params
-from atom.serve.openai.schema import Generation
+from atom.serve.openai.schema import Generation, StructuredOutputs
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 from atom.serve.sse import event
 
@@ -53,8 +53,9 @@ class MessageResponder(Responder):
 
     def __init__(self, context: Context, body: MessagesRequest) -> None:
         super().__init__(context, body.model, new_id("msg", "_"), is_streamed=body.stream)
-        self._body = body
-        self._blocks = BlockStream()
+        self._body, self._format = body, body.output_config.format if body.output_config else None
+        self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+        self._blocks = BlockStream(shows_thinking=self._shows_thinking)
         self._finish: Finish | None = None
 
     def make_request(self) -> EngineRequest:
@@ -65,14 +66,17 @@ class MessageResponder(Responder):
         if len(prompt) > (longest := self.context.max_input_length):
             raise FieldError("messages", f"prompt is too long: {len(prompt)} tokens > {longest} maximum")
         prompt, params = self.context.fit(prompt, params)
-        return EngineRequest([prompt], [params], self._body.metadata.user_id if self._body.metadata else None)
+        user = self._body.metadata.user_id if self._body.metadata else None
+        field = "tools" if self._format is None else "output_config.format.schema"
+        return EngineRequest([prompt], [params], user, constraint_field=field)
 
     def _params(self) -> SamplingParams:
         body, limit = self._body, self.context.config.serve.http.max_stop_sequences
         if len(body.stop_sequences or ()) > limit:
             raise FieldError("stop_sequences", f"stop_sequences has more than {limit} strings")
         values = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-        known = Generation(**values, stop=body.stop_sequences)
+        constraint = StructuredOutputs(json=self._format.schema_) if self._format else None
+        known = Generation(**values, stop=body.stop_sequences, structured_outputs=constraint)
         return sampling_params(known, self.context.config, max_tokens=body.max_tokens)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +84,8 @@ class MessageResponder(Responder):
         answer = self._talk.read(choice.text, self._prompt)
         assert choice.finish is not None, "it is done"
         stop = stop_reason(choice.finish, has_calls=answer.has_whole_calls)
-        return self._message(usage, content_blocks(answer), *stop)
+        content = content_blocks(answer, shows_thinking=self._shows_thinking)
+        return self._message(usage, content, *stop)
 
     def _message(
         self, usage: dict[str, Any], content: list[dict[str, Any]], reason: str | None = None, stop: str | None = None

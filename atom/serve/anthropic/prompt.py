@@ -57,8 +57,8 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     talk = Talk(context.config, tools, choice_of_tools, context.tokenizer, is_parallel=is_parallel, new_id=new_call_id)
     turns = list(read_turns(body))
     prefill = take_prefill(turns)
-    switches = thinking_switches(context, body, has_reasoning=talk.has_reasoning)
-    conversation = encode_plain(context, plain_messages(turns), talk.tools, switches, prefill)
+    variables = thinking_switches(context, body, has_reasoning=talk.has_reasoning) | effort_variable(context, body)
+    conversation = encode_plain(context, plain_messages(turns), talk.tools, variables, prefill)
     reasoning = context.config.model.reasoning
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
         fix = 'end with a message of the user, or send thinking={"type": "disabled"}'
@@ -67,7 +67,8 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
 
 
 def openai_tool(tool: MessageTool) -> Tool:
-    function = Function.model_construct(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    schema = tool.input_schema | ({"examples": tool.input_examples} if tool.input_examples else {})
+    function = Function.model_construct(name=tool.name, description=tool.description, parameters=schema)
     return Tool.model_construct(type="function", function=function)
 
 
@@ -84,9 +85,6 @@ def thinking_switches(context: Context, body: CountRequest, *, has_reasoning: bo
     thinking = body.thinking
     if thinking is None:
         return {}
-    if thinking.budget_tokens is not None:
-        reason = "thinking has no limit of its own; leave it out, max_tokens limits the whole answer"
-        raise FieldError("thinking", f"thinking.budget_tokens is not supported: {reason}")
     variables = context.need_tokenizer().template_variables()
     switches = {name: thinking.type != "disabled" for name in SWITCHES if name in variables}
     if thinking.type == "disabled":
@@ -94,10 +92,19 @@ def thinking_switches(context: Context, body: CountRequest, *, has_reasoning: bo
             raise FieldError("thinking", "thinking cannot be disabled: this model's template has no switch for it")
         return switches
     if not has_reasoning:
+        if thinking.type == "adaptive":  # as much as it is of use, which may be none
+            return {}
         raise FieldError("thinking", "this model does not think; leave thinking out or send type=disabled")
     if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
         raise FieldError("thinking", "a forced tool call has no room for thinking; disable it or send tool_choice auto")
     return switches
+
+
+def effort_variable(context: Context, body: CountRequest) -> dict[str, str]:
+    """The template's variable for the effort; empty where it reads none, or the request does not state it."""
+    effort = body.output_config.effort if body.output_config else None
+    name = "reasoning_effort"
+    return {name: effort} if effort and name in context.need_tokenizer().template_variables() else {}
 
 
 Turn = tuple[str, list[Block]]  # a role and its blocks

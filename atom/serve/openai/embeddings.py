@@ -92,10 +92,8 @@ class Embeddings(Responder):
         if not tokens:
             raise FieldError("input", "an input is empty; give at least one token")
         if len(tokens) > most:
-            fault = f"an input has {len(tokens)} tokens, and this server takes {most}"
-            raise FieldError(
-                "input", f"{fault} (max_input_length, max_total_tokens); shorten it or set truncate_prompt_tokens"
-            )
+            fix = "shorten it or set truncate_prompt_tokens"
+            raise context.too_long("input", f"an input has {len(tokens)} tokens", str(most), fix)
         return tokens
 
     def _encode(self, text: str, limit: int | None) -> list[int]:

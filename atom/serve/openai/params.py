@@ -12,7 +12,7 @@ from atom.config import Config
 from atom.errors import RequestError
 from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams
-from atom.serve.errors import FieldError, shown
+from atom.serve.errors import FieldError, constraint_error, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
@@ -70,7 +70,7 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
     except RequestError as error:
         if constraint is None:
             raise
-        raise FieldError(constraint.field, shown(str(error))) from None
+        raise constraint_error(constraint.field, str(error)) from None
 
 
 def requested_tokens(body: Generation) -> int | None:
@@ -108,7 +108,7 @@ def num_answers(body: Generation, config: Config) -> int:
 
 
 class Constraint(NamedTuple):
-    field: str  # of the body
+    field: str  # of the body, dotted
     value: dict[str, Any]  # in the engine's form
 
 
@@ -121,14 +121,15 @@ def find_constraint(body: Generation) -> Constraint | None:
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
             raise FieldError("response_format", "response_format.json_schema is missing")
-        found["response_format"] = {"json": response_format.json_schema.schema_}
+        found["response_format.json_schema"] = {"json": response_format.json_schema.schema_}
     if body.structured_outputs is not None:
         found["structured_outputs"] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
     for name in ("regex", "grammar"):
         if (value := getattr(body, name)) is not None:
             found[name] = {name: value}
     if len(found) > 1:
-        raise FieldError(next(iter(found)), f"{' and '.join(found)} say twice what the answer must match; give one")
+        names = [name.partition(".")[0] for name in found]
+        raise FieldError(names[0], f"{' and '.join(names)} say twice what the answer must match; give one")
     return next((Constraint(*item) for item in found.items()), None)
 
 

@@ -22,6 +22,7 @@ from atom.serve.openai.chat import template_kwargs
 from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
+    AllowedFunctions,
     FunctionCall,
     FunctionChoice,
     FunctionOutput,
@@ -33,6 +34,8 @@ from atom.serve.openai.responses_schema import (
     SchemaFormat,
 )
 from atom.serve.openai.schema import (
+    AllowedChoice,
+    AllowedTools,
     ChatMessage,
     ChatRequest,
     Function,
@@ -47,8 +50,8 @@ from atom.serve.openai.schema import FunctionCall as ChatCall
 from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
-# field of the chat that constrains the answer -> ours; None: a forced call
-CONSTRAINT_FIELDS = {"response_format": "text", "structured_outputs": "structured_outputs", None: "tools"}
+# field of the chat that constrains the answer -> ours
+CONSTRAINT_FIELDS = {"response_format": "text.format", "response_format.json_schema": "text.format.schema"}
 
 
 def routes(context: Context) -> APIRouter:
@@ -83,7 +86,7 @@ class ResponsesResponder(Responder):
         params = talk.constrain(params, conversation.text)
         prompt, self._params = context.fit(conversation.tokens, params)
         constraint = find_constraint(chat)
-        field = CONSTRAINT_FIELDS[constraint.field if constraint else None]
+        field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
         return EngineRequest([prompt], [self._params], chat.user, request_options(chat), constraint_field=field)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -151,9 +154,7 @@ def status_of(finish: Finish) -> str:
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that asks for the same."""
-    choice, named, reasoning = body.tool_choice, None, body.reasoning
-    if isinstance(choice, FunctionChoice):
-        named = NamedTool.model_construct(type="function", function=NamedFunction.model_construct(name=choice.name))
+    reasoning = body.reasoning
     tools = [
         Tool.model_construct(
             type="function", function=Function.model_construct(**each.model_dump(exclude={"type"}, exclude_none=True))
@@ -163,7 +164,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     return ChatRequest.model_construct(
         messages=chat_messages(body),
         tools=tools or None,
-        tool_choice=named or choice,
+        tool_choice=tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
         response_format=response_format(body.text.format if body.text else None),
@@ -171,6 +172,18 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         chat_template_kwargs=body.chat_template_kwargs,
         **{name: getattr(body, name) for name in Sampling.model_fields},
     )
+
+
+def tool_choice(choice: str | FunctionChoice | AllowedFunctions | None) -> str | NamedTool | AllowedChoice | None:
+    match choice:
+        case FunctionChoice():
+            function = NamedFunction.model_construct(name=choice.name)
+            return NamedTool.model_construct(type="function", function=function)
+        case AllowedFunctions():
+            named = [tool_choice(each) for each in choice.tools]
+            allowed = AllowedTools.model_construct(mode=choice.mode, tools=named)
+            return AllowedChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
+    return choice
 
 
 def response_format(stated: PlainFormat | SchemaFormat | None) -> ResponseFormat | None:

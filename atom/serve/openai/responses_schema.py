@@ -18,7 +18,9 @@ from pydantic_core import PydanticCustomError
 from atom.serve.openai.schema import (
     HINT,
     LABEL,
+    TOOLS,
     Body,
+    Effort,
     JSONObject,
     JSONSchema,
     List,
@@ -104,6 +106,19 @@ def refuse_stored(value: Any) -> None:
 Stored = Annotated[None, BeforeValidator(refuse_stored)]
 
 
+def refuse_auto(truncation: Any) -> Any:
+    if truncation == "auto":
+        raise PydanticCustomError("auto", "nothing is left out of a conversation here; send disabled, and fewer items")
+    return truncation
+
+
+def refuse_logprobs(include: Any) -> Any:
+    if isinstance(include, list) and (name := "message.output_text.logprobs") in include:
+        fault = "log probabilities are in /v1/chat/completions alone; leave {name} out, or send a chat"
+        raise PydanticCustomError("logprobs", fault, {"name": name})
+    return include
+
+
 class FunctionTool(Body):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
@@ -115,6 +130,14 @@ class FunctionTool(Body):
 class FunctionChoice(Body):
     type: Literal["function"]
     name: str = Field(max_length=64)
+
+
+class AllowedFunctions(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: List[FunctionChoice] = Field(
+        min_length=1, max_length=512, description="those of the tools that the model reads"
+    )
 
 
 class PlainFormat(Body):
@@ -131,9 +154,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="goes to a chat template that reads it, a hint to others"
-    )
+    effort: Effort | None = Field(None, description="goes to a chat template that reads it, a hint to others")
     summary: Word | None = Field(None, description="a hint: reasoning comes whole, and no summary of it")
     generate_summary: Word | None = Field(None, description=HINT)
 
@@ -149,8 +170,10 @@ class ResponsesRequest(Sampling):
     ]
     instructions: Text | None = Field(None, description="a system message in front")
     max_output_tokens: Positive | None = Field(None, description="what remains of the context where nobody says it")
-    tools: List[Annotated[FunctionTool, of_types("function")]] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tools: List[Annotated[FunctionTool, of_types("function", fault=TOOLS)]] | None = Field(None, max_length=512)
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[FunctionChoice | AllowedFunctions, Discriminator("type")] | None
+    ) = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -160,8 +183,11 @@ class ResponsesRequest(Sampling):
     previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
     conversation: Stored = Field(None, description="is refused: send the whole conversation as input")
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    include: List[Word] | None = Field(None, max_length=16, description="a hint: an answer has all that there is of it")
+    max_tool_calls: Positive | None = Field(None, description="a label: it counts built-in tools, and none is run here")
+    truncation: Annotated[Literal["disabled"] | None, BeforeValidator(refuse_auto)] = None
+    include: Annotated[List[Word] | None, BeforeValidator(refuse_logprobs)] = Field(
+        None, max_length=16, description="a hint: an answer has all that there is of it"
+    )
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
     safety_identifier: Word | None = Field(None, description=LABEL)
     service_tier: Word | None = Field(None, description=LABEL)

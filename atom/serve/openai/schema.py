@@ -11,7 +11,7 @@ checks the limits of the configuration.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, LiteralString, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,6 +20,8 @@ MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
 MAX_DEPTH = 100  # of JSON in a body, since later readers recurse
 MAX_FIELDS = 100  # of an object with fields of any name
 MAX_TOKENS = 1024  # in logit_bias or stop_token_ids of a request
+BLOCKS: LiteralString = "{stated} blocks are not supported here; there is: {known}"
+TOOLS: LiteralString = "{stated} tools are not supported here; send tools of the type {known}, which the client runs"
 INT_LIMITS = (-(1 << 63), 1 << 64)  # integers that a message to the engine can hold
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -50,6 +52,7 @@ TemplateKwargs = Annotated[dict[Word, bool | Int32 | Number | Word], at_most(MAX
 Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_TOKENS)]
 LABEL = "a label: the answer does not depend on it"
 HINT = "a hint: the answer does not depend on it"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # fields of generation and embedding requests
 ModelName = Annotated[str | None, Field(description="one of the served names; the first is meant where there is none")]
@@ -94,14 +97,13 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def of_types(*known: str) -> BeforeValidator:
-    """Refuse blocks of other types by name: images, documents, and what only the servers of others run."""
+def of_types(*known: str, fault: LiteralString = BLOCKS) -> BeforeValidator:
+    """Refuse objects of other types by name: images, documents, and what only the servers of others run."""
 
     def check(block: object) -> object:
         stated = block.get("type") if isinstance(block, dict) else None
         if isinstance(stated, str) and stated not in known:
-            values = {"stated": stated[:64], "known": ", ".join(known)}
-            raise PydanticCustomError("block", "{stated} blocks are not supported here; there is: {known}", values)
+            raise PydanticCustomError("type", fault, {"stated": stated[:64], "known": ", ".join(known)})
         return block
 
     return BeforeValidator(check)
@@ -245,8 +247,8 @@ class ChatMessage(Body):
     reasoning_content: Text | None = None
     reasoning: Text | None = Field(None, description="the same, as newer versions of vLLM name it")
     type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
-    refusal: None = None  # this and the next: fields of an answer that OpenAI's SDK sends back
-    annotations: None = None
+    annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
+    refusal: None = None  # this and the next: such fields too
     audio: None = None
     function_call: None = None
 
@@ -263,6 +265,9 @@ class Tool(Body):
     function: Function
 
 
+AnyTool = Annotated[Tool, of_types("function", fault=TOOLS)]
+
+
 class NamedFunction(Body):
     name: str = Field(max_length=64)
 
@@ -272,9 +277,25 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: List[NamedTool] = Field(min_length=1, max_length=512, description="those of the tools that the model reads")
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class Prediction(Body):
     type: Literal["content"]
     content: Text | List[TextPart] = Field(description=HINT)
+
+
+def refuse_audio(modalities: Any) -> Any:
+    if isinstance(modalities, list) and "audio" in modalities:
+        raise PydanticCustomError("audio", 'answers are text alone here; send ["text"], or leave it out')
+    return modalities
 
 
 class ChatRequest(Generation):
@@ -284,8 +305,10 @@ class ChatRequest(Generation):
     max_completion_tokens: Positive | None = Field(None, description="counts before max_tokens")
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: List[Tool] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: List[AnyTool] | None = Field(None, max_length=512)
+    tool_choice: (
+        Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedChoice, Discriminator("type")] | None
+    ) = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: bool | None = Field(None, description="false: no turn of the assistant is opened")
@@ -293,10 +316,10 @@ class ChatRequest(Generation):
         None, description="the answer goes on where the last message ends; with add_generation_prompt=false"
     )
     add_special_tokens: Literal[False] | None = Field(None, description="a template brings its own")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="goes to a chat template that reads it, a hint to others"
+    reasoning_effort: Effort | None = Field(None, description="goes to a chat template that reads it, a hint to others")
+    modalities: Annotated[List[Literal["text"]], BeforeValidator(refuse_audio)] | None = Field(
+        None, min_length=1, max_length=1
     )
-    modalities: List[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
     prediction: Prediction | None = Field(None, description=HINT)
     store: bool | None = Field(None, description=LABEL)
@@ -331,7 +354,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: Text | None = Field(None, description="where it spells a special token, it is that token")
     messages: List[ChatMessage] | None = Field(None, min_length=1)
-    tools: List[Tool] | None = None
+    tools: List[AnyTool] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: bool | None = Field(None, description="as in a chat")
     continue_final_message: bool | None = Field(None, description="as in a chat")

@@ -21,8 +21,8 @@ from atom.config.tool_formats import ToolFormat, detect_format, read_format
 from atom.errors import CheckpointError, RequestError
 from atom.runtime.detokenizer import MARK
 from atom.sampling_params import SamplingParams
-from atom.serve.errors import FieldError
-from atom.serve.openai.schema import NamedTool, Tool
+from atom.serve.errors import FieldError, shown
+from atom.serve.openai.schema import AllowedChoice, NamedTool, Tool
 from atom.serve.output.channel_parser import ChannelReader, ChannelSplitter
 from atom.serve.output.output_parser import (
     Answer,
@@ -63,7 +63,7 @@ class Talk:
         self,
         config: Config,
         tools: Sequence[Tool] | None,
-        choice: str | NamedTool | None,
+        choice: str | NamedTool | AllowedChoice | None,
         tokenizer: Tokenizer | None = None,
         *,
         is_parallel: bool = True,
@@ -72,6 +72,8 @@ class Talk:
         """FieldError where the model has no tool call format, or a tool is invalid."""
         if choice not in (None, "none") and not tools:
             raise FieldError("tool_choice", "tool_choice needs tools")
+        if isinstance(choice, AllowedChoice):
+            tools, choice = allowed_tools(tools or (), choice), choice.allowed_tools.mode
         self.tools = None if choice == "none" else tools or None  # the tools in the prompt
         name = choose_format(config, tokenizer)
         self._format = read_format(name) if name not in (None, "none") else None
@@ -121,7 +123,7 @@ class Talk:
         """Add the constraint of a forced call, behind reasoning, and the markers to decode."""
         if self._schema is not None:
             if params.structured_outputs is not None:
-                raise FieldError("tool_choice", "a forced tool call and response_format both say what the answer is")
+                raise FieldError("tool_choice", "a forced tool call and a constraint both say what the answer is")
             params = replace(params, structured_outputs={"json": self._schema})
         if params.structured_outputs is not None:
             params = replace(params, reasoning=self._reasoning_before(prompt))
@@ -216,6 +218,15 @@ class Talk:
                 for call in calls
             ]
         return delta
+
+
+def allowed_tools(tools: Sequence[Tool], choice: AllowedChoice) -> list[Tool]:
+    """The tools that a choice allows. FieldError where it names one that there is not."""
+    known, names = [tool.function.name for tool in tools], {each.function.name for each in choice.allowed_tools.tools}
+    if lacking := names - set(known):
+        fault = f"tool_choice: there is no function {shown(min(lacking))} in tools; there is: {', '.join(known)}"
+        raise FieldError("tool_choice", fault)
+    return [tool for tool in tools if tool.function.name in names]
 
 
 def find_channels(config: Config, tokenizer: Tokenizer | None) -> ToolFormat | None:

@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 import anthropic
+import pydantic
 import pytest
 import wire
 from serving import Server
@@ -100,6 +101,15 @@ def test_the_stop_sequence_that_was_met_is_named(client: anthropic.Anthropic):
     assert (words(message), message.stop_reason, message.stop_sequence) == expected
 
 
+class Known(pydantic.BaseModel):
+    exact: bool
+
+
+def test_a_schema_is_parsed_to_its_class(client: anthropic.Anthropic):
+    message = client.messages.parse(**{**ASK, "max_tokens": 400}, **QUIET, output_format=Known)
+    assert isinstance(message.parsed_output, Known) and message.stop_reason == "end_turn"
+
+
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "look_up"}, {"type": "any"}])
 def test_a_forced_call_holds_to_its_schema_and_its_result_goes_back(
     client: anthropic.Anthropic, choice: dict[str, Any]
@@ -158,8 +168,8 @@ def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
     [
         ({"model": "gpt"}, anthropic.NotFoundError, "the model 'gpt' is not served here; there is: talker"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens: Input should be greater than or equal to 1"),
-        ({"extra_body": {"service_tier": "auto"}}, anthropic.BadRequestError,
-         "service_tier: Extra inputs are not permitted"),
+        ({"extra_body": {"mcp_servers": []}}, anthropic.BadRequestError,
+         "mcp_servers: no MCP server is called from here; send its tools as tools, which the client runs"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
          anthropic.BadRequestError, "messages.0.content.0: image blocks are not supported here; "
                                     "there is: text, thinking, tool_use, tool_result"),
@@ -167,9 +177,9 @@ def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, anthropic.BadRequestError,
          "tool_choice: there is no function g in tools; there is: look_up"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError,
-         "thinking.budget_tokens is not supported: thinking has no limit of its own; "
-         "leave it out, max_tokens limits the whole answer"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError,
+         "tools.0: web_search_20250305 is a tool of Anthropic's own, and server tools are not run here; "
+         "leave it out, or give a tool with an input_schema that the client runs"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}, "thinking": {"type": "enabled"}}, anthropic.BadRequestError,
          "a forced tool call has no room for thinking; disable it or send tool_choice auto"),
     ],

@@ -17,6 +17,7 @@ from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.config.load import load
 from atom.serve.context import Context
+from atom.serve.engine.frames import Message
 from atom.serve.engine.protocol import Failed, Finish, Output, Outputs, Refused, Submit
 from atom.serve.tenants import read_keys
 
@@ -127,6 +128,18 @@ def test_a_stream_has_anthropics_events_in_their_order(ask: Asker):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("display", "told"), [("omitted", ""), ("summarized", "Hm."), (None, "Hm.")])
+def test_thinking_that_is_omitted_leaves_an_empty_block(display: str | None, told: str, ask: Asker):
+    body = {**ASK, "thinking": {"type": "adaptive", "display": display}}
+    said = Said(["<think>", "\nHm", ".\n</think>\n", "\nSo."])
+    thought = {"type": "thinking", "thinking": told, "signature": ""}
+    assert ask(said, body)[0].json()["content"] == [thought, {"type": "text", "text": "So."}]
+    events = [event for _, event in read_events(ask(said, {**body, "stream": True})[0])]
+    starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert starts == ["thinking", "text"]
+    assert "".join(event["delta"].get("thinking", "") for event in events if "delta" in event) == told
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("said", "reason", "stop"),
@@ -234,6 +247,79 @@ def test_thinking_that_the_template_opens_is_a_block_without_its_marker(ask: Ask
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
         {"type": "text", "text": "Hi"},
     ]
+
+
+EFFORTFUL = "{{ messages[0].content }}{% if reasoning_effort %} at effort {{ reasoning_effort }}{% endif %}"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_effort_is_the_templates_variable(path: str, ask: Asker, talker: Path):
+    body = {**ASK, "output_config": {"effort": "low"}}
+    if path.endswith("count_tokens"):
+        del body["max_tokens"]
+        response, _ = ask(HI, body, path=path, before=use_template(EFFORTFUL))
+        assert response.json() == {"input_tokens": len("Hello at effort low")}
+        return
+    _, seen = ask(HI, body, before=use_template(EFFORTFUL))
+    assert prompt_of(seen, talker) == "Hello at effort low"
+    _, (plain,) = ask(HI, body)
+    assert plain.prompt == ask(HI, ASK)[1][0].prompt, "a template that reads no effort gets none"
+
+
+def test_a_format_constrains_the_answer_behind_its_thinking(ask: Asker):
+    schema = {"type": "object", "properties": {"word": {"type": "string"}}}
+    _, (submit,) = ask(HI, {**ASK, "output_config": {"format": {"type": "json_schema", "schema": schema}}})
+    assert submit.params.structured_outputs == {"json": schema}
+    assert submit.params.reasoning == {"begin": "<think>", "end": "</think>"}
+    response, seen = ask(HI, {**ASK, "tools": [TOOL], "tool_choice": {"type": "any"},
+                              "output_config": {"format": {"type": "json_schema", "schema": schema}}})  # fmt: skip
+    assert (response.status_code, seen) == (400, [])
+
+
+def test_the_engines_refusal_of_a_schema_names_its_field(ask: Asker):
+    def refuse(submit: Submit) -> list[Message]:
+        return [Refused(submit.id, "structured_outputs: Invalid type: objct")]
+
+    wrong = {"format": {"type": "json_schema", "schema": {"type": "objct"}}}
+    response, _ = ask(refuse, {**ASK, "output_config": wrong})
+    assert response.json()["error"]["message"] == "output_config.format.schema: Invalid type: objct"
+    response, _ = ask(refuse, {**ASK, "tools": [TOOL], "tool_choice": {"type": "any"}})
+    assert response.json()["error"]["message"] == "tools: Invalid type: objct"
+
+
+def test_examples_of_an_input_stand_in_its_schema(ask: Asker, talker: Path):
+    examples = [{"word": "cat", "exact": True}, {"word": "dog", "exact": False}]
+    _, seen = ask(HI, {**ASK, "tools": [{**TOOL, "input_examples": examples, "strict": True}]})
+    told = json.loads(prompt_of(seen, talker).removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0])
+    assert told[0]["function"]["parameters"] == {**TOOL["input_schema"], "examples": examples}
+
+
+def test_a_model_that_does_not_think_may_be_told_to_as_far_as_it_is_of_use(ask: Asker):
+    response, _ = ask(HI, {**ASK, "thinking": {"type": "adaptive"}}, "model.reasoning=null")
+    assert response.json()["content"] == [{"type": "text", "text": "Hi"}]
+
+
+# what Claude Code sends beside the conversation
+CLAUDE_CODE: dict[str, Any] = {
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+    "tools": [{**TOOL, "eager_input_streaming": True, "strict": True}],
+    "thinking": {"type": "enabled", "budget_tokens": 31999},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "metadata": {"user_id": "user_1_account__session_2"},
+    "service_tier": "auto",
+    "inference_geo": "us",
+    "temperature": 1,
+    "stream": True,
+}
+
+
+def test_a_request_of_claude_code_is_served(ask: Asker):
+    response, (submit,) = ask(HI, {**ASK, **CLAUDE_CODE})
+    assert response.status_code == 200 and read_events(response)[-1][0] == "message_stop"
+    plain = {name: value for name, value in CLAUDE_CODE.items() if name in ("system", "temperature")}
+    _, (same,) = ask(HI, {**ASK, **plain, "tools": [TOOL]})
+    assert (submit.prompt, submit.params) == (same.prompt, same.params)
 
 
 @pytest.mark.parametrize(

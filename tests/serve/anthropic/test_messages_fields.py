@@ -20,6 +20,7 @@ from atom.serve.openai.schema import Body
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASK: dict[str, Any] = {"model": "talker", "max_tokens": 60, "messages": [{"role": "user", "content": "Hello"}]}
 GREEDY = ASK | {"temperature": 0}
+QUIET = {"thinking": {"type": "disabled"}}
 COUNTED = {name: ASK[name] for name in ("model", "messages")}
 TOOL: dict[str, Any] = {
     "name": "look_up",
@@ -37,6 +38,8 @@ THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "cat"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "an animal"}
 FORCED = GREEDY | {"max_tokens": 200, "tools": [TOOL, OTHER], "tool_choice": {"type": "tool", "name": "look_up"}}
+
+CLEARED = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
 
 Row = Callable[[Server], None]
 
@@ -127,6 +130,23 @@ def marked(wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> Row:
     )
 
 
+def formed(schema: Any, **changes: Any) -> dict[str, Any]:
+    """An answer of a JSON schema."""
+    return GREEDY | {"output_config": {"format": {"type": "json_schema", "schema": schema} | changes}}
+
+
+def says(body: dict[str, Any], text: str) -> Row:
+    def check(server: Server) -> None:
+        assert essence(server, body)["content"] == [{"type": "text", "text": text}]
+
+    return check
+
+
+def forgetful(**edit: Any) -> dict[str, Any]:
+    """A request of Claude Code's, which clears thoughts."""
+    return GREEDY | {"context_management": {"edits": [{"type": "clear_thinking_20251015"} | edit]}}
+
+
 def asked(path: str, base: dict[str, Any]) -> dict[str, Row]:
     """The fields that answering and counting share."""
     return {
@@ -138,6 +158,8 @@ def asked(path: str, base: dict[str, Any]) -> dict[str, Row]:
             base | {"tools": [TOOL]}, base | {"tools": [TOOL], "tool_choice": {"type": "none"}}, path
         ),
         "thinking": differs(base, base | {"thinking": {"type": "disabled"}}, path),
+        "output_config": refuses(base | {"output_config": {"effort": "huge"}}, "output_config.effort", path=path),
+        "context_management": refuses(base | CLEARED, "clear_tool_uses_20250919 is not done here", path=path),
         "cache_control": refuses(base | {"cache_control": {"type": "persistent"}}, "cache_control.type", path=path),
     }
 
@@ -154,10 +176,56 @@ ROWS: dict[type[Body], dict[str, Row]] = {
         "top_k": differs(ASK | {"temperature": 50}, ASK | {"temperature": 50, "top_k": 1}),
         "metadata": has_test("test_the_user_goes_to_the_log"),
         "cache_control": marked(lambda mark: GREEDY | mark),
+        "service_tier": is_label(
+            schema.MessagesRequest,
+            "service_tier",
+            "a label",
+            GREEDY | {"service_tier": "auto"},
+            GREEDY | {"service_tier": "standard_only"},
+        ),
+        "inference_geo": is_label(
+            schema.MessagesRequest, "inference_geo", "a label", GREEDY, GREEDY | {"inference_geo": "us"}
+        ),
+    },
+    schema.OutputConfig: {
+        "effort": has_test("test_effort_is_the_templates_variable", "test_messages_app.py"),
+        "format": says(QUIET | formed({"const": 17}), "17"),
+    },
+    schema.JSONFormat: {
+        "type": refuses(formed({}, type="xml"), "output_config.format.type"),
+        "schema_": both(
+            says(QUIET | formed({"const": "a"}), '"a"'),
+            refuses(formed({"type": "objct"}), "output_config.format.schema: ", "objct"),
+        ),
+    },
+    schema.ContextManagement: {
+        "edits": both(
+            refuses(GREEDY | CLEARED, "context_management.edits.0: clear_tool_uses_20250919 is not done here"),
+            lambda server: essence(server, GREEDY | {"context_management": {"edits": []}}) and None,
+        )
+    },
+    schema.ClearThinking: {
+        "type": refuses(forgetful(type="compact_20260112"), "compact_20260112 is not done here"),
+        "keep": is_label(
+            schema.ClearThinking,
+            "keep",
+            "a hint",
+            forgetful(keep="all"),
+            forgetful(keep={"type": "thinking_turns", "value": 1}),
+        ),
     },
     schema.CacheControl: {
         "type": refuses(GREEDY | {"cache_control": {"type": "persistent"}}, "cache_control.type"),
-        "ttl": refuses(GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "cache_control.ttl"),
+        "ttl": both(
+            is_label(
+                schema.CacheControl,
+                "ttl",
+                "a hint",
+                GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "5m"}},
+                GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
+            ),
+            refuses(GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+        ),
     },
     schema.TextBlock: {
         "type": refuses(user(TEXT | {"type": "image"}), "image blocks are not supported here"),
@@ -197,11 +265,22 @@ ROWS: dict[type[Body], dict[str, Row]] = {
         "content": differs(GREEDY, user(TEXT | {"text": "Bye"})),
     },
     schema.MessageTool: {
-        "type": refuses(tools(TOOL | {"type": "bash_20250124"}), "tools.0.type"),
+        "type": refuses(
+            GREEDY | {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+            "tools.0: web_search_20250305 is a tool of Anthropic's own, and server tools are not run here",
+        ),
         "name": differs(tools(TOOL), tools(OTHER)),
         "description": differs(tools(TOOL), tools(TOOL | {"description": "Finds a word."})),
         "input_schema": differs(FORCED, FORCED | {"tools": [TOOL | {"input_schema": {"type": "object"}}]}),
         "cache_control": marked(lambda mark: tools(TOOL | mark)),
+        "input_examples": both(
+            has_test("test_examples_of_an_input_stand_in_its_schema", "test_messages_app.py"),
+            lambda server: essence(server, FORCED | {"tools": [TOOL | {"input_examples": [{"word": "dog"}]}]}) and None,
+        ),
+        **{
+            field: is_label(schema.MessageTool, field, word, FORCED, FORCED | {"tools": [TOOL | {field: True}, OTHER]})
+            for field, word in (("strict", "a label"), ("eager_input_streaming", "a hint"))
+        },
     },
     schema.FreeChoice: {
         "type": differs(
@@ -228,9 +307,14 @@ ROWS: dict[type[Body], dict[str, Row]] = {
     schema.NoTool: {"type": differs(tools(TOOL), tools(TOOL) | {"tool_choice": {"type": "none"}})},
     schema.Thinking: {
         "type": differs(GREEDY | {"thinking": {"type": "enabled"}}, GREEDY | {"thinking": {"type": "disabled"}}),
-        "budget_tokens": refuses(
-            GREEDY | {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens is not supported"
+        "budget_tokens": is_label(
+            schema.Thinking,
+            "budget_tokens",
+            "a hint",
+            GREEDY | {"thinking": {"type": "enabled"}},
+            GREEDY | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         ),
+        "display": has_test("test_thinking_that_is_omitted_leaves_an_empty_block", "test_messages_app.py"),
     },
     schema.Metadata: {"user_id": has_test("test_the_user_goes_to_the_log")},
 }

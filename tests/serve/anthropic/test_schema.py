@@ -44,10 +44,9 @@ def test_a_block_of_another_type_is_refused_by_name_in_one_error():
 @pytest.mark.parametrize(
     ("change", "place"),
     [
-        ({"service_tier": "auto"}, "service_tier"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": []}, "mcp_servers"),
-        ({"output_config": {"effort": "low"}}, "output_config"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "8"}, "max_tokens"),
         ({"model": None}, "model"),
@@ -55,8 +54,8 @@ def test_a_block_of_another_type_is_refused_by_name_in_one_error():
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences.1"),
-        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "cache_control.ttl"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0.input_schema"),
         ({"tools": [{"name": "two words", "input_schema": {"type": "object"}}]}, "tools.0.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.tool.name"),

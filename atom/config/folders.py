@@ -1,4 +1,7 @@
-"""Find conf/ and recipes/, in a checkout or in a wheel; check the folders that a user has beside them."""
+"""Find conf/ and recipes/, and check the config dirs of a user.
+
+conf/ and recipes/ are in a checkout, or in a wheel.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +48,14 @@ def test_the_worked_example_gives_the_tokens_of_transformers(
     prompt = tiny.prompt(40)
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     tiny.assert_greedy(answer, prompt, model)
+
+
+def test_the_command_of_the_page_runs_models_that_a_plain_run_leaves_out():
+    root = DOC.parents[1]
+    (of_script,) = re.findall(r'\n  (-m ".*") "\$@"\n', (root / "scripts" / "test").read_text())
+    (of_page,) = re.findall(r"\n    scripts/test (.* NAME)\n", DOC.read_text())
+    pytest = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-q", "--collect-only"]
+    words = shlex.split(f"{of_script} {of_page.replace('NAME', 'each_model_file')}")
+    told = subprocess.run([*pytest, *words], cwd=root, capture_output=True, text=True, check=True).stdout
+    collected = re.findall(r"::test_each_model_file_gives_the_logits_of_transformers\[(.*)\]", told)
+    assert sorted(collected) == sorted(tiny.COMBINED)

@@ -114,8 +114,8 @@ def test_a_wrong_expert_weight_is_named(checkpoints: Checkpoints, tmp_path: Path
         ({"n_group": 3}, ConfigError, r"model\.mlp\.0\.router\.groups=3: 16 experts do not divide into them"),
         ({"topk_group": 5}, ConfigError, r"model\.mlp\.0\.router\.top_groups=5 is more than its groups=4"),
         ({"num_experts_per_tok": 9}, ConfigError, r"model\.mlp\.0\.top_k=9 is more than the 8 experts that a token may choose from"),
-        ({"num_experts_per_tok": None}, CheckpointError, r"config\.json has no num_experts_per_tok; .* needs it for model\.mlp\[0\]\.top_k"),
-        ({"kv_lora_rank": None}, CheckpointError, r"config\.json has no kv_lora_rank"),
+        ({"num_experts_per_tok": None}, CheckpointError, r"config\.json has null for num_experts_per_tok; .* needs a value for model\.mlp\[0\]\.top_k"),
+        ({"kv_lora_rank": None}, CheckpointError, r"config\.json has null for kv_lora_rank"),
         ({"qk_rope_head_dim": 7}, ConfigError, r"model\.attention\.rope: 7 dims of 7 would be rotated, an odd number or none"),
     ],
 )  # fmt: skip

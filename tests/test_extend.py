@@ -307,3 +307,29 @@ def test_a_pass_that_cannot_be_run_is_named(
     (module.parent / "breaks.py").write_text("1 / 0\n")
     with pytest.raises(error, match=message):
         compile_graph(load([f"checkpoint={checkpoints('llama')}", "device=cpu", "level=0", f"passes.extra=[{extra}]"]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ("x[:, :3]", r"bf16\[T, 3\]"),
+        ("x.float()", r"fp32\[T, 80\]"),
+        ("x.repeat(2, 1)", r"bf16\[2\*T, 80\]"),
+        ("(x, x)", r"bf16\[T, 80\], bf16\[T, 80\]"),
+        ("None", "NoneType"),
+    ],
+)
+def test_an_op_whose_body_breaks_its_rule_is_named(module: Path, checkpoints: Any, returned: str, shown: str) -> None:
+    text = module.read_text()
+    body = "return torch.nn.functional.silu(x).clamp(max=limit)"
+    assert body in text
+    module.write_text(text.replace(body, f"return {returned}"))
+    config = load([f"checkpoint={checkpoints('llama')}", "device=cpu", "level=0", "dtype=bf16", EXTRA])
+    with pytest.raises(PassError, match=rf"^clip_gates: clipped_silu returned {shown}, its rule says bf16\[T, 80\]$"):
+        compile_graph(config)
+
+
+def test_a_body_that_needs_values_is_not_compared_with_its_rule(module: Path, checkpoints: Any) -> None:
+    text = module.read_text()
+    module.write_text(text.replace(".clamp(max=limit)", ".clamp(max=x.max().item())"))
+    compile_graph(load([f"checkpoint={checkpoints('llama')}", "device=cpu", "level=0", EXTRA]))

@@ -16,7 +16,6 @@ import operator
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -31,7 +30,7 @@ from atom.config.model_files import SEARCHPATH, ModelFile, model_files, search_p
 from atom.config.overrides import parse
 from atom.config.schema_keys import inner_blocks, plain_fields
 from atom.config.spelling import override
-from atom.errors import CheckpointError, ConfigError, UnsupportedError
+from atom.errors import CheckpointError, UnsupportedError
 
 COMPOSING = threading.Lock()  # Hydra composes through a singleton, and a copy unties the original for a moment
 
@@ -50,9 +49,6 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
     set all of them: it takes a plain field for a group where a config dir has a folder of that name, and cannot fill
     blocks that may be null.
     """
-    for folder in config_dirs:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"config dir {folder}: there is no such folder")
     optional = [at for at, _, is_list in inner_blocks(schema) if not is_list]
     is_ordered = any(text.startswith(("+", "~")) for text in overrides)  # Hydra adds and deletes between values
     values = [text for text in overrides if is_value(text, schema, optional, is_ordered)]
@@ -139,17 +135,25 @@ def register(schema: Any) -> None:
     OmegaConf.register_new_resolver("equal", operator.eq, replace=True)
 
 
-def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Resolve to dicts and lists, with the checkpoint's values in place of `${hf:…}` and `${generation:…}`."""
-    attach(composed, hf, sampling)
+def resolve(
+    composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None, file: str = ""
+) -> dict[str, Any]:
+    """Resolve to dicts and lists, with the checkpoint's values in place of `${hf:…}` and `${generation:…}`.
+
+    file: the model file, which errors name
+    """
+    attach(composed, hf, sampling, file)
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return dict(values)
 
 
-def attach(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> None:
+def attach(
+    composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None, file: str = ""
+) -> None:
     """Resolve `${hf:…}` in this configuration by this config.json, and `${generation:…}` by these sampling values."""
     OmegaConf.get_cache(composed)["hf"] = dict(hf)
     OmegaConf.get_cache(composed)["sampling"] = dict(sampling or {})
+    OmegaConf.get_cache(composed)["file"] = file
 
 
 def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
@@ -159,12 +163,15 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
     """
     value: Any = OmegaConf.get_cache(_root_).get("hf")
     is_attached = value is not None
+    is_null = False
     for part in key.split("."):
+        is_null = isinstance(value, Mapping) and part in value and value[part] is None
         value = value.get(part) if isinstance(value, Mapping) else None
     if value is None and is_attached and not default:
-        needed = f"conf/model/{_root_.model.name}.yaml needs it for {_node_._get_full_key('')}"
+        needed = f"{OmegaConf.get_cache(_root_)['file']} needs {'a value' if is_null else 'it'}"
         where = _root_.checkpoint or f"the embedded checkpoint is none of {_root_.model.name}, set checkpoint"
-        raise CheckpointError(f"{where}: config.json has no {key}; {needed}")
+        missing = f"null for {key}" if is_null else f"no {key}"
+        raise CheckpointError(f"{where}: config.json has {missing}; {needed} for {_node_._get_full_key('')}")
     return value if value is not None or not default else default[0]
 
 

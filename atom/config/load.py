@@ -10,6 +10,7 @@ others and checks all.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -25,15 +26,15 @@ from atom.checkpoint.base import normalize_rope
 from atom.config.aliases import respell
 from atom.config.checks import check
 from atom.config.draft import check_fits, check_kind
-from atom.config.folders import CONF
+from atom.config.folders import CONF, check_config_dirs
 from atom.config.hydra import attach, compose, resolve
 from atom.config.hydra_errors import no_such, one_line_errors, unknown_key
-from atom.config.model_files import find_source
+from atom.config.model_files import Source, find_source
 from atom.config.overrides import SECRET, is_for_sweep, rewrite
 from atom.config.resolve import derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig
 from atom.config.schema_keys import keys, types_of
-from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spelled
+from atom.config.spelling import ALIASES, HIDDEN, did_you_mean, is_secret, override, spelled
 from atom.config.tool_formats import read_format
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, UnsupportedError, one_line
 from atom.sampling_params import GENERATION, SamplingParams, sampling_number
@@ -47,6 +48,7 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
     Of a hub id, only the description is downloaded. Raises ConfigError, CheckpointError, UnsupportedError, and
     RequestError for a sampling value.
     """
+    check_config_dirs(config_dirs)
     with naming_recipes(overrides, config_dirs):
         config = load_model(overrides, config_dirs)
     if config.model.eagle3 is not None:
@@ -79,9 +81,16 @@ def load_model(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
     """Load the configuration without its draft model."""
     with one_line_errors(Config):
         source = find_source(overrides, config_dirs)
+    with naming_model_file(source):
+        return load_source(source, config_dirs)
+
+
+def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
+    """Load the configuration of a source, without its draft model."""
+    with one_line_errors(Config):
         hf, composed = normalize_rope(source.hf), compose(Config, source.overrides, config_dirs)
         sampling = sampling_defaults(source.generation, composed)
-        config: Config = build(Config, resolve(composed, hf, sampling))
+        config: Config = build(Config, resolve(composed, hf, sampling, source.file))
     if config.hf:
         raise ConfigError("hf is the checkpoint's config.json and cannot be set; set a field of model instead")
     if config.overrides:
@@ -105,6 +114,27 @@ def naming_recipes(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iter
         for text in overrides:
             if text.lstrip("+").startswith("recipe=") and str(error) == fault_of(text, config_dirs):
                 error.args = (f"recipe {text.partition('=')[2]}: {error}",)
+        raise
+
+
+@contextmanager
+def naming_model_file(source: Source) -> Iterator[None]:
+    """Let an error of a key begin with the user's model file that states it, unless an override or config.json does."""
+    try:
+        yield
+    except (ConfigError, UnsupportedError) as error:
+        keys = [text.lstrip("+").partition("=")[0] for text in source.overrides]
+        named = re.match(r"model\.([\w.]*\w)", str(error))
+        if named is None or any(f"{named[0]}.".startswith(f"{key}.") for key in keys if key != "model"):
+            raise
+        found = next(((file, value) for file in source.files if (value := file.states(named[1])) is not None), None)
+        if found is None or found[0].is_shipped or re.search(r"\$\{(hf|same|stated):", str(found[1])):
+            raise
+        if choice := re.fullmatch(r"(.*)=(.*) is not built yet; there is: (.*)", str(error)):
+            hint = did_you_mean(choice[2], choice[3].split(", "))
+            fault = f"{choice[1]}={choice[2]}: there is no such choice{hint}; choices: {choice[3]}"
+            raise ConfigError(f"{found[0].shown}: {fault}") from None
+        error.args = (f"{found[0].shown}: {error}",)
         raise
 
 
@@ -203,7 +233,7 @@ def show(
             check_names(Config, OmegaConf.to_container(composed))
             if is_secret(OmegaConf.select(composed, SECRET)):
                 OmegaConf.update(composed, SECRET, HIDDEN)
-        attach(composed, normalize_rope(source.hf), sampling_defaults(source.generation, composed))
+        attach(composed, normalize_rope(source.hf), sampling_defaults(source.generation, composed), source.file)
         part = OmegaConf.select(composed, package) if package else composed
         if part is None and package not in keys(Config):
             raise unknown_key(str(package), Config)

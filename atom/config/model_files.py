@@ -41,6 +41,25 @@ class ModelFile(NamedTuple):
     def name(self) -> str:
         return self.path.stem
 
+    @property
+    def shown(self) -> str:
+        """The path that errors name."""
+        return str(self.path.relative_to(CONF.parent) if self.is_shipped else self.path)
+
+    @property
+    def is_shipped(self) -> bool:
+        return self.path.is_relative_to(CONF)
+
+    def states(self, key: str) -> Any:
+        """What the file says itself of a dotted key of model; None where it says nothing."""
+        value: Any = self.spec
+        for part in key.split("."):
+            if isinstance(value, list):
+                value = value[int(part)] if part.isdigit() and int(part) < len(value) else None
+            else:
+                value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
     def read_config(self, key: str) -> dict[str, Any]:
         """config.json of the model file's own checkpoint, `embedded`, or `usual`."""
         stated = self.spec[key]
@@ -56,6 +75,12 @@ class Source(NamedTuple):
     embedded: dict[str, Any] | None  # the model file's own checkpoint, where none is given
     generation: dict[str, Any]  # the checkpoint's generation_config.json
     names: frozenset[str] = frozenset()  # of the checkpoint's tensors, where they matter and are known
+    files: tuple[ModelFile, ...] = ()  # the model file, and those that it inherits from
+
+    @property
+    def file(self) -> str:
+        """The model file's path as errors name it."""
+        return self.files[0].shown if self.files else ""
 
 
 def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Source:
@@ -104,7 +129,18 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
             described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
-    return Source([*stated, override("model", name), override("model.name", name)], hf, embedded, generation, names)
+    stated += [override("model", name), override("model.name", name)]
+    return Source(stated, hf, embedded, generation, names, tuple(with_inherited(name, files)))
+
+
+def with_inherited(name: str, files: Sequence[ModelFile]) -> Iterator[ModelFile]:
+    """The file of a name, then those that its defaults name, and theirs."""
+    by_name, waiting = {file.name: file for file in files}, [name]
+    while waiting:
+        if file := by_name.pop(waiting.pop(0), None):
+            yield file
+            defaults = file.spec.get("defaults")
+            waiting += [each for each in (defaults if isinstance(defaults, list) else ()) if isinstance(each, str)]
 
 
 def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:

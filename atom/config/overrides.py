@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from atom.config.folders import CONF
+from atom.config.folders import CONF, check_config_dirs
 from atom.config.recipes import format_recipe, read_recipe
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
 from atom.config.words import as_overrides
@@ -48,8 +48,9 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
     """Rewrite overrides in Hydra's grammar, with recipes opened in their order and put before the rest.
 
     A value is plain text unless it is quoted, a list or, with `multirun`, the choices of a sweep. ConfigError for what
-    is no override or no recipe.
+    is no override, no recipe or no config dir.
     """
+    check_config_dirs(config_dirs)
     result: list[str] = []
     recipes: list[str] = []
     overrides = list(overrides)

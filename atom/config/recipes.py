@@ -58,7 +58,7 @@ def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> Recipe:
         path = fetch_file(hub["repo"], hub["path"], revision=hub["revision"])
     if path is None:
         names = sorted(file.stem for file in list_recipes(config_dirs))
-        hint = f"{did_you_mean(name, names)}; recipes: {', '.join(names)}{name_unread_folder(config_dirs)}"
+        hint = f"{did_you_mean(name, names)}; recipes: {', '.join(names)}{name_unread(name, config_dirs)}"
         raise ConfigError(f"recipe={name}: there is no such file and no such recipe{hint}")
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -80,14 +80,26 @@ def find_recipe(name: str, config_dirs: Sequence[str] = ()) -> Path | None:
 
 def list_recipes(config_dirs: Sequence[str] = ()) -> list[Path]:
     """The files in recipes/, those of config dirs before the project's."""
-    folders = [*(Path(folder) / "recipes" for folder in config_dirs), project_folder("recipes")]
-    return [file for folder in folders for file in sorted(folder.glob("*.yaml"))]
+    return [file for folder in recipe_folders(config_dirs) for file in sorted(folder.glob("*.yaml"))]
 
 
-def name_unread_folder(config_dirs: Sequence[str]) -> str:
-    """What to do about a folder recipe/ of a config dir, which is named like a group of conf/; empty without one."""
+def recipe_folders(config_dirs: Sequence[str]) -> list[Path]:
+    return [*(Path(folder) / "recipes" for folder in config_dirs), project_folder("recipes")]
+
+
+def name_unread(name: str, config_dirs: Sequence[str]) -> str:
+    """What to do about what is not read; empty where there is no such thing.
+
+    It is a folder recipe/ of a config dir, which is named like a group of conf/, or a file that ends in .yml.
+    """
+    stem = name.removesuffix(".yml")
+    for file in [folder / f"{stem}.yml" for folder in recipe_folders(config_dirs)]:
+        if file.is_file():
+            return f"; {file} is not read: call it {stem}.yaml"
     found = next((folder for each in config_dirs if (folder := Path(each) / "recipe").is_dir()), None)
-    return f"; {found} is not read: call it recipes" if found else ""
+    if found is not None:
+        return f"; {found} is not read: call it recipes"
+    return "; files of recipes end in .yaml" if name.endswith(".yml") else ""
 
 
 def parse_recipe(content: Any, path: Path) -> tuple[dict[str, Any], list[str]]:

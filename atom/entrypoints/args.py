@@ -42,6 +42,9 @@ Read = Callable[[str], Any]  # a value of the text that was typed; argparse's Ar
 Write = Callable[[Any], list[str]]  # the overrides of a value
 
 
+FIELD = re.compile(r"(--?[\w-]+)\.([\w.-]+)(?:=(.*))?", re.DOTALL)  # of a flag that takes a JSON object
+
+
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
@@ -101,6 +104,29 @@ def read_gib(text: str) -> int:
     return round(float(text) * (1 << 30))
 
 
+def read_length(text: str) -> int:
+    """A number of tokens, or -1 for auto: the model's own."""
+    return -1 if text in ("auto", "-1") else read_count(text)
+
+
+def json_text(text: str) -> str:
+    """The type of a flag that takes a JSON object, whose fields `Parser` takes one by one, too."""
+    return text
+
+
+def set_field(values: dict[str, Any], path: str, text: str) -> None:
+    """Set a field of a JSON object, at a.b within the one of a; a text that is no JSON is itself the value."""
+    *outer, last = path.split(".")
+    for name in outer:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
+        values = values[name]
+    try:
+        values[last] = json.loads(text)
+    except ValueError:
+        values[last] = text
+
+
 def read_object(name: str, text: str) -> dict[str, Any]:
     """The JSON object that a flag or a file has. ConfigError where it is none."""
     try:
@@ -158,7 +184,11 @@ class EngineArgs:
     )
     block_size: int | None = flag("serve.block_size", "tokens of a KV block")
     max_model_len: int | None = flag(
-        "serve.max_model_len", "tokens of prompt and answer, also as 4k or 4K", null="the model's", read=read_count
+        "serve.max_model_len",
+        "tokens of prompt and answer, also as 4k or 4K; -1: auto",
+        null="auto, the model's",
+        accepted=(-1,),
+        read=read_length,
     )
     max_num_batched_tokens: int | None = flag(
         "serve.max_num_batched_tokens", "tokens in a step, also as 8k or 8K", read=read_count
@@ -206,7 +236,13 @@ class EngineArgs:
         of=(ROCM,),
     )
     speculative_config: str | None = flag(
-        "serve.method", f"JSON of {', '.join(SPECULATIVE)}", "-sc", null="none", of=(VLLM,), write=read_speculative
+        "serve.method",
+        f"JSON of {', '.join(SPECULATIVE)}",
+        "-sc",
+        null="none",
+        of=(VLLM,),
+        read=json_text,
+        write=read_speculative,
     )
     settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
@@ -288,7 +324,38 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {text}")
             attached = re.fullmatch(r"(-[a-z]{2,3})(\d+)", text)  # -tp8, which argparse does not take
             texts += attached.groups() if attached else [text]
-        return self.parse_args(texts)
+        return self.parse_args([*self.join_fields(texts)])
+
+    def join_fields(self, texts: Sequence[str]) -> Iterator[str]:
+        """Write fields that are given one by one, as --speculative-config.method ngram, as the JSON of their flag.
+
+        As in vLLM they are added to each other, and to the flag's own JSON.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        fielded = {flag for text in texts if (match := FIELD.fullmatch(text)) and (flag := self.flag_of_json(match[1]))}
+        waiting = iter(texts)
+        for text in waiting:
+            match = FIELD.fullmatch(text) or re.fullmatch(r"(--?[\w-]+)()(?:=(.*))?", text, re.DOTALL)
+            flag = self.flag_of_json(match[1]) if match else None
+            if match is None or flag is None or flag not in fielded:
+                yield text
+                continue
+            value = next(waiting, None) if match[3] is None else match[3]
+            if value is None or (match[3] is None and value.startswith("--")):
+                self.error(f"argument {text}: expected one argument")
+            values = found.setdefault(flag, {})
+            if match[2]:
+                set_field(values, match[2], value)
+            else:
+                values |= read_object(f"{flag}={value}", value)
+            yield f"{flag}={json.dumps(values)}"
+
+    def flag_of_json(self, name: str) -> str | None:
+        """The first name of a flag that takes a JSON object, by any of its names; None for another word."""
+        action = self._option_string_actions.get(name)
+        if action is None or action.type is not json_text:
+            return None
+        return action.option_strings[0].replace("_", "-")
 
     def locate(self, text: str) -> str:
         """An error's text, with the file that has the flag it names ahead; here flags have no file."""

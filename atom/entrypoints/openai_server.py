@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from atom.cli import run
 from atom.config.spelling import override
-from atom.entrypoints.args import ROCM, flag, read_object, run_command
+from atom.entrypoints.args import ROCM, flag, json_text, read_object, run_command
 from atom.entrypoints.vllm_args import VLLMArgs, VLLMParser, vllm_flag
 
 MAX_TOKENS = 256  # default of max_tokens, as ROCm/ATOM's
@@ -60,6 +60,7 @@ class ServerArgs(VLLMArgs):
     default_chat_template_kwargs: str | None = flag(
         "serve.http.chat_template_kwargs",
         "JSON of variables of the template, under a request's own chat_template_kwargs",
+        read=json_text,
         write=write_template_kwargs,
     )
     allowed_origins: tuple[str, ...] | None = vllm_flag("serve.http.cors", "whose pages may read answers; '*': all")

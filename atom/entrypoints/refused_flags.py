@@ -116,8 +116,10 @@ VLLM_REFUSED = {
         compilation-config -cc optimization-level -O""",
     "write --speculative-config: see docs/speculation.md": """
         speculative-model ngram-prompt-lookup-max ngram-prompt-lookup-min""",
+    "a parser of tool calls is a YAML file, not code: write --tool-call-parser FILE.yaml, see docs/tool-calls.md": """
+        tool-parser-plugin""",
     "there is no such extension here; leave it out": """
-        additional-config middleware tool-parser-plugin reasoning-parser-plugin tool-server""",
+        additional-config middleware reasoning-parser-plugin tool-server""",
     "the span of each request has all that is measured of it: --otlp-traces-endpoint": """
         collect-detailed-traces enable-per-request-metrics""",
     "/metrics counts drafted tokens, of all requests: see docs/speculation.md": "per-request-spec-decode-metrics",

@@ -24,7 +24,17 @@ import yaml
 from atom.checkpoint.address import parse_address
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_files
-from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_gib, read_method, read_object
+from atom.entrypoints.args import (
+    VLLM,
+    EngineArgs,
+    Parser,
+    flag,
+    json_text,
+    read_count,
+    read_gib,
+    read_method,
+    read_object,
+)
 from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
 
@@ -214,6 +224,7 @@ class VLLMArgs(EngineArgs):
     override_generation_config: str | None = vllm_flag(
         "sampling",
         "sampling defaults as JSON, with the names of generation_config.json",
+        read=json_text,
         write=override_generation_config,
     )
     tool_call_parser: str | None = vllm_flag(
@@ -252,6 +263,7 @@ class VLLMArgs(EngineArgs):
     pooler_config: str | None = vllm_flag(
         "serve.pooler_config",
         "JSON with pooling_type, LAST or MEAN, and normalize; counts behind --runner",
+        read=json_text,
         write=write_pooler_config,
     )
     enable_sleep_mode: bool | None = vllm_flag("serve.enable_sleep_mode", "serve /sleep, /wake_up and /is_sleeping")

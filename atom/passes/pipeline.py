@@ -19,6 +19,7 @@ from atom.config import PassesConfig
 from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError, PassError
 from atom.graph import Graph, Mesh, ops, show, verify
+from atom.graph.check_bodies import check_bodies
 from atom.graph.mesh import ALONE
 from atom.kernels import Target
 from atom.messages import say
@@ -108,6 +109,10 @@ def _checked(rewrite: Callable[..., Any]) -> Callable[..., Graph]:
             raise PassError(f"{rewrite.__name__}: {type(error).__name__}: {error}{place_of(error)}") from error
         if not isinstance(made, Graph):
             raise PassError(f"{rewrite.__name__} returned {type(made).__name__}, not the graph")
+        try:
+            check_bodies(made)
+        except PassError as error:
+            raise PassError(f"{rewrite.__name__}: {error}") from None
         if show(made) == before:
             say(f"passes.extra: {rewrite.__name__} changed nothing; …@PASS runs it before that pass")
         return made

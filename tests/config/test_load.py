@@ -697,12 +697,13 @@ def test_a_folder_named_like_a_field_does_no_harm(write: Write, tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mlp: [{kind: moe, router: {methd: a}}]", r"^model\.mlp\.0\.router\.methd: there is no such field, did you mean method\?; model\.mlp\.router has: method, score,"),
-        ("mlp: [{width: 3}, {widht: 4}]", r"^model\.mlp\.1\.widht: there is no such field, did you mean width\?; model\.mlp has: kind, width"),
-        ("mlp: [{width: wide}]", r"^model\.mlp\.0\.width=wide is not a whole number$"),
-        ("stacked: {a: [nope]}", "^model.stacked: a holds nope, there is no such role; roles: embedding, .*router"),
+        ("mlp: [{kind: moe, router: {methd: a}}]", r"parent\.yaml: model\.mlp\.0\.router\.methd: there is no such field, did you mean method\?; model\.mlp\.router has: method, score,"),
+        ("mlp: [{width: 3}, {widht: 4}]", r"parent\.yaml: model\.mlp\.1\.widht: there is no such field, did you mean width\?; model\.mlp has: kind, width"),
+        ("mlp: [{kind: plan}]", r"parent\.yaml: model\.mlp\.0\.kind=plan: there is no such choice, did you mean plain\?; choices: gated, plain, moe$"),
+        ("mlp: [{width: wide}]", r"parent\.yaml: model\.mlp\.0\.width=wide is not a whole number$"),
+        ("stacked: {a: [nope]}", r"parent\.yaml: model.stacked: a holds nope, there is no such role; roles: embedding, .*router"),
         ("stacked: {a: [rooter.weight]}", r"there is no such role, did you mean router\?; roles: "),
-        ("stacked: {a: [router]}", "^model.stacked: a holds router, the role router names a module; choices: router.weight, router.bias"),
+        ("stacked: {a: [router]}", r"parent\.yaml: model.stacked: a holds router, the role router names a module; choices: router.weight, router.bias"),
         ("stacked: {a: [experts_up.weight]}", "the role experts_up names a tensor already; write experts_up"),
         ("embedded: {confg: x}", r"mine\.yaml: embedded\.config has no value"),
     ],
@@ -720,13 +721,51 @@ def test_a_wrong_line_of_a_model_file_is_one_line(conf: Callable[[str, str], str
 
 def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str, str], str]):
     folder = conf("mine", "defaults: [llama, _self_]\nattention: {headz: 3}\n")
-    with pytest.raises(ConfigError, match=r"attention.headz: there is no such field, did you mean heads\?"):
+    told = r"model/mine\.yaml: model\.attention\.headz: there is no such field, did you mean heads\?"
+    with pytest.raises(ConfigError, match=told):
         load(["model=mine"], config_dirs=[folder])
+    with pytest.raises(ConfigError, match=r"^model\.attention\.headz: there is no such field"):
+        load(["model=llama", "model.attention.headz=3"], config_dirs=[folder])
     conf("mine", "[")
     with pytest.raises(ConfigError, match=r"mine\.yaml"):
         load(["model=llama"], config_dirs=[folder])
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        load(config_dirs=["/nowhere"])
+
+
+def test_what_an_override_or_the_checkpoint_says_is_no_fault_of_a_model_file(
+    write: Write, conf: Callable[[str, str], str]
+):
+    folder = conf("mine", "defaults: [llama, _self_]\nresidual: ${hf:residual}\nattention: {kind: gqa}\n")
+    where = f"checkpoint={write(residual='paralell')}"
+    with pytest.raises(UnsupportedError, match=r"^model\.residual=paralell is not built yet; there is: sequential"):
+        load([where, "model=mine"], config_dirs=[folder])
+    with pytest.raises(UnsupportedError, match=r"^model\.attention\.kind=gqq is not built yet; there is: gqa, mla$"):
+        load([where, "model=mine", "model.residual=parallel", "model.attention.kind=gqq"], config_dirs=[folder])
+
+
+def test_a_key_that_config_json_lacks_is_named_with_the_users_file(write: Write, conf: Callable[[str, str], str]):
+    folder = conf("mine", "defaults: [llama, _self_]\nhidden: ${hf:n_inner}\n")
+    for value, told in ((..., "has no n_inner; {} needs it"), (None, "has null for n_inner; {} needs a value")):
+        with pytest.raises(CheckpointError) as error:
+            load([f"checkpoint={write(n_inner=value)}", "model=mine"], config_dirs=[folder])
+        assert str(error.value).endswith(f"config.json {told.format(f'{folder}/model/mine.yaml')} for model.hidden")
+
+
+def test_a_config_dir_that_is_missing_is_named_before_the_checkpoint(write: Write, tmp_path: Path):
+    for overrides in ([f"checkpoint={write(architectures=['MineForCausalLM'])}"], ["recipe=mine"], []):
+        with pytest.raises(ConfigError, match=f"^config dir {tmp_path}/nope: there is no such folder$"):
+            load(overrides, config_dirs=[f"{tmp_path}/nope"])
+
+
+def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
+    conf: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+):
+    folder = conf("mine", "defaults: [llama, _self_]\n")
+    load(config_dirs=[folder])
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        load(config_dirs=[f"{folder}/model"])
+    told = f"it has none of job/, model/, parallel/, quant/, serve/, recipes/, hydra/; write {folder}"
+    assert capsys.readouterr().err == f"atom-run: config dir {folder}/model: {told}\n"
 
 
 @pytest.mark.parametrize(

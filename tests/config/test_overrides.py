@@ -214,6 +214,19 @@ def test_a_recipe_in_a_folder_of_another_name_is_not_found_and_the_error_names_t
         rewrite(["recipe=mine"], config_dirs=dirs[:1])
 
 
+def test_a_recipe_whose_file_ends_in_yml_is_told_the_ending(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"^recipe=bad\.yml: there is no such file .*; files of recipes end in \.yaml$"
+    ):
+        rewrite(["recipe=bad.yml"])
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "bad.yml").write_text("overrides: [seed=1]\n")
+    for name in ("bad", "bad.yml"):
+        with pytest.raises(ConfigError) as raised:
+            rewrite([f"recipe={name}"], config_dirs=[str(tmp_path)])
+        assert str(raised.value).endswith(f"; {tmp_path}/recipes/bad.yml is not read: call it bad.yaml")
+
+
 @pytest.mark.parametrize(
     "text",
     [

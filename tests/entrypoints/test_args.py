@@ -61,7 +61,7 @@ DEFAULTS = {
     "port": "8006",
     "kv_cache_dtype": "auto",
     "block-size": "16",
-    "max-model-len": "the model's",
+    "max-model-len": "auto, the model's",
     "max-num-batched-tokens": "16384",
     "max-num-seqs": "512",
     "gpu-memory-utilization": "0.9",

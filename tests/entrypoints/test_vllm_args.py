@@ -86,12 +86,49 @@ MEANS: dict[str, list[str]] = {
         "serve.http.comment_seconds=5.0",
         "serve.http.log_level='warning'",
     ],
+    "--speculative-config.method ngram --speculative_config.num_speculative_tokens=4": [
+        "serve.method='ngram'",
+        "serve.num_speculative_tokens=4",
+    ],
+    "-sc.method=ngram --speculative-config '{\"prompt_lookup_max\": 3}'": [
+        "serve.method='ngram'",
+        "serve.prompt_lookup_max=3",
+    ],
+    "--override-generation-config '{\"top_k\": 5}' --override-generation-config.temperature 0.5": [
+        "sampling.top_k=5",
+        "sampling.temperature=0.5",
+    ],
+    "--pooler-config.pooling_type MEAN --pooler-config.normalize false": [
+        "serve.pooler_config.pooling_type='MEAN'",
+        "serve.pooler_config.normalize=false",
+    ],
+    "--served-model-name a --default-chat-template-kwargs.enable_thinking false org/name": [
+        "checkpoint='org/name'",
+        "serve.http.served_model_name=['a']",
+        "serve.http.chat_template_kwargs={enable_thinking:false}",
+    ],
+    "--default-chat-template-kwargs.a.b 1 --default-chat-template-kwargs.a.c=x=y": [
+        "serve.http.chat_template_kwargs={a:{b:1,c:'x=y'}}"
+    ],
+    "--max-model-len auto": [],
+    "--max-model-len -1": [],
+    "--max-model-len 4k --max-model-len=-1": [],
     "--allowed-origins '[\"*\"]'": ["serve.http.cors=['*']"],
 }  # fmt: skip
 
 WRONG = {
     "--max-model-len 4kk": "argument --max-model-len: '4kk' is not a number as 4096, 4k, 25.6k or 4K",
     "--max-model-len 2.5K": "'2.5K' is not a number",
+    "--max-model-len -2": "argument --max-model-len: '-2' is not a number as 4096, 4k, 25.6k or 4K",
+    "--speculative-config.methd ngram": "--speculative-config: there is no such field methd, did you mean method?",
+    "--speculative-config.method": "argument --speculative-config.method: expected one argument",
+    "--speculative-config.method --seed 1": "argument --speculative-config.method: expected one argument",
+    "--speculative-config.method ngram -sc x": "--speculative-config=x is no JSON",
+    "--override-generation-config.temprature=1": "temprature is not read, did you mean temperature?",
+    "--block-size.x 5": "unrecognized arguments: --block-size.x",
+    "--compilation-config.mode 3": "--compilation-config.mode: write --level 0, 1, 2 or 3",
+    "--profiler-config.profiler=torch": "--profiler-config.profiler: write --torch-profiler-dir",
+    "--tool-parser-plugin x.py": "a YAML file, not code: write --tool-call-parser FILE.yaml, see docs/tool-calls.md",
     "--swap-space 4GiB": "argument --swap-space: '4GiB' is not a number of GiB as 4 or 0.5",
     "--load-format pt": "--load-format=pt: there is no such choice; choices: auto, safetensors, gguf, dummy",
     "--load-format gguf": "--load-format=gguf: the checkpoint is another; leave it out",

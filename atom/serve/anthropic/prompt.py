@@ -54,8 +54,16 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     tools = [openai_tool(tool) for tool in body.tools or ()]
     new_call_id = partial(new_id, "toolu", "_")
     choice_of_tools = openai_choice(body)
-    talk = Talk(context.config, tools, choice_of_tools, context.tokenizer, is_parallel=is_parallel, new_id=new_call_id)
     turns = list(read_turns(body))
+    talk = Talk(
+        context.config,
+        tools,
+        choice_of_tools,
+        context.tokenizer,
+        is_parallel=is_parallel,
+        has_called=any(isinstance(block, ToolUseBlock | ToolResultBlock) for _, blocks in turns for block in blocks),
+        new_id=new_call_id,
+    )
     prefill = take_prefill(turns)
     variables = thinking_switches(context, body, has_reasoning=talk.has_reasoning) | effort_variable(context, body)
     conversation = encode_plain(context, plain_messages(turns), talk.tools, variables, prefill)

@@ -45,6 +45,11 @@ def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
     return {"reasoning_effort": body.reasoning_effort} | kwargs
 
 
+def has_called(body: ChatRequest) -> bool:
+    """Whether the messages have calls of tools, or results."""
+    return any(message.tool_calls or message.role == "tool" for message in body.messages or body.prompt or ())
+
+
 class Chat(OpenAIResponder[ChatRequest]):
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -56,7 +61,12 @@ class Chat(OpenAIResponder[ChatRequest]):
             )
         is_parallel = body.parallel_tool_calls is not False
         self._talk = talk = Talk(
-            context.config, body.tools, body.tool_choice, context.tokenizer, is_parallel=is_parallel
+            context.config,
+            body.tools,
+            body.tool_choice,
+            context.tokenizer,
+            is_parallel=is_parallel,
+            has_called=has_called(body),
         )
         params = sampling_params(body, context.config)
         conversation = encode_conversation(

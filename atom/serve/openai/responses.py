@@ -18,7 +18,7 @@ from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.ids import new_id
-from atom.serve.openai.chat import template_kwargs
+from atom.serve.openai.chat import has_called, template_kwargs
 from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
@@ -77,7 +77,12 @@ class ResponsesResponder(Responder):
         context, chat = self.context, as_chat(self._body)
         is_parallel = chat.parallel_tool_calls is not False
         self._talk = talk = Talk(
-            context.config, chat.tools, chat.tool_choice, context.tokenizer, is_parallel=is_parallel
+            context.config,
+            chat.tools,
+            chat.tool_choice,
+            context.tokenizer,
+            is_parallel=is_parallel,
+            has_called=has_called(chat),
         )
         params = sampling_params(chat, context.config)
         kwargs = template_kwargs(context, chat)

@@ -9,6 +9,7 @@ parser = talk.parser(prompt)                     # for a streamed answer; None: 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -37,6 +38,8 @@ from atom.serve.output.output_parser import (
 from atom.serve.output.reasoning_parser import ReasoningSplitter
 from atom.serve.output.tool_parser import CallReader, new_call_id
 
+LOG = logging.getLogger("atom.serve")
+
 
 def choose_format(config: Config, tokenizer: Tokenizer | None) -> str | None:
     """The format of the model's calls: as set, as its chat template shows, or the model file's."""
@@ -46,11 +49,30 @@ def choose_format(config: Config, tokenizer: Tokenizer | None) -> str | None:
 
 
 def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
-    """Read the formats and compile the template ahead of the first chat."""
+    """Read the formats and compile the template ahead of the first chat.
+
+    A format that is set is warned of where the template never shows the model what tools there are.
+    """
     Talk(config, None, None, tokenizer)
     if tokenizer.chat_template is not None:
         with contextlib.suppress(CheckpointError):  # each chat has this error
             compile_template(tokenizer.chat_template)
+    stated = config.serve.http.tool_calls
+    if stated not in ("auto", "none", None) and not shows_tools(tokenizer):
+        shown = "the chat template shows the model no tools: only forced calls work"
+        LOG.warning("serve.http.tool_calls=%s: %s", stated, shown)
+
+
+def shows_tools(tokenizer: Tokenizer) -> bool:
+    """Whether a chat with a tool is rendered otherwise than one without; true where neither can be rendered."""
+    chat = [{"role": "user", "content": "Hello"}]
+    schema = {"type": "object", "properties": {"city": {"type": "string", "description": "its name"}}}
+    function = {"name": "get_weather", "description": "Tells the weather.", "parameters": schema}
+    try:
+        plain = tokenizer.render_chat(chat)
+        return plain != tokenizer.render_chat(chat, tools=[{"type": "function", "function": function}])
+    except RequestError:  # each chat has this error, or those with tools
+        return True
 
 
 @lru_cache(maxsize=64)
@@ -67,16 +89,23 @@ class Talk:
         tokenizer: Tokenizer | None = None,
         *,
         is_parallel: bool = True,
+        has_called: bool = False,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """FieldError where the model has no tool call format, or a tool is invalid."""
+        """FieldError where the model has no tool call format, or a tool is invalid.
+
+        has_called: the messages have calls or results. Without a format they are of a forced call, behind which the
+        model answers in words.
+        """
         if choice not in (None, "none") and not tools:
             raise FieldError("tool_choice", "tool_choice needs tools")
         if isinstance(choice, AllowedChoice):
             tools, choice = allowed_tools(tools or (), choice), choice.allowed_tools.mode
-        self.tools = None if choice == "none" else tools or None  # the tools in the prompt
         name = choose_format(config, tokenizer)
         self._format = read_format(name) if name not in (None, "none") else None
+        if choice in (None, "auto") and self._format is None and has_called:
+            choice = "none"
+        self.tools = None if choice == "none" else tools or None  # the tools in the prompt
         self._channels = self._format if self._format and self._format.channels else find_channels(config, tokenizer)
         self._reasoning = (config.model.reasoning[0], config.model.reasoning[1]) if config.model.reasoning else None
         self._is_parallel, self._new_id = is_parallel, new_id
@@ -94,8 +123,7 @@ class Talk:
         if is_forced:
             self._format = read_format("json")
         elif self.tools and self._format is None:
-            fix = "set serve.http.tool_calls, or force a call with tool_choice"
-            raise FieldError("tools", f"neither the model's file nor its template has a format of tool calls; {fix}")
+            raise FieldError("tools", why_no_format(config))
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self._plain}
         self._mark_tokens(tokenizer)
 
@@ -227,6 +255,16 @@ def allowed_tools(tools: Sequence[Tool], choice: AllowedChoice) -> list[Tool]:
         fault = f"tool_choice: there is no function {shown(min(lacking))} in tools; there is: {', '.join(known)}"
         raise FieldError("tool_choice", fault)
     return [tool for tool in tools if tool.function.name in names]
+
+
+def why_no_format(config: Config) -> str:
+    """Why free calls of tools are refused, and what to do."""
+    if config.serve.http.tool_calls == "none":
+        return "calls of tools are not read here (serve.http.tool_calls=none); force one with tool_choice"
+    reason = "neither its file nor its chat template has a format of calls"
+    return (
+        f"this model was not trained for tools: {reason}; force a call with tool_choice, or set serve.http.tool_calls"
+    )
 
 
 def find_channels(config: Config, tokenizer: Tokenizer | None) -> ToolFormat | None:

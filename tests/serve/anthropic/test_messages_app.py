@@ -332,13 +332,51 @@ def test_a_request_of_claude_code_is_served(ask: Asker):
          "an answer of this model begins with its thinking, not with a given text; "
          'end with a message of the user, or send thinking={"type": "disabled"}'),
         ({"tools": [TOOL]}, ["serve.http.tool_calls=none"],
-         "neither the model's file nor its template has a format of tool calls; set serve.http.tool_calls, or force a call with tool_choice"),
+         "calls of tools are not read here (serve.http.tool_calls=none); force one with tool_choice"),
     ],
 )  # fmt: skip
 def test_what_this_model_cannot_do_is_refused(body: Any, overrides: list[str], message: str, ask: Asker):
     response, seen = ask(HI, {**ASK, **body}, *overrides, before=use_template(OPENED))
     assert (response.status_code, seen) == (400, [])
     assert response.json()["error"] == {"type": "invalid_request_error", "message": message}
+
+
+FUNCTION = {"name": "look_up", "parameters": TOOL["input_schema"]}
+ASKED = {"role": "user", "content": "A cat?"}
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"tools": [TOOL], "max_tokens": 24, "messages": [
+            ASKED,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "an animal"}]},
+        ]}),
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto", "messages": [
+            ASKED,
+            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "an animal"},
+        ]}),
+        ("/v1/responses", {"tools": [{"type": "function", **FUNCTION}], "input": [
+            ASKED,
+            {"type": "function_call", "call_id": "call_1", "name": "look_up", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "an animal"},
+        ]}),
+    ],
+)  # fmt: skip
+def test_a_result_is_answered_by_a_model_that_was_not_trained_for_tools(
+    path: str, body: dict[str, Any], ask: Asker, talker: Path
+):
+    body = {"model": "talker", **body}
+    plain = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{{ tools }}"
+    none = {"type": "none"} if path == "/v1/messages" else "none"
+    overrides = ("model.tool_calls=null", "model.reasoning=null")
+    _, (without,) = ask(HI, body | {"tool_choice": none}, *overrides, path=path, before=use_template(plain))
+    response, (seen,) = ask(HI, body, *overrides, path=path, before=use_template(plain))
+    assert (response.status_code, seen.prompt) == (200, without.prompt)
+    assert "tool: an animal" in prompt_of([seen], talker)
 
 
 def test_what_the_answer_begins_with_stands_behind_the_prompt_and_stays_text(ask: Asker, talker: Path):

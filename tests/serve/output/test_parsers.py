@@ -17,6 +17,7 @@ from atom.runtime.detokenizer import Detokenizer
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError
 from atom.serve.openai.schema import NamedTool, Tool
+from atom.serve.output.output_parser import Answer
 from atom.serve.output.parsers import Talk, choose_format, prepare_chats
 
 THINK = ("<think>", "</think>")
@@ -96,6 +97,38 @@ def test_a_forced_call_constrains_the_answer_to_its_arguments(config: Config):
     assert (answer.content, [(call.name, call.arguments) for call in answer.calls]) == ("", [("f", '{"x": 2}')])
 
 
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_behind_a_forced_call_a_model_without_a_format_goes_on_in_words(config: Config, choice: str | None):
+    plain = replace(config, model=replace(config.model, tool_calls=None))
+    talk = Talk(plain, [tool("f")], choice, has_called=True)
+    assert talk.tools is None and talk.read('{"x": 2}', "prompt") == Answer('{"x": 2}', "", [])
+    forced = Talk(plain, [tool("f")], "required", has_called=True)
+    assert forced.tools and forced.constrain(SamplingParams(), "prompt").structured_outputs
+    assert Talk(config, [tool("f")], choice, has_called=True).tools, "one with a format may call again"
+
+
+CHATML = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "overrides", "is_warned"),
+    [
+        (CHATML, ["serve.http.tool_calls=tagged_json"], True),
+        (CHATML + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}", ["serve.http.tool_calls=tagged_json"], False),
+        (CHATML + "{{ raise_exception('no') }}", ["serve.http.tool_calls=tagged_json"], False),
+        (CHATML, ["serve.http.tool_calls=none"], False),
+        (CHATML, [], False),
+    ],
+)  # fmt: skip
+def test_a_format_is_warned_of_where_the_template_shows_no_tools(
+    template: str, overrides: list[str], is_warned: bool, caplog: pytest.LogCaptureFixture
+):
+    tokenizer = Tokenizer(Backend(models.BPE()), templates={"default": template})
+    prepare_chats(load(["load_dummy=true", *overrides]), tokenizer)
+    shown = "the chat template shows the model no tools: only forced calls work"
+    assert caplog.messages == [f"serve.http.tool_calls=tagged_json: {shown}"] * is_warned
+
+
 def test_one_call_is_kept_where_no_more_are_wanted(config: Config):
     talk = Talk(config, [tool("f")], None, is_parallel=False)
     talk.constrain(SamplingParams(), "prompt")
@@ -105,7 +138,7 @@ def test_one_call_is_kept_where_no_more_are_wanted(config: Config):
 
 def test_what_cannot_be_is_refused_by_field(config: Config):
     plain = replace(config, model=replace(config.model, tool_calls=None))
-    with pytest.raises(FieldError, match="has a format of tool calls") as refused:
+    with pytest.raises(FieldError, match=r"^this model was not trained for tools: neither .*; force a call") as refused:
         Talk(plain, [tool("f")], None)
     assert refused.value.param == "tools"
     with pytest.raises(FieldError, match="tool_choice needs tools"):

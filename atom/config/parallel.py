@@ -8,8 +8,10 @@ read_key(parallel.key_file)                      # the secret of all hosts
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import socket
 import stat
 from dataclasses import replace
 from ipaddress import ip_address
@@ -166,8 +168,13 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or port is None or address != f"tcp://{parts.netloc}" or "@" in address:
         raise ConfigError(form)
     if is_unspecified(host):
-        raise ConfigError(f"parallel.address={address} means all interfaces; name the one that other hosts reach")
+        raise all_interfaces(address)
     return host, port
+
+
+def all_interfaces(address: str) -> ConfigError:
+    """The refusal of an address that means, or whose name means, all interfaces."""
+    return ConfigError(f"parallel.address={address} means all interfaces; name the one that other hosts reach")
 
 
 def bracketed(host: str) -> str:
@@ -176,10 +183,14 @@ def bracketed(host: str) -> str:
 
 
 def is_unspecified(host: str) -> bool:
+    """Whether a host is an address that means all interfaces, however it is written: 0, 0x0, ::ffff:0.0.0.0."""
     try:
-        return ip_address(host).is_unspecified
-    except ValueError:  # a name
+        address = ip_address(host)
+    except ValueError:  # a name, or a form that the C library reads alone
+        with contextlib.suppress(OSError, ValueError):
+            return socket.inet_aton(host) == bytes(4)
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
 
 
 def read_key(path: str) -> bytes:

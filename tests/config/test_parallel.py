@@ -75,7 +75,7 @@ def test_torchrun_s_environment_means_nothing_to_other_launchers_and_jobs(said: 
         (["parallel=tp3", "parallel.torchrun.rank=-1"], "RANK=-1 must be a whole number"),
         (["parallel=tp3", "parallel.torchrun.master_port=null"], r"no MASTER_ADDR and MASTER_PORT; set parallel\.address"),
         (["parallel=tp3", "parallel.address=tcp://0.0.0.0:7000"], r"0\.0\.0\.0:7000 means all interfaces; name the one"),
-        (["parallel=tp3", "parallel.address=tcp://[::]:7000"], "means all interfaces"),
+        (["parallel=tp3", "parallel.torchrun.master_addr='0'"], r"address=tcp://0:29501 means all interfaces"),
         (["parallel=tp3", "parallel.address=10.0.0.1:7000"], r"must be tcp://HOST:PORT, as in tcp://10\.0\.0\.1:7000"),
         (["parallel=tp3", "parallel.key_file=/nowhere/key"], "/nowhere/key: No such file or directory; .*openssl"),
     ],
@@ -169,6 +169,15 @@ def test_a_key_has_16_bytes_or_more_without_the_end_of_its_line(key: Path):
 def test_an_address_of_another_form_is_refused(address: str):
     with pytest.raises(ConfigError, match="must be tcp://HOST:PORT"):
         split_address(address)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "0", "0.0", "0x0", "00.0.0.0", "[::]", "[0::0]", "[::0.0.0.0]", "[::ffff:0.0.0.0]", "[::ffff:0:0]"],
+)
+def test_all_interfaces_are_refused_however_they_are_written(host: str):
+    with pytest.raises(ConfigError, match="means all interfaces; name the one that other hosts reach"):
+        split_address(f"tcp://{host}:7000")
 
 
 def test_an_address_is_a_host_and_a_port():

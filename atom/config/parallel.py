@@ -80,6 +80,8 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     for name in _unused(parallel.launcher):
         if getattr(parallel, name) is not None:
             raise ConfigError(f"parallel.{name} is not for {at}; leave it out")
+    if parallel.launcher != "torchrun":
+        _check_unasked(parallel)
     if parallel.launcher == "local":
         return parallel
     if parallel.replicas > 1:
@@ -99,6 +101,16 @@ def _derive_hosts(config: Config) -> ParallelConfig:
                 raise ConfigError(f"ranks at {parallel.address} must show a key: set parallel.key_file; {MAKE_KEY}")
             read_key(parallel.key_file)
     return parallel
+
+
+def _check_unasked(parallel: ParallelConfig) -> None:
+    """Check that torchrun has not started this process as a rank, where it would open an engine with ranks itself."""
+    said = parallel.torchrun
+    if said.run_id is None or parallel.num_ranks == 1:  # a cluster may set RANK and WORLD_SIZE for purposes of its own
+        return
+    if (world_size := _whole("WORLD_SIZE", said.world_size or "1")) > 1:
+        each = "and each would open an engine of its own; set parallel.launcher=torchrun"
+        raise ConfigError(f"torchrun started {world_size} processes, {each}")
 
 
 def devices_of(parallel: ParallelConfig, replica: int = 0) -> list[str]:

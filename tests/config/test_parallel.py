@@ -64,6 +64,18 @@ def test_torchrun_s_environment_means_nothing_to_other_launchers_and_jobs(said: 
     assert load(["parallel=tp3", "parallel.launcher=torchrun", "job=explain"]).parallel.rank == 0
 
 
+def test_processes_of_torchrun_do_not_each_open_an_engine_with_ranks(said: pytest.MonkeyPatch):
+    said.setenv("TORCHELASTIC_RUN_ID", "none")
+    reason = "torchrun started 3 processes, and each would open an engine of its own; set parallel.launcher=torchrun"
+    for fields in (["parallel=tp3"], ["parallel=tp3", "job=serve"], ["parallel=tp3", "parallel.launcher=ray"]):
+        with pytest.raises(ConfigError, match=reason):
+            load(fields)
+    assert load([]).parallel.num_ranks == 1, "a script may have an engine in each process"
+    assert load(["parallel=tp3", "job=explain"]).parallel.num_ranks == 3
+    said.setenv("WORLD_SIZE", "1")
+    assert load(["parallel=tp3"]).parallel.num_ranks == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -95,8 +95,11 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     if parallel.launcher == "torchrun":
         parallel = with_torchrun(parallel)
     if parallel.address is not None and not parallel.address.startswith(UNIX):
-        split_address(parallel.address)
+        _, port = split_address(parallel.address)
         if parallel.launcher == "torchrun":
+            if port == 0:
+                unknown = "the driver would take a free port, which no rank knows; name one, as in tcp://10.0.0.1:7000"
+                raise ConfigError(f"parallel.address={parallel.address}: {unknown}")
             if parallel.key_file is None:
                 raise ConfigError(f"ranks at {parallel.address} must show a key: set parallel.key_file; {MAKE_KEY}")
             read_key(parallel.key_file)

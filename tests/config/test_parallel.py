@@ -88,6 +88,7 @@ def test_processes_of_torchrun_do_not_each_open_an_engine_with_ranks(said: pytes
         (["parallel=tp3", "parallel.torchrun.master_port=null"], r"no MASTER_ADDR and MASTER_PORT; set parallel\.address"),
         (["parallel=tp3", "parallel.address=tcp://0.0.0.0:7000"], r"0\.0\.0\.0:7000 means all interfaces; name the one"),
         (["parallel=tp3", "parallel.torchrun.master_addr='0'"], r"address=tcp://0:29501 means all interfaces"),
+        (["parallel=tp3", "parallel.address=tcp://10.0.0.1:0"], "would take a free port, which no rank knows; name one"),
         (["parallel=tp3", "parallel.address=10.0.0.1:7000"], r"must be tcp://HOST:PORT, as in tcp://10\.0\.0\.1:7000"),
         (["parallel=tp3", "parallel.key_file=/nowhere/key"], "/nowhere/key: No such file or directory; .*openssl"),
     ],

@@ -157,6 +157,11 @@ def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
     if parallel.address is not None:
         return parallel
     if said.local_world_size == said.world_size:
+        if said.run_id is None and said.master_port is None:
+            raise ConfigError(
+                "the environment has no MASTER_PORT, by which ranks of one host find each other; set it, to "
+                "another number for each run"
+            )
         return replace(parallel, address=f"{UNIX}atom-run-{os.getuid()}-{said.run_id}-{said.master_port}")
     if said.master_addr is None or said.master_port is None:
         raise ConfigError(

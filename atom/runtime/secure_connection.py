@@ -121,6 +121,8 @@ def listen(address: str) -> socket.socket:
         listening.bind(place)
     except OSError as error:
         fix = "parallel.address must be an address of this host, and a port that is free"
+        if address.startswith(UNIX):
+            fix = "another run has this name; set another MASTER_PORT"
         raise ConfigError(f"cannot listen at {address} ({error.strerror or error}); {fix}") from None
     listening.listen(BACKLOG)
     return listening

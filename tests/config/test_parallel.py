@@ -57,6 +57,10 @@ def test_ranks_of_one_host_need_no_key(said: pytest.MonkeyPatch):
     parallel = load(["parallel=tp3", "parallel.launcher=torchrun"]).parallel
     assert parallel.address is not None and parallel.address.startswith("unix:atom-run-")
     assert parallel.address.endswith("-a1-29500")
+    said.delenv("TORCHELASTIC_RUN_ID")
+    said.delenv("MASTER_PORT")
+    with pytest.raises(ConfigError, match="the environment has no MASTER_PORT, by which ranks of one host find each"):
+        load(["parallel=tp3", "parallel.launcher=torchrun"])
 
 
 def test_torchrun_s_environment_means_nothing_to_other_launchers_and_jobs(said: pytest.MonkeyPatch):

@@ -180,7 +180,7 @@ def test_a_driver_whose_name_is_unknown_is_told_at_once_and_with_the_setting_at_
     assert len(said) == 1
 
 
-def test_a_driver_of_this_host_that_is_not_there_is_another_s_number():
+def test_a_driver_of_this_host_that_is_not_there_may_have_another_port():
     with pytest.raises(EngineDeadError, match=r"unix:atom-run-0-x-1: .*refused; set MASTER_PORT to that of rank 0"):
         find_driver("unix:atom-run-0-x-1", b"", 1, seconds=0)
 

@@ -24,6 +24,7 @@ from atom.errors import ConfigError, UnsupportedError, one_line
 ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
 MIN_KEY_BYTES = 16
 WORTH_COUNTING = 0.75  # of all rows between hosts, below which it is worth while to count those that are needed
+MAX_MASTER_PORT = 65534  # the driver listens at the next one
 UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whose it is
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"
 
@@ -149,14 +150,17 @@ def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
         start = "start it as torchrun --no-python … atom-run …, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         raise ConfigError(f"parallel.launcher=torchrun: the environment has no RANK and WORLD_SIZE; {start}")
     rank, world_size = _whole("RANK", said.rank), _whole("WORLD_SIZE", said.world_size)
+    num_local = None if said.local_world_size is None else _whole("LOCAL_WORLD_SIZE", said.local_world_size)
     if world_size != (num_ranks := parallel.num_ranks):
-        fix = f"set parallel=tp{world_size}, or torchrun's --nnodes and --nproc-per-node"
+        fix = f"set torchrun's --nnodes and --nproc-per-node (WORLD_SIZE) to start {num_ranks}"
+        if world_size > 1:
+            fix = f"set parallel=tp{world_size}, or torchrun's --nnodes and --nproc-per-node"
         raise ConfigError(f"torchrun starts {world_size} processes, and the engine has {num_ranks} ranks; {fix}")
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}")
     if parallel.address is not None:
         return parallel
-    if said.local_world_size == said.world_size:
+    if num_local == world_size:
         if said.run_id is None and said.master_port is None:
             raise ConfigError(
                 "the environment has no MASTER_PORT, by which ranks of one host find each other; set it, to "
@@ -167,8 +171,11 @@ def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
         raise ConfigError(
             "the environment has no MASTER_ADDR and MASTER_PORT; set parallel.address, as in tcp://10.0.0.1:7000"
         )
-    port = _whole("MASTER_PORT", said.master_port) + 1
-    return replace(parallel, address=f"tcp://{bracketed(said.master_addr)}:{port}")
+    port = _whole("MASTER_PORT", said.master_port)
+    if port > MAX_MASTER_PORT:
+        fix = f"set {MAX_MASTER_PORT} at most, or parallel.address, as in tcp://10.0.0.1:7000"
+        raise ConfigError(f"MASTER_PORT={port}: the driver listens at the port after it; {fix}")
+    return replace(parallel, address=f"tcp://{bracketed(said.master_addr)}:{port + 1}")
 
 
 def _whole(name: str, value: str) -> int:

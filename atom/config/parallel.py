@@ -201,7 +201,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 def all_interfaces(address: str) -> ConfigError:
     """The refusal of an address that means, or whose name means, all interfaces."""
-    return ConfigError(f"parallel.address={address} means all interfaces; name the one that other hosts reach")
+    fix = "name the one that other hosts reach, in parallel.address or MASTER_ADDR"
+    return ConfigError(f"parallel.address={address} means all interfaces; {fix}")
 
 
 def bracketed(host: str) -> str:

@@ -216,7 +216,7 @@ def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
     low, high, above = limits["low"], limits["high"], limits["above"]
     if (isinstance(value, int) or math.isfinite(value)) and low <= value <= high and not (above and value == low):
         return None
-    return f"a finite number {describe_limits(limits)}".rstrip()
+    return f"a {'whole' if isinstance(value, int) else 'finite'} number {describe_limits(limits)}".rstrip()
 
 
 def describe_limits(limits: Mapping[str, Any]) -> str:

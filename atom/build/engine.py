@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +25,7 @@ from atom.build.runner import open_runner
 from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
 from atom.build.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
+from atom.cache.temporary import temporary_folder
 from atom.checkpoint import Progress, stop_ids
 from atom.checkpoint.lora import read_adapter
 from atom.compiler import Compiled, mesh_of, whole_graph
@@ -174,7 +174,7 @@ def open_runners(
         _, kv_memory = model.memories
         runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, clock=clock, kv_memory=kv_memory)
         return runner, num_blocks, [], scales.values()
-    with TemporaryDirectory(prefix="atom-run-") as folder:
+    with temporary_folder() as folder:
         stages = compare_ranks(ranks.exchange(describe_rank(compiled.graph, tensors, model.adapters)), mesh)
         ranks.exchange(msgspec.msgpack.encode(model.plan))
         communicator = connect(ranks, config, placement, folder)

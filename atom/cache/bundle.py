@@ -12,7 +12,6 @@ import io
 import os
 import secrets
 import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from atom.cache.files import (
     seal,
     unseal,
 )
+from atom.cache.temporary import temporary_folder
 from atom.errors import ArtifactError
 
 BUNDLE = "bundle.json"  # the first member of a bundle
@@ -88,7 +88,7 @@ def open_bundle(path: Path) -> Iterator[Bundle]:
 
     ArtifactError unless every name, size and checksum is right. That does not say who made it, and it is code.
     """
-    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
+    with temporary_folder() as folder:
         cache = Cache(Path(folder))
         try:
             names, key, measured = _unpack(path, cache.folder)

@@ -43,6 +43,7 @@ from atom.cache.files import (
     unfinished_name,
     user_and_machine,
 )
+from atom.cache.temporary import temporary_folder
 from atom.errors import ArtifactError
 
 
@@ -142,7 +143,7 @@ class Cache:
             self._warn(f"{self.folder} takes no entries ({why}): what is built is not kept for the next run")
         try:
             with self._making_private:
-                self._private = self._private or tempfile.TemporaryDirectory(prefix="atom-run-")
+                self._private = self._private or temporary_folder()
             folder = Path(tempfile.mkdtemp(dir=self._private.name))
             fill_folder(folder, manifest, files)
         except OSError as error:

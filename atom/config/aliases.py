@@ -63,7 +63,7 @@ def divide_attention(parallel: ParallelConfig, serve: ServeConfig) -> tuple[Para
     if ranks > 1 and ranks % groups:
         raise ConfigError(
             f"serve.enable_dp_attention=true: {groups} groups (serve.data_parallel_size) do not divide the {ranks} "
-            "ranks of serve.tensor_parallel_size; set it to a multiple"
+            f"ranks; set serve.tensor_parallel_size (-tp) to a multiple of {groups}"
         )
     divided = replace(parallel, tensor=max(ranks // groups, 1), data=groups, replicas=1)
     return divided, replace(serve, tensor_parallel_size=divided.tensor, data_parallel_size=1)

@@ -93,9 +93,12 @@ def check_files(config: Config) -> None:
 
 def check_replicas(config: Config) -> None:
     """Check that the job has several engines."""
-    stated, kind = f"parallel.replicas={config.parallel.replicas}", config.job.kind
-    if config.parallel.replicas == 1:
+    replicas, kind = config.parallel.replicas, config.job.kind
+    stated = f"parallel.replicas={replicas}"
+    if replicas == 1:
         return
+    if kind == "explain":
+        raise ConfigError(f"{stated}: each replica is the whole model; explain one, without parallel=dp{replicas}")
     if kind != "serve":
         raise ConfigError(f"{stated}: job={kind} opens one model; leave it out, or write job=serve")
 

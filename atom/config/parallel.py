@@ -8,8 +8,10 @@ read_key(parallel.key_file)                      # the secret of all hosts
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import socket
 import stat
 from dataclasses import replace
 from ipaddress import ip_address
@@ -22,6 +24,7 @@ from atom.errors import ConfigError, UnsupportedError, one_line
 ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
 MIN_KEY_BYTES = 16
 WORTH_COUNTING = 0.75  # of all rows between hosts, below which it is worth while to count those that are needed
+MAX_MASTER_PORT = 65534  # the driver listens at the next one
 UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whose it is
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"
 
@@ -78,6 +81,8 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     for name in _unused(parallel.launcher):
         if getattr(parallel, name) is not None:
             raise ConfigError(f"parallel.{name} is not for {at}; leave it out")
+    if parallel.launcher != "torchrun":
+        _check_unasked(parallel)
     if parallel.launcher == "local":
         return parallel
     if parallel.replicas > 1:
@@ -91,12 +96,25 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     if parallel.launcher == "torchrun":
         parallel = with_torchrun(parallel)
     if parallel.address is not None and not parallel.address.startswith(UNIX):
-        split_address(parallel.address)
+        _, port = split_address(parallel.address)
         if parallel.launcher == "torchrun":
+            if port == 0:
+                unknown = "the driver would take a free port, which no rank knows; name one, as in tcp://10.0.0.1:7000"
+                raise ConfigError(f"parallel.address={parallel.address}: {unknown}")
             if parallel.key_file is None:
                 raise ConfigError(f"ranks at {parallel.address} must show a key: set parallel.key_file; {MAKE_KEY}")
             read_key(parallel.key_file)
     return parallel
+
+
+def _check_unasked(parallel: ParallelConfig) -> None:
+    """Check that torchrun has not started this process as a rank, where it would open an engine with ranks itself."""
+    said = parallel.torchrun
+    if said.run_id is None or parallel.num_ranks == 1:  # a cluster may set RANK and WORLD_SIZE for purposes of its own
+        return
+    if (world_size := _whole("WORLD_SIZE", said.world_size or "1")) > 1:
+        each = "and each would open an engine of its own; set parallel.launcher=torchrun"
+        raise ConfigError(f"torchrun started {world_size} processes, {each}")
 
 
 def devices_of(parallel: ParallelConfig, replica: int = 0) -> list[str]:
@@ -132,21 +150,32 @@ def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
         start = "start it as torchrun --no-python … atom-run …, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         raise ConfigError(f"parallel.launcher=torchrun: the environment has no RANK and WORLD_SIZE; {start}")
     rank, world_size = _whole("RANK", said.rank), _whole("WORLD_SIZE", said.world_size)
+    num_local = None if said.local_world_size is None else _whole("LOCAL_WORLD_SIZE", said.local_world_size)
     if world_size != (num_ranks := parallel.num_ranks):
-        fix = f"set parallel=tp{world_size}, or torchrun's --nnodes and --nproc-per-node"
+        fix = f"set torchrun's --nnodes and --nproc-per-node (WORLD_SIZE) to start {num_ranks}"
+        if world_size > 1:
+            fix = f"set parallel=tp{world_size}, or torchrun's --nnodes and --nproc-per-node"
         raise ConfigError(f"torchrun starts {world_size} processes, and the engine has {num_ranks} ranks; {fix}")
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}")
     if parallel.address is not None:
         return parallel
-    if said.local_world_size == said.world_size:
+    if num_local == world_size:
+        if said.run_id is None and said.master_port is None:
+            raise ConfigError(
+                "the environment has no MASTER_PORT, by which ranks of one host find each other; set it, to "
+                "another number for each run"
+            )
         return replace(parallel, address=f"{UNIX}atom-run-{os.getuid()}-{said.run_id}-{said.master_port}")
     if said.master_addr is None or said.master_port is None:
         raise ConfigError(
             "the environment has no MASTER_ADDR and MASTER_PORT; set parallel.address, as in tcp://10.0.0.1:7000"
         )
-    port = _whole("MASTER_PORT", said.master_port) + 1
-    return replace(parallel, address=f"tcp://{bracketed(said.master_addr)}:{port}")
+    port = _whole("MASTER_PORT", said.master_port)
+    if port > MAX_MASTER_PORT:
+        fix = f"set {MAX_MASTER_PORT} at most, or parallel.address, as in tcp://10.0.0.1:7000"
+        raise ConfigError(f"MASTER_PORT={port}: the driver listens at the port after it; {fix}")
+    return replace(parallel, address=f"tcp://{bracketed(said.master_addr)}:{port + 1}")
 
 
 def _whole(name: str, value: str) -> int:
@@ -166,8 +195,14 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or port is None or address != f"tcp://{parts.netloc}" or "@" in address:
         raise ConfigError(form)
     if is_unspecified(host):
-        raise ConfigError(f"parallel.address={address} means all interfaces; name the one that other hosts reach")
+        raise all_interfaces(address)
     return host, port
+
+
+def all_interfaces(address: str) -> ConfigError:
+    """The refusal of an address that means, or whose name means, all interfaces."""
+    fix = "name the one that other hosts reach, in parallel.address or MASTER_ADDR"
+    return ConfigError(f"parallel.address={address} means all interfaces; {fix}")
 
 
 def bracketed(host: str) -> str:
@@ -176,10 +211,14 @@ def bracketed(host: str) -> str:
 
 
 def is_unspecified(host: str) -> bool:
+    """Whether a host is an address that means all interfaces, however it is written: 0, 0x0, ::ffff:0.0.0.0."""
     try:
-        return ip_address(host).is_unspecified
-    except ValueError:  # a name
+        address = ip_address(host)
+    except ValueError:  # a name, or a form that the C library reads alone
+        with contextlib.suppress(OSError, ValueError):
+            return socket.inet_aton(host) == bytes(4)
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
 
 
 def read_key(path: str) -> bytes:

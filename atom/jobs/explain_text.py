@@ -9,6 +9,7 @@ from typing import Any
 
 from atom.compiler import mesh_of
 from atom.config import Config
+from atom.config.schema import ServeConfig
 from atom.graph.types import BITS
 from atom.jobs.layouts import CONTEXT
 
@@ -113,7 +114,10 @@ def _describe_drafts(result: dict[str, Any]) -> Iterator[Line]:
 
 def _describe_kv(result: dict[str, Any], config: Config) -> Iterator[Line]:
     yield "KV a token", _each(result["kv_bytes_per_token"], "bytes")
-    too_few = "" if result["kv_longest_sequence"] == config.serve.max_model_len else f": too few for {_longest(config)}"
+    serve = config.serve
+    if "gpu" in result and serve.num_kvcache_blocks is None and serve.kv_cache_memory == ServeConfig.kv_cache_memory:
+        return  # that GPU gives the pool what is left, which the lines about it say
+    too_few = "" if result["kv_longest_sequence"] == serve.max_model_len else f": too few for {_longest(config)}"
     yield "KV pool", f"{_size(result['kv_pool_bytes'])} for {_each(result['kv_tokens'], 'tokens')}{too_few}"
 
 

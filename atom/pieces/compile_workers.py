@@ -15,13 +15,13 @@ import os
 import queue
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from atom.cache.temporary import temporary_folder
 from atom.child_process import end, exit_status, start_python
 from atom.errors import ArtifactError, PassError
 from atom.kernels import find_piece_compiler
@@ -62,7 +62,7 @@ def _compile_in_threads(texts: Sequence[str], device: str) -> Iterator[tuple[str
 def _compile_in_processes(texts: Sequence[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     count = min(len(texts), len(os.sched_getaffinity(0)))
     done: queue.Queue[tuple[str, dict[str, bytes]] | Exception | None] = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder(ignore_cleanup_errors=True) as folder:
         workers: list[_Worker] = []
         try:
             for index in range(count):

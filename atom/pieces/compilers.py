@@ -6,7 +6,6 @@ files = compile_piece(text, "cpu")
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from atom.cache.temporary import temporary_folder
 from atom.errors import PassError, first_line
 from atom.graph import TORCH_DTYPES, Program, ops, parse
 from atom.kernels import find_piece_compiler
@@ -40,7 +40,7 @@ def _check(program: Program, files: dict[str, bytes], device: str, run_on: str) 
     """Compare the results of the code for a device with its traces, computed on the device `run_on`."""
     draw, used = _Draw(program, run_on), ", ".join(dict.fromkeys(node.target.name for node in program.nodes))
     weights = {node: draw(node) for node in program.inputs if _is_closed(node)}
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
         run = find_piece_compiler(device).load(Path(folder))

@@ -299,7 +299,7 @@ def find_driver(
 ) -> Connection:
     """Connect to the driver, which may still be starting. ConfigError for a wrong key, EngineDeadError without one."""
     say(f"rank {rank} of the driver at {address}")
-    end = time.monotonic() + seconds
+    end, has_said = time.monotonic() + seconds, False
     while True:
         try:
             return connect(address, key, rank, host)
@@ -307,7 +307,11 @@ def find_driver(
             raise ConfigError(f"{error}; parallel.key_file must hold the same on each host") from None
         except OSError as error:
             if time.monotonic() > end:
-                raise EngineDeadError(f"rank {rank} finds no driver at {address}: {error}") from None
+                fix = "MASTER_PORT to that of rank 0" if address.startswith(UNIX) else "parallel.address (MASTER_ADDR)"
+                raise EngineDeadError(f"rank {rank} finds no driver at {address}: {error}; set {fix}") from None
+            if not has_said and not isinstance(error, ConnectionRefusedError):  # of a driver that is yet to listen
+                say(f"rank {rank} cannot reach {address} yet: {error}")
+                has_said = True
         time.sleep(RETRY_SECONDS)
 
 

@@ -32,7 +32,7 @@ import struct
 import threading
 import time
 
-from atom.config.parallel import UNIX, split_address
+from atom.config.parallel import UNIX, all_interfaces, is_unspecified, split_address
 from atom.errors import ConfigError
 
 MAGIC = b"atom-run ranks 1\n"
@@ -121,6 +121,8 @@ def listen(address: str) -> socket.socket:
         listening.bind(place)
     except OSError as error:
         fix = "parallel.address must be an address of this host, and a port that is free"
+        if address.startswith(UNIX):
+            fix = "another run has this name; set another MASTER_PORT"
         raise ConfigError(f"cannot listen at {address} ({error.strerror or error}); {fix}") from None
     listening.listen(BACKLOG)
     return listening
@@ -215,8 +217,10 @@ def check_user(connected: socket.socket) -> None:
 
 
 def find_place(address: str) -> tuple[socket.AddressFamily, tuple[str, int] | str]:
-    """The family and the address that sockets take."""
+    """The family and the address that sockets take. ConfigError where a name means all interfaces."""
     if address.startswith(UNIX):
         return socket.AF_UNIX, "\0" + address.removeprefix(UNIX)
     family, _, _, _, place = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)[0]
+    if is_unspecified(str(place[0])):
+        raise all_interfaces(address)
     return family, place[:2]  # type: ignore[return-value]

@@ -654,7 +654,7 @@ def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str
         ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"hidden_size": 50}, "hidden=50 is not a multiple of model.attention.heads=4"),
         ({"head_dim": 7}, "model.attention.rope: 7 dims of 7 would be rotated, an odd number or none"),
-        ({"num_hidden_layers": 0}, "model.layers=0 must be a finite number from 1"),
+        ({"num_hidden_layers": 0}, "model.layers=0 must be a whole number from 1"),
         ({"hidden_size": "wide"}, "model.hidden: .*'wide'"),
         ({"torch_dtype": "float8"}, "the checkpoint says float8; choose dtype="),
         ({**QWEN3, "layer_types": ["full_attention"]}, "names only 1 layers, the model has 3"),
@@ -1061,7 +1061,7 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
         ("job.output=jsn", r"job.output=jsn: there is no such choice, did you mean json\?; choices: text, json"),
         ("dtype=int4", "dtype=int4: there is no such choice; choices: auto, bf16, fp16, fp32"),
         ("level=7", "level=7: there is no such choice; choices: null, 0, 1, 2, 3$"),
-        ("serve.block_size=0", "serve.block_size=0 must be a finite number from 1"),
+        ("serve.block_size=0", "serve.block_size=0 must be a whole number from 1"),
         ("serve.max_num_seqs=-1", "serve.max_num_seqs=-1 must be"),
         ("serve.kv_cache_memory=0", "serve.kv_cache_memory=0 must be"),
         (
@@ -1186,11 +1186,13 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
         assert (config.parallel.replicas, config.serve.data_parallel_size, config.parallel.tensor) == (3, 3, 1)
     both = load(["parallel=dp2_tp3", "device=cpu"])
     assert (both.parallel.replicas, both.parallel.tensor) == (2, 3)
-    with pytest.raises(ConfigError, match=r"^parallel.replicas=0 must be a finite number from 1"):
+    with pytest.raises(ConfigError, match=r"^parallel.replicas=0 must be a whole number from 1"):
         load(["parallel.replicas=0"])
     with pytest.raises(ConfigError, match=r"^serve.data_parallel_size=2 and parallel.replicas=3: set one of them$"):
         load(["parallel.replicas=3", "serve.data_parallel_size=2"])
-    for job in ("generate", "explain", "compile", "cache", "bench", "profile"):
+    with pytest.raises(ConfigError, match=r"parallel.replicas=2: each .* explain one, without parallel=dp2$"):
+        load(["parallel=dp2", "job=explain", "device=cpu"])
+    for job in ("generate", "compile", "cache", "bench", "profile"):
         with pytest.raises(ConfigError, match=f"^parallel.replicas=2: job={job} opens one model; leave it out, or wri"):
             load(["parallel=dp2", f"job={job}", "device=cpu"])
     monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 2)
@@ -1322,10 +1324,10 @@ def test_a_checkpoint_that_is_not_to_be_sampled_is_greedy(write: Write):
         ("top_p", True, "top_p=True is not a number"),
         ("top_k", 2.5, "top_k=2.5 is not a whole number"),
         ("top_k", [5], r"top_k=\[5\] is not a whole number"),
-        ("top_k", 1 << 31, "top_k=2147483648 must be a finite number from -1 to 2147483647"),
+        ("top_k", 1 << 31, "top_k=2147483648 must be a whole number from -1 to 2147483647"),
         ("min_p", {}, r"min_p=\{\} is not a number"),
         ("repetition_penalty", 0, "repetition_penalty=0.0 must be a finite number above 0"),
-        ("max_new_tokens", 0, "max_new_tokens=0 must be a finite number from 1 to 2147483647"),
+        ("max_new_tokens", 0, "max_new_tokens=0 must be a whole number from 1 to 2147483647"),
         ("do_sample", "no", "do_sample='no' is not true or false"),
         ("do_sample", 0, "do_sample=0 is not true or false"),
     ],
@@ -1425,7 +1427,7 @@ def test_a_gpu_may_be_a_file(tmp_path: Path):
         ("memory: big\nbandwidth: 1", "memory=big is not a whole number$"),
         ("memory: 8\nbandwidth: 1\nrates: {bf16: fast}", "rates.bf16=fast is not a number$"),
         ("memory: 8\nbandwidth: 1\nrates: [1]", "rates: Invalid type assigned: list"),
-        ("bandwidth: 1", "memory=0 must be a finite number from 1"),
+        ("bandwidth: 1", "memory=0 must be a whole number from 1"),
         ("memory: 8\nbandwidth: -1", "bandwidth=-1.0 must be a finite number above 0"),
         ("[memory, 8]", "it is a list, not memory, bandwidth, rates"),
         ("", "memory=0 must be"),
@@ -1543,10 +1545,11 @@ def test_a_number_that_no_engine_holds_is_refused(name: str, value: int):
     if (name, value) == ("temperature", 10**50):
         assert SamplingParams(temperature=value).temperature == 1e50
         return
-    with pytest.raises(RequestError, match=f"{name}=.* must be a finite number"):
+    kind = "finite" if name == "temperature" else "whole"
+    with pytest.raises(RequestError, match=f"{name}=.* must be a {kind} number"):
         SamplingParams(**{name: [value] if name == "stop_token_ids" else value})  # type: ignore[arg-type]
 
 
 def test_a_sampling_value_of_the_command_line_is_a_request_error():
-    with pytest.raises(RequestError, match="n=0 must be a finite number from 1 to 128"):
+    with pytest.raises(RequestError, match="n=0 must be a whole number from 1 to 128"):
         load(["sampling.n=0"])

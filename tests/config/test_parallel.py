@@ -57,11 +57,27 @@ def test_ranks_of_one_host_need_no_key(said: pytest.MonkeyPatch):
     parallel = load(["parallel=tp3", "parallel.launcher=torchrun"]).parallel
     assert parallel.address is not None and parallel.address.startswith("unix:atom-run-")
     assert parallel.address.endswith("-a1-29500")
+    said.delenv("TORCHELASTIC_RUN_ID")
+    said.delenv("MASTER_PORT")
+    with pytest.raises(ConfigError, match="the environment has no MASTER_PORT, by which ranks of one host find each"):
+        load(["parallel=tp3", "parallel.launcher=torchrun"])
 
 
 def test_torchrun_s_environment_means_nothing_to_other_launchers_and_jobs(said: pytest.MonkeyPatch):
     assert load(["parallel=tp3"]).parallel.rank == 0
     assert load(["parallel=tp3", "parallel.launcher=torchrun", "job=explain"]).parallel.rank == 0
+
+
+def test_processes_of_torchrun_do_not_each_open_an_engine_with_ranks(said: pytest.MonkeyPatch):
+    said.setenv("TORCHELASTIC_RUN_ID", "none")
+    reason = "torchrun started 3 processes, and each would open an engine of its own; set parallel.launcher=torchrun"
+    for fields in (["parallel=tp3"], ["parallel=tp3", "job=serve"], ["parallel=tp3", "parallel.launcher=ray"]):
+        with pytest.raises(ConfigError, match=reason):
+            load(fields)
+    assert load([]).parallel.num_ranks == 1, "a script may have an engine in each process"
+    assert load(["parallel=tp3", "job=explain"]).parallel.num_ranks == 3
+    said.setenv("WORLD_SIZE", "1")
+    assert load(["parallel=tp3"]).parallel.num_ranks == 3
 
 
 @pytest.mark.parametrize(
@@ -70,12 +86,17 @@ def test_torchrun_s_environment_means_nothing_to_other_launchers_and_jobs(said: 
         (["parallel=tp3"], r"must show a key: set parallel\.key_file; \(umask 077; openssl rand -hex 32 > key\)"),
         (["parallel=tp3", "parallel.torchrun.rank=null"], "the environment has no RANK and WORLD_SIZE; start it as torchrun"),
         (["parallel=tp9"], "torchrun starts 3 processes, and the engine has 9 ranks; set parallel=tp3"),
+        (["parallel=tp3", "parallel.torchrun.world_size=1"], r"starts 1 .* has 3 ranks; .*\(WORLD_SIZE\) to start 3$"),
+        (["parallel=tp3", "parallel.torchrun.world_size=0"], r"starts 0 .* has 3 ranks; .*\(WORLD_SIZE\) to start 3$"),
+        (["parallel=tp3", "parallel.torchrun.local_world_size=x"], "LOCAL_WORLD_SIZE=x must be a whole number"),
+        (["parallel=tp3", "parallel.torchrun.master_port=65535"], "MASTER_PORT=65535: .* set 65534 at most"),
         ([], "starts several ranks, and this engine has one; set parallel=tp2 or more"),
         (["parallel=tp3", "parallel.torchrun.rank=3"], "RANK=3 must be below WORLD_SIZE=3"),
         (["parallel=tp3", "parallel.torchrun.rank=-1"], "RANK=-1 must be a whole number"),
         (["parallel=tp3", "parallel.torchrun.master_port=null"], r"no MASTER_ADDR and MASTER_PORT; set parallel\.address"),
         (["parallel=tp3", "parallel.address=tcp://0.0.0.0:7000"], r"0\.0\.0\.0:7000 means all interfaces; name the one"),
-        (["parallel=tp3", "parallel.address=tcp://[::]:7000"], "means all interfaces"),
+        (["parallel=tp3", "parallel.torchrun.master_addr='0'"], r"address=tcp://0:29501 means all interfaces"),
+        (["parallel=tp3", "parallel.address=tcp://10.0.0.1:0"], "would take a free port, which no rank knows; name one"),
         (["parallel=tp3", "parallel.address=10.0.0.1:7000"], r"must be tcp://HOST:PORT, as in tcp://10\.0\.0\.1:7000"),
         (["parallel=tp3", "parallel.key_file=/nowhere/key"], "/nowhere/key: No such file or directory; .*openssl"),
     ],
@@ -169,6 +190,15 @@ def test_a_key_has_16_bytes_or_more_without_the_end_of_its_line(key: Path):
 def test_an_address_of_another_form_is_refused(address: str):
     with pytest.raises(ConfigError, match="must be tcp://HOST:PORT"):
         split_address(address)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "0", "0.0", "0x0", "00.0.0.0", "[::]", "[0::0]", "[::0.0.0.0]", "[::ffff:0.0.0.0]", "[::ffff:0:0]"],
+)
+def test_all_interfaces_are_refused_however_they_are_written(host: str):
+    with pytest.raises(ConfigError, match="means all interfaces; name the one that other hosts reach"):
+        split_address(f"tcp://{host}:7000")
 
 
 def test_an_address_is_a_host_and_a_port():

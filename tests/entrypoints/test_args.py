@@ -98,11 +98,11 @@ WRONG = {
     "--max-num-seqs many": "argument --max-num-seqs: invalid int value: 'many'",
     "--load-dummy=yes": "argument --load-dummy: ignored explicit argument 'yes'",
     "--cudagraph-capture-sizes [1,": "'[1,' is no JSON list",
-    "--max-num-seqs 0": "--max-num-seqs=0 must be a finite number from 1",
+    "--max-num-seqs 0": "--max-num-seqs=0 must be a whole number from 1",
     "--kv_cache_dtype fp7": "--kv-cache-dtype=fp7: there is no such choice",
     "--level 5": "--level=5: there is no such choice",
     "--set level=5": "level=5: there is no such choice",
-    "--set serve.max_num_seqs=0": "serve.max_num_seqs=0 must be a finite number from 1",
+    "--set serve.max_num_seqs=0": "serve.max_num_seqs=0 must be a whole number from 1",
     "--set nonsense": "'nonsense' is not an override; write key=value",
     "--set serve.max_num_seq=4": "serve.max_num_seq: there is no such field, did you mean max_num_seqs?",
 }

@@ -331,7 +331,6 @@ weights          627.9 GiB in all, 36.0 GiB active
   fp32           58.0 KiB
 left out         model.layers.61.*, stored behind the last layer to predict further tokens
 KV a token       70,272 bytes (latent)
-KV pool          4.0 GiB for 61,088 tokens (latent): too few for one sequence of max_model_len=163,840
 
 GPU              h200: 139.8 GiB of memory, 4.47 TB/s
   weights        do not fit: they alone take 5 such GPUs at least
@@ -476,6 +475,8 @@ def test_a_pool_may_hold_nothing_or_be_counted_in_blocks(explain: Any, published
 
 # GPUs
 
+SMALL_POOL = f"serve.kv_cache_memory={1 << 26}"
+
 
 def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     model, gpu, layers = (published("qwen3_30b_a3b"), "model.layers=8"), load_gpu("h200"), 8
@@ -502,6 +503,15 @@ def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     )
     rates = f"{one['tokens_per_second']:,.0f} tokens/s for one request of 1,024 tokens, {many['tokens_per_second']:,.0f} for 32: "
     assert f"\n  decode    at most {rates}" in out
+
+
+def test_the_pool_of_a_gpu_is_what_its_memory_leaves_unless_it_is_set(run: Any, published: Any):
+    """The default of 4 GiB is for a CPU."""
+    model = (published("deepseek_v3"), "model.layers=6")
+    default, on_gpu, set_to = (run(*model, *more)[1] for more in ((), ("job.gpu=h200",), ("job.gpu=h200", SMALL_POOL)))
+    assert [out.count("\nKV pool ") for out in (default, on_gpu, set_to)] == [1, 0, 1]
+    assert "too few" not in on_gpu and "of max_model_len=163,840 fits: behind the weights is room for" in on_gpu
+    assert re.search(r"\nKV pool  +6[34]\.\d MiB .*: too few for one sequence of max_model_len=163,840\n", set_to)
 
 
 def test_prompts_of_products_in_fp8_are_limited_by_its_rate(explain: Any, published: Any):

@@ -165,6 +165,26 @@ def test_a_driver_that_is_not_there_is_waited_for(joining: Callable[[int], Joini
             assert listener.join(30)[0].hello == b"hello"
 
 
+def test_a_driver_whose_name_is_unknown_is_told_at_once_and_with_the_setting_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(secure_connection.socket, "getaddrinfo", fail)
+    monkeypatch.setattr(remote_ranks, "RETRY_SECONDS", 0.01)
+    reason = r"rank 1 finds no driver at tcp://nowhere:7000: .*not known; set parallel\.address \(MASTER_ADDR\)"
+    with pytest.raises(EngineDeadError, match=reason):
+        find_driver("tcp://nowhere:7000", KEY, 1, seconds=0.1)
+    said = re.findall("rank 1 cannot reach tcp://nowhere:7000 yet: .*not known$", capfd.readouterr().err, re.MULTILINE)
+    assert len(said) == 1
+
+
+def test_a_driver_of_this_host_that_is_not_there_may_have_another_port():
+    with pytest.raises(EngineDeadError, match=r"unix:atom-run-0-x-1: .*refused; set MASTER_PORT to that of rank 0"):
+        find_driver("unix:atom-run-0-x-1", b"", 1, seconds=0)
+
+
 SUPERVISE = """
 import sys
 from atom.runtime.remote_ranks import find_driver, supervise

@@ -229,6 +229,21 @@ def test_another_user_s_process_of_this_host_is_refused(monkeypatch: pytest.Monk
         accept(theirs, b"")
 
 
+@pytest.mark.parametrize("place", [("0.0.0.0", 0), ("::", 0, 0, 0), ("::ffff:0.0.0.0", 0, 0, 0)])
+def test_a_name_that_means_all_interfaces_is_refused(place: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    family = socket.AF_INET if len(place) == 2 else socket.AF_INET6
+    found = [(family, socket.SOCK_STREAM, 6, "", place)]
+    monkeypatch.setattr(secure_connection.socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(ConfigError, match=r"parallel\.address=tcp://everywhere:0 means all interfaces"):
+        listen("tcp://everywhere:0")
+
+
+def test_a_name_of_this_host_that_another_run_has_is_refused():
+    reason = "cannot listen at unix:atom-run-test-name .*in use.*; another run has this name; set another MASTER_PORT"
+    with listen("unix:atom-run-test-name"), pytest.raises(ConfigError, match=reason):
+        listen("unix:atom-run-test-name")
+
+
 def test_an_address_that_is_none_of_this_host_is_refused():
     with pytest.raises(ConfigError, match=r"cannot listen at tcp://192\.0\.2\.77:7000 .*an address of this host"):
         listen("tcp://192.0.2.77:7000")

@@ -36,7 +36,8 @@ def test_a_server_that_does_not_listen_yet_can_stop_too():
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("127.1.2.3", True)]
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("127.1.2.3", True), ("0", False), ("0x0", False)],
 )
 def test_who_reaches_an_address(host: str, expected: bool):
     with listen(host, 0) as listening:

@@ -22,6 +22,7 @@ import torch
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES
+from atom.cache.temporary import temporary_folder
 from atom.errors import ArtifactError
 from atom.kernels.cpu import instruction_set, libraries
 from atom.messages import say
@@ -116,9 +117,11 @@ def _compile(source: str) -> bytes:
         raise ArtifactError(f"{source} cannot be compiled: there is no C++ compiler; install g++")
     say(f"compiling {source}")
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
-    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
+    with temporary_folder() as folder:
         made = Path(folder) / LIBRARY
-        command = [compiler, *FLAGS, str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
+        # a compiler outlives this process where that is killed, and its own files go with the folder
+        command = ["/usr/bin/env", f"TMPDIR={folder}", compiler, *FLAGS, str(FOLDER / source), *places]
+        command += ["-ltorch_cpu", "-lc10", "-o", str(made)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.CalledProcessError as error:

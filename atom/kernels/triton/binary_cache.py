@@ -35,6 +35,7 @@ from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES, MANIFEST
+from atom.cache.temporary import temporary_folder
 from atom.kernels.triton.compile_processes import KEPT, CompileProcesses, identify
 from atom.messages import say
 
@@ -81,7 +82,7 @@ class BinaryCache:
 
     def __init__(self, cache: Cache) -> None:
         self.cache, self.processes = cache, CompileProcesses()
-        self._folder = tempfile.TemporaryDirectory(prefix="atom-run-")  # Triton reads back what it has just written
+        self._folder = temporary_folder()  # Triton reads back what it has just written
         self._used: dict[str, None] = {}
         self._compiled: list[str] = []
         self._not_kept: dict[str, dict[str, str]] = {}  # files of entries that could not be written to the cache folder

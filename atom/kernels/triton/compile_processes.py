@@ -23,7 +23,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,6 +40,7 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from atom.cache import digest
+from atom.cache.temporary import temporary_folder
 from atom.child_process import end, start_python
 from atom.kernels.triton.piece_compiler import load_module
 
@@ -105,7 +105,7 @@ class _Running:
         self._num_left = count
         self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: all are gone
         self._collecting, self._counting = threading.Lock(), threading.Lock()
-        self.folder = tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True)
+        self.folder = temporary_folder(ignore_cleanup_errors=True)
         fds = [each.fileno() for _, each in pairs]
         code = f"from {__name__} import work; work({self.folder.name!r}, {fds})"
         # ptxas and other tools have their temporary files there, too

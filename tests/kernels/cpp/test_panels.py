@@ -280,6 +280,16 @@ def test_a_compiler_that_was_interrupted_is_not_called_broken(tmp_path: Path):
     assert "cannot be compiled" not in ended.stderr
 
 
+def test_a_compiler_has_its_own_files_in_the_folder_that_ends_with_it(tmp_path: Path):
+    (tmp_path / "g++").write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/said\necho error: no >&2; exit 1\n")
+    (tmp_path / "g++").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/nowhere", "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    folder = Path((tmp_path / "said").read_text().strip())
+    assert folder.parent == tmp_path and folder.name.startswith("atom-run-") and not folder.exists()
+
+
 def test_sources_use_the_macros_that_the_oldest_pytorch_has():
     sources = list(Path(build.__file__).parent.glob("*.cpp"))
     assert sources and not [each.name for each in sources if "STABLE_TORCH_ERROR_CODE_CHECK" in each.read_text()], (

@@ -224,10 +224,10 @@ class Engine:
                 self.abort(id)
             self._is_halted = mode != "wait"
             self._step_while(lambda: self._pending or (mode == "wait" and scheduler.num_running), on_step)
+            self._is_halted = True
             if not sleeper.is_sleeping:
                 scheduler.drop_kv()
             sleeper.sleep(level)
-            self._is_halted = True
         finally:
             if not sleeper.is_sleeping:
                 scheduler.is_paused = self._is_halted = False
@@ -353,7 +353,7 @@ class Engine:
             with self._blame(plan):
                 execute(self.runner, self.builder, plan, parts)
         except BaseException:
-            started = [(part, outcome) for part, outcome in parts if not isinstance(outcome, Exception)]
+            started: list[Part] = [(part, outcome) for part, outcome in parts if not isinstance(outcome, Exception)]
             running = {row.sequence for part, _ in started for row in part.rows}
             self.scheduler.retract(take([row for row in plan.rows if row.sequence not in running]))
             if started:  # before an interrupt

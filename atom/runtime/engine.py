@@ -93,7 +93,7 @@ class Engine:
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
         self._grammars: GrammarCompiler | None = None  # made when the first request asks for it
-        self._lock = threading.Lock()  # of these three
+        self._lock = threading.Lock()  # of `_numbers`, `_seeds` and `_grammars`
         self._is_halted = False  # no step is started
 
     @property
@@ -409,12 +409,12 @@ class Engine:
             return "error"
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        sequence.error = describe(error)
-        self._drop(sequence, "error")
+        self._drop(sequence, "error", describe(error))
 
-    def _drop(self, sequence: Sequence, reason: str) -> None:
+    def _drop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """End a sequence that has not ended, whatever its state."""
         if sequence.finish_reason is None and self.scheduler.abort(sequence.id, reason):
+            sequence.error = error
             self._end(sequence)
             self._moved.append(self._streams.pop(sequence.id))
 

@@ -483,6 +483,19 @@ def test_a_plan_that_nobody_could_be_told_of_is_made_again(depth: int) -> None:
         assert not world.is_unheard and all(each.finish_reason == "max_tokens" for each in world.sequences)
 
 
+def test_a_sequence_that_is_aborted_before_its_failure_is_committed_has_no_error(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    world.add(prompt(2), max_tokens=20, ignore_eos=True)
+    (bad,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    world.poisoned = {bad.request_id}
+    world.step()
+    world.engine.abort(bad.request_id)
+    world.finish()
+    assert (bad.finish_reason, bad.error) == (("abort", None) if depth else ("error", "ValueError: poison"))
+
+
 def test_a_half_that_runs_when_an_interrupt_comes_is_committed(depth: int) -> None:
     world = World([FULL], run_ahead=depth)
     good = [world.add(prompt(length), max_tokens=20, ignore_eos=True)[0] for length in (2, 5)]

@@ -308,7 +308,7 @@ class World:
             "its newest token is unknown"
         )
         slots = [*self.scheduler._slots, *(each.slot for each in self.sequences if each.slot >= 0)]
-        assert sorted(slots) == list(range(self.scheduler.max_num_seqs)), "each slot is one sequence's, or free"
+        assert sorted(slots) == list(range(self.scheduler.num_slots)), "each slot is one sequence's, or free"
 
     def finish(self) -> None:
         for _ in range(3000):
@@ -317,7 +317,7 @@ class World:
             self.step()
         assert not self.engine.has_work, "some never end"
         assert not self.device.pending and not self.scheduler._in_flight and not self.scheduler._leaving
-        assert sorted(self.scheduler._slots) == list(range(self.scheduler.max_num_seqs))
+        assert sorted(self.scheduler._slots) == list(range(self.scheduler.num_slots))
         cache = self.scheduler.cache
         assert all(pool.num_free == pool.num_blocks - 1 for pool in [*cache.pools, *cache.host_pools.values()])
         assert Counter(self.ended) == Counter(self.sequences), "each ends once"

@@ -211,7 +211,8 @@ class Engine:
 
         level: 1 keeps the weights in host memory, 2 reads them again. mode: running requests are ended with
         finish_reason abort, waited for, or kept, to go on afterwards with their KV computed again. on_step: called
-        after each step until then. RequestError without serve.enable_sleep_mode.
+        after each step until then; it may abort some, and where it raises, the engine stays awake. RequestError without
+        serve.enable_sleep_mode.
         """
         sleeper, scheduler = self._need_sleeper()
         if level not in SLEEP_LEVELS or mode not in SLEEP_MODES:

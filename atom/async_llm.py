@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -33,13 +32,12 @@ from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.llm import answer
 from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompt_of, prompts_of, scored_prompts
 from atom.runtime.engine import Engine
+from atom.runtime.inbox import Inbox, Urgent, Work
 from atom.runtime.step_guard import StepGuard
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
 CLOSED = "the engine is closed"
-
-Work = Callable[[], object]  # done by the engine's thread between two steps
 
 
 class AsyncLLMEngine:
@@ -52,7 +50,7 @@ class AsyncLLMEngine:
         self.config = config = load(engine_overrides(model, fields), config_dirs=config_dirs)
         if config.parallel.replicas > 1 or config.parallel.rank > 0:
             raise UnsupportedError("AsyncLLMEngine is one engine, without parallel.replicas and torchrun")
-        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the end
+        self._inbox = Inbox()
         self._requests: dict[str, _Request] = {}  # of the event loop's side
         self._asked: set[Future[None]] = set()  # what tasks wait for beside these
         self._numbers = itertools.count()
@@ -139,16 +137,16 @@ class AsyncLLMEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request with finish_reason abort; one that has ended is no error."""
-        self._inbox.put(lambda: self._engine.abort(request_id))
+        self._inbox.put(Urgent(lambda: self._engine.abort(request_id)))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the KV of all prompts; see `LLMEngine.reset_prefix_cache`."""
-        await self._do(self._engine.reset_prefix_cache)
+        await self._do(lambda: self._engine.reset_prefix_cache(self._inbox.do_urgent))
         return True
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give up the memory of weights and KV until `wake_up`; see `LLMEngine.sleep`. Requests wait meanwhile."""
-        await self._do(lambda: self._engine.sleep(level, mode))
+        await self._do(lambda: self._engine.sleep(level, mode, self._inbox.do_urgent))
 
     async def wake_up(self, tags: List[str] | None = None) -> None:
         """Take the memory again; see `LLMEngine.wake_up`."""
@@ -190,7 +188,7 @@ class AsyncLLMEngine:
         finally:
             del self._requests[id]
             if request.num_running:
-                self._inbox.put(lambda: self._engine.abort(id))
+                self._inbox.put(Urgent(lambda: self._engine.abort(id)))
 
     async def _pool(
         self, prompts: List[SaltedPrompt], adapters: str | List[str | None] | None = None

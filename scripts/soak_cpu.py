@@ -113,7 +113,7 @@ def holds(engine: LLMEngine) -> list[str]:
     scheduler = engine._engine.scheduler
     held = {pool.name: pool.num_blocks - 1 - pool.num_free for pool in scheduler.cache.pools}
     faults = [f"{count} blocks of {name} are not back" for name, count in held.items() if count]
-    if slots := scheduler.max_num_seqs - len(scheduler._slots):
+    if slots := scheduler.num_slots - len(scheduler._slots):
         faults.append(f"{slots} slots are not back")
     return faults
 

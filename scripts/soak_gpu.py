@@ -80,7 +80,7 @@ def held_by(engine: LLMEngine) -> Held:
     memory = [torch.cuda.mem_get_info(1 + place) for place in range(len(ranks))] if has_gpu else []
     return Held(
         blocks,
-        sum(group.max_num_seqs - len(group._slots) for group in groups),
+        sum(group.num_slots - len(group._slots) for group in groups),
         torch.cuda.memory_allocated() if has_gpu else 0,
         torch.cuda.memory_reserved() if has_gpu else 0,
         resident_bytes(os.getpid()),

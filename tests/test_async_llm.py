@@ -227,6 +227,27 @@ def test_a_shutdown_ends_what_runs(talker: Path):
     opened.shutdown()
 
 
+def test_who_leaves_is_not_waited_for_by_a_sleep(talker: Path):
+    opened = AsyncLLMEngine(str(talker), **FIELDS, enable_sleep_mode=True)
+
+    async def run() -> dict[str, Any]:
+        outputs = opened.generate("Hello", SamplingParams(max_tokens=8000, ignore_eos=True), "mine")
+        last = await anext(outputs)
+        asleep = asyncio.create_task(opened.sleep(mode="wait"))
+        await asyncio.sleep(0)  # it has asked by now
+        await opened.abort("mine")
+        async for last in outputs:  # noqa: B007
+            pass
+        await asleep
+        return last
+
+    try:
+        assert asyncio.run(asyncio.wait_for(run(), 60))["finish_reason"] == "abort"
+        assert asyncio.run(opened.is_sleeping())
+    finally:
+        opened.shutdown()
+
+
 def test_an_engine_that_cannot_open_says_why(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no such folder"):
         AsyncLLMEngine(str(tmp_path / "none"))

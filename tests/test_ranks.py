@@ -8,16 +8,19 @@ import gc
 import gzip
 import json
 import os
+import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import gguf_files
 import msgspec
@@ -298,6 +301,37 @@ def test_each_rank_is_told_its_own_and_answers():
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="enough"):
                 ranks.receive(1)
+
+
+def test_a_rank_that_cannot_read_what_it_is_told_ends_and_says_why():
+    channel = RankProcess("link.receive(); link.done(); link.receive()")
+    with closing(Ranks([channel], [b"a"])) as ranks:
+        ranks.wait()
+        channel.send(b"\xc1")  # no msgpack
+        assert "rank 1: DecodeError: MessagePack data is malformed" in str(ranks.await_fault(5))
+
+
+def test_a_rank_of_which_nothing_can_be_read_ends_all():
+    channel = Mock(most_silent=60.0, receive=Mock(side_effect=LookupError("what is this?")))
+    with closing(Ranks([channel], [b"a"])) as ranks:
+        assert str(ranks.await_fault(5)) == "rank 1 has ended: what is this?"
+
+
+@pytest.mark.parametrize("wait", [lambda ranks: ranks.receive(1), lambda ranks: ranks.wait()], ids=["receive", "wait"])
+def test_who_waits_for_a_rank_when_all_are_closed_is_told(wait: Callable[[Ranks], object]):
+    ranks, told = Ranks([RankProcess("link.receive(); link.receive()")], [b"a"]), queue.SimpleQueue[str]()
+
+    def await_rank() -> None:
+        try:
+            wait(ranks)
+        except EngineDeadError as error:
+            told.put(str(error))
+
+    threading.Thread(target=await_rank, daemon=True).start()
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.2)
+    ranks.close()
+    assert told.get(timeout=10) == "the ranks are closed"
 
 
 def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):

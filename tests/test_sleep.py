@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import adapters
 import pytest
 import stable
 import tiny
@@ -162,6 +163,40 @@ def test_kv_that_finds_no_memory_is_asked_for_again(open_engine: Open, monkeypat
     assert tokens_of(engine) == expected
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_fails_half_way_is_one(level: int, open_engine: Open, monkeypatch: pytest.MonkeyPatch):
+    engine = open_engine("llama", enable_sleep_mode=True)
+    expected = tokens_of(engine)
+    unbind = Mock(side_effect=[engine._engine.runner.model.unbind(), RuntimeError("no more")])
+    with monkeypatch.context() as patched:  # the weights are given up, KV is not
+        patched.setattr(engine._engine.runner.model, "unbind", unbind)
+        with pytest.raises(RuntimeError, match="no more"):
+            engine.sleep(level)
+    assert engine.is_sleeping
+    with pytest.raises(RequestError, match="the engine sleeps"):
+        engine.generate(PROMPTS, GREEDY)
+    ids = engine.add_request(PROMPTS, GREEDY)
+    assert engine.step() == [] and engine.metrics.num_waiting == 3
+    engine.wake_up()
+    ended = []
+    while not engine.is_finished():
+        ended += engine.step()
+    assert sorted((ids.index(each.request_id), each.output) for each in ended) == list(enumerate(expected))
+
+
+def test_an_adapter_is_loaded_once_the_engine_is_awake(open_engine: Open, references: Any, tmp_path: Path):
+    path = str(adapters.save(references("llama"), tmp_path / "sql"))
+    engine = open_engine("llama", enable_sleep_mode=True, enable_lora=True)
+    engine.sleep()
+    for _ in range(2):
+        with pytest.raises(RequestError, match="the engine sleeps; wake it up first"):
+            engine.load_lora_adapter("sql", path)
+        engine.wake_up(["weights"])
+    engine.wake_up()
+    engine.load_lora_adapter("sql", path)
+    assert engine.lora_adapters == ["sql"]
+
+
 def test_what_cannot_be_is_said(open_engine: Open, checkpoints: Any):
     engine = open_engine("llama")
     for call in (engine.sleep, engine.wake_up):
@@ -257,6 +292,14 @@ def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
     engine.sleep(2)
     engine.wake_up()
     assert tokens_of(engine) == expected, "weights are read, and not those that could not be pinned"
+    for level in (1, 2):
+        with monkeypatch.context() as patched:  # weights and KV are given up by then
+            patched.setattr(torch.cuda, "empty_cache", Mock(side_effect=RuntimeError("no more")))
+            with pytest.raises(RuntimeError, match="no more"):
+                engine.sleep(level)
+        assert engine.is_sleeping and driver.num_there == 0
+        engine.wake_up()
+        assert tokens_of(engine) == expected and not pinned
     engine.sleep()
     driver.most = num_there - 1
     with pytest.raises(CapacityError, match="end what uses it"):

@@ -10,6 +10,7 @@ from atom.config import Config
 from atom.graph import Graph, Recipe
 from atom.runtime.driver import Driver
 from atom.runtime.loras import Loras
+from atom.runtime.sleep import Sleeper
 from atom.weights.evaluate import Loaded
 from atom.weights.lora import LoraWeights
 
@@ -24,14 +25,18 @@ def open_adapters(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Config
 
 
 def open_loras(
-    adapters: LoraWeights | None, stages: Sequence[RankModel], driver: Driver | None, config: Config
+    adapters: LoraWeights | None,
+    stages: Sequence[RankModel],
+    driver: Driver | None,
+    sleeper: Sleeper | None,
+    config: Config,
 ) -> Loras | None:
     """Load the adapters of serve.lora_modules; None where the model is served without any. stages: of a pipeline"""
     if adapters is None:
         return None
     for stage in stages:
         adapters.modules.update(stage.modules)
-    loras = Loras(adapters, None if driver is None else driver.load_adapter)
+    loras = Loras(adapters, None if driver is None else driver.load_adapter, sleeper)
     for name, path in config.serve.lora_modules.items():
         loras.load(name, loras.read(path))
     return loras

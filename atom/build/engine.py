@@ -88,6 +88,7 @@ def open_engine(
         report_engine(kinds, num_blocks, host, config)
         driver = None if ranks is None else Driver(runner, ranks, mesh)
         traces: dict[str, Any] = {"folder": serve.torch_profiler_dir, "is_detailed": serve.profiler_more}
+        sleeper = open_sleeper(runner, graph, model.tensors, config, num_blocks, *model.memories)
         engine = Engine(
             driver or runner,
             schedulers[0] if ranks is None else DataParallelScheduler(schedulers),
@@ -97,9 +98,9 @@ def open_engine(
             profiler=Profiler(**traces) if driver is None else RanksProfiler(driver, **traces),
             ranks=ranks,
             files=files,
-            loras=open_loras(model.adapters, stages, driver, config),
+            loras=open_loras(model.adapters, stages, driver, sleeper, config),
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
-            sleeper=open_sleeper(runner, graph, model.tensors, config, num_blocks, *model.memories),
+            sleeper=sleeper,
         )
         clock.stop("engine")
         say(f"opened in {clock.describe()}")

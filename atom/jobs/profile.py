@@ -118,7 +118,7 @@ def check_ahead(num_steps: int, run_ahead: int) -> None:
 def is_decoding(engine: Engine) -> bool:
     """Whether all running sequences have computed their prompts, and no other can be admitted."""
     scheduler = engine.scheduler
-    is_full = not scheduler.num_waiting or scheduler.num_running == scheduler.max_num_seqs
+    is_full = not scheduler.num_waiting or scheduler.num_running == scheduler.num_slots
     return is_full and all(sequence.output for sequence in scheduler.running)
 
 

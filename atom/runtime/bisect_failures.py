@@ -1,6 +1,8 @@
 """Bisect a step that fails, to isolate the sequences that fail alone.
 
-    for part, outcome in execute(runner, builder, plan):      # one part, where nothing fails
+    parts = []
+    execute(runner, builder, plan, parts)
+    for part, outcome in parts:               # one part, where nothing fails
         if isinstance(outcome, Exception):
             ...                                               # the error of the one row of this part
         else:
@@ -28,20 +30,18 @@ class Builder(Protocol):
     def retract(self, plan: Plan) -> None: ...
 
 
-def execute(runner: Runner, builder: Builder, plan: Plan) -> list[Part]:
-    """Execute a plan, in halves where it fails; the parts with their outcomes.
+def execute(runner: Runner, builder: Builder, plan: Plan, parts: list[Part]) -> None:
+    """Execute a plan, in halves where it fails, and append its parts with their outcomes as they come.
 
     Where every row fails, no row is at fault and the error is raised, unless it is a RequestError, which blames its
     row. A CapacityError is raised as well, since memory is short for all; but once a part runs, which cannot be taken
-    back, it is the error of the rows that meet it.
+    back, it is the error of the rows that meet it. Parts that run when an interrupt comes are in `parts`.
     """
-    parts: list[Part] = []
     execute_parts(runner, builder, plan, parts)
     errors = [outcome for _, outcome in parts if isinstance(outcome, Exception)]
     wrong = next((error for error in errors if not isinstance(error, RequestError)), None)
     if wrong is not None and len(errors) == len(parts):
         raise wrong
-    return parts
 
 
 def execute_parts(runner: Runner, builder: Builder, plan: Plan, parts: list[Part]) -> None:

@@ -37,7 +37,7 @@ class DataParallelScheduler:
     def __init__(self, groups: list[Scheduler]) -> None:
         self.groups = groups
         self.limits = groups[0].limits
-        self.max_num_seqs = sum(group.max_num_seqs for group in groups)
+        self.num_slots = sum(group.num_slots for group in groups)
         self.waiting = FairQueue()  # those that no group has
         self._queued: dict[str, Sequence] = {}  # the same
         self.sequences: MutableMapping[str, Sequence] = ChainMap(self._queued, *(each.sequences for each in groups))

@@ -15,15 +15,16 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from atom.errors import AtomError, RequestError
-from atom.runtime.bisect_failures import Part, describe, execute
+from atom.runtime.bisect_failures import Part, describe, execute, take
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
@@ -92,7 +93,7 @@ class Engine:
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
         self._grammars: GrammarCompiler | None = None  # made when the first request asks for it
-        self._lock = threading.Lock()  # of these three
+        self._lock = threading.Lock()  # of `_numbers`, `_seeds` and `_grammars`
         self._is_halted = False  # no step is started
 
     @property
@@ -210,7 +211,8 @@ class Engine:
 
         level: 1 keeps the weights in host memory, 2 reads them again. mode: running requests are ended with
         finish_reason abort, waited for, or kept, to go on afterwards with their KV computed again. on_step: called
-        after each step until then. RequestError without serve.enable_sleep_mode.
+        after each step until then; it may abort some, and where it raises, the engine stays awake. RequestError without
+        serve.enable_sleep_mode.
         """
         sleeper, scheduler = self._need_sleeper()
         if level not in SLEEP_LEVELS or mode not in SLEEP_MODES:
@@ -223,10 +225,10 @@ class Engine:
                 self.abort(id)
             self._is_halted = mode != "wait"
             self._step_while(lambda: self._pending or (mode == "wait" and scheduler.num_running), on_step)
+            self._is_halted = True
             if not sleeper.is_sleeping:
                 scheduler.drop_kv()
             sleeper.sleep(level)
-            self._is_halted = True
         finally:
             if not sleeper.is_sleeping:
                 scheduler.is_paused = self._is_halted = False
@@ -299,17 +301,13 @@ class Engine:
         on_plan: called once the step is planned, since the step may take long: `stats` counts what is admitted.
 
         Where it fails for some sequences, those end with reason error. Where it fails for all, it raises and has not
-        taken place: call `step` again, or `end_failed` to end its sequences. An exception of a callback is raised
-        here; the next step goes on.
+        taken place: call `step` again, or `end_failed` to end its sequences. An exception of a callback or of
+        `on_plan` is raised here; the next step goes on.
         """
         self._emit()
         while len(self._pending) <= self.runner.run_ahead and not self._is_halted:
-            plan = self.scheduler.schedule()
-            if on_plan is not None:
-                on_plan()
-            if not plan.rows:
+            if not self._start_step(on_plan):
                 break
-            self._pending.append(self._execute(plan))
         if self._files is not None and not self._pending and self.scheduler.has_work:
             self._files.wait(FETCH_SECONDS)
         if self._pending:
@@ -340,22 +338,42 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
-    def _execute(self, plan: Plan) -> list[Part]:
-        """Start the parts of a plan; those that failed are retracted."""
+    def _start_step(self, on_plan: Callable[[], object] | None) -> bool:
+        """Plan a step and start its parts; whether there is one. What does not start is retracted, whatever raises."""
         self._failed = {}
+        plan = self.scheduler.schedule()
+        parts: list[Part] = []
         try:
-            if plan.copies is not None:
-                self.runner.copy(plan.copies)
-            parts = execute(self.runner, self.builder, plan)
-        except BaseException as error:
-            self.scheduler.retract(plan)
-            if isinstance(error, Exception):
-                self._failed = {row.sequence.id: error for row in plan.rows}
+            with self._blame(plan):
+                if plan.copies is not None:
+                    self.runner.copy(plan.copies)
+            if on_plan is not None:  # behind the copies, on which later plans rely
+                on_plan()
+            if not plan.rows:
+                return False
+            with self._blame(plan):
+                execute(self.runner, self.builder, plan, parts)
+        except BaseException:
+            started: list[Part] = [(part, outcome) for part, outcome in parts if not isinstance(outcome, Exception)]
+            running = {row.sequence for part, _ in started for row in part.rows}
+            self.scheduler.retract(take([row for row in plan.rows if row.sequence not in running]))
+            if started:  # before an interrupt
+                self._pending.append(started)
             raise
         for part, outcome in parts:
             if isinstance(outcome, Exception):
                 self.scheduler.retract(part)
-        return parts
+        self._pending.append(parts)
+        return True
+
+    @contextmanager
+    def _blame(self, plan: Plan) -> Iterator[None]:
+        """Have `end_failed` end a plan's sequences where this raises."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = {row.sequence.id: error for row in plan.rows}
+            raise
 
     def _emit(self) -> None:
         """Call the callbacks; where one raises, the others wait for the next call."""
@@ -392,12 +410,12 @@ class Engine:
             return "error"
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        sequence.error = describe(error)
-        self._drop(sequence, "error")
+        self._drop(sequence, "error", describe(error))
 
-    def _drop(self, sequence: Sequence, reason: str) -> None:
+    def _drop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """End a sequence that has not ended, whatever its state."""
         if sequence.finish_reason is None and self.scheduler.abort(sequence.id, reason):
+            sequence.error = error
             self._end(sequence)
             self._moved.append(self._streams.pop(sequence.id))
 

@@ -14,14 +14,23 @@ from collections.abc import Callable, Sequence
 
 from atom.checkpoint.lora import AdapterFiles
 from atom.errors import RequestError
+from atom.runtime.sleep import Sleeper
 from atom.runtime.types import Adapter
 from atom.weights.lora import LoraWeights
 
 
 class Loras:
-    def __init__(self, weights: LoraWeights, load_on_others: Callable[[int, AdapterFiles], None] | None = None) -> None:
-        """load_on_others: has the other ranks load an adapter; RequestError where one of them does not"""
-        self._weights, self._load_on_others = weights, load_on_others
+    def __init__(
+        self,
+        weights: LoraWeights,
+        load_on_others: Callable[[int, AdapterFiles], None] | None = None,
+        sleeper: Sleeper | None = None,
+    ) -> None:
+        """load_on_others: has the other ranks load an adapter; RequestError where one of them does not
+
+        sleeper: gives up the memory to which adapters are loaded; None: nothing does
+        """
+        self._weights, self._load_on_others, self._sleeper = weights, load_on_others, sleeper
         self._adapters: dict[str, Adapter] = {}
         self._free = list(range(weights.max_loras))[::-1]
 
@@ -37,7 +46,9 @@ class Loras:
         return files
 
     def load(self, name: str, files: AdapterFiles) -> None:
-        """Load an adapter. RequestError where the name is taken, there is no place, or another rank refuses it."""
+        """Load an adapter. RequestError: the engine sleeps, the name is taken, there is no place, or a rank refuses."""
+        if self._sleeper is not None and self._sleeper.is_sleeping:
+            raise RequestError("the engine sleeps; wake it up first")
         if name in self._adapters:
             raise RequestError(f"the adapter {name} is loaded already; unload it first, or choose another name")
         if not self._free:

@@ -244,17 +244,18 @@ class Ranks:
             self._fault, watchers = error, [*self._watchers]
         for channel in self._channels:
             channel.end()
-        self._done.put(None)
-        for answers in self._answers:
-            answers.put(None)
+        self._wake()
         for callback in watchers:
             callback(error)
 
     def close(self) -> None:
-        """End all ranks; then do what is to be done `at_close`."""
+        """End all ranks; then do what is to be done `at_close`. Threads that wait for a rank get an EngineDeadError."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
+        with self._lock:
+            self._fault = self._fault or EngineDeadError("the ranks are closed")
+        self._wake()
         for channel in self._channels:
             channel.end()
         for channel in self._channels:
@@ -266,6 +267,12 @@ class Ranks:
         """Raise why the ranks cannot go on, if they cannot."""
         if self._fault is not None:
             raise self._fault
+
+    def _wake(self) -> None:
+        """Have `wait` and `receive` raise the fault."""
+        self._done.put(None)
+        for answers in self._answers:
+            answers.put(None)
 
     def _send(self, channel: Channel, body: bytes) -> None:
         try:
@@ -285,7 +292,7 @@ class Ranks:
                         self._answers[rank - 1].put(body)
                     case Failed(kind, error):
                         self.fail(error_of(kind, rank, error))
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+        except Exception as error:  # whatever it is, nobody reads of this rank any more
             reason = f": {error}"
         self.fail(EngineDeadError(f"rank {rank} has ended{reason}"))
 
@@ -347,15 +354,21 @@ class RankLink:
             write_frame(self._out, msgspec.msgpack.encode(message))
 
     def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(ToRank)
-        while (frame := read_frame(sys.stdin.buffer)) is not None:
-            self._silent = 0.0
-            match decoder.decode(frame):
-                case Told(body):
-                    self._frames.put(body)
-                case Alive(most_silent):
-                    self._most_silent = most_silent
-        os._exit(0)  # whatever a collective waits for
+        """Take what the driver tells. The process ends with this, whatever a collective waits for."""
+        decoder, code = msgspec.msgpack.Decoder(ToRank), 1
+        try:
+            while (frame := read_frame(sys.stdin.buffer)) is not None:
+                self._silent = 0.0
+                match decoder.decode(frame):
+                    case Told(body):
+                        self._frames.put(body)
+                    case Alive(most_silent):
+                        self._most_silent = most_silent
+            code = 0
+        except Exception as error:
+            self.fail(error)
+        finally:
+            os._exit(code)
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # then reading ends too

@@ -92,7 +92,7 @@ class Scheduler:
         assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
         self.cache, self.limits = cache, limits
-        self.max_num_seqs = limits.max_decodes
+        self.num_slots = limits.max_decodes
         self.stats = SchedulerStats()
         self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
         self.waiting = FairQueue()
@@ -107,7 +107,7 @@ class Scheduler:
         self._prompt_seconds = 0.0  # that the last step with prompts took
         self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
-        self._slots = list(range(self.max_num_seqs - 1, -1, -1))  # free ones
+        self._slots = list(range(self.num_slots - 1, -1, -1))  # free ones
         self._refused: Sequence | None = None  # found no room, and no block has been freed since
         self.is_paused = False  # none is admitted
 

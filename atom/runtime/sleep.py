@@ -43,10 +43,12 @@ class Sleeper(ABC):
     def sleep(self, level: int) -> None:
         """Give up the memory of weights and KV, or of those that are still awake."""
         if WEIGHTS not in self._asleep:
+            self._save_weights(level)
+            self._asleep.add(WEIGHTS)  # ahead of what may fail half-way, and `wake_up` mends
             self._drop_weights(level)
         if KV_CACHE not in self._asleep:
+            self._asleep.add(KV_CACHE)  # likewise
             self._drop_kv()
-        self._asleep = set(TAGS)
 
     def wake_up(self, tags: Sequence[str] = TAGS) -> None:
         """Take memory again, of the weights or of KV or of both. CapacityError where there is too little."""
@@ -57,6 +59,10 @@ class Sleeper(ABC):
                 if tag in tags and tag in self._asleep:
                     wake()
                     self._asleep.discard(tag)
+
+    @abstractmethod
+    def _save_weights(self, level: int) -> None:
+        """Save what `_take_weights` needs. Nothing is given up yet."""
 
     @abstractmethod
     def _drop_weights(self, level: int) -> None: ...
@@ -89,6 +95,9 @@ class CPUSleeper(Sleeper):
                 self._asleep = before  # it can be woken up again
                 raise
 
+    def _save_weights(self, level: int) -> None:
+        pass  # they are in host memory, or read again
+
     def _drop_weights(self, level: int) -> None:
         self._runner.model.unbind()
         if level == 2:
@@ -117,16 +126,18 @@ class GPUSleeper(Sleeper):
         self._on_host: Tensor | None = None  # all weights
         self._measured: dict[Recipe, Loaded] = {}  # what no file has, on the host
 
-    def _drop_weights(self, level: int) -> None:
-        if level == 1:
-            on_host = torch.empty(self._memory.num_bytes, dtype=torch.uint8)
-            pin(on_host, "sleep with level=2")
-            self._on_host = on_host.copy_(self._memory.content())
+    def _save_weights(self, level: int) -> None:
         self._measured = {
             recipe: each.cpu()
             for recipe, each in self._weights.items()
             if isinstance(recipe, Measured) and isinstance(each, Tensor)
         }
+        if level == 1:
+            on_host = torch.empty(self._memory.num_bytes, dtype=torch.uint8)
+            pin(on_host, "sleep with level=2")
+            self._on_host = on_host.copy_(self._memory.content())
+
+    def _drop_weights(self, level: int) -> None:
         self._memory.release()
 
     def _drop_kv(self) -> None:

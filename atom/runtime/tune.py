@@ -95,8 +95,8 @@ def tune(
     unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
-        has = f"knows all {len(products)} {tuner.what}" if products else f"finds no {tuner.what} of 16-bit weights"
-        log(f"tune=true {has} of this model on {tuner.gpu}: nothing is measured")
+        has = f"knows all {len(products)} {tuner.what} of" if products else f"finds no {tuner.what} to tune in"
+        log(f"tune=true {has} this model on {tuner.gpu}: nothing is measured")
         return
     trial, others = tuner.trial(tuner.known(known)), model.kernels
     tuning = _Tuning(model, tuner, trial, cache, progress, log, capture or _capture_on_gpu(exchange), exchange, others)
@@ -272,9 +272,8 @@ class _Tuning:
             fastest = tuner.search(current, fitting.right, prepare, partial(task.advance, 1))
             task.advance(len(options) - len(fitting.right))
         for option in fitting.wrong:
-            self.log(
-                f"tune=true: {option} of {product.out} × {product.inner} differs from the library's result: not used"
-            )
+            shape = f"{product.out} × {product.inner}"
+            self.log(f"tune=true: {option} of {shape} differs from the untuned result: not used")
         trial.chosen[key] = fastest
         return fastest
 
@@ -286,7 +285,7 @@ class _Tuning:
 
 @dataclass
 class Fitting:
-    """The options that give the library's result, and those that do not."""
+    """The options that give the untuned result, and those that do not."""
 
     right: list[Any]
     wrong: list[Any]
@@ -303,7 +302,7 @@ def compile_options(
 
     @torch.inference_mode()
     def is_fit(option: Any) -> bool:
-        if option is None:  # the library's, compiled already
+        if option is None:  # untuned, compiled already
             return True
         try:
             for call in calls:

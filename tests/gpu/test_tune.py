@@ -59,7 +59,7 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
     told = first.told
     assert first.is_tuned and told.count("tune=true: a step of ") == 2
     assert "tune=true: a step of 1 decodes takes " in told and "tune=true: a step of 8 decodes takes " in told
-    assert "differs from the library's result" not in told
+    assert "differs from the untuned result" not in told
 
     reference, half = references("qwen3"), tiny.reference(checkpoints("qwen3"), torch.bfloat16)
     exact = logits_by(reference, SHORT)

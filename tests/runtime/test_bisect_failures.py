@@ -55,7 +55,8 @@ def plan_of(ids: str) -> Plan:
 )
 def test_parts_that_run_are_returned_and_run_once(errors: dict[str, Exception], outcomes: list[Any], drawn: str):
     runner = Runner(errors)
-    parts = bisect_failures.execute(runner, BUILDER, plan_of("abcd"))
+    parts: list[bisect_failures.Part] = []
+    bisect_failures.execute(runner, BUILDER, plan_of("abcd"), parts)
     assert [(ids_of(part), outcome) for part, outcome in parts] == outcomes
     assert "".join(runner.drawn) == drawn
 
@@ -68,10 +69,10 @@ def test_parts_that_run_are_returned_and_run_once(errors: dict[str, Exception], 
 def test_a_lack_of_memory_is_raised_while_nothing_runs(errors: dict[str, Exception]):
     runner = Runner(errors)
     with pytest.raises(CapacityError, match="lower this"):
-        bisect_failures.execute(runner, BUILDER, plan_of("abcd"))
+        bisect_failures.execute(runner, BUILDER, plan_of("abcd"), [])
     assert runner.drawn == []
 
 
 def test_what_all_rows_raise_is_raised():
     with pytest.raises(ValueError, match="a grammar that fails"):
-        bisect_failures.execute(Runner({"ab": WRONG, "a": WRONG, "b": WRONG}), BUILDER, plan_of("ab"))
+        bisect_failures.execute(Runner({"ab": WRONG, "a": WRONG, "b": WRONG}), BUILDER, plan_of("ab"), [])

@@ -254,6 +254,13 @@ class World:
         self.ended: list[Sequence] = []
         self.poisoned: set[str] = set()  # request ids: a step with one of them raises
         self.is_short = False  # the next step finds no memory
+        self.is_unheard = False  # who is told of the next plan raises
+        self.num_to_interrupt: int | None = None  # steps or halves of them that begin before an interrupt
+
+    def on_plan(self) -> None:
+        if self.is_unheard:
+            self.is_unheard = False
+            raise LookupError("nobody hears")
 
     def fail(self, plan: Plan, step: StepInput | None) -> None:
         """step: None before anything of it is done, or where it was told and nothing is computed"""
@@ -261,6 +268,10 @@ class World:
         if self.is_short and step is None:
             self.is_short = False
             raise CapacityError("a step ran out of memory")
+        if self.num_to_interrupt is not None and step is None:
+            self.num_to_interrupt = self.num_to_interrupt - 1 if self.num_to_interrupt else None
+            if self.num_to_interrupt is None:
+                raise KeyboardInterrupt
         if step is not None and any(row.sequence.request_id in self.poisoned for row in plan.rows):
             raise ValueError("poison")
 
@@ -281,18 +292,23 @@ class World:
         return sequences
 
     def step(self) -> None:
+        num_left = 0
         try:
-            self.ended += self.engine.step()
+            self.ended += self.engine.step(self.on_plan)
         except CapacityError:
             pass  # and is taken again
+        except KeyboardInterrupt:
+            num_left = 1  # what has begun is committed by the next step
+        except LookupError:
+            self.engine.end_failed()  # which blames nobody
         except ValueError:
             self.engine.end_failed()
-        assert len(self.engine._pending) <= self.device.run_ahead
+        assert len(self.engine._pending) <= self.device.run_ahead + num_left
         assert self.num_stages == 1 or all(each.num_pending <= 1 for each in self.sequences), (
             "its newest token is unknown"
         )
         slots = [*self.scheduler._slots, *(each.slot for each in self.sequences if each.slot >= 0)]
-        assert sorted(slots) == list(range(self.scheduler.max_num_seqs)), "each slot is one sequence's, or free"
+        assert sorted(slots) == list(range(self.scheduler.num_slots)), "each slot is one sequence's, or free"
 
     def finish(self) -> None:
         for _ in range(3000):
@@ -301,7 +317,7 @@ class World:
             self.step()
         assert not self.engine.has_work, "some never end"
         assert not self.device.pending and not self.scheduler._in_flight and not self.scheduler._leaving
-        assert sorted(self.scheduler._slots) == list(range(self.scheduler.max_num_seqs))
+        assert sorted(self.scheduler._slots) == list(range(self.scheduler.num_slots))
         cache = self.scheduler.cache
         assert all(pool.num_free == pool.num_blocks - 1 for pool in [*cache.pools, *cache.host_pools.values()])
         assert Counter(self.ended) == Counter(self.sequences), "each ends once"
@@ -453,6 +469,48 @@ def test_a_step_that_fails_leaves_the_steps_before_it_and_the_other_sequences_as
     assert len(bad.output) == (20 if is_short else 3 + depth)
 
 
+def test_a_plan_that_nobody_could_be_told_of_is_made_again(depth: int) -> None:
+    for num_steps in range(5):
+        world = World([FULL], run_ahead=depth, budget=8)
+        for length in (2, 11, 5):
+            world.add(prompt(length), max_tokens=9, ignore_eos=True)
+        for _ in range(num_steps):
+            world.step()
+        world.is_unheard = True
+        world.step()
+        world.engine.reset_prefix_cache()
+        world.finish()
+        assert not world.is_unheard and all(each.finish_reason == "max_tokens" for each in world.sequences)
+
+
+def test_a_sequence_that_is_aborted_before_its_failure_is_committed_has_no_error(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    world.add(prompt(2), max_tokens=20, ignore_eos=True)
+    (bad,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    world.poisoned = {bad.request_id}
+    world.step()
+    world.engine.abort(bad.request_id)
+    world.finish()
+    assert (bad.finish_reason, bad.error) == (("abort", None) if depth else ("error", "ValueError: poison"))
+
+
+def test_a_half_that_runs_when_an_interrupt_comes_is_committed(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    good = [world.add(prompt(length), max_tokens=20, ignore_eos=True)[0] for length in (2, 5)]
+    (bad,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
+    (other,) = world.add(prompt(4), max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    world.poisoned, world.num_to_interrupt = {bad.request_id}, 2  # the step and its first half begin
+    world.step()
+    assert world.num_to_interrupt is None
+    assert [row.sequence for row in world.device.pending[-1][0].rows] == good
+    world.finish()
+    assert [each.finish_reason for each in (*good, bad, other)] == [*["max_tokens"] * 2, "error", "max_tokens"]
+
+
 class Serving(RuleBasedStateMachine):
     """Any order of arrivals, aborts, failures and steps, at any depth, in tiny pools."""
 
@@ -501,6 +559,14 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def run_short_of_memory(self) -> None:
         self.world.is_short = True
+
+    @rule()
+    def hear_nothing(self) -> None:
+        self.world.is_unheard = True
+
+    @rule(num_begun=st.integers(0, 4))
+    def interrupt(self, num_begun: int) -> None:
+        self.world.num_to_interrupt = num_begun
 
     @rule(num_steps=st.integers(1, 6))
     def steps(self, num_steps: int) -> None:

@@ -94,7 +94,7 @@ def generate(engine: Engine, asked: Asked, watch: Callable[[], object] = lambda:
         watch()
     scheduler = engine.scheduler
     assert all(pool.num_free == pool.num_blocks - 1 for pool in scheduler.cache.pools)
-    assert sorted(scheduler._slots) == list(range(scheduler.max_num_seqs))
+    assert sorted(scheduler._slots) == list(range(scheduler.num_slots))
     return [sequence for each in sequences for sequence in each]
 
 

@@ -410,9 +410,8 @@ def test_prompts_share_the_budget_by_priority() -> None:
 
 
 def test_an_abort_frees_blocks_at_once_or_at_the_commit_of_the_plan_that_names_them() -> None:
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(max_num_seqs=1)
     running, waiting = make("a", 8), make("b", 8)
-    scheduler.max_num_seqs = 1
     add(scheduler, running, waiting)
     plan = scheduler.schedule()
     free = scheduler.cache.num_free

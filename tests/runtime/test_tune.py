@@ -319,7 +319,7 @@ def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
     model, _ = opened
     lines: list[str] = []
     tune(model, Graph(), tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
-    assert lines == ["tune=true finds no linears of 16-bit weights of this model on Test GPU: nothing is measured"]
+    assert lines == ["tune=true finds no linears to tune in this model on Test GPU: nothing is measured"]
 
 
 @pytest.mark.slow

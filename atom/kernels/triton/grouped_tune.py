@@ -125,7 +125,7 @@ class Recording:
         self.kernels = _kernels({name: self._recording(kind)() for name, kind in BACKENDS.items()})
 
     def calls_of(self, product: Product) -> list[Callable[..., Tensor]]:
-        """None where other kernels take so few rows."""
+        """The recorded calls of a product; empty where other kernels take so few rows."""
         return [*self._calls.get((*product[:4], product.style), {}).values()]
 
     def _recording(self, kind: type[Experts]) -> type[Experts]:

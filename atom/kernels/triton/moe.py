@@ -27,7 +27,8 @@ from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.style import Weight, style_of_weight
 
-# the same of weights that are laid out for it, and of activations in fp8, too
+# rows of an expert on average from which Hopper's products of many rows are faster: of packed weights in the layout
+# wgmma, and of those with activations in fp8
 MANY_PACKED_ROWS, MANY_FP8_ROWS = 128, 256
 
 

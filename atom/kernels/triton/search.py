@@ -45,8 +45,11 @@ class Trial:
 
 
 def agrees(call: Call, parameters: Any) -> bool:
-    """Whether a call with these parameters equals the library's result, but for rounding; of x too by the library,
-    where the weight is packed."""
+    """Whether a call with these parameters gives the untuned result, but for rounding.
+
+    Untuned, the library multiplies in a linear, and rounds x too where the weight is packed; experts follow their
+    kernel's own rule.
+    """
     ours, theirs = (_results(call(parameters=lambda *_, chosen=chosen: chosen)) for chosen in (parameters, None))
     is_packed = any(isinstance(arg, PackedWeight) for arg in getattr(call, "args", ()))
     return all(_are_near(a, b, 16 if is_packed else 8) for a, b in zip(ours, theirs, strict=True))

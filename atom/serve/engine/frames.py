@@ -11,7 +11,7 @@ is sent while a start still imports: unlike the other messages, it needs no NumP
 from __future__ import annotations
 
 import struct
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -60,8 +60,23 @@ class Frames(Generic[T]):
 
 
 def encode(message: Message) -> bytes:
-    """A message as a frame."""
-    buffer = bytearray(HEAD.size)
-    msgspec.msgpack.Encoder().encode_into(message, buffer, HEAD.size)
+    """A message as a frame. Halves of surrogate pairs, which cannot be encoded, become U+FFFD in its texts."""
+    encoder, buffer = msgspec.msgpack.Encoder(), bytearray(HEAD.size)
+    try:
+        encoder.encode_into(message, buffer, HEAD.size)
+    except UnicodeEncodeError:
+        encoder.encode_into(_replace_halves(msgspec.to_builtins(message, builtin_types=[bytes])), buffer, HEAD.size)
     HEAD.pack_into(buffer, 0, len(buffer) - HEAD.size)
     return bytes(buffer)
+
+
+def _replace_halves(value: Any) -> Any:
+    """A value of builtin types whose texts have no half of a surrogate pair."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list() | tuple():
+            return [_replace_halves(each) for each in value]
+        case dict():
+            return {_replace_halves(key): _replace_halves(each) for key, each in value.items()}
+    return value

@@ -40,6 +40,7 @@ from atom.devices import open_early
 from atom.errors import AtomError, RequestError
 from atom.gc_utils import no_collection, settle
 from atom.measurement.phases import PhaseClock, seconds_since_exec
+from atom.runtime.inbox import Inbox, Urgent, Work
 from atom.runtime.metrics import EngineStats
 from atom.runtime.speculation import DraftLog
 from atom.runtime.step_guard import StepGuard
@@ -76,7 +77,6 @@ BEATS = 8  # heartbeats in the time after which silence is taken for death
 PORTION = 1024  # positions of a prompt whose log probabilities are sent in one message
 GRACE_SECONDS = 2.0  # to end in when the HTTP process is gone, or for the last step when it has this one end
 
-Work = Callable[[], object]  # done by the main thread between two steps
 Open = Callable[[Start, Progress], "Engine"]
 
 
@@ -87,7 +87,7 @@ class Worker:
         self.progress = WatchedProgress(RichProgress())
         self._link = link
         self._engine: Engine | None = None
-        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it is to end
+        self._inbox = Inbox()
         self._outputs: list[Output] = []
         self._num_seen = 0
         self._grammars = GrammarQueue(self._prepare_grammar)
@@ -162,6 +162,11 @@ class Worker:
             self._sent_state, outputs, self._outputs = state, self._outputs, []
             self._link.send(Outputs(outputs, *state))
 
+    def _go_on(self) -> None:
+        """Do, between steps that an operator's work waits for, what cannot wait for that work."""
+        self._send_outputs()
+        self._inbox.do_urgent()
+
     def _num_waiting(self) -> dict[str, int]:
         """Sequences that are not admitted, by tenant."""
         waiting = Counter(self.engine.num_waiting)
@@ -190,7 +195,7 @@ class Worker:
                 work = self._prepare_request(message)
                 return lambda: self._count(work)
             case Abort(id):
-                return lambda: self._abort(id)
+                return Urgent(lambda: self._abort(id))
             case Profile(id, starts):
                 return lambda: self._answer(id, self.engine.start_profile if starts else self.engine.stop_profile)
             case LoadAdapter():
@@ -198,11 +203,11 @@ class Worker:
             case UnloadAdapter(id, name):
                 return lambda: self._answer(id, lambda: self.engine.loras.unload(name))
             case Sleep(id, level, mode):
-                return lambda: self._answer(id, lambda: self.engine.sleep(level, mode, self._send_outputs))
+                return lambda: self._answer(id, lambda: self.engine.sleep(level, mode, self._go_on))
             case WakeUp(id, tags):
                 return lambda: self._answer(id, lambda: self.engine.wake_up(tags))
             case ResetPrefixCache(id):
-                return lambda: self._answer(id, lambda: self.engine.reset_prefix_cache(self._send_outputs))
+                return lambda: self._answer(id, lambda: self.engine.reset_prefix_cache(self._go_on))
         raise AssertionError(f"{message!r} is the first message and no other")
 
     def _count(self, work: Work) -> None:

@@ -13,15 +13,29 @@ from typing import Any
 import pytest
 import serving
 import wire
+from runtime.test_engine import Script, make_engine
 from serve.stub_engine import Options, StubEngine
 
 import atom.serve
 from atom.config.load import load
 from atom.kernels import find_piece_compiler
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.frames import Start, encode
 from atom.serve.engine.link import Link
 from atom.serve.engine.process import EngineProcess
-from atom.serve.engine.protocol import Beat, Done, End, Failed, Profile, Ready, from_engine
+from atom.serve.engine.protocol import (
+    Abort,
+    Beat,
+    Done,
+    End,
+    Failed,
+    Outputs,
+    Profile,
+    Ready,
+    Sleep,
+    Submit,
+    from_engine,
+)
 from atom.serve.engine.worker import Worker
 
 STUB = (sys.executable, str(serving.STUB), "{}", "--engine")
@@ -166,6 +180,60 @@ def test_nothing_in_serve_can_unpickle():
         text = file.read_text()
         assert not re.search(r"\b(import|from) (pickle|marshal|shelve|dill|cloudpickle|multiprocessing)\b", text), file
         assert not re.search(r"\b(eval|exec|compile)\(", text.replace("re.compile(", "")), file
+
+
+class Played:
+    """A sleeper without any memory, and the other end of a worker's link."""
+
+    def __init__(self) -> None:
+        self.is_sleeping = False
+        self.sent: list[Any] = []
+
+    def sleep(self, level: int) -> None:
+        self.is_sleeping = True
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def ends(self) -> dict[str, tuple[str, int]]:
+        """The finish reason and the number of tokens of each request that has ended."""
+        outputs = [output for each in self.sent if isinstance(each, Outputs) for output in each.outputs]
+        return {output.id: (output.finish.reason, output.finish.num_output) for output in outputs if output.finish}
+
+    def answers(self) -> list[Done]:
+        return [each for each in self.sent if isinstance(each, Done)]
+
+
+def play_sleeping(*messages: Any) -> tuple[Worker, Played]:
+    """A worker whose request `a` has one token when these messages come; None: the end. It has read them."""
+    engine, played = make_engine(Script(dict.fromkeys("abc", "x" * 50))), Played()
+    engine._sleeper = played  # type: ignore[assignment]
+    worker = Worker(played)  # type: ignore[arg-type]
+    worker._engine = engine
+    worker._inbox.put(worker._prepare(Submit("a", [65], SamplingParams(max_tokens=20))))
+    assert worker._run_inbox()
+    engine.step()
+    for message in messages:
+        worker._inbox.put(None if message is None else worker._prepare(message))
+    return worker, played
+
+
+def test_who_leaves_while_a_sleep_waits_for_running_requests_is_not_waited_for():
+    others = [Submit("b", [65], SamplingParams(max_tokens=2)), Submit("c", [65], SamplingParams(max_tokens=2))]
+    worker, played = play_sleeping(Sleep("s", 1, "wait"), *others, Abort("a"), Abort("b"))
+    assert worker._run_inbox()
+    worker._send_outputs()
+    assert played.is_sleeping and played.answers() == [Done("s", "")]
+    assert played.ends() == {"a": ("abort", 2), "b": ("abort", 0)}
+    assert list(worker.engine.scheduler.sequences) == ["c-0"], "it waits"
+
+
+def test_an_engine_that_is_to_end_while_a_sleep_waits_does_not_sleep_and_keeps_its_kv():
+    worker, played = play_sleeping(Sleep("s", 1, "wait"), Submit("b", [65], SamplingParams(max_tokens=2)), None)
+    assert not worker._run_inbox()
+    assert not played.is_sleeping and played.answers() == [Done("s", "", "the engine is to end")]
+    assert list(worker.engine.scheduler.sequences) == ["a-0", "b-0"] and not played.ends()
+    assert worker.engine.scheduler.cache.fullest[0] == 1
 
 
 @pytest.mark.slow

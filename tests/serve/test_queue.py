@@ -86,7 +86,7 @@ def test_a_queue_that_everybody_leaves_at_once_has_room_again(narrow: Server):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"prompt": [0] * 41}, "prompt", "takes 40"),
+        ({"prompt": [0] * 41}, "prompt", "may have 40"),
         ({"prompt": [0], "stop": ["a", "b", "c"]}, "stop", "more than 2 strings"),
         ({"prompt": [0], "logprobs": 4}, "logprobs", "more than 3"),
         ({"prompt": [0], "prompt_logprobs": 4}, "prompt_logprobs", "more than 3"),

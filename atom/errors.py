@@ -35,6 +35,10 @@ class CheckpointError(AtomError):
     exit_code = 2
 
 
+class UnreachableError(CheckpointError):
+    """The hub gives no answer, and its cache has none."""
+
+
 class UnsupportedError(AtomError):
     exit_code = 2
 

@@ -20,7 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from atom.checkpoint.folder import pooling_file, read_modules
 from atom.checkpoint.progress import SILENT, Progress, Task
-from atom.errors import AtomError, CheckpointError, first_line
+from atom.errors import AtomError, CheckpointError, UnreachableError, first_line
 
 DESCRIPTION = ["*.json", "*.jinja", "*.py", "*.txt", "*.model"]
 SINGLE = "model.safetensors"
@@ -109,7 +109,7 @@ def one_line_errors(name: str, revision: str | None, at: str) -> Iterator[None]:
             f"no checkpoint {name}: no folder or .gguf file here, no model on the hub (a private one needs HF_TOKEN)"
         ) from None
     except errors.LocalEntryNotFoundError:
-        raise CheckpointError(
+        raise UnreachableError(
             f"{at} is not a folder or .gguf file here and not in the hub's cache, and the hub cannot be reached: "
             "check the network and HF_HUB_OFFLINE"
         ) from None
@@ -118,4 +118,4 @@ def one_line_errors(name: str, revision: str | None, at: str) -> Iterator[None]:
             raise AtomError(
                 f"the disk is full: no room for {at} in the hub's cache; free some or set HF_HOME"
             ) from error
-        raise CheckpointError(f"cannot download {at}: {first_line(error)}") from error
+        raise UnreachableError(f"cannot download {at}: {first_line(error)}") from error

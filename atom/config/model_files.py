@@ -27,7 +27,7 @@ from atom.checkpoint import open_checkpoint
 from atom.config.folders import CONF
 from atom.config.overrides import parse, plain, rewrite
 from atom.config.spelling import override
-from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
+from atom.errors import CheckpointError, ConfigError, UnreachableError, UnsupportedError, one_line
 from atom.plugins import package_folders
 
 SEARCHPATH = "hydra.searchpath="
@@ -102,13 +102,11 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     files = model_files(search_path_of(texts, config_dirs))
     name, checkpoint, embedded = value("model", "auto"), value("checkpoint"), None
     names: frozenset[str] = frozenset()
-    usual = next((file for file in files if file.name == name and file.spec.get("usual")), None)
+    usual = usual_file(files, name) if checkpoint is None else None
     stated = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
-    if checkpoint is None and usual is not None:
+    if usual is not None:
         checkpoint = usual.spec["usual"]["checkpoint"]
         stated.append(override("checkpoint", checkpoint))
-    else:
-        usual = None
     if checkpoint is None:
         file = embedded_file(files, name)
         name = file.name if name == "auto" else name
@@ -117,10 +115,10 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     else:
         try:
             described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
-        except CheckpointError:
-            if usual is None or usual.spec["usual"].get("config") is None:
+        except UnreachableError:
+            if usual is None or usual.spec["usual"].get("config") is None or value("revision") is not None:
                 raise
-            hf, generation = usual.read_config("usual"), {}  # without the hub: job=explain needs no more
+            hf, generation = usual.read_config("usual"), {}  # job=explain needs no more
         else:
             hf, generation = described.config, described.generation_config
             name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
@@ -202,6 +200,11 @@ def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
         names = ", ".join(file.name for file in candidates)
         raise ConfigError(f"no checkpoint is given; model= can bring one: {names}")
     return candidates[0]
+
+
+def usual_file(files: Sequence[ModelFile], name: str) -> ModelFile | None:
+    """The model file of this name, if it names its usual checkpoint."""
+    return next((file for file in files if file.name == name and file.spec.get("usual")), None)
 
 
 def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: str) -> str:

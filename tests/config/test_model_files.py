@@ -12,7 +12,7 @@ from atom.config import model_files as model_files_module
 from atom.config.folders import CONF
 from atom.config.load import load
 from atom.config.model_files import choose_model, find_source, model_files
-from atom.errors import CheckpointError, ConfigError
+from atom.errors import CheckpointError, ConfigError, UnreachableError
 
 
 def test_a_source_names_the_model_file_last():
@@ -43,7 +43,7 @@ class Described:
 
 
 def unreachable(name: str, **_: Any) -> Any:
-    raise CheckpointError(f"{name}: the hub cannot be reached")
+    raise UnreachableError(f"{name}: the hub cannot be reached")
 
 
 def test_a_model_file_alone_means_its_usual_checkpoint(monkeypatch: pytest.MonkeyPatch):
@@ -64,6 +64,17 @@ def test_without_the_hub_it_is_described_by_the_file_beside_it(monkeypatch: pyte
     assert (config.checkpoint, config.model.layers, config.parallel.experts) == ("deepseek-ai/DeepSeek-V3", 61, 8)
     with pytest.raises(CheckpointError, match=r"^openai/gpt-oss-20b: the hub cannot be reached"):
         load(["model=gpt_oss"])
+    with pytest.raises(CheckpointError, match="the hub cannot be reached"):
+        load(["model=deepseek_v3", "revision=another"])
+
+
+def test_a_checkpoint_that_the_hub_refuses_is_not_described_by_another_file(monkeypatch: pytest.MonkeyPatch):
+    def refuse(name: str, **_: Any) -> Any:
+        raise CheckpointError(f"{name} is gated")
+
+    monkeypatch.setattr(model_files_module, "open_checkpoint", refuse)
+    with pytest.raises(CheckpointError, match="DeepSeek-V3 is gated"):
+        load(["model=deepseek_v3"])
 
 
 def test_the_first_file_that_lists_a_ggufs_architecture_is_meant():

@@ -40,6 +40,10 @@ def places(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
     started.process.wait()
 
 
+def test_the_pages_have_such_commands():
+    assert {"README.md", "deploy.md", "lora.md", "serving.md"} <= set(PAGES)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_curl_is_answered(page: str, places: dict[str, str]):
     for command in PAGES[page]:

@@ -45,9 +45,16 @@ def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
     return {"reasoning_effort": body.reasoning_effort} | kwargs
 
 
-def has_called(body: ChatRequest) -> bool:
-    """Whether the messages have calls of tools, or results."""
-    return any(message.tool_calls or message.role == "tool" for message in body.messages or body.prompt or ())
+def talk_of(context: Context, body: ChatRequest) -> Talk:
+    """What turns the tools of a chat into a prompt, and its answer into calls. FieldError for tools that are wrong."""
+    return Talk(
+        context.config,
+        body.tools,
+        body.tool_choice,
+        context.tokenizer,
+        is_parallel=body.parallel_tool_calls is not False,
+        has_called=any(each.tool_calls or each.role == "tool" for each in body.messages or body.prompt or ()),
+    )
 
 
 class Chat(OpenAIResponder[ChatRequest]):
@@ -59,15 +66,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             raise FieldError(
                 "messages", "messages is missing" if body.messages is None else "messages and prompt are one"
             )
-        is_parallel = body.parallel_tool_calls is not False
-        self._talk = talk = Talk(
-            context.config,
-            body.tools,
-            body.tool_choice,
-            context.tokenizer,
-            is_parallel=is_parallel,
-            has_called=has_called(body),
-        )
+        self._talk = talk = talk_of(context, body)
         params = sampling_params(body, context.config)
         conversation = encode_conversation(
             context,

@@ -18,7 +18,7 @@ from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.ids import new_id
-from atom.serve.openai.chat import has_called, template_kwargs
+from atom.serve.openai.chat import talk_of, template_kwargs
 from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
@@ -47,7 +47,6 @@ from atom.serve.openai.schema import (
     ToolCallMessage,
 )
 from atom.serve.openai.schema import FunctionCall as ChatCall
-from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
 # field of the chat that constrains the answer -> ours
@@ -75,15 +74,7 @@ class ResponsesResponder(Responder):
 
     def make_request(self) -> EngineRequest:
         context, chat = self.context, as_chat(self._body)
-        is_parallel = chat.parallel_tool_calls is not False
-        self._talk = talk = Talk(
-            context.config,
-            chat.tools,
-            chat.tool_choice,
-            context.tokenizer,
-            is_parallel=is_parallel,
-            has_called=has_called(chat),
-        )
+        self._talk = talk = talk_of(context, chat)
         params = sampling_params(chat, context.config)
         kwargs = template_kwargs(context, chat)
         conversation = encode_conversation(context, chat.messages or [], talk.tools, kwargs)

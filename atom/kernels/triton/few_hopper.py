@@ -37,6 +37,7 @@ from atom.kernels.triton.linear.packed_hopper import (
     gated_shape,
 )
 from atom.kernels.triton.linear.style import PLAIN, Style, style_of_weight
+from atom.kernels.triton.rows import new_rows, readable_rows
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its rows, and bytes or plain numbers of each
@@ -353,13 +354,14 @@ def multiply_gates(
     has_counters = programs <= len(counters)
     ring = ring or choose_ring(programs, inner, style, find_gpu(x.device), splits_columns=has_counters)
     weights = _gate_descriptors(values.element_size() * 8).find(values, *gated_shape(values, experts, out))
-    y, partial = x.new_empty(ids.numel(), out // 2), None
+    y, partial = new_rows(x, ids.numel(), out // 2), None
     if ring.splits > 1:
         partial = x.new_empty(len(y) * tiles * ring.splits * ROWS.value, dtype=torch.float32)
+    tokens = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
     _gates_kernel[(tiles, len(y), ring.splits)](
-        _x_descriptors(columns).find(x, tuple(x.shape), x.stride()), ids, weights, scales, zeros, bias, y, partial,
-        counters if ring.splits > 1 else None, ring.steps(inner, columns), ids.shape[1], out, inner, style.values,
-        columns, style.rows, style.columns, kind, limit, alpha, *ring, num_warps=4, launch_pdl=True,
+        tokens, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
+        ring.steps(inner, columns), ids.shape[1], out, inner, style.values, columns, style.rows, style.columns, kind,
+        limit, alpha, *ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
 
@@ -381,9 +383,9 @@ def multiply_downs(
     ring = ring or choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
     downs = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
+    rows = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
     _downs_kernel[(tiles, tokens)](
-        _x_descriptors(columns).find(x, tuple(x.shape), x.stride()), weights, ids, downs, scales, zeros, bias, y,
-        ring.steps(inner, columns), top_k, out, inner, style.values, columns, style.rows, style.columns, parts,
-        ring.boxes, ring.stages, num_warps=4, launch_pdl=True,
+        rows, weights, ids, downs, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner, style.values,
+        columns, style.rows, style.columns, parts, ring.boxes, ring.stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -20,6 +20,7 @@ from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.row_kernels import load_total, normalize
+from atom.kernels.triton.rows import new_rows
 
 FEW_TOKENS = 8  # up to which tokens are normed, scored and choose in one launch
 FEW_NUMBERS = 1 << 13  # of the weight that a program holds
@@ -84,7 +85,7 @@ class Router:
         block_e = min(max(FEW_NUMBERS // columns, 1), next_power_of_2(experts))
         (weights, ids), constants = _results(a, rule), _constants(experts, rule, True)
         logits = a.new_empty(tokens, experts, dtype=torch.float32)
-        x, total = (a, a) if norm is None else (a.new_empty(tokens, inner), a.new_empty(tokens, inner))
+        x, total = (a, a) if norm is None else (new_rows(a, tokens, inner), a.new_empty(tokens, inner))
         _route_few_kernel[(-(-experts // block_e), tokens)](
             a, b, norm, weight, bias, correction, x, total, logits, weights, ids, self._arrived, a.stride(0),
             0 if b is None else b.stride(0), eps, rule.scale, INNER=inner, BLOCK_E=block_e, BLOCK_I=columns,

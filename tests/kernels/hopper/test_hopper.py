@@ -197,36 +197,57 @@ class TestChoice:
     def test_many_rows_of_quantized_activations_are_the_librarys(self):
         style = style_of("fp8[1, *]", 4096, "fp8", True)
         assert isinstance(tiles.choose(tiles.Shape(64, 4096, 4096, style=style), H200), Wgmma)
-        assert tiles.choose(tiles.Shape(65, 4096, 4096, style=style), H200) is None
+        assert tiles.choose(tiles.Shape(65, 8192, 4096, style=style), H200) is None
 
     @pytest.mark.parametrize(
         ("rows", "out", "inner", "library", "ours"),
         [
-            (96, 1024, 4096, 16.2, 14.3),
-            (192, 1024, 4096, 16.8, 13.4),
-            (256, 1024, 4096, 16.8, 13.3),
-            (80, 2048, 4096, 16.4, 13.8),
-            (96, 2048, 4096, 16.3, 13.7),
-            (192, 2048, 4096, 16.9, 17.5),
-            (256, 2048, 4096, 16.8, 17.0),
-            (96, 2048, 8192, 27.3, 19.4),
-            (192, 2048, 8192, 27.9, 30.5),
-            (256, 2048, 8192, 28.1, 28.2),
-            (96, 3072, 4096, 16.3, 21.7),
-            (256, 3072, 4096, 17.2, 30.3),
-            (96, 4096, 4096, 16.5, 17.3),
-            (96, 4096, 12288, 39.6, 39.7),
-            (256, 4096, 12288, 41.0, 66.9),
-            (96, 5120, 2048, 11.2, 18.9),
+            (128, 2048, 4096, 16.9, 12.1),
+            (192, 2048, 4096, 17.3, 15.3),
+            (256, 2048, 4096, 17.4, 15.8),
+            (128, 2112, 7168, 25.4, 16.3),
+            (192, 2112, 7168, 25.7, 23.4),
+            (256, 2112, 7168, 25.8, 23.8),
+            (128, 2304, 4096, 17.0, 14.9),
+            (192, 2304, 4096, 17.4, 15.4),
+            (256, 2304, 4096, 17.5, 21.1),
+            (128, 3072, 4096, 17.2, 15.5),
+            (192, 3072, 4096, 17.4, 21.3),
+            (256, 3072, 4096, 17.7, 21.5),
+            (128, 4096, 2048, 11.6, 10.0),
+            (192, 4096, 2048, 11.7, 12.3),
+            (256, 4096, 2048, 11.9, 12.7),
+            (128, 4096, 8192, 28.8, 27.7),
+            (192, 4096, 8192, 29.7, 38.5),
+            (256, 4096, 8192, 30.3, 46.9),
+            (128, 5120, 2048, 11.7, 12.4),
+            (192, 5120, 2048, 11.9, 12.7),
+            (256, 5120, 2048, 12.0, 17.1),
+            (128, 6144, 4096, 18.0, 22.9),
+            (192, 6144, 4096, 18.0, 32.9),
+            (256, 6144, 4096, 18.3, 33.2),
+            (128, 7168, 2048, 12.0, 12.7),
+            (192, 7168, 2048, 12.3, 17.2),
+            (256, 7168, 2048, 12.4, 24.9),
+            (128, 7168, 16384, 53.8, 92.6),
+            (192, 7168, 16384, 57.7, 129.9),
+            (256, 7168, 16384, 59.4, 192.7),
+            (128, 9216, 4096, 19.3, 33.7),
+            (192, 9216, 4096, 31.2, 51.1),
+            (256, 9216, 4096, 31.4, 56.1),
+            (128, 24576, 1536, 18.6, 28.0),
+            (192, 24576, 1536, 25.8, 40.2),
+            (256, 24576, 1536, 25.6, 52.7),
         ],
     )
     def test_more_rows_in_fp8_are_multiplied_by_what_an_h200_does_faster(
         self, rows: int, out: int, inner: int, library: float, ours: float
     ):
-        """library and ours: µs of a linear in blocks of 128 x 128, with x quantized for the library."""
+        """library and ours: µs of a linear in blocks of 128 x 128, with x quantized for the library; the one chosen is
+        faster, or not much slower."""
         style = style_of("fp8[128, 128]", inner, "fp8[1, 128]", True)
         is_librarys = tiles.choose(tiles.Shape(rows, out, inner, style=style), H200) is None
-        assert is_librarys == (library < ours)
+        assert (library if is_librarys else ours) <= 1.15 * min(library, ours)
 
 
 COMPILE = """
@@ -313,6 +334,19 @@ class TestOnHopper:
         again = [products.linear(x, shuffle(weight), bias) for _ in range(3)]
         assert_near(again[0].double(), truth + bias.double(), share)
         assert all(torch.equal(again[0], each) for each in again)
+
+    @pytest.mark.parametrize("fmt", FORMATS)
+    @pytest.mark.parametrize("rows", [1, 9, 40, 72, 200])
+    @pytest.mark.parametrize("kind", [None, "silu"])
+    def test_what_lies_behind_rows_is_read_and_counts_for_nothing(self, fmt: str, rows: int, kind: str | None):
+        weight, x = shuffle(draw(fmt, 384, 512, device="cuda")), make(256, 512)
+        x[rows:] = torch.nan
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            products = Products()
+            return products.linear(x, weight) if kind is None else products.gated_linear(x, weight, kind=kind)
+
+        assert torch.equal(multiply(x[:rows]), multiply(x[:rows].clone()))
 
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("rows", [1, 5, 33, 128, 200])

@@ -31,6 +31,7 @@ from atom.kernels.triton.attention.prefill import FEW_TOKENS
 from atom.kernels.triton.attention.rope import store_rotated
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.rows import new_rows
 
 ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
 MAX_SPLITS = 128  # of a context
@@ -98,7 +99,7 @@ class PagedLatentAttention:
         assert q_rope.stride(2) == 1 and blocks.is_contiguous(), "rows have gaps"
         (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
         weight = kv_b.view(heads, -1, rank)
-        out = q_nope.new_empty(tokens, heads, weight.shape[1] - plain)
+        out = new_rows(q_nope, tokens, heads, weight.shape[1] - plain)
         if num_decodes:
             some, has_few = slice(0, num_queries), num_queries <= FEW_QUERIES
             q = _absorb_few(q_nope[some], weight) if has_few else _absorb(q_nope[some], weight)

@@ -20,6 +20,7 @@ from atom.kernels.triton.attention import decode, prefill
 from atom.kernels.triton.attention.common import has_rows
 from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.rope import norm_rope_write
+from atom.kernels.triton.rows import new_rows
 
 
 class _Attention:
@@ -38,7 +39,7 @@ class _Attention:
         give zeros."""
         blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
         assert has_rows(q) and blocks.is_contiguous(), "heads and blocks must lie side by side"
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = new_rows(q, *q.shape)
         if num_decodes:
             self._decode(q, blocks, table, batch.lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window,
                          softcap, newest, batch.query_len)  # fmt: skip

@@ -33,6 +33,7 @@ from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.style import style_of_weight
+from atom.kernels.triton.rows import new_rows, readable_rows
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
@@ -439,7 +440,7 @@ def _launch(
     else:
         weights = gated_weights(values, experts or 1, out)
     columns = BOX.value * 8 // style.bits
-    y, is_by_row = x.new_empty(rows, out // gates), experts is not None and rows <= experts
+    y, is_by_row = new_rows(x, rows, out // gates), experts is not None and rows <= experts
     row_tiles = -(-rows // block_rows)
     if experts is not None:
         row_tiles = rows if is_by_row else rows // block_rows + experts
@@ -448,11 +449,10 @@ def _launch(
         splits = 1
     if splits > 1:
         partial = x.new_empty(splits, row_tiles, num_tiles, BLOCK_O.value, block_rows, dtype=torch.float32)
+    own = _x_descriptors(block_rows, columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
     _multiply[(num_tiles, row_tiles, splits)](
-        _x_descriptors(block_rows, columns).find(x, (rows, inner), x.stride()), weights, weight.parts["scales"],
-        weight.parts.get("zeros"), bias, ends, y, partial, counters if splits > 1 else None, rows, out, inner,
-        style.values, style.rows, style.columns, experts, is_by_row, kind, limit, alpha, block_rows, boxes, stages,
-        splits,
-        num_warps=4, launch_pdl=True,
+        own, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, ends, y, partial,
+        counters if splits > 1 else None, rows, out, inner, style.values, style.rows, style.columns, experts, is_by_row,
+        kind, limit, alpha, block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

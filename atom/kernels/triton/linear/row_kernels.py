@@ -23,6 +23,7 @@ from atom.graph.formats import parse_format
 from atom.kernels.triton.activations import activate_rounded
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.rows import new_rows
 
 FP8 = torch.float8_e4m3fn
 # of many rows that are short, a program quantizes some, since to start one takes longer than a row
@@ -46,7 +47,7 @@ def span_of(act: str, inner: int) -> int:
 def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """a and b [T, I], norm [I] -> rms_norm(a + b), and a + b, which is a where there is no b"""
     rows, inner = a.shape
-    y = a.new_empty(rows, inner)
+    y = new_rows(a, rows, inner)
     total = a if b is None else a.new_empty(rows, inner)
     gpu = find_gpu(a.device)
     warps = min(max(next_power_of_2(inner) // 512, 1), 16)
@@ -59,7 +60,7 @@ def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Te
 def activate_gates(x: Tensor, kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:
     """x [T, 2 W], gates before ups -> gated_activate, [T, W]"""
     rows, width = x.shape[0], x.shape[1] // 2
-    y = x.new_empty(rows, width)
+    y = new_rows(x, rows, width)
     gpu = find_gpu(x.device)
     _gate_kernel[(rows, -(-width // 1024))](  # of rows there may be more than the second dim holds
         x, y, width, 1024, kind, limit, alpha, num_warps=4, **gpu.options

@@ -15,7 +15,9 @@ from atom.kernels.triton.linear.style import Style
 BLOCK_OUT = 64  # rows of a weight that a program takes; where gated, half of them gates
 BOX = 64  # bytes of a row of a weight that one copy brings
 MAX_STAGES = 8
+MIN_BYTES = 512  # of a row of a weight that a program takes
 OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
+LEFT = 8192  # of a multiprocessor's, also where one program has all of it
 
 
 class Wgmma(NamedTuple):
@@ -28,24 +30,29 @@ class Wgmma(NamedTuple):
 
 
 def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
-    """The fastest tiles of an H200 with the layers of Qwen3-8B, or close to them.
+    """The fastest tiles of an H200 with layers of Qwen3, GLM-4.5 and DeepSeek-V3, or close to them.
 
     All programs are on the GPU at once where they can be, as many on each multiprocessor, whose memory their stages
     fill: with less, those of a kernel that starts while attention runs would crowd where that has ended.
     """
     block_rows = _block_rows(rows, style)
-    per_scale = -(-(style.columns or 1) * style.bits // (8 * BOX))
-    boxes = max(4 if block_rows == 8 else 2 if block_rows <= (64 if style.bits == 8 else 32) else 1, per_scale)
-    tiles, columns = -(-out // BLOCK_OUT) * -(-rows // block_rows), boxes * BOX * 8 // style.bits
-    splits = _split(tiles, inner, columns, gpu.units * (1.9 if block_rows <= 64 else 0.9))
-    most = 2 if block_rows > 64 else 4 if style.bits == 4 and block_rows == 8 else 3  # on a multiprocessor
-    if block_rows <= 32:  # long sums are cut further while the parts are long enough to pay
+    num_tiles = -(-out // BLOCK_OUT)
+    if block_rows > 64 and (style.bits == 8 or num_tiles * -(-rows // block_rows) < 2 * gpu.units):
+        block_rows = 64
+    tiles = num_tiles * -(-rows // block_rows)
+    most = 4 if style.bits == 4 and block_rows == 8 else 3  # on a multiprocessor
+    splits = _split_linear(tiles, inner, block_rows, style, gpu)
+    if block_rows == 8:  # long sums are cut further while the parts are long enough to pay
         splits = max(
             n for n in (splits, 6, 8) if n == splits or splits < n <= min(most * gpu.units // tiles, inner // 1024)
         )
     together = min(-(-tiles * splits // gpu.units), most)
-    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(block_rows, style))
-    return Wgmma(block_rows, boxes, min(max(fitting, 2 if block_rows <= 32 else 3), MAX_STAGES), splits)
+    least = -(-(style.columns or 1) * style.bits // (8 * BOX))  # boxes of the columns that share a scale
+    memory = min(gpu.shared_memory // together - OTHER_MEMORY, gpu.shared_memory - LEFT)
+    room = memory // box_bytes(block_rows, style)  # in boxes
+    wide = 2 if style.values == "e2m1" and block_rows > 8 else 4  # what scales of more boxes take, products lack
+    boxes = max(next((boxes for boxes in (wide, 2) if room >= 2 * boxes), 1), least)
+    return Wgmma(block_rows, boxes, min(max(room // boxes, 2), MAX_STAGES), splits)
 
 
 def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
@@ -66,6 +73,22 @@ def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, 
         return Wgmma(block_rows, boxes, num_stages)
     columns = boxes * BOX * 8 // style.bits
     return Wgmma(block_rows, boxes, 2, _split(rows * -(-out // BLOCK_OUT), inner, columns, 1.9 * gpu.units))
+
+
+def _split_linear(tiles: int, inner: int, block_rows: int, style: Style, gpu: Gpu) -> int:
+    """How many programs share out the columns of a linear's tile.
+
+    There is one for each multiprocessor, and nearly two where the columns of each would take long. Sums of more rows
+    cost more to add up.
+    """
+    most, long = (1.9, 0) if block_rows == 8 else (1.5, 1536 if block_rows <= 32 else 2048)
+    splits = 1
+    while splits < 8 and inner * style.bits // 8 >= 2 * splits * MIN_BYTES:
+        programs = tiles * splits / gpu.units  # of a multiprocessor
+        if programs >= most or (programs >= 0.95 and inner <= long * splits):
+            break
+        splits *= 2
+    return splits
 
 
 def _split(tiles: int, inner: int, columns: int, wanted: float) -> int:

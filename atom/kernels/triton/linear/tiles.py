@@ -155,7 +155,7 @@ def fills_library(rows: int, out: int, gpu: Gpu) -> bool:
     It does twice as much in a time, but its tiles of 128 x 128 have all columns each, whose time passes however few of
     them there are; the other's are 64 wide, split by columns, and need no launch that quantizes.
     """
-    return rows > 64 and -(-rows // 128) * -(-out // 128) > gpu.units // 6
+    return rows > 64 and -(-rows // 128) * -(-out // 128) > gpu.units // 4
 
 
 def choose_vector(shape: Shape, gpu: Gpu) -> Vector | None:

@@ -51,7 +51,9 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
     assert tables and set(tables) <= set(tuned.FITS)
     for table, entries in tables.items():
         assert entries and all(tuned.FITS[table](key, entry) for key, entry in entries.items())
-    styles = {style.name: style for style in (PLAIN, Style("e4m3", 128, 128, act="fp8", is_shuffled=True))}
+    packed = (("e4m3", 128, 128, "fp8"), ("e4m3", 1, None, "fp8"), ("u4", 1, 128, None))
+    shuffled = [Style(*numbers, act=act, is_shuffled=True) for *numbers, act in packed]
+    styles = {style.name: style for style in (PLAIN, *shuffled)}
     for key, entry in tables.get("linear", {}).items():
         *sizes, name = [*key.split(" ", 4), ""][:5]
         shape = Shape(*map(int, sizes), style=styles[name])

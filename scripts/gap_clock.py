@@ -26,7 +26,7 @@ from triton.language.extra.cuda import globaltimer
 
 from atom.kernels.triton.jit import jit
 
-SIZE = 1 << 16  # times in the ring, four a step at most
+SIZE = 1 << 16  # times in the ring, of which a step takes four at most
 NUM_FLOOR = 200  # graphs in a row
 FLOOR_CYCLES = 50_000_000  # some 25 ms, in which the host launches these
 
@@ -37,7 +37,8 @@ class Stamp(IntEnum):
     DECODES = 0  # prepares its inputs, those of decodes alone
     PROMPTS = 1  # prepares its inputs, prompts among them
     TABLES = 2  # copies entries of block tables, ahead of its inputs
-    DRAWN = 3  # has drawn its tokens
+    COPIED = 3  # has copied them
+    DRAWN = 4  # has drawn its tokens
 
 
 @jit(do_not_specialize=["kind"])
@@ -127,6 +128,7 @@ def install() -> None:
         def extend_tables(self, *args: Any) -> None:
             clock.stamp(Stamp.TABLES)
             super().extend_tables(*args)
+            clock.stamp(Stamp.COPIED)
 
         def sample(self, *args: Any, **options: Any) -> Any:
             drawn = super().sample(*args, **options)

@@ -14,8 +14,10 @@ up to the first of these. The profiler adds to the host's work, so the time of a
 
 With `--clock` nothing is traced. Kernels in the CUDA graphs of the steps read the clock of the GPU, on each rank
 (`scripts/gap_clock.py`), which takes the host 10 µs a step at most: the profiler makes the host of several ranks too
-slow. Copies and the rest between two steps count as idle then, and `before others` is up to the tables of KV blocks.
-The floor is how far apart two readings are in two graphs in a row, when the host is far ahead.
+slow. Of what lies between two steps only the copy of block tables is taken off, and `before others` is up to that. The
+floor is how far apart two readings are in two graphs in a row, when the host is far ahead.
+
+`whole` is the time from a step's last kernel to the next one's first, whatever ran.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class Step(NamedTuple):
     span: float  # from there to the end of its last one
     idle: float  # when nothing ran since the last kernel of the previous step
     before_others: float  # of it, before other activities between the two steps
+    whole: float  # from the end of that kernel to the start, those activities included
     has_prompts: bool
 
 
@@ -243,15 +246,17 @@ def read_stamps(stamps: Sequence[tuple[int, int]]) -> list[Step]:
     steps: list[Step] = []
     start: float | None = None  # of the step that has begun
     drawn: float | None = None  # when the step before had drawn its tokens, where it did
-    tables: float | None = None  # when the first activity since began
-    gap, has_prompts = None, False
+    tables: float | None = None  # when the copy of tables since began
+    gap, copying, has_prompts = None, 0.0, False
     for now, kind in ((nanoseconds / 1e3, kind) for nanoseconds, kind in stamps):
         match Stamp(kind):
             case Stamp.TABLES:
-                tables = tables or now
+                tables = now
+            case Stamp.COPIED:
+                copying = 0.0 if tables is None else now - tables
             case Stamp.DECODES | Stamp.PROMPTS:
-                gap = None if drawn is None else (now - drawn, (tables or now) - drawn)
-                start, drawn, tables, has_prompts = now, None, None, kind == Stamp.PROMPTS
+                gap = None if drawn is None else (now - drawn - copying, (tables or now) - drawn, now - drawn)
+                start, drawn, tables, copying, has_prompts = now, None, None, 0.0, kind == Stamp.PROMPTS
             case Stamp.DRAWN:
                 if start is not None and gap is not None:
                     steps.append(Step(start, now - start, *gap, has_prompts))
@@ -259,13 +264,13 @@ def read_stamps(stamps: Sequence[tuple[int, int]]) -> list[Step]:
     return steps
 
 
-def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[float, float]:
-    """µs when nothing ran between two kernels, in all and up to the first activity."""
+def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[float, float, float]:
+    """µs when nothing ran between two kernels, in all and up to the first activity; and from the one to the other."""
     end, waits = last.stop, []
     for event in (*between, first):
         waits.append(max(event.start - end, 0.0))
         end = max(end, event.stop)
-    return sum(waits), waits[0]
+    return sum(waits), waits[0], max(first.start - last.stop, 0.0)
 
 
 def measure_ranks(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
@@ -290,7 +295,7 @@ def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
     if taken:
         summary["ms_a_step"] = float(numpy.mean(taken)) / 1e3
         summary["ms_within_steps"] = float(numpy.mean([step.span for step in steps])) / 1e3
-    for name in ("idle", "before_others") if decodes else ():
+    for name in ("idle", "before_others", "whole") if decodes else ():
         values = numpy.array([getattr(step, name) for step in decodes])
         percentiles = numpy.percentile(values, (50, 90, 99))
         summary["gaps_us"][name] = dict(zip(("median", "p90", "p99"), map(float, percentiles), strict=True))

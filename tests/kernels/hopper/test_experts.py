@@ -54,14 +54,14 @@ def nan_in_new_memory() -> Iterator[None]:
 
 def check(
     fmt: str | None, experts: int, ids: torch.Tensor, gate: dict[str, Any], act: str | None = None,
-    first: int | None = None, *, way: str, taken: list[str], device: str = "cuda",
+    first: int | None = None, *, way: str, taken: list[str],
 ) -> None:  # fmt: skip
     """Experts that nobody chose hold NaN. first: of those that are here. way: by which they are to be multiplied"""
     width, hidden = SIZES[fmt]
-    gate_up, down, *biases = make_experts(fmt, experts, width, hidden, gate == CLAMPED and act is None, device)
-    x = torch.randn(len(ids), hidden + 8).to(device).bfloat16()[:, :hidden]  # rows with gaps between them
-    weights, ids = torch.rand(ids.shape).to(device), ids.to(device)
-    base = None if first is None else torch.tensor([first], device=device)
+    gate_up, down, *biases = make_experts(fmt, experts, width, hidden, gate == CLAMPED and act is None, "cuda")
+    x = torch.randn(len(ids), hidden + 8).cuda().bfloat16()[:, :hidden]  # rows with gaps between them
+    weights, ids = torch.rand(ids.shape).cuda(), ids.cuda()
+    base = None if first is None else torch.tensor([first], device="cuda")
     rounded = {**gate, "act": act if way == "fp8" else None}
     wide = [None if each is None else each.float() for each in biases]
     truth = ops.experts.body(x.float(), weights, ids, exact(gate_up), exact(down), *wide, base, **rounded)

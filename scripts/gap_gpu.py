@@ -11,6 +11,13 @@ A step's first kernel is the one that makes its inputs, its last the one that dr
 between the last of one step and the first of the next in which nothing ran, where that next step has decodes alone:
 copies and what brings new requests to the GPU lie between the two and are taken off. `before others` is the part of it
 up to the first of these. The profiler adds to the host's work, so the time of a step is given without it too.
+
+With `--clock` nothing is traced. Kernels in the CUDA graphs of the steps read the clock of the GPU, on each rank
+(`scripts/gap_clock.py`), which takes the host 10 µs a step at most: the profiler makes the host of several ranks too
+slow. Of what lies between two steps only the copy of block tables is taken off, and `before others` is up to that. The
+floor is how far apart two readings are in two graphs in a row, when the host is far ahead.
+
+`whole` is the time from a step's last kernel to the next one's first, whatever ran.
 """
 
 from __future__ import annotations
@@ -24,13 +31,15 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import uvloop
 
+from atom.compiler import mesh_of
 from atom.config import Config
 from atom.config.load import load
 from atom.devices import find_device
@@ -38,8 +47,13 @@ from atom.jobs.trace import ON_DEVICE, Event, read_event
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import WORKER, EngineProcess
+from scripts.gap_clock import Stamp
 
-CONFIG = Path(__file__).parents[1] / "tests" / "configs" / "qwen3_0.6b.json"
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "tests" / "configs" / "qwen3_0.6b.json"
+CLOCKED = f"import sys; sys.path[0] = {str(ROOT)!r}; from scripts.gap_clock import serve; serve()"
+CLOCKED_WORKER = (sys.executable, "-c", CLOCKED)
+CLOCK_FILES = "rank_*/steps.*.json"
 FIRST, LAST, OF_PROMPTS = "_prepare", "_draw", "_prefill"  # kernels of a step; the last one only with prompts
 NUM_ROWS = 64
 MIN_STEPS = 1000  # of decodes alone
@@ -49,9 +63,10 @@ STOP = "zo"  # in one of 338 words
 LOOK_SECONDS = 0.005  # between two polls of a client: it takes several tokens at once, to keep up with the engine
 WARM_SECONDS = 2.0
 REST_SECONDS = 0.5  # after a trace, for requests that arrived while it was written
+WRITE_SECONDS = 30.0  # in which all ranks have written what their clocks said
 TIMES = {
-    "ms_a_step_without_profiler": "a step, without the profiler",
-    "ms_a_step": "a step, with it",
+    "ms_a_step_without_profiler": "a step, before the first trace",
+    "ms_a_step": "a step, while it is traced",
     "ms_within_steps": "of that from its first kernel to its last",
 }
 REASONS = ("eos", "stop_sequence", "max_tokens", "abort")
@@ -64,6 +79,7 @@ class Step(NamedTuple):
     span: float  # from there to the end of its last one
     idle: float  # when nothing ran since the last kernel of the previous step
     before_others: float  # of it, before other activities between the two steps
+    whole: float  # from the end of that kernel to the start, those activities included
     has_prompts: bool
 
 
@@ -72,6 +88,7 @@ def main() -> int:
     parser.add_argument("--traces", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a trace")
     parser.add_argument("--parallel", default="tp1", help="of several ranks, as in tp2; the first one's GPU is traced")
+    parser.add_argument("--clock", action="store_true", help="read each rank's clock in its steps, and trace nothing")
     parser.add_argument("--keep", help="a folder for the traces")
     parser.add_argument("--read", nargs="+", default=[], help="traces that are there: nothing is run")
     parser.add_argument("--json", action="store_true")
@@ -87,11 +104,11 @@ def main() -> int:
             traces = str(Path(options.keep or folder).resolve())
             stated = [f"serve.torch_profiler_dir={traces}", f"parallel={options.parallel}"]
             config = load([f"checkpoint={folder}", "load_dummy=true", *stated])
-            paths, traffic = uvloop.run(trace_traffic(config, options.traces, options.seconds))
-        traced = [read_steps(read_trace(path)) for path in paths]
-    summary = {**measure(traced), **traffic}
-    print(json.dumps(summary) if options.json else "\n".join(describe(summary)))
-    missed = find_missed(summary)
+            paths, traffic = uvloop.run(trace_traffic(config, options.traces, options.seconds, options.clock))
+        ranks = measure_ranks(paths)
+    next(iter(ranks.values())).update(traffic)
+    print(json.dumps(ranks) if options.json else "\n".join(line for each in ranks.items() for line in describe(*each)))
+    missed = [f"{name}: {bound}" for name, summary in ranks.items() for bound in find_missed(summary)]
     for each in missed:
         print(f"missed: {each}", file=sys.stderr)
     return 1 if missed else 0
@@ -114,10 +131,16 @@ def save_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
 
-async def trace_traffic(config: Config, num_traces: int, seconds: float) -> tuple[list[Path], dict[str, Any]]:
-    """Trace an engine under load; the traces, and its finish reasons and step times without the profiler."""
-    engine, client = EngineProcess(WORKER), EngineClient(config)
+async def trace_traffic(
+    config: Config, num_traces: int, seconds: float, has_clock: bool = False
+) -> tuple[list[Path], dict[str, Any]]:
+    """Trace an engine under load; the traces, and its finish reasons and step times without the profiler.
+
+    has_clock: its ranks read their clocks, and the traces are what each has written of that
+    """
+    engine, client = EngineProcess(CLOCKED_WORKER if has_clock else WORKER), EngineClient(config)
     reasons: Counter[str] = Counter()
+    earlier = {*Path(config.serve.torch_profiler_dir or ".").glob(CLOCK_FILES)}
     try:
         engine.configure(config)
         await client.connect(engine.connection)
@@ -138,12 +161,22 @@ async def trace_traffic(config: Config, num_traces: int, seconds: float) -> tupl
                 await asyncio.sleep(seconds)
                 paths.append(Path(await client.profile(starts=False)))
                 await asyncio.sleep(REST_SECONDS)
+            if has_clock:
+                paths = await find_written(paths, earlier, mesh_of(config).num_ranks)
             for row in rows:
                 row.cancel()
     finally:
         client.close("it is over")
         engine.end()
     return paths, {"ended_by": dict(reasons), "ms_a_step_without_profiler": step_ms}
+
+
+async def find_written(firsts: Sequence[Path], earlier: Set[Path], num_ranks: int) -> list[Path]:
+    """Wait for the files that all ranks write. firsts: those of the first rank. earlier: what was there before"""
+    async with asyncio.timeout(WRITE_SECONDS):
+        while len(found := {*firsts[0].parents[1].glob(CLOCK_FILES)} - earlier) < num_ranks * len(firsts):
+            await asyncio.sleep(LOOK_SECONDS)
+    return sorted(found)
 
 
 async def ask(client: EngineClient, chance: random.Random, vocab: int, reasons: Counter[str]) -> None:
@@ -208,13 +241,49 @@ def read_steps(trace: Mapping[str, Any]) -> list[Step]:
     return steps
 
 
-def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[float, float]:
-    """µs when nothing ran between two kernels, in all and up to the first activity."""
+def read_stamps(stamps: Sequence[tuple[int, int]]) -> list[Step]:
+    """The same steps, of the times in nanoseconds at which a GPU read its clock, and what it was about to do."""
+    steps: list[Step] = []
+    start: float | None = None  # of the step that has begun
+    drawn: float | None = None  # when the step before had drawn its tokens, where it did
+    tables: float | None = None  # when the copy of tables since began
+    gap, copying, has_prompts = None, 0.0, False
+    for now, kind in ((nanoseconds / 1e3, kind) for nanoseconds, kind in stamps):
+        match Stamp(kind):
+            case Stamp.TABLES:
+                tables = now
+            case Stamp.COPIED:
+                copying = 0.0 if tables is None else now - tables
+            case Stamp.DECODES | Stamp.PROMPTS:
+                gap = None if drawn is None else (now - drawn - copying, (tables or now) - drawn, now - drawn)
+                start, drawn, tables, copying, has_prompts = now, None, None, 0.0, kind == Stamp.PROMPTS
+            case Stamp.DRAWN:
+                if start is not None and gap is not None:
+                    steps.append(Step(start, now - start, *gap, has_prompts))
+                start, drawn, gap = None, now if start is not None else None, None
+    return steps
+
+
+def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[float, float, float]:
+    """µs when nothing ran between two kernels, in all and up to the first activity; and from the one to the other."""
     end, waits = last.stop, []
     for event in (*between, first):
         waits.append(max(event.start - end, 0.0))
         end = max(end, event.stop)
-    return sum(waits), waits[0]
+    return sum(waits), waits[0], max(first.start - last.stop, 0.0)
+
+
+def measure_ranks(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Summarize the traces of each rank, by the name of the folder that they are in."""
+    ranks: dict[str, dict[str, Any]] = {}
+    by_folder = attrgetter("parent.name")
+    for name, files in itertools.groupby(sorted(paths, key=by_folder), by_folder):
+        traces = [read_trace(path) for path in files]
+        steps = [read_stamps(each["stamps"]) if "stamps" in each else read_steps(each) for each in traces]
+        ranks[name] = measure(steps)
+        if floors := [each["floor_us"] for each in traces if "floor_us" in each]:
+            ranks[name]["floor_us"] = float(numpy.median(floors))
+    return ranks
 
 
 def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
@@ -226,7 +295,7 @@ def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
     if taken:
         summary["ms_a_step"] = float(numpy.mean(taken)) / 1e3
         summary["ms_within_steps"] = float(numpy.mean([step.span for step in steps])) / 1e3
-    for name in ("idle", "before_others") if decodes else ():
+    for name in ("idle", "before_others", "whole") if decodes else ():
         values = numpy.array([getattr(step, name) for step in decodes])
         percentiles = numpy.percentile(values, (50, 90, 99))
         summary["gaps_us"][name] = dict(zip(("median", "p90", "p99"), map(float, percentiles), strict=True))
@@ -246,16 +315,18 @@ def find_missed(summary: Mapping[str, Any]) -> list[str]:
     return [bound for bound, holds in bounds.items() if not holds]
 
 
-def describe(summary: Mapping[str, Any]) -> list[str]:
-    lines = [f"steps {summary['num_steps']:,}, of decodes alone {summary['num_decode_steps']:,}"]
-    for name, what in TIMES.items():
-        if name in summary:
-            lines.append(f"{what}: {summary[name]:.3f} ms")
+def describe(name: str, summary: Mapping[str, Any]) -> list[str]:
+    lines = [f"{name}: steps {summary['num_steps']:,}, of decodes alone {summary['num_decode_steps']:,}"]
+    for time, what in TIMES.items():
+        if time in summary:
+            lines.append(f"{what}: {summary[time]:.3f} ms")
     if "ended_by" in summary:
         lines.append("ended by " + ", ".join(f"{reason} {count}" for reason, count in summary["ended_by"].items()))
-    for name, gaps in summary["gaps_us"].items():
+    for way, gaps in summary["gaps_us"].items():
         values = ", ".join(f"{each} {value:.1f}" for each, value in gaps.items())
-        lines.append(f"gap before a step of decodes, µs, {name.replace('_', ' ')}: {values}")
+        lines.append(f"gap before a step of decodes, µs, {way.replace('_', ' ')}: {values}")
+    if "floor_us" in summary:
+        lines.append(f"floor, µs: {summary['floor_us']:.1f}")
     return lines
 
 

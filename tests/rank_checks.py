@@ -5,6 +5,7 @@ assert_same_answers(answers, alone)
 assert_same_texts_of_a_grammar(save_with_texts("llama", folder), {"level": 0}, {"tensor_parallel_size": 2})
 assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place=0)
 assert_ranks_end_with_their_driver(folder, level=0)
+assert_server_ends_by_a_signal(server, 1, signal.SIGSTOP, temporary)      # rank 1 of a server whose TMPDIR that is
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import wire
+from serving import Server, family, is_alive
 from slowness import END_SECONDS, slowness
 from test_kv_scales import add_tokenizer
 
 from atom import LLMEngine, SamplingParams
+from atom.cache.temporary import sweep
 from atom.errors import EngineDeadError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -143,9 +149,53 @@ def assert_ranks_end_with_their_driver(folder: Path, **fields: Any) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None and driver.stdout.readline() == "runs\n"
         children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+        files = files_of([driver.pid, *map(int, children)])
         end = time.monotonic() + END_SECONDS * slowness()
         driver.kill()
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < end, "a rank is left"
         time.sleep(0.05)
     assert children
+    assert not any(file.exists() for file in files)
+
+
+def ranks_of(server: Server) -> list[int]:
+    """The processes of a server's ranks, that of the engine first, which drives."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(server)}
+    others = sorted(pid for pid, command in commands.items() if b"RankLink" in command)
+    (driver,) = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in others}
+    return [driver, *others]
+
+
+def assert_server_ends_by_a_signal(
+    server: Server, rank: int | None, number: int, temporary: Path, is_free: Callable[[], bool] = lambda: True
+) -> None:
+    """A signal to a process of a server ends its streams with an error, and all processes of its engine, in time.
+
+    rank: whose process; None: the one that serves HTTP. temporary: its TMPDIR. is_free: whether the memory that the
+    engine took is free
+    """
+    processes, ranks = family(server), ranks_of(server)
+    files = files_of(ranks)
+    with ExitStack() as opened:
+        opened.callback(server.process.kill)  # unless it has ended
+        streams = [wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000}) for _ in range(3)]
+        for stream in streams:
+            opened.callback(stream.close)
+            stream.read_events(3)
+        limit = END_SECONDS * slowness()
+        os.kill(server.process.pid if rank is None else ranks[rank], number)
+        since = time.monotonic()
+        for stream in streams if rank is not None else ():
+            *_, last = stream.read_events()
+            assert last["error"]["code"] == "unavailable" and time.monotonic() - since < limit
+        for is_over in (lambda: not any(map(is_alive, processes)), is_free):
+            wire.wait_until(is_over, since + limit - time.monotonic())
+        code = server.process.wait(20)  # it tells of the death for some seconds more
+    assert code == (-number if rank is None else 1)
+    assert rank is None or (f"rank {rank} has" if rank else "the engine is dead") in server.log.read_text()
+    assert not any(file.exists() for file in files)
+    for left in temporary.iterdir():
+        os.utime(left, (0, 0))  # a minute later
+    sweep(temporary)  # as the next start does
+    assert list(temporary.iterdir()) == []

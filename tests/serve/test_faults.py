@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import serving
 import wire
+from rank_checks import assert_server_ends_by_a_signal, ranks_of
 from serving import Server, Start, family, free_port, is_alive, listening
-from slowness import END_SECONDS, slowness
 
 HEALTH_SECONDS = 20.0  # within which /health tells of a death
 RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # as in stub_engine.py
@@ -239,26 +239,18 @@ def test_only_http_listens(start_server: Start):
     assert listening(engine) == set()
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_or_stops_ends_streams_with_an_error_and_the_server(
-    rank: int, number: signal.Signals, start_server: Start
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [*itertools.product((0, 1), (signal.SIGKILL, signal.SIGSTOP)), (None, signal.SIGKILL)],
+)
+def test_a_process_that_dies_or_stops_ends_those_of_ranks(
+    rank: int | None, number: signal.Signals, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Rank 0 is the process of the engine, and drives."""
-    server = start_server("parallel=tp2")
-    processes = family(server)
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes}
-    ranks = sorted(processes, key=lambda pid: (b"RankLink" in commands[pid], pid))
-    assert [b"RankLink" in commands[pid] for pid in ranks] == [False, True]
-    assert {host for pid in ranks for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
-    with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
-        stream.read_events(3)
-        limit = END_SECONDS * slowness()
-        os.kill(ranks[rank], number)
-        since = time.monotonic()
-        *_, last = stream.read_events()
-        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < limit
-    wire.wait_until(lambda: not any(map(is_alive, processes)), since + limit - time.monotonic())
-    assert server.process.wait(20) == 1  # it tells of the death for some seconds more
-    assert (f"rank {rank} has" if rank else "the engine is dead") in server.log.read_text()
+    """Rank 0 is the process of the engine, and drives; None is that of HTTP."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    server = serving.start(talker, tmp_path, "parallel=tp2")
+    assert {host for pid in ranks_of(server) for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
+    assert_server_ends_by_a_signal(server, rank, number, temporary)

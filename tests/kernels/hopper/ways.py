@@ -1,0 +1,43 @@
+"""Watch by which kernels experts are multiplied on Hopper.
+
+taken = watch_ways(monkeypatch)
+products.experts(x, weights, ids, gate_up, down, kind="silu")
+assert taken == ["few", "few"]          # gates and downs
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atom.kernels.triton import few_hopper, grouped_hopper, grouped_packed_hopper, moe
+from atom.kernels.triton.linear import packed_hopper
+
+WAYS: tuple[tuple[str, Any, str], ...] = (
+    ("few", few_hopper, "multiply_gates"),
+    ("few", few_hopper, "multiply_downs"),
+    ("groups", packed_hopper, "multiply_grouped"),
+    ("many", grouped_packed_hopper, "multiply"),
+    ("fp8", grouped_hopper, "multiply_fp8"),
+    ("plain groups", moe, "multiply_plain"),
+    ("many plain", grouped_hopper, "multiply"),
+)
+
+
+def watch_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways of all products by experts from here on, in order."""
+    taken: list[str] = []
+
+    def watch(way: str, module: Any, name: str) -> None:
+        run = getattr(module, name)
+
+        def multiply(*args: Any, **options: Any) -> Any:
+            taken.append(way)
+            return run(*args, **options)
+
+        monkeypatch.setattr(module, name, multiply)
+
+    for each in WAYS:
+        watch(*each)
+    return taken

@@ -86,7 +86,8 @@ def test_prompts_are_as_near_to_float32_as_those_of_transformers(
 ):
     taken, prompts = watch_ways(monkeypatch), [tiny.prompt(length, seed=at) for at, length in enumerate(lengths)]
     ours = torch.cat([logits_of(opened.engine, prompt) for prompt in prompts])
-    assert opened.level == 3 or set(taken) == {way}, "what is captured was chosen before"
+    # what is captured was chosen before; the last layer has few rows, those that logits are needed of
+    assert opened.level == 3 or set(taken) == {way, "few"}
     exact, half = (
         torch.cat([tiny.logits(model, prompt) for prompt in prompts]) for model in (opened.exact, opened.half)
     )
@@ -155,6 +156,6 @@ def test_activations_in_fp8_are_as_near_to_float32_as_those_that_transformers_ro
     finally:
         engine.close()
         torch.cuda.empty_cache()
-    assert level == 3 or set(taken) == {"fp8"}
+    assert level == 3 or set(taken) == {"fp8", "few"}
     wanted, theirs = (torch.cat([tiny.logits(model, prompt) for prompt in prompts]) for model in (exact, rounded))
     assert median_error(ours, wanted) <= 1.25 * median_error(theirs, wanted)

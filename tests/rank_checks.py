@@ -179,7 +179,8 @@ def assert_server_ends_by_a_signal(
     files = files_of(ranks)
     with ExitStack() as opened:
         opened.callback(server.process.kill)  # unless it has ended
-        streams = [wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000}) for _ in range(3)]
+        body = {"prompt": [0, 9], "max_tokens": 8000, "ignore_eos": True}
+        streams = [wire.Stream(server.url, body) for _ in range(3)]
         for stream in streams:
             opened.callback(stream.close)
             stream.read_events(3)

@@ -276,7 +276,7 @@ def parts_of(name: str, **changes: Any) -> tuple[dict[str, Any], list[Part]]:
     return c, PUBLISHED[name].layers(c) + ends
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name: str, sizes: Any):
     c, parts = parts_of(name)

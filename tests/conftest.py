@@ -29,6 +29,7 @@ torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 # each process that compiles pieces would first build a program of this CPU's vectors, as long as a piece takes
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"  # a tenth of the time that a piece takes
+os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"  # a fifth: of what calls the loops, which stay at O3
 if not torch.cuda.is_available():
     torch.manual_seed = torch.default_generator.manual_seed  # torch's own formats the stack for each kind of GPU
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
@@ -243,10 +244,22 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+class ReversedFolder(pytest.Dir):
+    """A folder whose last file is collected first."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        return [*super().collect()][::-1]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """One of the processes begins at the end: what it compiles to bytecode the others find, and it what they do."""
+    return ReversedFolder.from_parent(parent, path=path) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, so that no process is left with one at the end; most cases of a sampled test are slow."""
-    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("early") is None, item.path))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -196,18 +196,22 @@ def test_tokens_are_those_of_none(
     engine.close()
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("mtp_deepseek_v3", {"tensor_parallel_size": 2}),
-        ("mtp_glm4_moe", {"parallel.data": 2}),
-        ("eagle3_own_embedding", {"tensor_parallel_size": 2}),
         ("draft_fewer_rows", {"tensor_parallel_size": 2}),
-        ("mtp_deepseek_v3", {"parallel.pipeline": 2}),
-        ("mtp_glm4_moe", {"parallel.pipeline": 2, "parallel.data": 2}),
-        ("draft_llama", {"parallel.pipeline": 3}),
-        ("draft_fewer_rows", {"parallel.pipeline": 2, "tensor_parallel_size": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("mtp_deepseek_v3", {"tensor_parallel_size": 2}),
+                ("mtp_glm4_moe", {"parallel.data": 2}),
+                ("eagle3_own_embedding", {"tensor_parallel_size": 2}),
+                ("mtp_deepseek_v3", {"parallel.pipeline": 2}),
+                ("mtp_glm4_moe", {"parallel.pipeline": 2, "parallel.data": 2}),
+                ("draft_llama", {"parallel.pipeline": 3}),
+                ("draft_fewer_rows", {"parallel.pipeline": 2, "tensor_parallel_size": 2}),
+            )
+        ),
     ],
 )
 def test_ranks_groups_and_stages_draft_alike(
@@ -267,6 +271,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[s
     engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_an_end_within_accepted_tokens_is_the_end(name: str, case_of: Callable[[str], Case]):
     """Of a token and of strings to stop at, beside answers of a grammar, for which nothing is drafted."""

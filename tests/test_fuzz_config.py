@@ -99,7 +99,7 @@ fuzz = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Heal
 
 
 @given(st.data())
-@settings(fuzz, max_examples=40)
+@settings(fuzz, max_examples=20)
 def test_a_value_of_any_kind_in_any_place_is_taken_or_named(tmp_path: Path, configs: Any, data: st.DataObject) -> None:
     check(tmp_path, data.draw, configs)
 

@@ -200,7 +200,7 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
     assert rank_processes() == []
 
 
-@pytest.mark.sampled(37)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [*((name, tiny.num_ranks(name)) for name in tiny.MODEL_FILES), ("llama_three_groups", 3), ("llama", 4)],
@@ -253,10 +253,10 @@ def test_each_rank_writes_a_trace_of_its_own(
     ("number", "name", "divided", "place"),
     [
         (signal.SIGKILL, "llama", {"tensor_parallel_size": 2}, 0),
-        (signal.SIGSTOP, "llama", {"pipeline_parallel_size": 2}, 0),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (signal.SIGSTOP, "llama", {"pipeline_parallel_size": 2}, 0),
                 (signal.SIGKILL, "llama", {"pipeline_parallel_size": 2}, 0),
                 (signal.SIGSTOP, "llama", {"tensor_parallel_size": 2}, 0),
                 (signal.SIGKILL, "llama_three_groups", {"tensor_parallel_size": 3}, 0),

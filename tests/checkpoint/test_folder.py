@@ -261,7 +261,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
             open_checkpoint(str(tmp_path))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 600), byte=st.integers(0, 255))
 def test_a_flipped_header_byte_never_reads_outside_the_file(tmp_path: Path, position: int, byte: int) -> None:
     path = make_folder(tmp_path) / "model.safetensors"

@@ -189,6 +189,7 @@ except PermissionError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_starts_warm_from_what_root_made_and_may_not_write(
     configure: Configure, checkpoints: Any, cache_folder: Path

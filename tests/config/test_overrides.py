@@ -26,13 +26,13 @@ def value_of(*overrides: str) -> object:
     return plain(parse(text))
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(JSON)
 def test_a_value_of_python_comes_back_from_its_override(value: object):
     assert plain(parse(override("prompts", value))) == value
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.lists(TEXT, min_size=1, max_size=3))
 def test_rewriting_leaves_what_override_wrote(prompts: list[str]):
     text = override("prompts", prompts)

@@ -194,6 +194,7 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("objective", [[], ["job.objective=weights_bytes"]])
 def test_explained_formats_are_a_table_of_their_bytes_and_limits(
     objective: list[str], checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -95,10 +95,8 @@ def test_a_compiler_that_fails_ends_the_others(place: Path, monkeypatch: pytest.
     assert not list(place.iterdir())
 
 
-@pytest.mark.parametrize(
-    "number",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_compilers_end_with_their_parent_and_leave_no_file(place: Path, number: int):
     pid = place.parent / "pid"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, TEXTS[0]], stderr=subprocess.DEVNULL)

@@ -236,6 +236,7 @@ def test_a_rank_on_another_host_answers_and_ends_with_its_driver(supervised: Sup
     wait_until(lambda: is_gone(rank))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("which", ["rank", "supervisor"])
 def test_a_rank_or_supervisor_that_dies_or_stops_is_a_fault_and_leaves_nothing(

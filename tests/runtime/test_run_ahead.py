@@ -588,7 +588,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(
-    max_examples=160,
+    max_examples=60,
     stateful_step_count=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

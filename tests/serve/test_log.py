@@ -104,7 +104,7 @@ def test_a_level_leaves_out_the_lines_below_it_and_no_error(talker: Path, tmp_pa
 @pytest.mark.parametrize(("override", "told"), [("serve.http.api_keys=@/no/such/file", "/no/such/file"),
                                                 ("serve.http.host=192.0.2.1", "choose another serve.http.host")])  # fmt: skip
 def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path: Path, override: str, told: str):
-    server = serving.launch(talker, tmp_path, override)
+    server = serving.launch(talker, tmp_path, override, stub={})
     assert server.process.wait(60) == 2
     (line,) = map(json.loads, server.log.read_text().splitlines())
     assert line["level"] == "error" and line["message"].startswith("ConfigError: ") and told in line["message"]

@@ -142,7 +142,7 @@ def answer_with(page: Page, stream: str) -> None:
 
 
 def test_a_chat_streams_and_remembers_what_was_said(server: Server, visit: Open):
-    pattern = {"regex": "[a-z ]{640}", "max_tokens": 700}  # for many frames, also of a slow browser
+    pattern = {"regex": "[a-z ]{240}", "max_tokens": 300}  # for many frames, also of a slow browser
     first = [{"role": "user", "content": "Who are you?"}]
     expected = complete(server, messages=first, **pattern)
     text = expected["choices"][0]["message"]["content"]
@@ -157,9 +157,9 @@ def test_a_chat_streams_and_remembers_what_was_said(server: Server, visit: Open)
     opened.send("Who are you?")
     meta = page.locator(".assistant .meta")
     expect(meta).to_have_text(
-        re.compile(r"^TTFT [\d.]+ m?s · [\d.]+ tokens/s · 640 tokens · prompt \d+(, \d+ of them cached)?$")
+        re.compile(r"^TTFT [\d.]+ m?s · [\d.]+ tokens/s · 240 tokens · prompt \d+(, \d+ of them cached)?$")
     )
-    assert page.locator(".assistant > .text").text_content() == text and len(text) == 640
+    assert page.locator(".assistant > .text").text_content() == text and len(text) == 240
     assert f"prompt {expected['usage']['prompt_tokens']}" in (meta.text_content() or "")
     assert len(page.evaluate("[...window.lengths]")) > 3, "it came bit by bit"
     answer_with(page, events({"content": "Yes."}))

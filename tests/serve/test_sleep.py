@@ -17,7 +17,7 @@ KEY = {"Authorization": "Bearer secret"}
 BODY = {"prompt": tiny.prompt(11), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one engine", "two"])
 def server(request: Any, checkpoints: Callable[[str], Path], tmp_path_factory: Any) -> Iterator[str]:
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
     keys.write_text("ops: {key: secret, admin: true}\napp: {key: apps}\n")

@@ -57,5 +57,5 @@ def test_a_server_whose_clients_leave_at_random_holds_nothing_afterwards(
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # beside other work threads would wait for each other
     server = start_server(*soak_cpu.OVERRIDES)
-    assert soak_cpu.soak_server(server.url, server.process.pid, random.Random(7), 40, 12) == []
+    assert soak_cpu.soak_server(server.url, server.process.pid, random.Random(7), 24, 12) == []
     assert "traceback" not in server.log.read_text()

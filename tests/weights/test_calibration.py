@@ -219,6 +219,7 @@ def of_experts(module: nn.Module, name: str, x: Tensor, ids: Tensor) -> dict[str
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "olmoe", "deepseek_v2"])
 def test_moments_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calibration, "MAX_LENGTH", 16)

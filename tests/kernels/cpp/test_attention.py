@@ -38,7 +38,7 @@ def decodes(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Case, 
     return case, {"scale": 0.3, "window": window, "softcap": draw(st.sampled_from([None, 1.5]))}
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(decodes())
 def test_any_decodes_equal_the_reference(drawn: tuple[Case, dict[str, Any]]):
     case, attributes = drawn

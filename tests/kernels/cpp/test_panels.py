@@ -203,13 +203,16 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build._Process, "loaded", {})
     monkeypatch.setattr(build._Process, "cache", None)
     monkeypatch.setattr("torch.ops.load_library", lambda _: None)  # which takes the same ops once
-    monkeypatch.setattr(build, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in build.FLAGS))  # nothing is run
 
 
 @pytest.mark.usefixtures("unloaded")
 def test_the_library_is_compiled_once_for_a_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")  # of a source that is compiled at once
+    build.FOLDER.mkdir()
+    (build.FOLDER / "plain.cpp").write_text('#include "numbers.h"\nint seven() { return SEVEN; }\n')
+    (build.FOLDER / "numbers.h").write_text("#define SEVEN 7\n")
     with build.keep_libraries(Cache(tmp_path)):
         assert build.load_library("plain.cpp")
     assert "compiling plain.cpp" in capsys.readouterr().err
@@ -244,19 +247,24 @@ assert torch.equal(embedding(torch.tensor([39, 0]), laid_out), dense[[39, 0]])
     ("compiler", "reason"),
     [
         ("", "there is no C++ compiler; install g++"),
-        ("#!/bin/sh\necho 'x.cpp:1: error: no such instruction' >&2\nexit 1\n", "x.cpp:1: error: no such instruction"),
+        ("#!/bin/sh\necho $TMPDIR > {said}\necho 'x.cpp:1: error: no such instruction' >&2\nexit 1\n",
+         "x.cpp:1: error: no such instruction"),
     ],
     ids=["none", "broken"],
-)
+)  # fmt: skip
 def test_without_a_compiler_weights_are_unpacked_and_a_line_says_so(compiler: str, reason: str, tmp_path: Path):
+    """A compiler has its own files in the folder that ends with it."""
     if compiler:
-        (tmp_path / "g++").write_text(compiler)
+        (tmp_path / "g++").write_text(compiler.format(said=tmp_path / "said"))
         (tmp_path / "g++").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:/nowhere"}
+    environment = {**os.environ, "PATH": f"{tmp_path}:/nowhere", "TMPDIR": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
     line = f"atom-run: packed.cpp cannot be compiled: {reason}; without it this is slower"
     assert line in ended.stderr.splitlines()
+    if compiler:
+        folder = Path((tmp_path / "said").read_text().strip())
+        assert folder.parent == tmp_path and folder.name.startswith("atom-run-") and not folder.exists()
 
 
 TWICE = """
@@ -269,6 +277,7 @@ with ThreadPoolExecutor(2) as pool:
 """
 
 
+@pytest.mark.slow
 def test_a_compiler_that_was_interrupted_is_not_called_broken(tmp_path: Path):
     interrupt = "import os, signal, time\ntime.sleep(1)\nsignal.signal(2, signal.SIG_DFL)\nos.kill(os.getpid(), 2)\n"
     (tmp_path / "g++").write_text(f"#!{sys.executable}\n{interrupt}")
@@ -278,16 +287,6 @@ def test_a_compiler_that_was_interrupted_is_not_called_broken(tmp_path: Path):
     assert ended.stdout.split() == ["KeyboardInterrupt"] * 2, ended.stderr
     assert ended.stderr.count("compiling packed.cpp") == 1, "not again for the thread that waited"
     assert "cannot be compiled" not in ended.stderr
-
-
-def test_a_compiler_has_its_own_files_in_the_folder_that_ends_with_it(tmp_path: Path):
-    (tmp_path / "g++").write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/said\necho error: no >&2; exit 1\n")
-    (tmp_path / "g++").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:/nowhere", "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    folder = Path((tmp_path / "said").read_text().strip())
-    assert folder.parent == tmp_path and folder.name.startswith("atom-run-") and not folder.exists()
 
 
 def test_sources_use_the_macros_that_the_oldest_pytorch_has():

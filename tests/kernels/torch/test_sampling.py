@@ -67,13 +67,13 @@ def assert_drawn_from(expected: list[float], tokens: list[int]) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {"temperature": 5.0},
         {"temperature": 1.5, "min_p": 0.05, "top_k": 6, "top_p": 0.8},
         *(
             pytest.param(params, marks=pytest.mark.slow)
             for params in (
                 {},
                 {"temperature": 0.6},
+                {"temperature": 5.0},
                 {"top_k": 4},
                 {"top_p": 0.7},
                 {"min_p": 0.1},

@@ -47,12 +47,8 @@ assert given.pop() is None, "none were started"
 processes.start(), processes.start(), processes.wait()
 running = processes._running
 assert compile_one("processes") == here == given.pop()
-processes.stop()
-assert running.parent.returncode == -signal.SIGKILL and not Path(running.folder.name).exists()
-assert compile_one("stopped") == here and given.pop() is None
 
 # a kernel that is another one there, and processes that are gone
-processes.start(), processes.wait()
 sampling.NUM_BINS = type(sampling.NUM_BINS)(32)
 sampling._limit.hash = None
 assert compile_one("other") != here and given.pop() is None
@@ -64,13 +60,15 @@ del os.environ["TRITON_DEFAULT_FP_FUSION"]
 assert compile_one("again") == here == given.pop()
 assert processes.compile(SimpleNamespace(constants={(0,): object()}), None, {}) is None, "cannot be encoded"
 given.clear()
-os.killpg(processes._running.parent.pid, signal.SIGKILL)
+os.killpg(running.parent.pid, signal.SIGKILL)
 for name in ("gone", "all gone", "still"):
     assert compile_one(name) == here and given.pop() is None
-ended = processes._running
 processes.start(), processes.wait()
-assert processes._running is not ended and compile_one("begun again") == here == given.pop()
+assert processes._running is not running and compile_one("begun again") == here == given.pop()
+running = processes._running
 processes.stop()
+assert running.parent.returncode == -signal.SIGKILL and not Path(running.folder.name).exists()
+assert compile_one("stopped") == here and given.pop() is None
 """
 
 

@@ -171,7 +171,7 @@ def prompts(draw: st.DrawFn) -> list[int]:
     return [token for part in draw(st.lists(st.sampled_from("abc"), max_size=4)) for token in [ord(part)] * 4] + [1]
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_router_is_bounded_keeps_whole_beginnings_and_chooses_among_those_that_serve(data: st.DataObject):
     most = data.draw(st.integers(1, 12))

@@ -143,7 +143,7 @@ def test_the_texts_that_must_survive_decoding(
 fragments = st.sampled_from(["<think>", "</think>", CALL, "\n", "<", "tool_call>", "a", " ", CALL[:30], '{"name": "f"'])
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     st.lists(fragments, max_size=10).map("".join),
     st.lists(st.integers(0, 200), max_size=8),

@@ -124,7 +124,7 @@ WORDS = sorted(
 answers = st.lists(st.sampled_from([*WORDS, *WRITTEN.values()]), max_size=12).map("".join)
 
 
-@settings(max_examples=400)
+@settings(max_examples=160)
 @given(answers, st.sampled_from(sorted(WRITTEN)), st.lists(st.integers(0, 200), max_size=6), st.booleans())
 def test_calls_do_not_depend_on_where_a_text_is_cut(text: str, name: str, cuts: list[int], is_streamed: bool):
     tool_format = read_format(name)

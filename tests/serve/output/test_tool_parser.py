@@ -324,7 +324,7 @@ answers = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 kinds = st.sampled_from([*FORMATS, None])
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(answers, kinds, st.lists(st.integers(0, 120), max_size=8), st.booleans())
 def test_calls_and_content_do_not_depend_on_where_the_text_is_cut(
     text: str, tool_format: str | None, cuts: list[int], is_streamed: bool
@@ -337,7 +337,7 @@ def test_calls_and_content_do_not_depend_on_where_the_text_is_cut(
     assert read(tool_format, list(text), **options) == whole
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(answers, kinds)
 def test_whole_calls_are_valid_and_nothing_else_is_lost(text: str, tool_format: str | None):
     named = None if tool_format else "f"

@@ -12,10 +12,10 @@ between the last of one step and the first of the next in which nothing ran, whe
 copies and what brings new requests to the GPU lie between the two and are taken off. `before others` is the part of it
 up to the first of these. The profiler adds to the host's work, so the time of a step is given without it too.
 
-With `--clock` nothing is traced. Kernels in the CUDA graphs of the steps read the clock of the GPU, on each rank
-(`scripts/gap_clock.py`), which takes the host 10 µs a step at most: the profiler makes the host of several ranks too
-slow. Of what lies between two steps only the copy of block tables is taken off, and `before others` is up to that. The
-floor is how far apart two readings are in two graphs in a row, when the host is far ahead.
+With `--clock` nothing is traced, since the profiler makes the host of several ranks too slow. Kernels in the CUDA graphs
+of the steps read the clock of the GPU, on each rank (`scripts/gap_clock.py`). Of what lies between two steps only the
+copy of block tables is taken off, and `before others` is up to that. The floor is how far apart two readings are in two
+graphs in a row, when the host is far ahead.
 
 `whole` is the time from a step's last kernel to the next one's first, whatever ran.
 """

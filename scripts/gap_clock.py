@@ -1,6 +1,6 @@
 """Have ranks read their GPU's clock where steps begin and end.
 
-    python -c "from scripts.gap_clock import serve; serve()" FD      # for python -m atom.serve.engine.worker FD
+    python -c "from scripts.gap_clock import serve; serve()" FD      # in place of python -m atom.serve.engine.worker FD
 
 Kernels of one thread, in the CUDA graphs of the steps, write the times to a ring in the GPU's memory. The host launches
 little more than otherwise, whereas torch's profiler slows down several ranks. What starts and stops the profiler starts
@@ -15,7 +15,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,20 +24,11 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from atom.kernels.triton.jit import jit
+from scripts.gap_stamps import Stamp
 
 SIZE = 1 << 16  # times in the ring, of which a step takes four at most
 NUM_FLOOR = 200  # graphs in a row
 FLOOR_CYCLES = 50_000_000  # some 25 ms, in which the host launches these
-
-
-class Stamp(IntEnum):
-    """What a step is about to do, or has done, when the clock is read."""
-
-    DECODES = 0  # prepares its inputs, those of decodes alone
-    PROMPTS = 1  # prepares its inputs, prompts among them
-    TABLES = 2  # copies entries of block tables, ahead of its inputs
-    COPIED = 3  # has copied them
-    DRAWN = 4  # has drawn its tokens
 
 
 @jit(do_not_specialize=["kind"])

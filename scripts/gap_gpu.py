@@ -10,14 +10,14 @@ some stretches of that.
 A step's first kernel is the one that makes its inputs, its last the one that draws its tokens. What counts is the time
 between the last of one step and the first of the next in which nothing ran, where that next step has decodes alone:
 copies and what brings new requests to the GPU lie between the two and are taken off. `before others` is the part of it
-up to the first of these. The profiler adds to the host's work, so the time of a step is given without it too.
+up to the first of these, and `whole` all from the one kernel to the other. The profiler adds to the host's work, so the
+time of a step is given without it too. With `--json` there is an object for each rank, by the name of the folder of its
+traces.
 
-With `--clock` nothing is traced, since the profiler makes the host of several ranks too slow. Kernels in the CUDA graphs
-of the steps read the clock of the GPU, on each rank (`scripts/gap_clock.py`). Of what lies between two steps only the
-copy of block tables is taken off, and `before others` is up to that. The floor is how far apart two readings are in two
+With `--clock` nothing is traced, since the profiler makes the host of several ranks too slow. Kernels beside those of
+the steps read the clock of the GPU, on each rank (`scripts/gap_clock.py`). Of what lies between two steps only the copy
+of block tables is taken off, and `before others` is up to that. The floor is how far apart two readings are in two
 graphs in a row, when the host is far ahead.
-
-`whole` is the time from a step's last kernel to the next one's first, whatever ran.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+import torch
 import uvloop
 
 from atom.compiler import mesh_of
@@ -47,7 +48,7 @@ from atom.jobs.trace import ON_DEVICE, Event, read_event
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import WORKER, EngineProcess
-from scripts.gap_clock import Stamp
+from scripts.gap_stamps import Stamp
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "configs" / "qwen3_0.6b.json"
@@ -65,8 +66,8 @@ WARM_SECONDS = 2.0
 REST_SECONDS = 0.5  # after a trace, for requests that arrived while it was written
 WRITE_SECONDS = 30.0  # in which all ranks have written what their clocks said
 TIMES = {
-    "ms_a_step_without_profiler": "a step, before the first trace",
-    "ms_a_step": "a step, while it is traced",
+    "ms_a_step_without_profiler": "a step, before anything is recorded",
+    "ms_a_step": "a step, while it is recorded",
     "ms_within_steps": "of that from its first kernel to its last",
 }
 REASONS = ("eos", "stop_sequence", "max_tokens", "abort")
@@ -87,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a trace")
-    parser.add_argument("--parallel", default="tp1", help="of several ranks, as in tp2; the first one's GPU is traced")
+    parser.add_argument("--parallel", default="tp1", help="as in tp2; without --clock the first rank is traced")
     parser.add_argument("--clock", action="store_true", help="read each rank's clock in its steps, and trace nothing")
     parser.add_argument("--keep", help="a folder for the traces")
     parser.add_argument("--read", nargs="+", default=[], help="traces that are there: nothing is run")
@@ -99,6 +100,9 @@ def main() -> int:
         if not paths:
             if find_device() == "cpu":
                 print("gap-gpu: there is no GPU here that torch can use", file=sys.stderr)
+                return 2
+            if options.clock and torch.version.hip:
+                print("gap-gpu: --clock is for NVIDIA's GPUs", file=sys.stderr)
                 return 2
             save_checkpoint(Path(folder), json.loads(CONFIG.read_text()))
             traces = str(Path(options.keep or folder).resolve())

@@ -48,7 +48,7 @@ def assert_fp16_as_near(ours: torch.Tensor, theirs: torch.Tensor, reference: tor
 
 
 def median_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖a - b‖ / ‖b‖ of half of the positions, at most: where two experts nearly tie, those behind are far off."""
+    """The median of ‖a - b‖ / ‖b‖ over positions, which those behind a near tie of two experts do not move."""
     return ((ours.float() - reference).norm(dim=-1) / reference.norm(dim=-1)).median().item()
 
 

@@ -127,11 +127,11 @@ def assert_ends_by_a_signal(engine: LLMEngine, number: int, reason: str, place: 
     assert not any(file.exists() for file in files)
 
 
-def files_of(pids: list[int]) -> list[Path]:
-    """The files whose memory processes share, which could be left behind."""
+def files_of(pids: list[int], temporary: Path | None = None) -> list[Path]:
+    """The files whose memory processes share, which could be left behind. temporary: their TMPDIR, if not this one's"""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     files = [Path(line.split(maxsplit=5)[5].removesuffix(" (deleted)")) for line in lines if " rw-s " in line]
-    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    folders = (Path("/dev/shm"), temporary or Path(tempfile.gettempdir()))
     return [file for file in files if any(folder in file.parents for folder in folders)]
 
 
@@ -176,9 +176,8 @@ def assert_server_ends_by_a_signal(
     engine took is free
     """
     processes, ranks = family(server), ranks_of(server)
-    files = files_of(ranks)
+    files = files_of(ranks, temporary)
     with ExitStack() as opened:
-        opened.callback(server.process.kill)  # unless it has ended
         body = {"prompt": [0, 9], "max_tokens": 8000, "ignore_eos": True}
         streams = [wire.Stream(server.url, body) for _ in range(3)]
         for stream in streams:

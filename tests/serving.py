@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +104,17 @@ def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] 
     """
     server = launch(checkpoint, folder, *overrides, stub=stub)
     return server._replace(url=wait_for_url(server))
+
+
+@contextlib.contextmanager
+def started(checkpoint: Path, folder: Path, *overrides: str) -> Iterator[Server]:
+    """`start`, and the end of it, whatever happens."""
+    server = launch(checkpoint, folder, *overrides)
+    try:
+        yield server._replace(url=wait_for_url(server))
+    finally:
+        server.process.kill()  # its engine ends when the socket to it closes
+        server.process.wait()
 
 
 def launch(

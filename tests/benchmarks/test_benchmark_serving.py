@@ -190,7 +190,7 @@ def test_a_last_token_without_text_is_timed(tmp_path: Path):
         assert main(flags(stub, tmp_path, *more)) == 0
     result = saved(tmp_path)
     assert (result["output_lens"], result["itls"]) == ([2] * 6, [[]] * 6)
-    assert 45 < result["median_tpot_ms"] < 1000
+    assert 25 < result["median_tpot_ms"] < 1000, "the text may have been read late"
 
 
 def test_a_gguf_file_is_measured_with_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -58,6 +58,6 @@ def test_nothing_is_left_of_processes_of_which_one_dies_or_stops(
 
     overrides = [f"serve.{name}={value}" for name, value in FIELDS.items()]
     talker = serving.save_talker(tmp_path / "talker")
-    server = serving.start(talker, tmp_path, "device=cuda", "level=3", f"parallel={layout}", *overrides)
-    assert all(each > 200 * MIB for each in grown()[: LAYOUTS[layout]]), "a process with a CUDA context is on each GPU"
-    assert_server_ends_by_a_signal(server, rank, number, temporary, lambda: max(grown()) < 16 * MIB)
+    with serving.started(talker, tmp_path, "device=cuda", "level=3", f"parallel={layout}", *overrides) as server:
+        assert all(each > 200 * MIB for each in grown()[: LAYOUTS[layout]]), "there is a CUDA context on each GPU"
+        assert_server_ends_by_a_signal(server, rank, number, temporary, lambda: max(grown()) < 16 * MIB)

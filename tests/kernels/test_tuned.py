@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import triton
+from kernels.triton.test_tune import STYLES
 
 import atom
 from atom.cache.files import Unfit
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
-from atom.kernels.triton.linear import tiles
-from atom.kernels.triton.linear.style import PLAIN, Style
+from atom.kernels.triton.linear import shuffled, tiles
 from atom.kernels.triton.linear.tiles import Shape
 from atom.kernels.triton.linear.tune import candidates
 
@@ -51,15 +51,17 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
     assert tables and set(tables) <= set(tuned.FITS)
     for table, entries in tables.items():
         assert entries and all(tuned.FITS[table](key, entry) for key, entry in entries.items())
-    packed = (("e4m3", 128, 128, "fp8"), ("e4m3", 1, None, "fp8"), ("u4", 1, 128, None))
-    shuffled = [Style(*numbers, act=act, is_shuffled=True) for *numbers, act in packed]
-    styles = {style.name: style for style in (PLAIN, *shuffled)}
     for key, entry in tables.get("linear", {}).items():
         *sizes, name = [*key.split(" ", 4), ""][:5]
-        shape = Shape(*map(int, sizes), style=styles[name])
+        shape = Shape(*map(int, sizes), style=STYLES[name])
         found = tiles.find(shape, H200)
         assert tiles.to_entry(found)[: len(entry)] == entry
         assert not isinstance(found, tiles.Vector) or shape.rows == 1
+        if isinstance(found, shuffled.Wgmma):
+            ring = found.stages * found.boxes * shuffled.box_bytes(found.block_rows, shape.style)
+            assert ring <= H200.shared_memory - shuffled.UNUSED_MEMORY
+            columns = found.boxes * shuffled.BOX * 8 // shape.style.bits
+            assert columns % (shape.style.columns or 1) == 0, "a stage has whole blocks"
 
 
 VERSIONS = {"atom": atom.__version__, "triton": triton.__version__}

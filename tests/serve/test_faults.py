@@ -251,6 +251,6 @@ def test_a_process_that_dies_or_stops_ends_those_of_ranks(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    server = serving.start(talker, tmp_path, "parallel=tp2")
-    assert {host for pid in ranks_of(server) for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
-    assert_server_ends_by_a_signal(server, rank, number, temporary)
+    with serving.started(talker, tmp_path, "parallel=tp2") as server:
+        assert {host for pid in ranks_of(server) for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
+        assert_server_ends_by_a_signal(server, rank, number, temporary)

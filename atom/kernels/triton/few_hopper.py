@@ -357,9 +357,9 @@ def multiply_gates(
     y, partial = new_rows(x, ids.numel(), out // 2), None
     if ring.splits > 1:
         partial = x.new_empty(len(y) * tiles * ring.splits * ROWS.value, dtype=torch.float32)
-    tokens = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
+    x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
     _gates_kernel[(tiles, len(y), ring.splits)](
-        tokens, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
+        x_tiles, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
         ring.steps(inner, columns), ids.shape[1], out, inner, style.values, columns, style.rows, style.columns, kind,
         limit, alpha, *ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
@@ -383,9 +383,9 @@ def multiply_downs(
     ring = ring or choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
     downs = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
-    rows = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
+    x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
     _downs_kernel[(tiles, tokens)](
-        rows, weights, ids, downs, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner, style.values,
-        columns, style.rows, style.columns, parts, ring.boxes, ring.stages, num_warps=4, launch_pdl=True,
+        x_tiles, weights, ids, downs, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner,
+        style.values, columns, style.rows, style.columns, parts, ring.boxes, ring.stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

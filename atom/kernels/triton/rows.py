@@ -3,9 +3,9 @@
     y = new_rows(x, 40, 4096)                                       # [40, 4096], with memory for 64 rows
     descriptors.find(y, (readable_rows(y, 64), 4096), y.stride())   # 64 rows: a tile is read, whatever lies behind 40
 
-Where a tile ends beyond its tensor, the TMA fills it with zeros, which takes longer than reading as many rows: on an
-H200 a product of 72 rows by int4, 24576 x 4096, takes 87 us so, and 53 us where it reads 128 rows. A product's rows do
-not depend on each other, and those behind the last are not stored.
+Norms, gates and attention allocate so. Where a tile ends beyond its tensor, the TMA fills it with zeros, which takes
+longer than reading as many rows: on an H200 a product of 72 rows by int4, 24576 x 4096, takes 87 µs so, and 53 µs where
+it reads 128 rows. A product's rows do not depend on each other, and those behind the last are not stored.
 """
 
 from __future__ import annotations

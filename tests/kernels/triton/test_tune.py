@@ -30,6 +30,8 @@ SMALL = Gpu(128, 99 << 10, (8, 9), "small")
 AMD = Gpu(304, 64 << 10, (0, 0), "amd")
 FEW_UNITS = Gpu(2, 227 << 10, (9, 0), "few units")  # so that small products are split in several ways
 FP8_BLOCKS = Style("e4m3", 128, 128, act="fp8", is_shuffled=True)
+OTHERS = Style("e4m3", 1, None, act="fp8", is_shuffled=True), Style("u4", 1, 128, is_shuffled=True)
+STYLES = {each.name: each for each in (PLAIN, FP8_BLOCKS, *OTHERS)}  # of the products that were measured
 PACKAGED = json.loads((Path(tuned.__file__).parent / "nvidia_h200.json").read_text())["linear"]
 SHAPES = [(64, 64), (1000, 77), (1024, 3072), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 1024), (576, 1536),
           (1024, 2048), (4096, 2048)]  # fmt: skip
@@ -46,7 +48,7 @@ def with_rows(parameters: Parameters, rows: int) -> Parameters:
 def test_what_was_the_fastest_on_an_h200_is_tried(key: str, entry: list[Any]):
     *sizes, style = [*key.split(" ", 4), ""][:5]
     fastest = tiles.from_entry(entry)
-    shape = Shape(*map(int, sizes), style={each.name: each for each in (PLAIN, FP8_BLOCKS)}[style])
+    shape = Shape(*map(int, sizes), style=STYLES[style])
     rows = shape.rows
     assert tiles.key_of(shape) == key
     tried = [with_rows(each, rows) for each in (tiles.choose(shape, H200), *candidates(shape, H200))]

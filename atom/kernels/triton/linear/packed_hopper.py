@@ -429,7 +429,7 @@ def _launch(
     alpha: float | None, counters: Tensor, tiles: Wgmma,
 ) -> Tensor:  # fmt: skip
     (*leading, out, inner), rows = weight.shape, len(x)
-    experts, gates = (leading[0] if leading else None), (1 if kind is None else 2)
+    experts = leading[0] if leading else None
     block_rows, boxes, stages, splits = tiles
     style = style_of_weight(weight)
     x = align_rows(x)
@@ -440,7 +440,9 @@ def _launch(
     else:
         weights = gated_weights(values, experts or 1, out)
     columns = BOX.value * 8 // style.bits
-    y, is_by_row = new_rows(x, rows, out // gates), experts is not None and rows <= experts
+    # of gates by the next product, which reads them in tiles
+    y = x.new_empty(rows, out) if kind is None else new_rows(x, rows, out // 2)
+    is_by_row = experts is not None and rows <= experts
     row_tiles = -(-rows // block_rows)
     if experts is not None:
         row_tiles = rows if is_by_row else rows // block_rows + experts
@@ -449,9 +451,9 @@ def _launch(
         splits = 1
     if splits > 1:
         partial = x.new_empty(splits, row_tiles, num_tiles, BLOCK_O.value, block_rows, dtype=torch.float32)
-    own = _x_descriptors(block_rows, columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
+    x_tiles = _x_descriptors(block_rows, columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
     _multiply[(num_tiles, row_tiles, splits)](
-        own, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, ends, y, partial,
+        x_tiles, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, ends, y, partial,
         counters if splits > 1 else None, rows, out, inner, style.values, style.rows, style.columns, experts, is_by_row,
         kind, limit, alpha, block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -17,7 +17,7 @@ BOX = 64  # bytes of a row of a weight that one copy brings
 MAX_STAGES = 8
 MIN_BYTES = 512  # of a row of a weight that a program takes
 OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
-LEFT = 8192  # of a multiprocessor's, also where one program has all of it
+UNUSED_MEMORY = 8192  # bytes of shared memory that stages never take, which the compiler needs
 
 
 class Wgmma(NamedTuple):
@@ -48,11 +48,11 @@ def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
         )
     together = min(-(-tiles * splits // gpu.units), most)
     least = -(-(style.columns or 1) * style.bits // (8 * BOX))  # boxes of the columns that share a scale
-    memory = min(gpu.shared_memory // together - OTHER_MEMORY, gpu.shared_memory - LEFT)
-    room = memory // box_bytes(block_rows, style)  # in boxes
-    wide = 2 if style.values == "e2m1" and block_rows > 8 else 4  # what scales of more boxes take, products lack
-    boxes = max(next((boxes for boxes in (wide, 2) if room >= 2 * boxes), 1), least)
-    return Wgmma(block_rows, boxes, min(max(room // boxes, 2), MAX_STAGES), splits)
+    memory = min(gpu.shared_memory // together - OTHER_MEMORY, gpu.shared_memory - UNUSED_MEMORY)
+    fitting = memory // box_bytes(block_rows, style)  # boxes
+    most_boxes = 2 if style.values == "e2m1" and block_rows > 8 else 4  # scales of more take registers
+    boxes = max(next((boxes for boxes in (most_boxes, 2) if fitting >= 2 * boxes), 1), least)
+    return Wgmma(block_rows, boxes, min(max(fitting // boxes, 2), MAX_STAGES), splits)
 
 
 def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
@@ -78,10 +78,10 @@ def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, 
 def _split_linear(tiles: int, inner: int, block_rows: int, style: Style, gpu: Gpu) -> int:
     """How many programs share out the columns of a linear's tile.
 
-    There is one for each multiprocessor, and nearly two where the columns of each would take long. Sums of more rows
-    cost more to add up.
+    Of up to 8 rows nearly two for each multiprocessor, since their sums cost little to add up. Of more rows one, and
+    twice as many while each has long parts of the columns and there are fewer than one and a half.
     """
-    most, long = (1.9, 0) if block_rows == 8 else (1.5, 1536 if block_rows <= 32 else 2048)
+    most, long = (1.9, 0) if block_rows == 8 else (1.5, 1536 if block_rows <= 32 else 2048)  # programs, columns
     splits = 1
     while splits < 8 and inner * style.bits // 8 >= 2 * splits * MIN_BYTES:
         programs = tiles * splits / gpu.units  # of a multiprocessor

@@ -145,12 +145,12 @@ def _words(shape: Shape, gpu: Gpu) -> Iterator[Vector]:
 def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
     rows, out, inner, style = shape.rows, shape.out, shape.inner, shape.style
     usual = shuffled.choose(rows, out, inner, style, gpu)
-    heights = (usual.block_rows // 2, usual.block_rows)
+    heights = (usual.block_rows // 2, usual.block_rows)  # taller ones were never the fastest
     for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(2, 9), (1, 2, 4, 6, 8)):
         width = boxes * shuffled.BOX * 8 // style.bits
         tiles = triton.cdiv(rows, block_rows) * triton.cdiv(out, shuffled.BLOCK_OUT)
         is_split = splits == 1 or (inner >= 2 * splits * width and tiles * splits <= 4 * gpu.units)
-        fits = stages * boxes * shuffled.box_bytes(block_rows, style) <= gpu.shared_memory - 8192
+        fits = stages * boxes * shuffled.box_bytes(block_rows, style) <= gpu.shared_memory - shuffled.UNUSED_MEMORY
         if block_rows >= 8 and is_split and fits and width % (style.columns or 1) == 0:
             yield Wgmma(block_rows, boxes, stages, splits)
 

@@ -145,7 +145,7 @@ def _words(shape: Shape, gpu: Gpu) -> Iterator[Vector]:
 def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
     rows, out, inner, style = shape.rows, shape.out, shape.inner, shape.style
     usual = shuffled.choose(rows, out, inner, style, gpu)
-    heights = (usual.block_rows // 2, usual.block_rows)  # taller ones were never the fastest
+    heights = (usual.block_rows // 2, usual.block_rows)  # taller ones are slower than the library
     for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(2, 9), (1, 2, 4, 6, 8)):
         width = boxes * shuffled.BOX * 8 // style.bits
         tiles = triton.cdiv(rows, block_rows) * triton.cdiv(out, shuffled.BLOCK_OUT)

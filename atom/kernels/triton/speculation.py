@@ -217,23 +217,24 @@ def _accept(drawn, left, most, drafts, seed, lengths, rates, num_rows, num_slots
     tl.store(left + before + num_rows, tl.where(is_next, slot, num_slots), mask=is_row)
 
 
-@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
+@jit(do_not_specialize=["num_rows", "num_draws"], do_not_specialize_on_alignment=["slots"])
 def _finish(
-    drawn, left, slots, drafts, out, num_rows, num_slots, width, NUM_DRAWS: tl.constexpr, BY_CHANCE: tl.constexpr,
+    drawn, left, slots, drafts, out, num_rows, num_slots, width, num_draws, BY_CHANCE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
+    """num_draws is no constant: steps have fewer than those that kernels are compiled ahead for."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     slot = tl.load(slots + row, mask=is_row, other=0).to(tl.int64)
-    for draw in tl.static_range(NUM_DRAWS):
+    for draw in range(num_draws):
         at = draw * num_rows + row
         is_over = tl.load(left + at, mask=is_row, other=0) == num_slots
         tl.store(drawn + at, tl.full([ROWS], -1, tl.int64), mask=is_row & is_over)
-    for number in tl.static_range(NUM_DRAWS - 1):
+    for number in range(num_draws - 1):
         draft = tl.load(drafts + slot * width + number, mask=is_row, other=0)
         if BY_CHANCE:
             draft = tl.maximum(draft, 0)
-        tl.store(out + row * (NUM_DRAWS - 1) + number, draft, mask=is_row)
+        tl.store(out + row * (num_draws - 1) + number, draft, mask=is_row)
 
 
 @jit(do_not_specialize_on_alignment=["slots"])

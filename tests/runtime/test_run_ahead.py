@@ -450,16 +450,22 @@ def test_a_prefix_is_found_by_those_that_come_while_steps_run(depth: int) -> Non
     assert world.stats.num_prefix_hit_tokens >= 2 * 12
 
 
-@pytest.mark.parametrize("is_short", [False, True], ids=["poison", "memory"])
-def test_a_step_that_fails_leaves_the_steps_before_it_and_the_other_sequences_as_they_are(
-    depth: int, is_short: bool
-) -> None:
+def begin_four(depth: int) -> tuple[World, list[Sequence], Sequence, Sequence]:
+    """A world behind three steps, two of its sequences, one that is to fail, and one behind that."""
     world = World([FULL], run_ahead=depth)
     good = [world.add(prompt(length), max_tokens=20, ignore_eos=True)[0] for length in (2, 5)]
     (bad,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
     (other,) = world.add(prompt(4), max_tokens=20, ignore_eos=True)
     for _ in range(3):
         world.step()
+    return world, good, bad, other
+
+
+@pytest.mark.parametrize("is_short", [False, True], ids=["poison", "memory"])
+def test_a_step_that_fails_leaves_the_steps_before_it_and_the_other_sequences_as_they_are(
+    depth: int, is_short: bool
+) -> None:
+    world, good, bad, other = begin_four(depth)
     assert len(world.device.pending) == depth
     world.is_short, world.poisoned = is_short, set() if is_short else {bad.request_id}
     world.step()
@@ -497,12 +503,7 @@ def test_a_sequence_that_is_aborted_before_its_failure_is_committed_has_no_error
 
 
 def test_a_half_that_runs_when_an_interrupt_comes_is_committed(depth: int) -> None:
-    world = World([FULL], run_ahead=depth)
-    good = [world.add(prompt(length), max_tokens=20, ignore_eos=True)[0] for length in (2, 5)]
-    (bad,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
-    (other,) = world.add(prompt(4), max_tokens=20, ignore_eos=True)
-    for _ in range(3):
-        world.step()
+    world, good, bad, other = begin_four(depth)
     world.poisoned, world.num_to_interrupt = {bad.request_id}, 2  # the step and its first half begin
     world.step()
     assert world.num_to_interrupt is None

@@ -432,6 +432,22 @@ def test_rows_are_rounded_to_the_nearest_integer(triton_device):
     assert torch.equal(q[:9].cpu(), x.round().to(torch.int8)) and not q[9:].any()
 
 
+@pytest.mark.parametrize(("rows", "made"), [(1, 4), (8, 8), (9, 128), (16, 128), (17, 20)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rows_of_zeros_fill_tiles_where_the_library_is_faster_with_whole_ones(
+    triton_device, rows, made, norm, monkeypatch
+):
+    monkeypatch.setattr(row_kernels, "WHOLE_TILES", range(9, 17))
+    x = torch.randn(rows, 32, device=triton_device).bfloat16()
+    if norm:
+        quantized, _ = row_kernels.quantize_normalized(x, None, torch.ones_like(x[0]), 1e-6, 32)
+    else:
+        quantized = row_kernels.quantize_rows(x, 32, torch.float8_e4m3fn)
+    values, scales = quantized.values.float(), quantized.scales
+    assert values.shape == (made, 32) and scales.shape == (made, 1) and quantized.rows == rows
+    assert values[:rows].any(1).all() and not values[rows:].any() and scales.isfinite().all()
+
+
 @pytest.mark.parametrize("span", [384, 128])
 def test_rows_are_quantized_with_the_scale_of_their_largest(triton_device, span):
     x = torch.randn(5, 400, device=triton_device)[:, :384] * torch.tensor([[1e-3], [1], [30], [0], [1]]).to(

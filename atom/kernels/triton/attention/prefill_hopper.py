@@ -43,24 +43,29 @@ GROUPED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # queries by heads by 
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # to store by
 PIECE_LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # to load by, in one warp
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
+SOUGHT = gl.constexpr(128)  # sequences that it looks at together
+SEQUENCES = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 FIELDS = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # each thread has all
 
 
 @jit
-def find_tile(starts, num_sequences, num_decodes, tile, QUERIES: gl.constexpr):
-    """The sequence that a tile belongs to, and the index of the tile's first query in it; the tile may be empty.
+def find_tile(starts, num_sequences, num_decodes, num_tokens, tile, QUERIES: gl.constexpr):
+    """The sequence that a tile belongs to, its first token and its end, and the index of the tile's first query in it;
+    the tile may be empty.
 
     A sequence has room for its tiles from the number of whole ones in the tokens before it, and one for each sequence.
+    Loads are made at once, since the time of a short tile is that of loads that wait for each other.
     """
-    sequence, last = num_decodes, num_sequences
-    while sequence < last:
-        middle = (sequence + last + 1) // 2
-        is_behind = (gl.load(starts + middle) - num_decodes) // QUERIES + middle - num_decodes > tile
-        sequence = gl.where(is_behind, sequence, middle)
-        last = gl.where(is_behind, middle - 1, last)
-    first = gl.load(starts + sequence)
+    sequence, first, end = num_decodes - 1, 0, num_tokens
+    for some in range(num_decodes, num_sequences + 1, SOUGHT):
+        each = some + gl.arange(0, SOUGHT, layout=SEQUENCES)
+        own = gl.load(starts + each, mask=each <= num_sequences, other=num_tokens).to(gl.int32)
+        is_begun = (each <= num_sequences) & ((own - num_decodes) // QUERIES + each - num_decodes <= tile)
+        sequence += gl.sum(is_begun.to(gl.int32), 0)
+        first = gl.maximum(first, gl.max(gl.where(is_begun, own, 0), 0))
+        end = gl.minimum(end, gl.min(gl.where(is_begun, num_tokens, own), 0))
     begin = (first - num_decodes) // QUERIES + sequence - num_decodes
-    return sequence, first, (tile - begin) * QUERIES
+    return sequence, first, end, (tile - begin) * QUERIES
 
 
 @jit
@@ -182,13 +187,24 @@ def produce(cache, pieces, queries, rotated, table, plan, starts, lengths, ticke
         taken = take_ticket(tickets, "relaxed")
         heads, within = item // (num_places * together), item % (num_places * together)
         tile, head = num_places - 1 - within // together, heads * together + within % together
-        sequence, first, place = find_tile(starts, num_sequences, num_decodes, tile, QUERIES)
-        end = gl.load(starts + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
+        sequence, first, end, place = find_tile(starts, num_sequences, num_decodes, num_tokens, tile, QUERIES)
         first_block = 0
         if plan is not None:
             first_block = gl.load(plan + sequence)
         if (place >= 0) & (first + place < end) & (first_block >= 0):
             length = gl.load(lengths + sequence, mask=sequence < num_sequences, other=0)
+            side = number % SIDES
+            mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
+            for half in gl.static_range(2):
+                token = first + place + half * (HALF // GROUP)
+                for part in gl.static_range(PARTS):
+                    corner = [token, head * GROUP, part * COLUMNS]
+                    box = q_boxes.index((side * 2 + half) * PARTS + part)
+                    async_load(queries, corner, q_ready.index(side), box)
+                if ROTATED:
+                    box = rotated_boxes.index(side * 2 + half)
+                    async_load(rotated, [token, head * GROUP, 0], q_ready.index(side), box)
+
             blocks = table + sequence.to(gl.int64) * table_stride
             if plan is not None:
                 blocks = table + first_block
@@ -199,20 +215,9 @@ def produce(cache, pieces, queries, rotated, table, plan, starts, lengths, ticke
                 start = gl.maximum(oldest - (WINDOW - 1), 0)
                 first_tile = start // POSITIONS
             num_tiles = gl.maximum(gl.cdiv(stop, POSITIONS) - first_tile, 1)
-
-            side = number % SIDES
-            mbarrier.wait(q_free.index(side), number // SIDES & 1 ^ 1)
             write_plan(plans.index(side), num_tiles, oldest, head, first + place, end, first_tile)
-            mbarrier.expect(q_ready.index(side), ROWS * (KEY_DIM + ROTATED) * 2)
-            for half in gl.static_range(2):
-                token = first + place + half * (HALF // GROUP)
-                for part in gl.static_range(PARTS):
-                    corner = [token, head * GROUP, part * COLUMNS]
-                    box = q_boxes.index((side * 2 + half) * PARTS + part)
-                    async_load(queries, corner, q_ready.index(side), box)
-                if ROTATED:
-                    box = rotated_boxes.index(side * 2 + half)
-                    async_load(rotated, [token, head * GROUP, 0], q_ready.index(side), box)
+            mbarrier.expect(q_ready.index(side), ROWS * (KEY_DIM + ROTATED) * 2)  # behind the plan, which it tells of
+
             produce_tile(cache, pieces, blocks, start, length, stop, head, num_tiles, first_tile, base, memory, WINDOW,
                          BLOCK_SIZE, ROW, HEAD_ROW, FIRST_VALUE, KEY_DIM, VALUE_DIM)  # fmt: skip
             number += 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import serving
 import wire
-from rank_checks import assert_server_ends_by_a_signal, ranks_of
+from rank_checks import assert_server_ends_by_a_signal, files_of, ranks_of
 from serving import Server, Start, family, free_port, is_alive, listening
 
 HEALTH_SECONDS = 20.0  # within which /health tells of a death
@@ -252,5 +252,7 @@ def test_a_process_that_dies_or_stops_ends_those_of_ranks(
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     with serving.started(talker, tmp_path, "parallel=tp2") as server:
-        assert {host for pid in ranks_of(server) for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
+        ranks = ranks_of(server)
+        assert {host for pid in ranks for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
+        assert files_of(ranks, temporary), "ranks on CPUs add in memory that they share, of which nothing may be left"
         assert_server_ends_by_a_signal(server, rank, number, temporary)

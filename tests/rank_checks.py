@@ -33,6 +33,7 @@ from test_kv_scales import add_tokenizer
 from atom import LLMEngine, SamplingParams
 from atom.cache.temporary import sweep
 from atom.errors import EngineDeadError
+from atom.serve.server import DEAD_SECONDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 
@@ -183,15 +184,17 @@ def assert_server_ends_by_a_signal(
         for stream in streams:
             opened.callback(stream.close)
             stream.read_events(3)
-        limit = END_SECONDS * slowness()
+        limit, since, passed = END_SECONDS * slowness(), time.monotonic(), list[float]()
         os.kill(server.process.pid if rank is None else ranks[rank], number)
-        since = time.monotonic()
         for stream in streams if rank is not None else ():
             *_, last = stream.read_events()
-            assert last["error"]["code"] == "unavailable" and time.monotonic() - since < limit
-        for is_over in (lambda: not any(map(is_alive, processes)), is_free):
-            wire.wait_until(is_over, since + limit - time.monotonic())
-        code = server.process.wait(20)  # it tells of the death for some seconds more
+            assert last["error"]["code"] == "unavailable"
+        for is_over in (lambda: True, lambda: not any(map(is_alive, processes)), is_free):
+            wire.wait_until(is_over, 20 * limit)
+            passed.append(time.monotonic() - since)
+        assert passed[-1] < limit, f"{passed} s until all streams, processes and memory were gone"
+        assert passed[1] - passed[0] < DEAD_SECONDS, "nothing waits while the server still tells of the death"
+        code = server.process.wait(20)
     assert code == (-number if rank is None else 1)
     assert rank is None or (f"rank {rank} has" if rank else "the engine is dead") in server.log.read_text()
     assert not any(file.exists() for file in files)

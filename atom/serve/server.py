@@ -267,7 +267,9 @@ class Server:
         if self._engines.ready.is_set():
             what = "the engine is dead" if len(self._engines) == 1 else "all engines are dead"
             LOG.error(what, extra={"fields": {"reason": self._engines.reason}})
+            ending = asyncio.create_task(self._engines.end_dead())  # now: one that was stopped keeps its memory
             await wait_for_any(DEAD_SECONDS, self._end_requested)
+            ending.cancel()
             self._has_reported_death = True
 
     def _handle_signal(self, number: int) -> None:

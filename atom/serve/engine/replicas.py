@@ -220,6 +220,10 @@ class Replicas:
         """Whether all processes have ended."""
         return all(each.has_ended() for each in self)
 
+    async def end_dead(self) -> None:
+        """Kill what is left of all dead engines' processes, after some time for those that are ending by themselves."""
+        await asyncio.gather(*(each.end_dead() for each in self))
+
     async def end(self) -> str:
         """Kill what is left of all processes; how they ended."""
         for task in self._watching:

@@ -1,7 +1,7 @@
 """Products of some rows by packed weights on NVIDIA's Hopper, in Gluon.
 
-    y = multiply(x, weight, bias, kind, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
-    y = multiply_grouped(x, weight, ends, bias, counters, tiles, kind)    # x [P, I], sorted by expert, weight [E, O, I]
+    y = multiply(x, weight, bias, gate, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
+    y = multiply_grouped(x, weight, ends, bias, gate, counters, tiles)    # x [P, I], sorted by expert, weight [E, O, I]
 
 A program has BLOCK_O rows of the weight and some rows of x. Boxes of both come by TMA, some stages ahead; those of the
 weight while the kernel ahead still runs. A group of warps unpacks a box into the registers of the left operand, where
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
-from atom.kernels.triton.activations import activate_rounded
+from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
@@ -394,20 +394,20 @@ _weight_descriptors = TensorDescriptors((BLOCK_O.value, BOX.value), WEIGHT.value
 _gated_descriptors = TensorDescriptors((BLOCK_O.value // 16, 2, 8, BOX.value), GATED.value)
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, kind: str | None, counters: Tensor,
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, counters: Tensor,
              tiles: Wgmma) -> Tensor:  # fmt: skip
     """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with gates. counters: of
     `matrix.make_counters`; calls that share them must run one after another."""
-    return _launch(x, weight, bias, None, kind, None, None, counters, tiles)
+    return _launch(x, weight, None, bias, gate, counters, tiles)
 
 
 def multiply_grouped(
-    x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, counters: Tensor, tiles: Wgmma,
-    kind: str | None = None, limit: float | None = None, alpha: float | None = None,
+    x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, gate: Gate | None, counters: Tensor,
+    tiles: Wgmma,
 ) -> Tensor:  # fmt: skip
     """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with
     gates; counters: as in `multiply`"""
-    return _launch(x, weight, bias, ends, kind, limit, alpha, counters, tiles)
+    return _launch(x, weight, ends, bias, gate, counters, tiles)
 
 
 def gated_weights(values: Tensor, experts: int, out: int) -> Any:
@@ -425,8 +425,8 @@ def gated_shape(values: Tensor, experts: int, out: int) -> tuple[tuple[int, ...]
 
 
 def _launch(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor | None, kind: str | None, limit: float | None,
-    alpha: float | None, counters: Tensor, tiles: Wgmma,
+    x: Tensor, weight: PackedWeight, ends: Tensor | None, bias: Tensor | None, gate: Gate | None, counters: Tensor,
+    tiles: Wgmma,
 ) -> Tensor:  # fmt: skip
     (*leading, out, inner), rows = weight.shape, len(x)
     experts = leading[0] if leading else None
@@ -435,13 +435,13 @@ def _launch(
     x = align_rows(x)
     values = weight.parts["values"]
     width = values.shape[-1]
-    if kind is None:
+    if gate is None:
         weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
     else:
         weights = gated_weights(values, experts or 1, out)
     columns = BOX.value * 8 // style.bits
     # of gates by the next product, which reads them in tiles
-    y = x.new_empty(rows, out) if kind is None else new_rows(x, rows, out // 2)
+    y = x.new_empty(rows, out) if gate is None else new_rows(x, rows, out // 2)
     is_by_row = experts is not None and rows <= experts
     row_tiles = -(-rows // block_rows)
     if experts is not None:
@@ -455,6 +455,6 @@ def _launch(
     _multiply[(num_tiles, row_tiles, splits)](
         x_tiles, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, ends, y, partial,
         counters if splits > 1 else None, rows, out, inner, style.values, style.rows, style.columns, experts, is_by_row,
-        kind, limit, alpha, block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
+        *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -26,6 +26,7 @@ from atom.kernels.triton.linear.packed_hopper import (
     BYTES,
     GATED,
     WEIGHT,
+    _find_rows,
     _finish,
     _load_operands,
     _load_scales,
@@ -93,10 +94,7 @@ def _consume(given, plan, sizes, memory, WHO: gl.constexpr, OUT: gl.constexpr, I
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
         expert, x_row, end, out_tile = _find_place(tile, plan, out_tiles, ROWS)
         first_row = (out_tile * GROUPS + WHO) * BLOCK_O
-        own = first_row + row
-        if KIND is not None:  # of 16 rows of a tile 8 gates and their ups
-            own = first_row // 2 + row // 16 * 8 + row % 8 + row // 8 % 2 * (OUT // 2)
-        own = expert * OUT + gl.minimum(own, OUT - 1)
+        own = _find_rows(row, first_row, expert, OUT, KIND)
         blocks = own // SCALE_ROWS * NUM
         acc = gl.zeros([BLOCK_O, ROWS], gl.float32, ACC)
         factors, operands = None, None  # of the next stage, since a load takes long

@@ -41,6 +41,7 @@ from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gluon import async_load, async_store, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.grouped_tiles import most_tiles
 from atom.kernels.triton.jit import jit as triton_jit
 from atom.kernels.triton.linear.gate_hopper import SILU
 from atom.kernels.triton.linear.row_kernels import FP8, activate_gates
@@ -433,8 +434,7 @@ def _descriptors(block_rows: int, columns: int, bits: int) -> TensorDescriptors:
 def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
     """Lay out tiles of so many rows; ends i64[E]: where each expert's end."""
     experts, gpu = len(ends), find_gpu(ends.device)
-    used = min(experts, rows)
-    num = used + (rows - used) // block_rows  # each used expert has one tile that need not be full
+    num = most_tiles(rows, experts, block_rows)
     tiles = ends.new_empty(num + 1, ENTRY.value, dtype=torch.int32)
     _plan_kernel[(num,)](
         ends, tiles, num, EXPERTS=experts, BLOCK_E=next_power_of_2(experts), BLOCK_R=block_rows,

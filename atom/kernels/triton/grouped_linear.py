@@ -19,7 +19,7 @@ from atom.graph.formats import block_of, parse_format, with_block
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
-from atom.kernels.triton.grouped_tiles import Tiles
+from atom.kernels.triton.grouped_tiles import Tiles, most_tiles
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import are_minima, unpack
 from atom.kernels.triton.linear.style import Weight
@@ -45,9 +45,7 @@ def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None,
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
     y, (kind, limit, alpha) = x.new_empty(rows, out if gate is None else out // 2), constants_of(gate)
-    used = min(experts, rows)
-    most = used + (rows - used) // tiles.rows  # each used expert has one tile that need not be full
-    _grouped_linear_kernel[(most * -(-out // tiles.out),)](
+    _grouped_linear_kernel[(most_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner, KIND=kind,
         LIMIT=limit, ALPHA=alpha, BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out,
         BLOCK_I=tiles.inner, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **find_gpu(x.device).options,
@@ -64,11 +62,9 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
     y, (kind, limit, alpha) = x.new_empty(rows, out if gate is None else out // 2), constants_of(gate)
     gpu = find_gpu(x.device)
     block_rows, group = block_of(weight.type)[-2:]
-    used = min(experts, rows)
-    most = used + (rows - used) // tiles.rows
     factor = parts.get("factor", parts.get("divisor"))
     strides = (0, 0) if factor is None else factor.expand(experts, out).stride()
-    _packed_grouped_linear_kernel[(most * -(-out // tiles.out),)](
+    _packed_grouped_linear_kernel[(most_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
         x, as_bytes(parts["values"]), as_bytes(parts["scales"]), parts.get("zeros", parts.get("mins")), factor, ends,
         bias, y, x.stride(0),
         EXPERTS=experts, OUT=out, INNER=inner, PACKING=packing_of(weight), SCALE_ROWS=block_rows, GROUP=group,

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
@@ -104,18 +104,19 @@ def find_folder(name: str, package: str) -> Path:
                       "do its YAML files belong to the package's data ([tool.setuptools.package-data])?")  # fmt: skip
 
 
-def import_module(name: str, path: Iterable[str] = ()) -> ModuleType:
-    """Import a user's module. path: where else to look for modules. ConfigError says why it cannot be imported."""
-    look_here(path)
+def import_module(name: str) -> ModuleType:
+    """Import a user's module. ConfigError says why it cannot be imported."""
+    look_here()
     try:
         return importlib.import_module(name)
     except Exception as error:  # it is the user's code
         raise ConfigError(f"cannot import {name} ({type(error).__name__}: {first_line(error)})") from error
 
 
-def look_here(path: Iterable[str] = ()) -> None:
-    """Let Python find modules in these folders and in the current one too."""
-    sys.path += [folder for folder in (*path, os.getcwd()) if folder not in sys.path]
+def look_here() -> None:
+    """Let Python find modules in the current folder too."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
 
 
 def module_of(stated: str, group: str) -> str:

@@ -97,9 +97,9 @@ def table(rows: Sequence[Sequence[str]], *, has_text: bool = False) -> str:
     return '<div class="{}"><table>\n{}\n</table></div>'.format(shape, "\n".join(lines))
 
 
-def fold(summary: str, body: str, *, is_open: bool = False) -> str:
+def fold(summary: str, body: str) -> str:
     """A part that is folded; its body is HTML."""
-    return f"<details{' open' if is_open else ''}><summary>{html.escape(summary)}</summary>\n{body}\n</details>"
+    return f"<details><summary>{html.escape(summary)}</summary>\n{body}\n</details>"
 
 
 def code(text: str) -> str:

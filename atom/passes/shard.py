@@ -224,19 +224,19 @@ class _Writer:
         x, weights, ids, gate_up, down, *biases = node.args
         width = int(down.type.shape[2])
 
-        def halves(recipe: Recipe, dim: int) -> Recipe:  # gate before up, each in parts
+        def halves(recipe: Recipe) -> Recipe:  # gate before up, each in parts
             if self._mesh.size("width") == 1:
                 return recipe
             if recipe.type.fmt is not None:
                 holds = {part.holds for part in parse_format(recipe.type.fmt).parts.values()}
                 size = -(-width // self._mesh.size("width"))
-                recipe = Dequantize(recipe) if "tensor" in holds else _refined(recipe, dim, size)
-            parts = [narrow(recipe, first, first + width, dim) for first in (0, width)]
-            return cat(tuple(self._share(part, "width", dim) for part in parts), dim)
+                recipe = Dequantize(recipe) if "tensor" in holds else _refined(recipe, 1, size)
+            parts = [narrow(recipe, first, first + width, 1) for first in (0, width)]
+            return cat(tuple(self._share(part, "width", 1) for part in parts), 1)
 
-        own: list[Any] = [halves(gate_up, 1), self._share(down, "width", 2)]
+        own: list[Any] = [halves(gate_up), self._share(down, "width", 2)]
         if biases:
-            own += [halves(biases[0], 1), Once(biases[1], "width") if self._mesh.size("width") > 1 else biases[1]]
+            own += [halves(biases[0]), Once(biases[1], "width") if self._mesh.size("width") > 1 else biases[1]]
         if (parts := self._mesh.experts) > 1:
             own = [self._share(each, "experts") for each in own]
             first = Offset("experts", parts, int(own[0].type.shape[0]))

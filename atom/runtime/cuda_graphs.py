@@ -71,6 +71,14 @@ class _Captured:
     sent: bytearray | None = None  # its present content
 
 
+def _find(captured: dict[Any, _Captured | None], key: Any, capture: Callable[[Any], _Captured]) -> _Captured | None:
+    """The graph of a shape, captured now if that was left for later; None where there is to be none."""
+    if key not in captured:
+        return None
+    found = captured[key] = captured[key] or capture(key)
+    return found
+
+
 def begin(
     model: Model, computed: Computed, slots: Tensor, rows: PackedRows | None = None, most: Tensor | None = None
 ) -> Started:
@@ -129,19 +137,15 @@ class Graphs:
     def start(self, step: StepInput) -> Started | None:
         """Start a step; None where its shape was not captured."""
         shape, size = step.shape, step.shape.num_rows
-        if step.is_decode and shape.num_drafts:
+        if not step.is_decode:
+            found = _find(self._mixed, shape, self._capture_mixed)
+        elif shape.num_drafts:
             drafting = size, shape.num_drafts
-            if drafting not in self._drafts:
-                return None
-            found = self._drafts[drafting] = self._drafts[drafting] or self._capture_drafts(*drafting)
-        elif step.is_decode:
-            if size not in self._decodes:
-                return None
-            found = self._decodes[size] = self._decodes[size] or self._capture_decodes(size)
+            found = _find(self._drafts, drafting, lambda sizes: self._capture_drafts(*sizes))
         else:
-            if shape not in self._mixed:
-                return None
-            found = self._mixed[shape] = self._mixed[shape] or self._capture_mixed(shape)
+            found = _find(self._decodes, size, self._capture_decodes)
+        if found is None:
+            return None
         if found.sent != step.packed:
             found.packed.copy_(self._model.send(step.packed))
             found.sent = step.packed

@@ -73,12 +73,13 @@ class KVCache:
         self.prefixes = PrefixCache()
         self.costs, self._loaded_bytes = costs, loaded_bytes
         self.host_pools = {
-            kind.name: HostPool(kind, num_host_blocks[kind.name], self.prefixes, files)
+            kind.name: HostPool(kind, num_host_blocks[kind.name], block_size, self.prefixes, files)
             for kind in kinds
             if num_host_blocks is not None
         }
         self.pools = [
-            BlockPool(kind, num_blocks[kind.name], self.prefixes, self.host_pools.get(kind.name)) for kind in kinds
+            BlockPool(kind, num_blocks[kind.name], block_size, self.prefixes, self.host_pools.get(kind.name))
+            for kind in kinds
         ]
         self.files = files
         self._full = [pool for pool in self.pools if pool.window is None]
@@ -159,7 +160,7 @@ class KVCache:
         awaited = [each for each in planned if each in self._loads]
         awaits_saves = any(pool.is_overwritten for pool in self.pools)
         for pool in self.pools:
-            if saved := pool.take_saves(SAVED_BYTES // (self.block_size * pool.kind.bytes_per_token) or 1):
+            if saved := pool.take_saves(SAVED_BYTES // pool.block_bytes or 1):
                 saves[pool.name] = saved
         writes, fills = dict[str, list[tuple[int, bytes]]](), dict[str, list[tuple[int, object]]]()
         for kind, host in self.host_pools.items():
@@ -192,8 +193,7 @@ class KVCache:
         def needs(num_blocks: int) -> dict[str, int]:
             query = (first + num_blocks) * self.block_size
             return {
-                pool.name: 0 if pool.window is None else max(pool.first_seen(query, self.block_size) - first, 0)
-                for pool in self.pools
+                pool.name: 0 if pool.window is None else max(pool.first_seen(query) - first, 0) for pool in self.pools
             }
 
         fetch = Fetch(key, content, self._width, needs, first, sequence, time.perf_counter() + seconds)
@@ -262,7 +262,7 @@ class KVCache:
         query = num_shared * self.block_size
         assert parent.num_computed >= query, f"{parent.id}: forked before its prompt was computed"
         for pool in self._windows:
-            if not all(parent.blocks[pool.name][pool.first_seen(query, self.block_size) : num_shared]):
+            if not all(parent.blocks[pool.name][pool.first_seen(query) : num_shared]):
                 return 0
         self._share(child, num_shared, parent.blocks)
         return query
@@ -301,7 +301,7 @@ class KVCache:
             if query == len(sequence.prompt):  # siblings begin at its last full block, in the next step
                 query = (query - 1) // self.block_size * self.block_size
             table = sequence.blocks[pool.name]
-            index = pool.first_seen(query, self.block_size) - 1
+            index = pool.first_seen(query) - 1
             while index >= 0 and table[index]:
                 pool.release(table[index])
                 table[index] = 0
@@ -364,19 +364,19 @@ class KVCache:
                 if not pool.has(prefix, on_host):
                     since[pool.name] = index + 1
             query = (index + 1) * self.block_size
-            if all(since[pool.name] <= pool.first_seen(query, self.block_size) for pool in self._windows):
+            if all(since[pool.name] <= pool.first_seen(query) for pool in self._windows):
                 num_hit = index + 1
         return num_hit
 
     def _is_loaded(self, path: list[Prefix], at: int) -> bool:
         """Whether a sequence that hits this path has to load a block of its prefix number `at`."""
         query, blocks = len(path) * self.block_size, path[at].blocks
-        return any(pool.name not in blocks and at >= pool.first_seen(query, self.block_size) for pool in self.pools)
+        return any(pool.name not in blocks and at >= pool.first_seen(query) for pool in self.pools)
 
     def _has_room_to_load(self, sequence: Sequence, path: list[Prefix], spare: int) -> bool:
         """Whether loading a path leaves `spare` free blocks; full kinds also need room for the tokens after it."""
         for pool in self.pools:
-            first = pool.first_seen(len(path) * self.block_size, self.block_size)
+            first = pool.first_seen(len(path) * self.block_size)
             shared = [block for prefix in path[first:] if (block := prefix.blocks.get(pool.name))]
             num_blocks = len(path) if pool.window is not None else -(-sequence.num_tokens // self.block_size)
             num_idle = sum(not pool.num_holders[block] for block in shared)
@@ -389,7 +389,7 @@ class KVCache:
         loads = self._loads[sequence] = {}
         for pool in self.pools:
             if (host := pool.host) is not None:
-                first = pool.first_seen(len(path) * self.block_size, self.block_size)
+                first = pool.first_seen(len(path) * self.block_size)
                 missing = [at for at in range(first, len(path)) if not sequence.blocks[pool.name][at]]
                 loads[pool.name] = [(at, host.share(path[at].blocks[host.name])) for at in missing]
         for pool in self.pools:
@@ -409,11 +409,11 @@ class KVCache:
         """Move a sequence's loads to those of a plan until they are more than the budget; their bytes."""
         num_bytes, left = 0, self._loads[sequence]
         for pool in self.pools:
-            size, pairs = self.block_size * pool.kind.bytes_per_token, left.get(pool.name, [])
+            pairs = left.get(pool.name, [])
             count = 0
             while count < len(pairs) and num_bytes < budget:
                 self.host_pools[pool.name].release(pairs[count][1])
-                count, num_bytes = count + 1, num_bytes + size
+                count, num_bytes = count + 1, num_bytes + pool.block_bytes
             if count:
                 loads.setdefault(pool.name, []).extend(pairs[:count])
                 left[pool.name] = pairs[count:]
@@ -455,6 +455,6 @@ class KVCache:
     def _share(self, sequence: Sequence, num_blocks: int, tables: Mapping[str, list[int]]) -> None:
         """Share the first `num_blocks` blocks of other tables, if any: those that the sequence's next query sees."""
         for pool in self.pools:
-            first = pool.first_seen(num_blocks * self.block_size, self.block_size)
+            first = pool.first_seen(num_blocks * self.block_size)
             shared = [block and pool.share(block) for block in tables[pool.name][first:num_blocks]]
             sequence.blocks[pool.name] = [0] * first + shared

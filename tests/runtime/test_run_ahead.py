@@ -214,8 +214,8 @@ class Device:
         return known[-1]
 
     def blocks_named(self, row: ScheduledRequest) -> dict[str, set[int]]:
-        size, tables = self.cache.block_size, row.sequence.blocks
-        return {pool.name: {*tables[pool.name][pool.first_seen(row.start, size) :]} for pool in self.cache.pools}
+        tables = row.sequence.blocks
+        return {pool.name: {*tables[pool.name][pool.first_seen(row.start) :]} for pool in self.cache.pools}
 
 
 @dataclass

@@ -16,6 +16,7 @@ from atom.graph import PackedWeight
 from atom.kernels.aiter.functions import MXFP4, Aiter
 from atom.kernels.aiter.linear import add_rms_norm
 from atom.kernels.aiter.mxfp4 import mxfp4_experts
+from atom.kernels.triton.activations import Gate
 
 
 def router(aiter: Aiter, x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *,
@@ -57,7 +58,7 @@ def experts(
         return torch.empty_like(x)
     if is_mxfp4(gate_up) and is_mxfp4(down):
         biases = gate_up_bias, down_bias
-        return mxfp4_experts(aiter, x, weights, ids, gate_up, down, *biases, first, kind=kind, limit=limit, alpha=alpha)
+        return mxfp4_experts(aiter, x, weights, ids, gate_up, down, *biases, first, Gate(kind, limit, alpha))
     quant = {None: "No", "fp8[1, *]": "per_Token"}.get(act, "per_128x128")
     (w1, w1_scale), (w2, w2_scale) = map(_parts, (gate_up, down))
     mask = None

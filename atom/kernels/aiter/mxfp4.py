@@ -1,6 +1,6 @@
 """Experts with weights in MXFP4 and activations in bf16, by AITER's Triton products.
 
-    y = mxfp4_experts(aiter, x, weights, ids, gate_up, down, None, None, None, kind="silu")
+    y = mxfp4_experts(aiter, x, weights, ids, gate_up, down, None, None, None, Gate("silu"))
 
 The weights stay as stored: pairs of E2M1, an exponent for each 32 columns. The rows are sorted by expert ahead, as
 `group` gives them, so that AITER's products are a `grouped_linear`; it wants the tiles of each expert numbered, which a
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from atom.graph import PackedWeight
 from atom.kernels.aiter.functions import Aiter
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.grouped_tiles import most_tiles
 from atom.kernels.triton.grouping import combine_rows, group_pairs
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.row_kernels import activate_gates
@@ -29,13 +31,12 @@ NUMBERED = 32  # tiles that a program numbers
 
 def mxfp4_experts(
     aiter: Aiter, x: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, first: Tensor | None, *, kind: str, limit: float | None,
-    alpha: float | None,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, first: Tensor | None, gate: Gate,
 ) -> Tensor:  # fmt: skip
     """Shapes as in the op `experts`, x is bf16."""
     rows, _, ends, places = group_pairs(x.contiguous(), ids.contiguous(), first, gate_up.shape[0])
     routing = number_tiles(aiter, ends, len(rows))
-    m = activate_gates(_multiply(aiter, rows, gate_up, gate_up_bias, routing), kind, limit, alpha)
+    m = activate_gates(_multiply(aiter, rows, gate_up, gate_up_bias, routing), *gate)
     return combine_rows(_multiply(aiter, m, down, down_bias, routing), weights.contiguous(), places)
 
 
@@ -51,7 +52,7 @@ def number_tiles(aiter: Aiter, ends: Tensor, pairs: int) -> Any:
     """Where each expert's rows end, i64[E], of so many pairs -> AITER's RoutingData, of tiles of one expert's rows"""
     experts = len(ends)
     block_m = max(MIN_ROWS, min(next_power_of_2(max(1, pairs // experts)), MAX_ROWS))
-    num_tiles = pairs if pairs <= experts else experts - 1 + -(-(pairs - experts + 1) // block_m)  # the most there are
+    num_tiles = most_tiles(pairs, experts, block_m)
     counts, tiles, starts, tile_starts = (
         ends.new_empty(size, dtype=torch.int32) for size in (experts, num_tiles, experts + 1, experts + 1)
     )

@@ -2,15 +2,31 @@
 
 y = activation(x, "silu")                            # of fp32, in fp32
 m = gated(gates, ups, tl.bfloat16, "silu")           # as the op `gated_activate`, but for the last rounding
+gate = Gate("silu")                                  # what the host hands from one function to the next
 
 `atom.graph.ops.ACTIVATIONS` has the references.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from atom.kernels.triton.jit import jit
+
+
+class Gate(NamedTuple):
+    """The gated activation behind a product: the attributes of the op `gated_activate`."""
+
+    kind: str
+    limit: float | None = None  # these two of swigluoai
+    alpha: float | None = None
+
+
+def constants_of(gate: Gate | None) -> tuple[str | None, float | None, float | None]:
+    """KIND, LIMIT and ALPHA of a kernel, None where there is no gate behind its products."""
+    return gate or (None, None, None)
 
 
 @jit

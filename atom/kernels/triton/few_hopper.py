@@ -1,7 +1,7 @@
 """Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon.
 
-    m = multiply_gates(x, ids, gate_up, bias, counters, "silu")     # x [T, H], ids i64[T, k] -> [k T, W]
-    y = multiply_downs(m, weights, ids, down, bias)             # and summed by the weights fp32[T, k]: [T, H]
+    if suits_few(x, ids, gate_up):
+        y = multiply_few(x, weights, ids, (gate_up, down), biases, Gate("silu"), counters)      # as the op `experts`
 
 A weight is plain, or packed and laid out as hopper/shuffle.py says. A program has ROWS rows of it: gates and the ups
 beside them of one pair of token and expert, or so many downs of each of a token's experts. Their boxes come by TMA,
@@ -24,8 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from atom.graph import PackedWeight
-from atom.kernels.triton.activations import activate_rounded
+from atom.kernels.triton.activations import Gate, activate_rounded
 from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed_hopper import (
@@ -36,7 +35,7 @@ from atom.kernels.triton.linear.packed_hopper import (
     _unpack,
     gated_shape,
 )
-from atom.kernels.triton.linear.style import PLAIN, Style, style_of_weight
+from atom.kernels.triton.linear.style import PLAIN, Style, Weight, style_of_weight
 from atom.kernels.triton.rows import new_rows, readable_rows
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 
@@ -321,7 +320,7 @@ def _down_descriptors(rows: int, bits: int) -> TensorDescriptors:
     return TensorDescriptors((rows, WIDTH.value), gl.NVMMASharedLayout(WIDTH.value * bits // 8, bits, 2))
 
 
-def _parts(weight: Tensor | PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Style]:
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, Style]:
     """Values, scales and zeros of a weight, and how it holds numbers."""
     if isinstance(weight, Tensor):
         return weight, None, None, PLAIN
@@ -329,7 +328,7 @@ def _parts(weight: Tensor | PackedWeight) -> tuple[Tensor, Tensor | None, Tensor
     return parts["values"], parts["scales"], parts.get("zeros"), style_of_weight(weight)
 
 
-def suits_few(x: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight) -> bool:
+def suits_few(x: Tensor, ids: Tensor, gate_up: Weight) -> bool:
     """Whether these tokens go through their experts without being grouped; packed ones are laid out for it."""
     _, out, inner = gate_up.shape
     most = FEW_PLAIN if isinstance(gate_up, Tensor) else FEW_PACKED
@@ -337,9 +336,18 @@ def suits_few(x: Tensor, ids: Tensor, gate_up: Tensor | PackedWeight) -> bool:
     return is_few and x.dtype == torch.bfloat16 and out % 16 == inner % 8 == 0
 
 
+def multiply_few(
+    x: Tensor, weights: Tensor, ids: Tensor, matrices: tuple[Weight, Weight],
+    biases: tuple[Tensor | None, Tensor | None], gate: Gate, counters: Tensor,
+) -> Tensor:  # fmt: skip
+    """experts of few tokens: x [T, H], weights fp32[T, k], ids i64[T, k], gate_up and down as in the op -> [T, H]"""
+    m = multiply_gates(x, ids, matrices[0], biases[0], gate, counters)
+    return multiply_downs(m, weights, ids, matrices[1], biases[1])
+
+
 def multiply_gates(
-    x: Tensor, ids: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, counters: Tensor, kind: str,
-    limit: float | None = None, alpha: float | None = None, ring: Ring | None = None,
+    x: Tensor, ids: Tensor, weight: Weight, bias: Tensor | None, gate: Gate, counters: Tensor,
+    ring: Ring | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W].
 
@@ -360,16 +368,13 @@ def multiply_gates(
     x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
     _gates_kernel[(tiles, len(y), ring.splits)](
         x_tiles, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
-        ring.steps(inner, columns), ids.shape[1], out, inner, style.values, columns, style.rows, style.columns, kind,
-        limit, alpha, *ring, num_warps=4, launch_pdl=True,
+        ring.steps(inner, columns), ids.shape[1], out, inner, style.values, columns, style.rows, style.columns, *gate,
+        *ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
 
 
-def multiply_downs(
-    x: Tensor, weights: Tensor, ids: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None,
-    ring: Ring | None = None,
-) -> Tensor:  # fmt: skip
+def multiply_downs(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [k T, W], weights fp32[T, k], ids i64[T, k], weight [E, H, W], bias [E, H] -> [T, H]
 
     The kernel ahead is `multiply_gates`, of the same ids.
@@ -380,7 +385,7 @@ def multiply_downs(
     parts = next_power_of_2(top_k)
     each = ROWS.value // parts
     tiles = -(-out // each)
-    ring = ring or choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
+    ring = choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
     downs = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
     x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())

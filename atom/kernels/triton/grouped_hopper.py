@@ -3,7 +3,7 @@
 The gates behind a product are in its kernel, and so are biases.
 
     y = multiply(x, weight, ends, bias)                    # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
-    m = multiply(x, weight, ends, bias, gate_of("silu"))      # weight [E, 2 W, I], gates before ups -> [P, W]
+    m = multiply(x, weight, ends, bias, Gate("silu"))         # weight [E, 2 W, I], gates before ups -> [P, W]
     plan = plan_fp8(ends, len(x))                             # of products of the same rows
     y = multiply_fp8(x, x_scales, weight, plan)               # of 1 x 128 by those of 128 x 128, both in fp8
 
@@ -37,12 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gluon import async_load, async_store, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.grouped_tiles import most_tiles
 from atom.kernels.triton.jit import jit as triton_jit
 from atom.kernels.triton.linear.gate_hopper import SILU
-from atom.kernels.triton.linear.row_kernels import FP8
+from atom.kernels.triton.linear.row_kernels import FP8, activate_gates
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 from atom.kernels.triton.warp_groups import (
     GROUPS,
@@ -408,8 +410,11 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
 
 
 @cache
-def gate_of(kind: str, limit: float | None = None, alpha: float | None = None) -> str | None:
+def write_gate(gate: Gate | None) -> str | None:
     """The instructions of a gate, which a kernel takes; None: it has none of this kind."""
+    if gate is None:
+        return None
+    kind, limit, alpha = gate
     if kind == "silu":
         return str(SILU.value)
     if kind != "swigluoai" or limit is None or alpha is None:
@@ -429,8 +434,7 @@ def _descriptors(block_rows: int, columns: int, bits: int) -> TensorDescriptors:
 def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
     """Lay out tiles of so many rows; ends i64[E]: where each expert's end."""
     experts, gpu = len(ends), find_gpu(ends.device)
-    used = min(experts, rows)
-    num = used + (rows - used) // block_rows  # each used expert has one tile that need not be full
+    num = most_tiles(rows, experts, block_rows)
     tiles = ends.new_empty(num + 1, ENTRY.value, dtype=torch.int32)
     _plan_kernel[(num,)](
         ends, tiles, num, EXPERTS=experts, BLOCK_E=next_power_of_2(experts), BLOCK_R=block_rows,
@@ -444,14 +448,16 @@ def plan_fp8(ends: Tensor, rows: int) -> Plan:
     return make_plan(ends, rows, _block_rows(IN_FP8))
 
 
-def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, gate: str | None = None) -> Tensor:
-    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with gates."""
-    plan = make_plan(ends, len(x), _block_rows(PLAIN))
-    return _launch(x, weight, plan, bias, None, None, None, 1, gate, PLAIN)
+def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> Tensor:
+    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with gates, of
+    which some kinds are a launch of their own"""
+    plan, written = make_plan(ends, len(x), _block_rows(PLAIN)), write_gate(gate)
+    y = _launch(x, weight, plan, bias, None, None, None, 1, written, PLAIN)
+    return activate_gates(y, *gate) if gate is not None and written is None else y
 
 
 def multiply_fp8(
-    x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, gate: str | None = None,
+    x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, gate: Gate | None = None,
     order: Tensor | None = None, top_k: int = 1,
 ) -> Tensor:  # fmt: skip
     """multiply of a weight in blocks of 128 x 128 by x fp8[P, I], with x_scales fp32[P, I / 128], whose columns lie
@@ -459,8 +465,9 @@ def multiply_fp8(
 
     order: i64[P], the pair of token and expert of each row; then x_scales are of tokens, which have top_k pairs each
     """
-    values, scales = weight.parts["values"].view(FP8), weight.parts["scales"]
-    return _launch(x, values, plan, None, x_scales, scales, order, top_k, gate, IN_FP8)
+    values, scales, written = weight.parts["values"].view(FP8), weight.parts["scales"], write_gate(gate)
+    assert gate is None or written is not None, f"the kernel has no {gate}"
+    return _launch(x, values, plan, None, x_scales, scales, order, top_k, written, IN_FP8)
 
 
 def _block_rows(tile: Tile) -> int:

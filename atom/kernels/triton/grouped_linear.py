@@ -1,8 +1,8 @@
 """Multiply rows that are grouped by expert, by plain or packed weights.
 
-y = multiply_plain(x, weight, ends, None, None, None, None, tiles)      # x [P, I], weight [E, O, I] -> [P, O]
-y = multiply_packed(x, weight, ends, bias, "silu", None, None, tiles)   # unpacked in registers, with gates behind
-y = multiply_many(x, weight, ends)                                      # on Hopper, of many rows for each expert
+y = multiply_plain(x, weight, ends, None, None, tiles)              # x [P, I], weight [E, O, I] -> [P, O]
+y = multiply_packed(x, weight, ends, bias, Gate("silu"), tiles)     # unpacked in registers, with gates behind
+y = multiply_many(x, weight, ends)                                  # on Hopper, of many rows for each expert
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from atom.graph import PackedWeight
 from atom.graph.formats import block_of, parse_format, with_block
-from atom.kernels.triton.activations import activate_rounded
+from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
-from atom.kernels.triton.grouped_tiles import Tiles
+from atom.kernels.triton.grouped_tiles import Tiles, most_tiles
 from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import are_minima, unpack
-from atom.kernels.triton.linear.row_kernels import activate_gates
 from atom.kernels.triton.linear.style import Weight
 from atom.kernels.triton.unpack import (
     as_bytes,
@@ -40,15 +39,13 @@ FEW_COLUMNS = 2048  # with up to as many, a tile takes long to be stored beside 
 MANY_ROWS, MANY_UNPACKED_ROWS = 128, 384
 
 
-def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, kind: str | None,
-                   limit: float | None, alpha: float | None, tiles: Tiles) -> Tensor:  # fmt: skip
+def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, gate: Gate | None,
+                   tiles: Tiles) -> Tensor:  # fmt: skip
     """`Experts.multiply` of a plain weight"""
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
-    y = x.new_empty(rows, out if kind is None else out // 2)
-    used = min(experts, rows)
-    most = used + (rows - used) // tiles.rows  # each used expert has one tile that need not be full
-    _grouped_linear_kernel[(most * -(-out // tiles.out),)](
+    y, (kind, limit, alpha) = x.new_empty(rows, out if gate is None else out // 2), constants_of(gate)
+    _grouped_linear_kernel[(most_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner, KIND=kind,
         LIMIT=limit, ALPHA=alpha, BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out,
         BLOCK_I=tiles.inner, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **find_gpu(x.device).options,
@@ -56,19 +53,18 @@ def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None,
     return y
 
 
-def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, kind: str | None,
-                    limit: float | None, alpha: float | None, tiles: Tiles) -> Tensor:  # fmt: skip
+def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, gate: Gate | None,
+                    tiles: Tiles) -> Tensor:  # fmt: skip
     """`Experts.multiply` of a packed weight, whose tiles are unpacked in registers"""
     parts = weight.parts
     assert x.stride(1) == 1 and all(part.is_contiguous() for part in parts.values()), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
-    y, gpu = x.new_empty(rows, out if kind is None else out // 2), find_gpu(x.device)
+    y, (kind, limit, alpha) = x.new_empty(rows, out if gate is None else out // 2), constants_of(gate)
+    gpu = find_gpu(x.device)
     block_rows, group = block_of(weight.type)[-2:]
-    used = min(experts, rows)
-    most = used + (rows - used) // tiles.rows
     factor = parts.get("factor", parts.get("divisor"))
     strides = (0, 0) if factor is None else factor.expand(experts, out).stride()
-    _packed_grouped_linear_kernel[(most * -(-out // tiles.out),)](
+    _packed_grouped_linear_kernel[(most_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
         x, as_bytes(parts["values"]), as_bytes(parts["scales"]), parts.get("zeros", parts.get("mins")), factor, ends,
         bias, y, x.stride(0),
         EXPERTS=experts, OUT=out, INNER=inner, PACKING=packing_of(weight), SCALE_ROWS=block_rows, GROUP=group,
@@ -80,11 +76,11 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
     return y
 
 
-def suits_hopper(x: Tensor, weight: Weight, kind: str | None = None) -> bool:
+def suits_hopper(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
     """Whether `multiply_many` takes this product, and is faster: of many rows for each expert, in bf16 on Hopper."""
     experts, out, inner = weight.shape
     least = MANY_ROWS if isinstance(weight, Tensor) else MANY_UNPACKED_ROWS
-    columns = out if kind is None else out // 2
+    columns = out if gate is None else out // 2
     return (
         len(x) >= least * experts
         and x.dtype == torch.bfloat16
@@ -112,22 +108,20 @@ def unpack_experts(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return unpack(PackedWeight(type, parts, weight.layout), dtype).view(weight.shape)
 
 
-def multiply_many(x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None,
-                  kind: str | None = None, limit: float | None = None,
-                  alpha: float | None = None) -> Tensor:  # fmt: skip
+def multiply_many(
+    x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None
+) -> Tensor:
     """multiply_plain, of a packed weight that is unpacked into a temporary
 
     The library's where nothing is added to products of more than FEW_COLUMNS.
     """
     plain = unpack_experts(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
-    if bias is None and kind is None and x.shape[1] > FEW_COLUMNS:
+    if bias is None and gate is None and x.shape[1] > FEW_COLUMNS:
         y: Tensor = F.grouped_mm(x, plain.transpose(1, 2), offs=ends.to(torch.int32))
         return y
     from atom.kernels.triton import grouped_hopper  # imports what only NVIDIA's GPUs need
 
-    gate = None if kind is None else grouped_hopper.gate_of(kind, limit, alpha)
-    y = grouped_hopper.multiply(x, plain, ends, bias, gate)
-    return y if kind is None or gate is not None else activate_gates(y, kind, limit, alpha)
+    return grouped_hopper.multiply(x, plain, ends, bias, gate)
 
 
 @jit

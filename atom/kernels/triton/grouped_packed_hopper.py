@@ -1,8 +1,8 @@
 """Products of many rows by packed experts on NVIDIA's Hopper, in Gluon.
 
-    plan = plan_tiles(ends, len(x))                 # of products of the same rows
-    y = multiply(x, weight, plan, bias)             # x [P, I], sorted by expert, a shuffled weight [E, O, I] -> [P, O]
-    m = multiply(x, weight, plan, bias, "silu")     # weight [E, 2 W, I], gates before ups -> [P, W]
+    plan = plan_tiles(ends, len(x))         # of products of the same rows
+    y = multiply(x, weight, plan, bias)     # x [P, I], sorted by expert, a shuffled weight [E, O, I] -> [P, O]
+    m = multiply(x, weight, plan, bias, Gate("silu"))       # weight [E, 2 W, I], gates before ups -> [P, W]
 
 Programs take one tile after another, as in grouped_hopper.py, of 128 rows. Each of two or three groups of warps unpacks
 64 rows of the weight into the left operands of its products, as in packed_hopper.py, while the others' are multiplied.
@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from atom.graph import PackedWeight
+from atom.kernels.triton.activations import Gate, constants_of
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gluon import async_load, jit, reinterpret
 from atom.kernels.triton.gpu import find_gpu
@@ -25,6 +26,7 @@ from atom.kernels.triton.linear.packed_hopper import (
     BYTES,
     GATED,
     WEIGHT,
+    _find_rows,
     _finish,
     _load_operands,
     _load_scales,
@@ -92,10 +94,7 @@ def _consume(given, plan, sizes, memory, WHO: gl.constexpr, OUT: gl.constexpr, I
     for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
         expert, x_row, end, out_tile = _find_place(tile, plan, out_tiles, ROWS)
         first_row = (out_tile * GROUPS + WHO) * BLOCK_O
-        own = first_row + row
-        if KIND is not None:  # of 16 rows of a tile 8 gates and their ups
-            own = first_row // 2 + row // 16 * 8 + row % 8 + row // 8 % 2 * (OUT // 2)
-        own = expert * OUT + gl.minimum(own, OUT - 1)
+        own = _find_rows(row, first_row, expert, OUT, KIND)
         blocks = own // SCALE_ROWS * NUM
         acc = gl.zeros([BLOCK_O, ROWS], gl.float32, ACC)
         factors, operands = None, None  # of the next stage, since a load takes long
@@ -196,14 +195,15 @@ def plan_tiles(ends: Tensor, rows: int) -> Plan:
     return make_plan(ends, rows, ROWS.value)
 
 
-def multiply(x: Tensor, weight: PackedWeight, plan: Plan, bias: Tensor | None = None, kind: str | None = None,
-             limit: float | None = None, alpha: float | None = None) -> Tensor:  # fmt: skip
+def multiply(
+    x: Tensor, weight: PackedWeight, plan: Plan, bias: Tensor | None = None, gate: Gate | None = None
+) -> Tensor:
     """x [P, I], sorted by expert, a shuffled weight [E, O, I], bias [E, O] -> [P, O], or [P, O / 2] with gates"""
     (experts, out, inner), rows = weight.shape, len(x)
     style, values = style_of_weight(weight), weight.parts["values"]
     width = values.shape[-1]
-    y = x.new_empty(rows, out if kind is None else out // 2)
-    if kind is None:
+    y = x.new_empty(rows, out if gate is None else out // 2)
+    if gate is None:
         weights = _weight_descriptors.find(values, (experts * out, width), (width, 1))
     else:
         weights = gated_weights(values, experts, out)
@@ -213,7 +213,7 @@ def multiply(x: Tensor, weight: PackedWeight, plan: Plan, bias: Tensor | None = 
     _multiply[(min(find_gpu(x.device).units, plan.num * out_tiles),)](
         _x_descriptors(ROWS.value, COLUMNS.value // boxes).find(x, (rows, inner), x.stride()), weights,
         weight.parts["scales"], weight.parts.get("zeros"), bias, y, plan.tiles, plan.num, out, inner, style.values,
-        style.rows, style.columns, kind, limit, alpha, groups, boxes, 8 - boxes - groups, num_warps=4,
+        style.rows, style.columns, *constants_of(gate), groups, boxes, 8 - boxes - groups, num_warps=4,
         maxnreg=168 if groups == 2 else 128, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -47,6 +47,12 @@ Parameters = Tiles | Wgmma
 Find = Callable[[Shape, Gpu], Parameters]
 
 
+def most_tiles(rows: int, experts: int, block_rows: int) -> int:
+    """The most tiles, each of one expert's rows, that so many rows of so many experts can have."""
+    used = min(experts, rows)
+    return used + (rows - used) // block_rows  # each used expert has one tile that need not be full
+
+
 @cache
 def find(shape: Shape, gpu: Gpu) -> Parameters:
     """Look up the packaged tiles of such a product on such a GPU, else `choose` them."""

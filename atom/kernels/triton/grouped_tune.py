@@ -23,6 +23,7 @@ from atom.graph.graph import type_of
 from atom.graph.ops import Op
 from atom.graph.types import BITS, Type
 from atom.kernels.triton import grouped_tiles
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Find, Parameters, Shape, Tiles, key_of, with_whole_groups
 from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
@@ -132,12 +133,13 @@ class Recording:
         calls = self._calls
 
         class RecordingExperts(kind):  # type: ignore[misc, valid-type]
-            def multiply(self, x: Tensor, weight: Weight, ends: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                y: Tensor = super().multiply(x, weight, ends, *args, **kwargs)
-                shape = describe(x, weight, args[1] if len(args) > 1 else None)
-                repeated = partial(_multiply, super().multiply, x, weight, ends, *args)
+            def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None,
+                         gate: Gate | None = None) -> Tensor:  # fmt: skip
+                y: Tensor = super().multiply(x, weight, ends, bias, gate)
+                repeated = partial(_multiply, super().multiply, x, weight, ends, bias, gate)
+                shape = describe(x, weight, gate)
                 key = *shape[1:5], shape.style
-                calls.setdefault(key, {}).setdefault((args[1:], *map(specialized, (x, weight, *args[:1]))), repeated)
+                calls.setdefault(key, {}).setdefault((gate, *map(specialized, (x, weight, bias))), repeated)
                 return y
 
         return RecordingExperts

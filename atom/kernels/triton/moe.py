@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atom.graph import PackedWeight
 from atom.kernels.triton import SPAN
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.few_experts import multiply_few, suits_few
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.grouped_linear import multiply_many, multiply_packed, multiply_plain, suits_hopper
@@ -60,50 +61,46 @@ class Experts:
         """x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H], down [E, H, W], their biases [E, 2 W] and
         [E, H] -> [T, H]"""
         assert act is None, "its entry declines"
-        biases = gate_up_bias, down_bias
+        matrices, biases, gate = (gate_up, down), (gate_up_bias, down_bias), Gate(kind, limit, alpha)
         if first is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
             if find_gpu(x.device).runs_gluon:
                 from atom.kernels.triton import few_hopper  # imports what only NVIDIA's GPUs need
 
                 if few_hopper.suits_few(x, ids, gate_up):
-                    counters = self.counters(x.device)
-                    m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, counters, kind, limit, alpha)
-                    return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
+                    return few_hopper.multiply_few(x, weights, ids, matrices, biases, gate, self.counters(x.device))
             if suits_few(len(x), ids.shape[1], *down.shape[1:]) and biases == (None, None) and kind != "swigluoai":
                 return multiply_few(x, weights, ids, gate_up, down, kind)
-        return self._multiply_by_groups(x, weights, ids, (gate_up, down), biases, first, kind, limit, alpha)
+        return self._multiply_by_groups(x, weights, ids, first, matrices, biases, gate)
 
-    def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
-                 limit: float | None = None, alpha: float | None = None, *,
+    def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *,
                  parameters: Find | None = None) -> Tensor:  # fmt: skip
-        """grouped_linear; with a kind, gated_activate of it: weight [E, 2 W, I], gates before ups, bias [E, 2 W] ->
+        """grouped_linear; with a gate, gated_activate of it: weight [E, 2 W, I], gates before ups, bias [E, 2 W] ->
         [P, W]"""
         if not len(x):
-            return x.new_empty(0, weight.shape[1] if kind is None else weight.shape[1] // 2)
-        if suits_hopper(x, weight, kind):
-            return multiply_many(x, weight, ends, bias, kind, limit, alpha)
-        tiles = (parameters or self._parameters)(describe(x, weight, kind), find_gpu(x.device))
+            return x.new_empty(0, weight.shape[1] if gate is None else weight.shape[1] // 2)
+        if suits_hopper(x, weight, gate):
+            return multiply_many(x, weight, ends, bias, gate)
+        tiles = (parameters or self._parameters)(describe(x, weight, gate), find_gpu(x.device))
         assert isinstance(tiles, Tiles), f"{tiles} are for shuffled weights"
         if isinstance(weight, PackedWeight):
-            return multiply_packed(x, weight, ends, bias, kind, limit, alpha, tiles)
-        return multiply_plain(x, weight, ends, bias, kind, limit, alpha, tiles)
+            return multiply_packed(x, weight, ends, bias, gate, tiles)
+        return multiply_plain(x, weight, ends, bias, gate, tiles)
 
     def _multiply_by_groups(
-        self, x: Tensor, weights: Tensor, ids: Tensor, matrices: tuple[Weight, Weight],
-        biases: tuple[Tensor | None, Tensor | None], first: Tensor | None, kind: str, limit: float | None,
-        alpha: float | None,
+        self, x: Tensor, weights: Tensor, ids: Tensor, first: Tensor | None, matrices: tuple[Weight, Weight],
+        biases: tuple[Tensor | None, Tensor | None], gate: Gate,
     ) -> Tensor:  # fmt: skip
         """experts with tokens grouped by expert."""
         (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
         rows, _, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
-        m = self.multiply(rows, gate_up, ends, gate_up_bias, kind, limit, alpha)
+        m = self.multiply(rows, gate_up, ends, gate_up_bias, gate)
         return combine_rows(self.multiply(m, down, ends, down_bias), weights, places)
 
 
-def describe(x: Tensor, weight: Weight, kind: str | None = None) -> Shape:
+def describe(x: Tensor, weight: Weight, gate: Gate | None = None) -> Shape:
     """What the tiles of a product of x [P, I] by experts [E, O, I] depend on."""
     experts, out, inner = weight.shape
-    return Shape(len(x), experts, out, inner, 1 if kind is None else 2, x.element_size(), style_of_weight(weight))
+    return Shape(len(x), experts, out, inner, 1 if gate is None else 2, x.element_size(), style_of_weight(weight))
 
 
 class ShuffledExperts(Experts):
@@ -118,39 +115,36 @@ class ShuffledExperts(Experts):
         from atom.kernels.triton import few_hopper
 
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight), "plain weights are not shuffled"
+        matrices, biases, gate = (gate_up, down), (gate_up_bias, down_bias), Gate(kind, limit, alpha)
         if first is None and few_hopper.suits_few(x, ids, gate_up):
-            counters = self.counters(x.device)
-            m = few_hopper.multiply_gates(x, ids, gate_up, gate_up_bias, counters, kind, limit, alpha)
-            return few_hopper.multiply_downs(m, weights, ids, down, down_bias)
-        if act is not None and ids.numel() >= MANY_FP8_ROWS * gate_up.shape[0]:
-            return multiply_in_fp8(x, weights, ids, gate_up, down, first, kind, limit, alpha)
-        biases = gate_up_bias, down_bias
-        if ids.numel() >= MANY_PACKED_ROWS * gate_up.shape[0]:
-            return multiply_many_packed(x, weights, ids, (gate_up, down), biases, first, kind, limit, alpha)
-        return self._multiply_by_groups(x, weights, ids, (gate_up, down), biases, first, kind, limit, alpha)
+            return few_hopper.multiply_few(x, weights, ids, matrices, biases, gate, self.counters(x.device))
+        average = ids.numel() / gate_up.shape[0]  # rows of an expert
+        if act is not None and average >= MANY_FP8_ROWS:
+            return multiply_in_fp8(x, weights, ids, first, matrices, gate)
+        if average >= MANY_PACKED_ROWS:
+            return multiply_many_packed(x, weights, ids, first, matrices, biases, gate)
+        return self._multiply_by_groups(x, weights, ids, first, matrices, biases, gate)
 
-    def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, kind: str | None = None,
-                 limit: float | None = None, alpha: float | None = None, *,
+    def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *,
                  parameters: Find | None = None) -> Tensor:  # fmt: skip
+        """As in `Experts`"""
         from atom.kernels.triton import grouped_packed_hopper  # imports what only NVIDIA's GPUs need
         from atom.kernels.triton.linear import packed_hopper
 
         assert isinstance(weight, PackedWeight), "plain weights are not shuffled"
         rows, (experts, out, _) = len(x), weight.shape
         if not rows:
-            return x.new_empty(0, out if kind is None else out // 2)
+            return x.new_empty(0, out if gate is None else out // 2)
         if rows >= MANY_PACKED_ROWS * experts and x.stride(0) % 8 == x.data_ptr() % 16 == 0:
-            plan = grouped_packed_hopper.plan_tiles(ends, rows)
-            return grouped_packed_hopper.multiply(x, weight, plan, bias, kind, limit, alpha)
-        tiles = (parameters or self._parameters)(describe(x, weight, kind), find_gpu(x.device))
+            return grouped_packed_hopper.multiply(x, weight, grouped_packed_hopper.plan_tiles(ends, rows), bias, gate)
+        tiles = (parameters or self._parameters)(describe(x, weight, gate), find_gpu(x.device))
         assert isinstance(tiles, Wgmma), f"{tiles} are for weights that are not shuffled"
-        return packed_hopper.multiply_grouped(x, weight, ends, bias, self.counters(x.device), tiles, kind, limit, alpha)
+        return packed_hopper.multiply_grouped(x, weight, ends, bias, gate, self.counters(x.device), tiles)
 
 
 def multiply_many_packed(
-    x: Tensor, weights: Tensor, ids: Tensor, matrices: tuple[PackedWeight, PackedWeight],
-    biases: tuple[Tensor | None, Tensor | None], first: Tensor | None, kind: str, limit: float | None,
-    alpha: float | None,
+    x: Tensor, weights: Tensor, ids: Tensor, first: Tensor | None, matrices: tuple[PackedWeight, PackedWeight],
+    biases: tuple[Tensor | None, Tensor | None], gate: Gate,
 ) -> Tensor:  # fmt: skip
     """experts of many tokens by shuffled weights, which are unpacked in registers."""
     from atom.kernels.triton import grouped_packed_hopper  # imports what only NVIDIA's GPUs need
@@ -158,21 +152,22 @@ def multiply_many_packed(
     (gate_up, down), (gate_up_bias, down_bias) = matrices, biases
     rows, _, ends, places = group_pairs(x, ids, first, gate_up.shape[0])
     plan = grouped_packed_hopper.plan_tiles(ends, len(rows))
-    m = grouped_packed_hopper.multiply(rows, gate_up, plan, gate_up_bias, kind, limit, alpha)
+    m = grouped_packed_hopper.multiply(rows, gate_up, plan, gate_up_bias, gate)
     return combine_rows(grouped_packed_hopper.multiply(m, down, plan, down_bias), weights, places)
 
 
 def multiply_in_fp8(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight, first: Tensor | None,
-    kind: str, limit: float | None, alpha: float | None,
+    x: Tensor, weights: Tensor, ids: Tensor, first: Tensor | None, matrices: tuple[PackedWeight, PackedWeight],
+    gate: Gate,
 ) -> Tensor:  # fmt: skip
     """experts of many tokens by shuffled weights in blocks of 128 x 128, with activations quantized by 128 columns."""
     from atom.kernels.triton import grouped_hopper  # imports what only NVIDIA's GPUs need
 
+    gate_up, down = matrices
     tokens = quantize_rows(x, SPAN, FP8, is_shuffled=True)
     pairs = tokens.values[: len(x)].view(torch.bfloat16)  # of fp8, which not all copy
     rows, order, ends, places = group_pairs(pairs, ids, first, gate_up.shape[0])
-    plan, gate = grouped_hopper.plan_fp8(ends, len(rows)), grouped_hopper.gate_of(kind, limit, alpha)
+    plan = grouped_hopper.plan_fp8(ends, len(rows))
     m = grouped_hopper.multiply_fp8(rows.view(FP8), tokens.scales, gate_up, plan, gate, order, ids.shape[1])
     values, scales, *_ = quantize_rows(m, SPAN, FP8, is_shuffled=True)
     return combine_rows(grouped_hopper.multiply_fp8(values[: len(m)], scales, down, plan), weights, places)

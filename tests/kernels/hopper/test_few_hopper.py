@@ -18,6 +18,7 @@ from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw
 from atom.graph import PackedWeight, ops
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton import few_hopper, moe
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.few_hopper import FEW_PACKED, FEW_PLAIN
 from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.linear import packed_hopper
@@ -58,6 +59,7 @@ from kernels.compiling import use_hopper
 from kernels.hopper.test_few_hopper import EXPERTS, make_experts
 from kernels.hopper.test_hopper import H200
 from atom.kernels.triton import few_hopper, moe
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.linear.matrix import make_counters
 
 launches = itertools.count()
@@ -83,9 +85,9 @@ for name in ("_gates_kernel", "_downs_kernel"):
 for number, fmt in enumerate(EXPERTS):
     gate_up, down, *biases = make_experts(fmt, 4, 256, 384, number % 2 == 1, "cpu")
     x, ids, weights = torch.zeros(2, 384, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
-    gate = ("swigluoai", 7.0, 1.7) if number % 2 else ("silu", None, None)
+    gate = Gate("swigluoai", 7.0, 1.7) if number % 2 else Gate("silu")
     ring = few_hopper.Ring(2, 1, splits=1 + number % 2)
-    m = few_hopper.multiply_gates(x, ids, gate_up, biases[0], make_counters(x.device), *gate, ring=ring)
+    m = few_hopper.multiply_gates(x, ids, gate_up, biases[0], gate, make_counters(x.device), ring)
     few_hopper.multiply_downs(m, weights, ids, down, biases[1])
 """
 
@@ -198,7 +200,7 @@ def check_experts(
     the same.
     """
     experts, width, hidden, top_k = sizes
-    limit, alpha = (7.0, 1.702) if kind == "swigluoai" else (None, None)
+    gate = Gate(kind, 7.0, 1.702) if kind == "swigluoai" else Gate(kind)
     gate_up, down, *biases = make_experts(fmt, experts, width, hidden, kind == "swigluoai", device)
     plain, counters = (plain_of(gate_up), plain_of(down)), make_counters(torch.device(device))
     for tokens, is_alike in cases:
@@ -208,7 +210,7 @@ def check_experts(
         weights = torch.rand(tokens, top_k).to(device)
         gates = torch.einsum("th,tkoh->tko", x.double(), plain[0][ids])
         gates = gates if biases[0] is None else gates + biases[0][ids]
-        m = ops.gated_activate.body(gates.bfloat16().flatten(0, 1), kind=kind, limit=limit, alpha=alpha)
+        m = ops.gated_activate.body(gates.bfloat16().flatten(0, 1), **gate._asdict())
         downs = torch.einsum("tkw,tkhw->tkh", m.double().view(tokens, top_k, -1), plain[1][ids])
         downs = downs if biases[1] is None else downs + biases[1][ids]
         truth = torch.einsum("tkh,tk->th", downs, weights.double())
@@ -216,9 +218,9 @@ def check_experts(
         bad = [each if isinstance(each, torch.Tensor) else shuffle(each) for each in bad]
         for splits in (1, 3):  # at the largest size some of them have nothing to do
             ring = few_hopper.choose_ring(1, hidden, style_of_weight(bad[0]), H200)._replace(stages=1, splits=splits)
-            ours = kernels.multiply_gates(x, ids, bad[0], biases[0], counters, kind, limit, alpha, ring)
+            ours = kernels.multiply_gates(x, ids, bad[0], biases[0], gate, counters, ring)
             assert relative_error(ours, m) < 2e-3 and not counters.any()
-        assert torch.equal(ours, kernels.multiply_gates(x, ids, bad[0], biases[0], counters, kind, limit, alpha, ring))
+        assert torch.equal(ours, kernels.multiply_gates(x, ids, bad[0], biases[0], gate, counters, ring))
         assert relative_error(kernels.multiply_downs(m, weights, ids, bad[1], biases[1]), truth) < 4e-3
 
 

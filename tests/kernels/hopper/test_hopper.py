@@ -16,6 +16,7 @@ from atom.graph.recipes import Shuffle, Stack
 from atom.kernels import Target, find_kernel
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
 from atom.kernels.triton import grouped_tune, moe
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.grouped_tune import ExpertsTuner, Product, Recording
@@ -257,6 +258,7 @@ from kernels.hopper.test_hopper import FORMATS, H200, draw
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton.linear import linear, packed_hopper
 from atom.kernels.triton import moe
+from atom.kernels.triton.activations import Gate
 
 launches = itertools.count()
 
@@ -287,7 +289,7 @@ for fmt in FORMATS:
     experts = shuffle(draw(fmt, 4, 256, 512))
     for rows in (3, 40):
         moe.ShuffledExperts().grouped_linear(x[:rows], experts, torch.zeros(4, dtype=torch.int64))
-    moe.ShuffledExperts().multiply(x[:40], experts, torch.zeros(4, dtype=torch.int64), kind="swigluoai", limit=7.0, alpha=1.7)
+    moe.ShuffledExperts().multiply(x[:40], experts, torch.zeros(4, dtype=torch.int64), gate=Gate("swigluoai", 7.0, 1.7))
 """
 
 
@@ -397,7 +399,7 @@ class TestOnHopper:
             [rows.double() @ plain[expert].t() + bias[expert].double() for expert, rows in enumerate(parts)]
         )
         y = moe.ShuffledExperts().grouped_linear(x, shuffle(bad), ends, bias)
-        m = moe.ShuffledExperts().multiply(x, shuffle(bad), ends, bias, **CLAMPED)
+        m = moe.ShuffledExperts().multiply(x, shuffle(bad), ends, bias, Gate(**CLAMPED))
         if sum(counts):
             assert_near(y[: sum(counts)].double(), truth)
             expected = ops.gated_activate.body(truth.bfloat16(), **CLAMPED).double()

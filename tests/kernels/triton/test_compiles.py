@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from atom.kernels.aiter import mxfp4
 from atom.kernels.triton import few_experts, grouped_linear, grouping, lora, moe, router, sampling, speculation
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
@@ -170,7 +171,7 @@ grouping.group(bf16(1100, 256), many, many[0, :1], experts=8)
 grouped, order, ends = grouping.group(x, ids, experts=8)
 mxfp4.number_tiles(collections.defaultdict(lambda: lambda *args: None), ends, 100)
 moe.Experts().grouped_linear(grouped, experts, ends)
-moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), kind="swigluoai", limit=7.0, alpha=1.7)
+moe.Experts().multiply(grouped, experts, ends, bf16(8, 64), Gate("swigluoai", 7.0, 1.7))
 grouping.combine(bf16(14, 256), weights, order)
 grouping.combine(bf16(2200, 256), torch.zeros(1100, 2), torch.arange(2200))
 for tokens in (1, 7):

@@ -16,6 +16,7 @@ from atom.graph import PackedWeight, ops
 from atom.graph.quantize_rows import round_rows
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton import grouped_hopper, warp_groups
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.grouped_linear import unpack_experts
 from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 
@@ -25,6 +26,7 @@ from kernels.compiling import use_hopper
 from kernels.hopper.test_hopper import FORMATS, H200, draw
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton import grouped_hopper, grouped_packed_hopper, moe
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.linear.row_kernels import FP8
 
 class Compile:
@@ -48,17 +50,17 @@ for module in (grouped_hopper, grouped_packed_hopper):
 grouped_hopper._plan_kernel = Compile(grouped_hopper._plan_kernel, False)
 bf16 = torch.bfloat16
 x, ends, weight, bias = torch.zeros(600, 512, dtype=bf16), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 256, 512, dtype=bf16), torch.zeros(4, 256, dtype=bf16)
-gates = grouped_hopper.gate_of("silu"), grouped_hopper.gate_of("swigluoai", 7.0, 1.7)
-calls = (bias, None), (None, gates[0]), (None, None), (bias, gates[1])
+silu, clamped = Gate("silu"), Gate("swigluoai", 7.0, 1.7)
+calls = (bias, None), (None, silu), (None, None), (bias, clamped)
 for own, gate in calls if sys.argv[1] == "all" else calls[:2]:
     grouped_hopper.multiply(x, weight, ends, own, gate)
 for number, fmt in enumerate(FORMATS):
     experts = shuffle(draw(fmt, 4, 256, 512))
-    calls = (), (bias, "swigluoai", 7.0, 1.7)
+    calls = (), (bias, clamped)
     for rest in calls if sys.argv[1] == "all" else [calls[number % 2]]:
         grouped_packed_hopper.multiply(x, experts, grouped_packed_hopper.plan_tiles(ends, len(x)), *rest)
 plan, order = grouped_hopper.plan_fp8(ends, len(x)), torch.zeros(600, dtype=torch.int64)
-for gate, own in ((None, ()), (gates[0], (order, 8))):
+for gate, own in ((None, ()), (silu, (order, 8))):
     grouped_hopper.multiply_fp8(x.to(FP8), torch.zeros(4, 600).t(), shuffle(draw("fp8[128, 128]", 4, 256, 512)), plan, gate, *own)
 """
 
@@ -73,7 +75,7 @@ def test_they_compile_for_such_a_gpu(share: str):
 COUNTS = pytest.mark.parametrize(
     "counts", [[1], [0, 1, 63, 64, 65, 0, 127, 128, 129, 300], [0, 0, 1500, 0], [5] * 40, [2100, 3], [255, 256, 257]]
 )
-SILU, CLAMPED = {"kind": "silu"}, {"kind": "swigluoai", "limit": 7.0, "alpha": 1.702}
+SILU, CLAMPED = Gate("silu"), Gate("swigluoai", 7.0, 1.702)
 GATES = pytest.mark.parametrize("gate", [None, SILU, CLAMPED])
 
 
@@ -85,7 +87,7 @@ def truth_of(x: torch.Tensor, weight: torch.Tensor, counts: list[int], bias: Any
         for expert, rows in enumerate(own)
         if len(rows)
     ]
-    return torch.cat(products) if gate is None else ops.gated_activate.body(torch.cat(products), **gate)
+    return torch.cat(products) if gate is None else ops.gated_activate.body(torch.cat(products), **gate._asdict())
 
 
 def check(multiply: Any, x: torch.Tensor, counts: list[int], plain: torch.Tensor, bias: Any, gate: Any) -> None:
@@ -122,15 +124,15 @@ def emulated() -> SimpleNamespace:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("gate", [None, {"kind": "silu"}])
+@pytest.mark.parametrize("gate", [None, SILU])
 @pytest.mark.parametrize("counts", [[1], [0, 64, 65, 0, 128, 130], [5] * 9])
 def test_experts_multiply_their_rows_by_these_programs(counts: list[int], gate: Any, emulated: SimpleNamespace):
     x, weight = (torch.randn(shape).bfloat16() for shape in ((sum(counts), 136), (len(counts), 2 * 72, 136)))
-    bias, kernel_gate = torch.randn(len(counts), 2 * 72).bfloat16(), gate and emulated.gate_of("silu")
+    bias = torch.randn(len(counts), 2 * 72).bfloat16()
     weight[torch.tensor(counts) == 0] = torch.nan
     ends = torch.tensor(counts).cumsum(0)
     for each in (None, bias):
-        y = emulated.multiply(x, weight * 0.1, ends, each, kernel_gate)
+        y = emulated.multiply(x, weight * 0.1, ends, each, gate)
         truth = truth_of(x, weight * 0.1, counts, each, gate)
         assert (y.double() - truth).norm() <= 0.006 * truth.norm()
 
@@ -147,7 +149,7 @@ def test_tiles_are_stored_late_by_these_programs(counts: list[int], inner: int, 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("gate", [None, {"kind": "silu"}])
+@pytest.mark.parametrize("gate", [None, SILU])
 @pytest.mark.parametrize("counts", [[2], [0, 64, 66, 0, 256, 130], [6] * 9])
 def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(
     counts: list[int], gate: Any, emulated: SimpleNamespace
@@ -158,12 +160,12 @@ def test_rows_in_fp8_find_the_scales_of_their_tokens_by_these_programs(
     weight.parts["scales"].div_(256)
     scales = torch.rand(inner // 128, num // 2).t() + 0.5
     numbers = tokens.float() * scales.repeat_interleave(128, 1)
-    rows, kernel_gate = tokens.view(torch.uint8)[order // 2].view(FP8), gate and emulated.gate_of("silu")
+    rows = tokens.view(torch.uint8)[order // 2].view(FP8)
     plan = emulated.plan_fp8(torch.tensor(counts).cumsum(0), num)
     truth = truth_of(numbers[order // 2], weight.unpack(), counts, None, gate)
     weight = poisoned(weight, torch.tensor(counts) == 0)
     for given, *pairs in ((scales, order, 2), (scales[order // 2].t().contiguous().t(),)):
-        y = emulated.multiply_fp8(rows, given, weight, plan, kernel_gate, *pairs)
+        y = emulated.multiply_fp8(rows, given, weight, plan, gate, *pairs)
         assert (y.double() - truth).norm() <= 0.006 * truth.norm()
 
 
@@ -185,11 +187,11 @@ class TestOnHopper:
     @pytest.mark.parametrize(("width", "inner"), [(72, 136), (768, 512), (192, 2880)])
     def test_experts_multiply_their_rows(self, counts: list[int], width: int, inner: int, gate: Any):
         x, weight = make(sum(counts), inner + 8)[:, :inner], make(len(counts), 2 * width, inner) * 0.1
-        bias, kernel_gate = make(len(counts), 2 * width), None if gate is None else grouped_hopper.gate_of(**gate)
+        bias = make(len(counts), 2 * width)
         spoil(counts, weight, bias)
         for each in (None, bias):
             check(
-                lambda each=each: grouped_hopper.multiply(x, weight, ends_of(counts), each, kernel_gate),
+                lambda each=each: grouped_hopper.multiply(x, weight, ends_of(counts), each, gate),
                 x, counts, weight, each, gate,
             )  # fmt: skip
 
@@ -205,7 +207,7 @@ class TestOnHopper:
         plan = grouped_packed_hopper.plan_tiles(ends_of(counts), len(x))
         for each in (None, bias):
             check(
-                lambda each=each: grouped_packed_hopper.multiply(x, shuffled, plan, each, **(gate or {})),
+                lambda each=each: grouped_packed_hopper.multiply(x, shuffled, plan, each, gate),
                 x, counts, plain, each, gate,
             )  # fmt: skip
 
@@ -217,9 +219,8 @@ class TestOnHopper:
         plain, shuffled = unpack_experts(weight, torch.float32), shuffle(poisoned(weight, torch.tensor(counts) == 0))
         plan, rounded = grouped_hopper.plan_fp8(ends_of(counts), len(x)), round_rows(x, "fp8[1, 128]")
         values, scales, *_ = quantize_rows(x, 128, FP8, is_shuffled=True)
-        kernel_gate = None if gate is None else grouped_hopper.gate_of(**gate)
         check(
-            lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, kernel_gate),
+            lambda: grouped_hopper.multiply_fp8(values[: len(x)], scales, shuffled, plan, gate),
             rounded, counts, plain, None, gate,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from kernels.checks import BF16, assert_as_near, assert_equal, poisoned
 
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import few_experts, grouping, moe
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.grouped_tiles import Shape, choose_tiles
 from atom.kernels.triton.linear.style import PLAIN
@@ -161,7 +162,7 @@ def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Te
         truth = ops.gated_activate.body(products, **gate)
         expected = ops.gated_activate.body(ops.grouped_linear.body(x, weight, ends, each), **gate)
         own = None if each is None else each.to(device)
-        y = moe.Experts().multiply(x.to(device), moved, ends.to(device), own, **gate)
+        y = moe.Experts().multiply(x.to(device), moved, ends.to(device), own, Gate(**gate))
         assert_as_near(y.cpu(), expected, truth)
 
 

@@ -64,6 +64,16 @@ def find_owner(counts, tile):
 
 
 @jit
+def find_run(counts, program, PROGRAMS: tl.constexpr):
+    """A program's run of tiles, of counts i32[S] laid end to end: its first, its end, and how many a program has."""
+    num_tiles = tl.sum(counts, 0)
+    # to merge a part costs as much as a tile or two, and more the more parts a sequence has
+    length = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), tl.minimum(tl.cdiv(tl.max(counts, 0), 16), 4))
+    first = program * length
+    return first, tl.minimum(first + length, num_tiles), length
+
+
+@jit
 def look_up(blocks, positions, stop, BLOCK_SIZE: tl.constexpr):
     """The blocks of these positions in a sequence's row of the table, which is not read from `stop` on."""
     return tl.load(blocks + positions // BLOCK_SIZE, mask=positions < stop, other=0)

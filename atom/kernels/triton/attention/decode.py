@@ -34,6 +34,7 @@ from atom.kernels.triton.attention.common import (
     attend_tile,
     cap_scores,
     find_owner,
+    find_run,
     load_keys,
     look_up,
     product_size,
@@ -193,11 +194,7 @@ def _decode(
     if WINDOW is not None:
         counts = tl.minimum(counts, WINDOW + QUERIES - 1)
     counts = tl.where(sequences < num_decodes, tl.maximum(tl.cdiv(counts - NEWEST, BLOCK_N), 1), 0)
-    num_tiles = tl.sum(counts, 0)
-    # to merge a part costs as much as a tile or two, and more the more parts a sequence has
-    share = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), tl.minimum(tl.cdiv(tl.max(counts, 0), 16), 4))
-    tile = program * share
-    end = tl.minimum(tile + share, num_tiles)
+    tile, end, share = find_run(counts, program, PROGRAMS)
     sequence, before = find_owner(counts, tile)
 
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)

@@ -33,6 +33,7 @@ from atom.kernels.triton.attention.common import (
     NOTHING,
     cap_scores,
     find_owner,
+    find_run,
     score_factor,
     sequence_bucket,
 )
@@ -158,6 +159,28 @@ def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.con
             box, column = (slot * (DIM // COLUMNS) + part) * PIECES + piece, head * DIM + part * COLUMNS
             async_load(pieces, [rows[piece], column], bar, keys.index(box))
             async_load(pieces, [rows[piece], HEADS * DIM + column], bar, values.index(box))
+
+
+@jit
+def _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory, MAY_WAIT: gl.constexpr,
+               NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+               HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Send for the keys and values of the next tile; the cursor of the tile behind it.
+
+    cursor: the next tile, the sequence of the last one sent for, the tiles before that sequence, and its `_find_span`.
+    MAY_WAIT: for the kernel ahead, which writes the newest keys and values, where the tile has them.
+    """
+    tile, sequence, before, stop, start, after = cursor
+    if tile >= after:
+        sequence += 1
+        before = after
+        stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+    position = start + (tile - before) * POSITIONS
+    if MAY_WAIT & (position + POSITIONS > stop - QUERIES):
+        tl.extra.cuda.gdc_wait()
+    blocks = table + sequence.to(gl.int64) * table_stride
+    _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS)
+    return tile + 1, sequence, before, stop, start, after
 
 
 @jit
@@ -289,11 +312,7 @@ def _decode(
     if WINDOW is not None:
         counts -= gl.maximum(counts - (WINDOW + QUERIES - 1), 0) // PIECE * PIECE
     counts = gl.where(sequences < num_decodes, gl.maximum(gl.cdiv(counts - NEWEST, POSITIONS), 1), 0)
-    num_tiles = gl.sum(counts, 0)
-    # to merge a part costs as much as a tile or two, and more the more parts a sequence has
-    share = gl.maximum(gl.cdiv(num_tiles, PROGRAMS), gl.minimum(gl.cdiv(gl.max(counts, 0), 16), 4))
-    tile = program * share
-    end = gl.minimum(tile + share, num_tiles)
+    tile, end, share = find_run(counts, program, PROGRAMS)
     if tile >= end:
         return
     sequence, before = find_owner(counts, tile)
@@ -311,22 +330,12 @@ def _decode(
     barrier()
     memory = (keys, values, ready)
 
-    next_tile, next_sequence, next_before = tile, sequence, before  # to be sent for
-    next_stop, next_start, next_after = _find_span(lengths, next_sequence, next_before, NEWEST, WINDOW, QUERIES)
+    stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+    cursor = (tile, sequence, before, stop, start, after)  # of the tile to be sent for
     for stage in gl.static_range(STAGES):
-        if next_tile < end:
-            if next_tile >= next_after:
-                next_sequence += 1
-                next_before = next_after
-                next_stop, next_start, next_after = _find_span(
-                    lengths, next_sequence, next_before, NEWEST, WINDOW, QUERIES
-                )
-            position = next_start + (next_tile - next_before) * POSITIONS
-            if (NEWEST == 0) & (position + POSITIONS > next_stop - QUERIES):
-                tl.extra.cuda.gdc_wait()  # the kernel ahead writes the newest
-            blocks = table + next_sequence.to(gl.int64) * table_stride
-            _send(pieces, blocks, position, next_stop, head, stage, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS)
-            next_tile += 1
+        if cursor[0] < end:
+            cursor = _send_next(cursor, pieces, table, lengths, table_stride, head, stage, memory, NEWEST == 0, NEWEST,
+                                WINDOW, QUERIES, BLOCK_SIZE, HEADS, DIM, COLUMNS)  # fmt: skip
     tl.extra.cuda.gdc_wait()
 
     if k_scale is not None:
@@ -395,17 +404,9 @@ def _decode(
             if not IS_FP8:
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 barrier()  # all have read the tile
-            if next_tile < end:
-                if next_tile >= next_after:
-                    next_sequence += 1
-                    next_before = next_after
-                    next_stop, next_start, next_after = _find_span(
-                        lengths, next_sequence, next_before, NEWEST, WINDOW, QUERIES
-                    )
-                position = next_start + (next_tile - next_before) * POSITIONS
-                blocks = table + next_sequence.to(gl.int64) * table_stride
-                _send(pieces, blocks, position, next_stop, head, slot, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS)
-                next_tile += 1
+            if cursor[0] < end:
+                cursor = _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory, False, NEWEST,
+                                    WINDOW, QUERIES, BLOCK_SIZE, HEADS, DIM, COLUMNS)  # fmt: skip
             if IS_FP8:
                 acc = warpgroup_mma_wait(0, deps=(acc,))
             step += 1

@@ -33,6 +33,7 @@ from torch import Tensor
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
+from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear.matrix import make_counters, multiply_matrix
 from atom.kernels.triton.linear.packed import unpack
@@ -136,7 +137,8 @@ class Products:
         from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
 
         assert isinstance(weight, PackedWeight), f"{tiles} is for packed weights"
-        return packed_hopper.multiply(x, weight, bias, kind, self._arrived, tiles)
+        gate = None if kind is None else Gate(kind)
+        return packed_hopper.multiply(x, weight, bias, gate, self._arrived, tiles)
 
 
 def quantize_and_multiply(

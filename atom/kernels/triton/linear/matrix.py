@@ -95,6 +95,23 @@ def _load_scales(
 
 
 @jit
+def _load_zeros(zeros_ptr, blocks, first, columns, PARTS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, NUM: tl.constexpr,
+                VALUES: tl.constexpr):  # fmt: skip
+    """The zero points of a step: one of each row, [O, 1], or group, [G, O, 1], else one of each column.
+
+    first: the step's first column, or that of each group.
+    """
+    if NUM == 1:
+        return load_zeros(zeros_ptr + blocks, None, VALUES)[:, None]
+    elif PARTS == 1:
+        block = first // SCALE_COLUMNS
+        return tl.expand_dims(load_zeros(zeros_ptr + blocks + block, block < NUM, VALUES), -1)
+    else:
+        block = columns // SCALE_COLUMNS
+        return load_zeros(zeros_ptr + blocks[:, None] + block, block < NUM, VALUES)
+
+
+@jit
 def _load_offsets(
     minima_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     NUM: tl.constexpr, VALUES: tl.constexpr,
@@ -255,17 +272,12 @@ def _matrix_kernel(
             acc = tl.dot(w, x, acc, input_precision="ieee")
         else:
             zero = None
-            if (
-                zeros_ptr is not None and not HAS_MINIMA
-            ):  # what is loaded here can be subtracted where tensor cores take their operands
-                if BLOCKS == 1:
-                    zero = load_zeros(zeros_ptr + blocks, None, VALUES)[:, None]
-                elif PARTS == 1:
-                    block = (place + start) * PER_BYTE // SCALE_COLUMNS
-                    zero = tl.expand_dims(load_zeros(zeros_ptr + blocks + block, block < BLOCKS, VALUES), -1)
-                else:
-                    block = across * PER_BYTE // SCALE_COLUMNS
-                    zero = load_zeros(zeros_ptr + blocks[:, None] + block, block < BLOCKS, VALUES)
+            if zeros_ptr is not None and not HAS_MINIMA:
+                # what is loaded here can be subtracted where tensor cores take their operands
+                zero = _load_zeros(
+                    zeros_ptr, blocks, (place + start) * PER_BYTE, across * PER_BYTE, PARTS, SCALE_COLUMNS, BLOCKS,
+                    VALUES,
+                )  # fmt: skip
             numbers, odd_numbers = _unpack_tile(w, zero, TYPE, VALUES, PER_BYTE, PDL)
             if IS_SCALED:  # blocks are too small for a sum of each
                 next_scales, next_factors = _load_step(

@@ -1,7 +1,7 @@
 """Products of some rows by packed weights on NVIDIA's Hopper, in Gluon.
 
-    y = multiply(x, weight, bias, kind, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
-    y = multiply_grouped(x, weight, ends, bias, counters, tiles, kind)    # x [P, I], sorted by expert, weight [E, O, I]
+    y = multiply(x, weight, bias, gate, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
+    y = multiply_grouped(x, weight, ends, bias, gate, counters, tiles)    # x [P, I], sorted by expert, weight [E, O, I]
 
 A program has BLOCK_O rows of the weight and some rows of x. Boxes of both come by TMA, some stages ahead; those of the
 weight while the kernel ahead still runs. A group of warps unpacks a box into the registers of the left operand, where
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
-from atom.kernels.triton.activations import activate_rounded
+from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.gluon import async_load, barrier, jit, reinterpret
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
@@ -226,30 +226,21 @@ def _find_tile(ends, place, EXPERTS: gl.constexpr, BY_ROW: gl.constexpr, BLOCK_R
     return expert, row, end
 
 
-@jit(do_not_specialize=["rows"])
-def _multiply(
-    x, weight, scales, zeros, bias, ends, y, partial, arrived, rows, OUT: gl.constexpr, INNER: gl.constexpr,
-    VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, EXPERTS: gl.constexpr,
-    BY_ROW: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BLOCK_R: gl.constexpr,
-    BOXES: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
-    """OUT: of one expert, gates and ups. BY_ROW: see `_find_tile`."""
-    COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
-    SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
-    EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
-    NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-    COUNT: gl.constexpr = BOXES // EVERY
-    gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
-    if BLOCK_R == 8:
-        ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    else:
-        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])  # type: ignore[no-redef]
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+@jit
+def _find_rows(row, first_row, expert, OUT: gl.constexpr, KIND: gl.constexpr):
+    """Where rows of a tile are in the weight of all experts. Gated, 16 of them are 8 gates and their ups."""
+    own = first_row + row
+    if KIND is not None:
+        own = first_row // 2 + row // 16 * 8 + row % 8 + row // 8 % 2 * (OUT // 2)
+    return expert * OUT + gl.minimum(own, OUT - 1)
+
+
+@jit
+def _allocate(x, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+              COLUMNS: gl.constexpr):  # fmt: skip
+    """Shared memory for boxes of x and of the weight, the latter as tiles, and barriers."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tl.extra.cuda.gdc_launch_dependents()
-
     x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES, BLOCK_R, COLUMNS], X)
     if KIND is None:
         weight_boxes = gl.allocate_shared_memory(gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
@@ -262,43 +253,26 @@ def _multiply(
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     barrier()
-    memory = (x_boxes, weight_boxes, ready)
+    return (x_boxes, weight_boxes, ready), tiles
 
-    WIDTH: gl.constexpr = BOXES * COLUMNS  # of a stage
-    ALL: gl.constexpr = (INNER + WIDTH - 1) // WIDTH
-    EACH: gl.constexpr = (ALL + SPLITS - 1) // SPLITS
-    begin = gl.program_id(2) * EACH
-    steps = gl.minimum(ALL - begin, EACH)
-    first_row = gl.program_id(0) * BLOCK_O
-    expert, x_row, end = 0, gl.program_id(1) * BLOCK_R, rows
-    if EXPERTS is not None:
-        tl.extra.cuda.gdc_wait()
-        expert, x_row, end = _find_tile(ends, gl.program_id(1), EXPERTS, BY_ROW, BLOCK_R)
-        if x_row >= end:
-            return
-    weight_row = expert * OUT + first_row
-    if KIND is not None:  # in the order of its descriptor, which has 8 gates and their ups at a time
-        weight_row = expert * (OUT // 8) + first_row // 16
-    for stage in gl.static_range(STAGES):
-        if stage < steps:
-            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, True, False, BOXES, BLOCK_R, COLUMNS,
-                   KIND)  # fmt: skip
-    if EXPERTS is None:
-        tl.extra.cuda.gdc_wait()
 
-    row = gl.arange(0, BLOCK_O, layout=ROW)
-    own = first_row + row
-    if KIND is not None:  # of 16 rows of a tile 8 gates and their ups
-        own = first_row // 2 + row // 16 * 8 + row % 8 + row // 8 % 2 * (OUT // 2)
-    own = expert * OUT + gl.minimum(own, OUT - 1)
-    blocks = own // SCALE_ROWS * NUM
-    for stage in gl.static_range(STAGES):
-        if stage < steps:
-            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, False, True, BOXES, BLOCK_R, COLUMNS,
-                   KIND)  # fmt: skip
+@jit
+def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES: gl.constexpr,
+            SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr,
+            BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
+    """The products of a tile by x, fp32[BLOCK_O, BLOCK_R], in so many steps from `begin` on, of which some were sent
+    for.
+
+    blocks: where the scales of each row begin, of which it has NUM.
+    """
+    x_boxes, _, ready = memory
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
+    EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
+    COUNT: gl.constexpr = BOXES // EVERY
+    gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
     acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
-    block = begin * COUNT
-    factors, operands = None, None  # of the next boxes, since a load takes long
+    factors, operands, block = None, None, begin * COUNT  # of the next boxes, since a load takes long
     if SCALES_SUMS:
         factors = _load_scales(scales, blocks, block, NUM, COUNT)
     if VALUES != "e4m3":
@@ -332,21 +306,83 @@ def _multiply(
         if step + STAGES < steps:
             _fetch(x, weight, x_row, weight_row, begin + step + STAGES, slot, memory, True, True, BOXES, BLOCK_R,
                    COLUMNS, KIND)  # fmt: skip
+    return acc
 
+
+@jit
+def _add_splits(acc, row, partial, arrived, SPLITS: gl.constexpr):
+    """The sums of all splits of a tile, always in one order; whether this is the last to arrive, which alone has them.
+
+    row: as in the layout of acc.
+    """
+    BLOCK_R: gl.constexpr = acc.shape[1]
+    token = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, acc.type.layout))
+    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    place = partial + tile * BLOCK_O * BLOCK_R + row[:, None] * BLOCK_R + token[None, :]
+    stride = gl.num_programs(0) * gl.num_programs(1) * BLOCK_O * BLOCK_R
+    gl.store(place + gl.program_id(2) * stride, acc)
+    barrier()
+    is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, acc.type.layout)
+        for split in range(SPLITS):
+            acc += gl.load(place + split * stride, cache_modifier=".cg")
+        gl.store(arrived + tile, 0)
+    return acc, is_last
+
+
+@jit(do_not_specialize=["rows"])
+def _multiply(
+    x, weight, scales, zeros, bias, ends, y, partial, arrived, rows, OUT: gl.constexpr, INNER: gl.constexpr,
+    VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, EXPERTS: gl.constexpr,
+    BY_ROW: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BLOCK_R: gl.constexpr,
+    BOXES: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """OUT: of one expert, gates and ups. BY_ROW: see `_find_tile`."""
+    COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
+    NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    if BLOCK_R == 8:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    else:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])  # type: ignore[no-redef]
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    tl.extra.cuda.gdc_launch_dependents()
+
+    memory, tiles = _allocate(x, KIND, BLOCK_R, BOXES, STAGES, COLUMNS)
+    WIDTH: gl.constexpr = BOXES * COLUMNS  # of a stage
+    ALL: gl.constexpr = (INNER + WIDTH - 1) // WIDTH
+    EACH: gl.constexpr = (ALL + SPLITS - 1) // SPLITS
+    begin = gl.program_id(2) * EACH
+    steps = gl.minimum(ALL - begin, EACH)
+    first_row = gl.program_id(0) * BLOCK_O
+    expert, x_row, end = 0, gl.program_id(1) * BLOCK_R, rows
+    if EXPERTS is not None:
+        tl.extra.cuda.gdc_wait()
+        expert, x_row, end = _find_tile(ends, gl.program_id(1), EXPERTS, BY_ROW, BLOCK_R)
+        if x_row >= end:
+            return
+    weight_row = expert * OUT + first_row
+    if KIND is not None:  # in the order of its descriptor, which has 8 gates and their ups at a time
+        weight_row = expert * (OUT // 8) + first_row // 16
+    for stage in gl.static_range(STAGES):
+        if stage < steps:
+            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, True, False, BOXES, BLOCK_R, COLUMNS,
+                   KIND)  # fmt: skip
+    if EXPERTS is None:
+        tl.extra.cuda.gdc_wait()
+
+    row = gl.arange(0, BLOCK_O, layout=ROW)
+    own = _find_rows(row, first_row, expert, OUT, KIND)
+    blocks = own // SCALE_ROWS * NUM
+    for stage in gl.static_range(STAGES):
+        if stage < steps:
+            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, False, True, BOXES, BLOCK_R, COLUMNS,
+                   KIND)  # fmt: skip
+    acc = _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES,
+                  SCALE_COLUMNS, NUM, KIND, BLOCK_R, BOXES, STAGES, COLUMNS, ACC)  # fmt: skip
     is_last = True
-    if SPLITS > 1:  # the last split of a tile to arrive sums up all of them, always in one order
-        token = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, ACC))
-        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-        place = partial + tile * BLOCK_O * BLOCK_R + row[:, None] * BLOCK_R + token[None, :]
-        stride = gl.num_programs(0) * gl.num_programs(1) * BLOCK_O * BLOCK_R
-        gl.store(place + gl.program_id(2) * stride, acc)
-        barrier()
-        is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
-            for split in range(SPLITS):
-                acc += gl.load(place + split * stride, cache_modifier=".cg")
-            gl.store(arrived + tile, 0)
+    if SPLITS > 1:
+        acc, is_last = _add_splits(acc, row, partial, arrived, SPLITS)
     if is_last:
         _finish(
             acc, y, scales, blocks, bias, own, x_row, end, first_row, OUT, VALUES, SCALE_COLUMNS, KIND, LIMIT, ALPHA
@@ -394,20 +430,20 @@ _weight_descriptors = TensorDescriptors((BLOCK_O.value, BOX.value), WEIGHT.value
 _gated_descriptors = TensorDescriptors((BLOCK_O.value // 16, 2, 8, BOX.value), GATED.value)
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, kind: str | None, counters: Tensor,
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, counters: Tensor,
              tiles: Wgmma) -> Tensor:  # fmt: skip
     """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with gates. counters: of
     `matrix.make_counters`; calls that share them must run one after another."""
-    return _launch(x, weight, bias, None, kind, None, None, counters, tiles)
+    return _launch(x, weight, None, bias, gate, counters, tiles)
 
 
 def multiply_grouped(
-    x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, counters: Tensor, tiles: Wgmma,
-    kind: str | None = None, limit: float | None = None, alpha: float | None = None,
+    x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, gate: Gate | None, counters: Tensor,
+    tiles: Wgmma,
 ) -> Tensor:  # fmt: skip
     """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with
     gates; counters: as in `multiply`"""
-    return _launch(x, weight, bias, ends, kind, limit, alpha, counters, tiles)
+    return _launch(x, weight, ends, bias, gate, counters, tiles)
 
 
 def gated_weights(values: Tensor, experts: int, out: int) -> Any:
@@ -425,8 +461,8 @@ def gated_shape(values: Tensor, experts: int, out: int) -> tuple[tuple[int, ...]
 
 
 def _launch(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor | None, kind: str | None, limit: float | None,
-    alpha: float | None, counters: Tensor, tiles: Wgmma,
+    x: Tensor, weight: PackedWeight, ends: Tensor | None, bias: Tensor | None, gate: Gate | None, counters: Tensor,
+    tiles: Wgmma,
 ) -> Tensor:  # fmt: skip
     (*leading, out, inner), rows = weight.shape, len(x)
     experts = leading[0] if leading else None
@@ -435,13 +471,13 @@ def _launch(
     x = align_rows(x)
     values = weight.parts["values"]
     width = values.shape[-1]
-    if kind is None:
+    if gate is None:
         weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
     else:
         weights = gated_weights(values, experts or 1, out)
     columns = BOX.value * 8 // style.bits
     # of gates by the next product, which reads them in tiles
-    y = x.new_empty(rows, out) if kind is None else new_rows(x, rows, out // 2)
+    y = x.new_empty(rows, out) if gate is None else new_rows(x, rows, out // 2)
     is_by_row = experts is not None and rows <= experts
     row_tiles = -(-rows // block_rows)
     if experts is not None:
@@ -455,6 +491,6 @@ def _launch(
     _multiply[(num_tiles, row_tiles, splits)](
         x_tiles, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, ends, y, partial,
         counters if splits > 1 else None, rows, out, inner, style.values, style.rows, style.columns, experts, is_by_row,
-        kind, limit, alpha, block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
+        *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

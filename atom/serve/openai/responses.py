@@ -12,16 +12,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from msgspec import Raw
 
+from atom.runtime.types import Logprobs
 from atom.serve.bodies import body_route
 from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
+from atom.serve.errors import FieldError
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import talk_of, template_kwargs
+from atom.serve.openai.logprobs import chat_logprobs, raw
 from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
+    LOGPROBS,
     AllowedFunctions,
     FunctionCall,
     FunctionChoice,
@@ -47,6 +52,8 @@ from atom.serve.openai.schema import (
     ToolCallMessage,
 )
 from atom.serve.openai.schema import FunctionCall as ChatCall
+from atom.serve.output.content_tokens import ContentTokens
+from atom.serve.output.output_parser import Delta, OutputParser
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
 # field of the chat that constrains the answer -> ours
@@ -71,6 +78,7 @@ class ResponsesResponder(Responder):
         self._body, self._created = body, int(time.time())
         self._items = ItemStream()
         self._finish: Finish | None = None
+        self._tokens: ContentTokens | None = None  # where log probabilities are asked for
 
     def make_request(self) -> EngineRequest:
         context, chat = self.context, as_chat(self._body)
@@ -83,23 +91,29 @@ class ResponsesResponder(Responder):
         prompt, self._params = context.fit(conversation.tokens, params)
         constraint = find_constraint(chat)
         field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
+        if chat.logprobs:
+            self._tokens = ContentTokens(context.need_tokenizer(), prompt, self._params)
         return EngineRequest([prompt], [self._params], chat.user, request_options(chat), constraint_field=field)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
         assert choice.finish is not None, "it is done"
         status = status_of(choice.finish)
-        return self._response(status, output_items(self._talk.read(choice.text, self._prompt), status), usage)
+        parser = self._make_parser(is_streamed=False)
+        delta = self._talk.next(parser, choice.text, is_last=True)
+        logprobs = self._logprobs(choice.logprobs, delta, is_last=True)
+        return self._response(status, output_items(delta, logprobs, status), usage)
 
     def open(self, answering: Answering) -> Iterator[bytes]:
-        self._parser = self._talk.parser(self._prompt)
+        self._parser = self._make_parser(is_streamed=True)
         for name in ("response.created", "response.in_progress"):
             yield self._items.event(name, response=self._response("in_progress", []))
 
     def delta(self, choice: Choice, output: Output) -> bytes:
         self._finish = output.finish
-        delta = self._talk.next(self._parser, output.text or "", is_last=output.finish is not None)
-        return self._items.push(delta)
+        is_last = output.finish is not None
+        delta = self._talk.next(self._parser, output.text or "", is_last=is_last)
+        return self._items.push(delta, self._logprobs(output.logprobs or [], delta, is_last=is_last))
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
         assert self._finish is not None, "it is done"
@@ -116,6 +130,17 @@ class ResponsesResponder(Responder):
             "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
             "total_tokens": usage["total_tokens"],
         }
+
+    def _make_parser(self, *, is_streamed: bool) -> OutputParser:
+        return self._talk.parser(self._prompt, is_streamed=is_streamed) or OutputParser(None, None)
+
+    def _logprobs(self, made: list[Logprobs], delta: Delta, *, is_last: bool) -> list[Raw]:
+        """The log probabilities of a delta's text, those of the tokens that were made last among them."""
+        if self._tokens is None:
+            return []
+        self._tokens.push(made, is_last=is_last)
+        found, num_top = self._tokens.take(delta.places), self._body.top_logprobs or 0
+        return raw(chat_logprobs(self.context.tokenizer, found, num_top)["content"])
 
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
@@ -134,6 +159,7 @@ class ResponsesResponder(Responder):
             "usage": usage,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
+            "top_logprobs": body.get("top_logprobs", 0),
             "tools": body.get("tools", []),
             "tool_choice": body.get("tool_choice", "auto"),
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
@@ -150,7 +176,9 @@ def status_of(finish: Finish) -> str:
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that asks for the same."""
-    reasoning = body.reasoning
+    reasoning, has_logprobs = body.reasoning, LOGPROBS in (body.include or ())
+    if body.top_logprobs and not has_logprobs:
+        raise FieldError("top_logprobs", f'top_logprobs needs include=["{LOGPROBS}"]')
     tools = [
         Tool.model_construct(
             type="function", function=Function.model_construct(**each.model_dump(exclude={"type"}, exclude_none=True))
@@ -164,6 +192,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
         response_format=response_format(body.text.format if body.text else None),
+        logprobs=has_logprobs,
+        top_logprobs=body.top_logprobs if has_logprobs else None,
         reasoning_effort=reasoning.effort if reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
         **{name: getattr(body, name) for name in Sampling.model_fields},

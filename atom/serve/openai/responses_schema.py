@@ -20,6 +20,7 @@ from atom.serve.openai.schema import (
     LABEL,
     TOOLS,
     Body,
+    Count,
     Effort,
     JSONObject,
     JSONSchema,
@@ -35,6 +36,7 @@ from atom.serve.openai.schema import (
 
 Id = Annotated[str, Field(max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
+LOGPROBS = "message.output_text.logprobs"  # what `include` calls log probabilities
 
 
 class InputText(Body):
@@ -112,13 +114,6 @@ def refuse_auto(truncation: Any) -> Any:
     return truncation
 
 
-def refuse_logprobs(include: Any) -> Any:
-    if isinstance(include, list) and (name := "message.output_text.logprobs") in include:
-        fault = "log probabilities are in /v1/chat/completions alone; leave {name} out, or send a chat"
-        raise PydanticCustomError("logprobs", fault, {"name": name})
-    return include
-
-
 class FunctionTool(Body):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
@@ -185,9 +180,10 @@ class ResponsesRequest(Sampling):
     background: Literal[False] | None = None
     max_tool_calls: Positive | None = Field(None, description="a label: it counts built-in tools, and none is run here")
     truncation: Annotated[Literal["disabled"] | None, BeforeValidator(refuse_auto)] = None
-    include: Annotated[List[Word] | None, BeforeValidator(refuse_logprobs)] = Field(
-        None, max_length=16, description="a hint: an answer has all that there is of it"
+    include: List[Word] | None = Field(
+        None, max_length=16, description=f"{LOGPROBS}; others are hints: an answer has all that there is of them"
     )
+    top_logprobs: Count | None = Field(None, description=f"with {LOGPROBS} in include")
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
     safety_identifier: Word | None = Field(None, description=LABEL)
     service_tier: Word | None = Field(None, description=LABEL)

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -130,6 +131,8 @@ def test_store_and_labels_change_nothing(client: openai.OpenAI):
     more |= {
         "truncation": "disabled",
         "max_tool_calls": 1,
+        "safety_identifier": "somebody",
+        "prompt_cache_key": "mine",
         "text": {"verbosity": "low"},
         "reasoning": {"effort": "low", "summary": "auto"},
     }
@@ -137,6 +140,10 @@ def test_store_and_labels_change_nothing(client: openai.OpenAI):
     for store in (True, False):
         told = client.responses.create(**ASK, store=store, **more)
         assert told.output_text == plain.output_text and told.metadata == {"a": "b"}
+        assert (told.safety_identifier, told.prompt_cache_key, told.max_tool_calls) == ("somebody", "mine", 1)
+        assert (told.background, told.completed_at) == (False, None), "it was cut off"
+    whole = client.responses.create(**ASK, extra_body={"structured_outputs": {"regex": "a"}} | TERSE["extra_body"])
+    assert whole.status == "completed" and whole.completed_at is not None and whole.completed_at >= whole.created_at
 
 
 def test_an_error_of_the_sampling_has_its_status(client: openai.OpenAI):
@@ -305,6 +312,28 @@ def test_log_probabilities_are_of_the_text_alone(configure: Callable[..., Config
         ("One", list("One")),
         (" moment.", list(" moment.")),
     ]
+
+
+def test_an_error_within_a_stream_is_an_event_that_the_sdk_raises(configure: Callable[..., Config]):
+    def fail(submit: Submit) -> list[Message]:
+        finish = Finish("error", 1, 0, 0.0, None, "RequestError: it is too complex")
+        outputs = [Output(submit.id, 0, "One", [1]), Output(submit.id, 0, "", [], None, finish)]
+        return [Outputs([each], 1, {}) for each in outputs]
+
+    answer, _ = scripted.post(configure(), fail, ASK | {"stream": True}, PATH)
+    *events, last = read_events(answer.text)
+    assert pydantic.TypeAdapter[Any](ResponseStreamEvent).validate_python(last).message == "it is too complex"
+    error = {"message": "it is too complex", "type": "invalid_request_error", "param": None, "code": None}
+    assert last == {
+        "type": "error", "sequence_number": len(events), "message": "it is too complex", "param": None, "code": None,
+        "error": error,
+    }  # fmt: skip
+    stored = httpx.Response(200, content=answer.content, headers={"content-type": "text/event-stream"})
+    http = httpx.Client(transport=httpx.MockTransport(lambda _: stored))
+    with openai.OpenAI(base_url="http://atom/v1", api_key="none", http_client=http) as client:
+        events_of = client.responses.create(**ASK, stream=True)
+        with pytest.raises(openai.APIError, match="it is too complex"):
+            list(events_of)
 
 
 def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config]):

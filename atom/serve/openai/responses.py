@@ -56,6 +56,17 @@ from atom.serve.output.content_tokens import ContentTokens
 from atom.serve.output.output_parser import Delta, OutputParser
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
+# fields of a request that its response repeats
+SAID = (
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "prompt_cache_key",
+    "reasoning",
+    "safety_identifier",
+    "user",
+)
 # field of the chat that constrains the answer -> ours
 CONSTRAINT_FIELDS = {"response_format": "text.format", "response_format.json_schema": "text.format.schema"}
 
@@ -115,6 +126,10 @@ class ResponsesResponder(Responder):
         delta = self._talk.next(self._parser, output.text or "", is_last=is_last)
         return self._items.push(delta, self._logprobs(output.logprobs or [], delta, is_last=is_last))
 
+    def error(self, body: dict[str, Any]) -> bytes:
+        fault = body["error"]  # once more as a whole, by which the SDK knows it
+        return self._items.event("error", **{name: fault[name] for name in ("code", "message", "param")}, error=fault)
+
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
         assert self._finish is not None, "it is done"
         status = status_of(self._finish)
@@ -146,12 +161,13 @@ class ResponsesResponder(Responder):
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-        said = {name: body.get(name) for name in ("instructions", "max_output_tokens", "metadata", "user", "reasoning")}
-        return said | {
+        return {name: body.get(name) for name in SAID} | {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,

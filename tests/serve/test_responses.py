@@ -108,6 +108,19 @@ def test_a_forced_call_and_its_result_go_back(client: openai.OpenAI, choice: Any
     assert again.usage.input_tokens > told.usage.input_tokens + len('{"word":"cat"}an animal')
 
 
+def test_the_tokens_of_a_prompt_are_counted_ahead(client: openai.OpenAI):
+    asked: Any = {"model": "talker", "input": [{"role": "user", "content": "Hello"}], "instructions": "Speak."}
+    for more in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}):
+        counted = client.responses.input_tokens.count(**asked | more)
+        told = client.responses.create(**asked | more, max_output_tokens=1)
+        assert told.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", told.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
+        client.responses.input_tokens.count(**asked, previous_response_id="resp_1")
+    with pytest.raises(openai.NotFoundError, match="org/other"):
+        client.responses.input_tokens.count(**asked | {"model": "org/other"})
+
+
 def test_what_would_need_a_stored_response_is_refused_by_name(client: openai.OpenAI):
     for field, value in (("previous_response_id", "resp_1"), ("background", True), ("conversation", "conv_1")):
         with pytest.raises(openai.BadRequestError, match=field) as refused:

@@ -1,8 +1,9 @@
-"""`POST /v1/responses`: OpenAI's Responses API, stateless: text, reasoning, function tools, streaming.
+"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API, stateless.
 
 curl localhost:8000/v1/responses -H "Content-Type: application/json" -d '{"input": "Hello!", "stream": true}'
 
-A request becomes that of a chat: the same template, sampling and parsers.
+Text, reasoning and function tools, whole or streamed. A request becomes that of a chat: the same template, sampling and
+parsers.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from msgspec import Raw
 
 from atom.runtime.types import Logprobs
 from atom.serve.bodies import body_route
-from atom.serve.chat_template import encode_conversation
+from atom.serve.chat_template import Conversation, encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
-from atom.serve.errors import FieldError
+from atom.serve.errors import FieldError, json_response
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import talk_of, template_kwargs
 from atom.serve.openai.logprobs import chat_logprobs, raw
@@ -54,6 +55,7 @@ from atom.serve.openai.schema import (
 from atom.serve.openai.schema import FunctionCall as ChatCall
 from atom.serve.output.content_tokens import ContentTokens
 from atom.serve.output.output_parser import Delta, OutputParser
+from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
 # fields of a request that its response repeats
@@ -79,7 +81,22 @@ def routes(context: Context) -> APIRouter:
         """Answer a conversation, in items; nothing is stored."""
         return await ResponsesResponder(context, body).respond(request)
 
+    @router.post("/v1/responses/input_tokens")
+    async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+        """The tokens of the prompt that the same body of /v1/responses becomes."""
+        context.begin()
+        context.model_for(request.state.tenant, body.model)
+        _, _, conversation = await context.in_thread(lambda: prepare(context, body))
+        return json_response({"object": "response.input_tokens", "input_tokens": len(conversation.tokens)})
+
     return router
+
+
+def prepare(context: Context, body: ResponsesRequest) -> tuple[ChatRequest, Talk, Conversation]:
+    """The chat that asks for the same, what turns its tools into a prompt, and that prompt."""
+    chat = as_chat(body)
+    talk = talk_of(context, chat)
+    return chat, talk, encode_conversation(context, chat.messages or [], talk.tools, template_kwargs(context, chat))
 
 
 class ResponsesResponder(Responder):
@@ -92,13 +109,10 @@ class ResponsesResponder(Responder):
         self._tokens: ContentTokens | None = None  # where log probabilities are asked for
 
     def make_request(self) -> EngineRequest:
-        context, chat = self.context, as_chat(self._body)
-        self._talk = talk = talk_of(context, chat)
-        params = sampling_params(chat, context.config)
-        kwargs = template_kwargs(context, chat)
-        conversation = encode_conversation(context, chat.messages or [], talk.tools, kwargs)
+        context = self.context
+        chat, self._talk, conversation = prepare(context, self._body)
         self._prompt = conversation.text
-        params = talk.constrain(params, conversation.text)
+        params = self._talk.constrain(sampling_params(chat, context.config), conversation.text)
         prompt, self._params = context.fit(conversation.tokens, params)
         constraint = find_constraint(chat)
         field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"

@@ -360,6 +360,14 @@ def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config
         assert (call["type"], call["arguments"], call["status"]) == ("function_call", '{"word": "', "incomplete")
 
 
+def test_an_answer_that_an_operator_aborts_is_incomplete(configure: Callable[..., Config]):
+    for stream in (False, True):
+        answer, _ = scripted.post(configure(), Said(["One"], "abort"), ASK | {"stream": stream}, PATH)
+        told = read_events(answer.text)[-1]["response"] if stream else answer.json()
+        assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+        assert told["completed_at"] is None and told["output"][0]["status"] == "incomplete"
+
+
 def test_a_conversation_is_that_of_a_chat(configure: Callable[..., Config], talker: Path):
     items = [
         {"role": "developer", "content": "Be brief."},

@@ -69,6 +69,8 @@ SAID = (
     "safety_identifier",
     "user",
 )
+# our finish reason -> why the response is incomplete; an operator's /sleep aborts what runs
+INCOMPLETE = {"max_tokens": "max_output_tokens", "abort": "abort"}
 # field of the chat that constrains the answer -> ours
 CONSTRAINT_FIELDS = {"response_format": "text.format", "response_format.json_schema": "text.format.schema"}
 
@@ -123,7 +125,7 @@ class ResponsesResponder(Responder):
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
         assert choice.finish is not None, "it is done"
-        status = status_of(choice.finish)
+        self._finish, status = choice.finish, status_of(choice.finish)
         parser = self._make_parser(is_streamed=False)
         delta = self._talk.next(parser, choice.text, is_last=True)
         logprobs = self._logprobs(choice.logprobs, delta, is_last=True)
@@ -175,6 +177,7 @@ class ResponsesResponder(Responder):
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+        reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
         return {name: body.get(name) for name in SAID} | {
             "id": self.id,
             "object": "response",
@@ -183,7 +186,7 @@ class ResponsesResponder(Responder):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": reason} if reason else None,
             "model": self.model,
             "output": output,
             "usage": usage,
@@ -201,7 +204,7 @@ class ResponsesResponder(Responder):
 
 
 def status_of(finish: Finish) -> str:
-    return "incomplete" if finish.reason == "max_tokens" else "completed"
+    return "incomplete" if finish.reason in INCOMPLETE else "completed"
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:

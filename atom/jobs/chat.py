@@ -97,7 +97,7 @@ class Chat:
 
         def show(output: RequestOutput) -> None:
             nonlocal content, error, is_cut
-            text, reasoning, _ = self.talk.next(parser, output.text or "", is_last=output.finished)
+            text, reasoning, *_ = self.talk.next(parser, output.text or "", is_last=output.finished)
             content += text
             error = output.sequence.error or ""
             is_cut = output.finish_reason == "max_tokens"

@@ -70,6 +70,11 @@ class Detokenizer:
         """Whether a stop string was met."""
         return self.stop is not None
 
+    @property
+    def num_held(self) -> int:
+        """Tokens whose text may still change with the next ones."""
+        return len(self._tokens)
+
     def push(self, token: int) -> str:
         """Take the next token; the text that is now safe to show."""
         assert not self.stopped, "a token was pushed after a stop string"

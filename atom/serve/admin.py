@@ -24,7 +24,7 @@ def routes(context: Context) -> APIRouter:
         to go on afterwards; new ones wait.
         """
         await context.engines.sleep(int(level), mode)
-        return json_response({"is_sleeping": True})
+        return json_response({"is_sleeping": context.engines.is_sleeping})
 
     @router.post("/wake_up")
     async def wake_up(tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:

@@ -28,6 +28,7 @@ from atom.config import HTTPConfig
 from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
+from atom.serve.errors import shown
 from atom.serve.llama_cpp import FIELDS
 from atom.serve.refused_fields import REFUSED
 from atom.serve.vllm import INSTEAD
@@ -51,6 +52,8 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             data = await request.body()
             request.state.num_bytes = len(data)
+            if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+                raise HTTPException(415, f"no body is unpacked here; send it without Content-Encoding: {shown(coding)}")
             kind = request.headers.get("content-type", "")
             body = await context.work(len(data), partial(read_body, data, kind, model, context.config.serve.http))
             arguments = {"body": body, "request": request}

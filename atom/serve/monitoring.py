@@ -31,14 +31,16 @@ def routes(context: Context) -> APIRouter:
     async def health() -> Response:
         """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is.
 
-        While it loads, `doing` says what the start is at. Of several engines, `engines` names each; one that serves
-        is enough.
+        While it loads, `doing` says what the start is at; `is_sleeping` is there while requests wait for /wake_up. Of
+        several engines, `engines` names each; one that serves is enough.
         """
         state = context.state
         status = "ok" if state is EngineState.READY else str(state)
         body: dict[str, Any] = {"status": status, "state": str(state)}
         if state is EngineState.LOADING:
             body["doing"] = context.doing
+        if context.engines.is_sleeping:
+            body["is_sleeping"] = True
         if len(context.engines) > 1:
             body["engines"] = list(map(describe_engine, context.engines))
         return json_response(body, 200 if state is EngineState.READY else 503)
@@ -111,4 +113,6 @@ def describe_engine(engine: Replica) -> dict[str, Any]:
     body = {"engine": engine.number, "state": str(client.state), "restarts": engine.num_restarts}
     if client.state is EngineState.LOADING:
         body["doing"] = client.doing
+    if client.is_sleeping:
+        body["is_sleeping"] = True
     return body | ({"stays_dead": True} if engine.has_failed else {})

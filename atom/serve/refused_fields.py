@@ -8,6 +8,5 @@ REFUSED = {  # of requests that may have tools
     "max_tool_calls": "no built-in tool is run here; leave it out",
     "mcp_servers": "no MCP server is called from here; send its tools as tools, which the client runs",
     "output_format": "this is not supported here; send output_config.format, or response_format in a chat",
-    "top_logprobs": "log probabilities are in /v1/chat/completions alone; leave it out, or send a chat",
     "web_search_options": "nothing is searched here; send a tool that searches, which the client runs",
 }

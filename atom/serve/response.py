@@ -235,7 +235,6 @@ class Responder(ABC):
     renders = True  # a chat template, which takes a thread even for a short body
     waits = True  # send the head of a stream after the first output, so that a refusal still has its own status
     keep_alive = b""  # the event after comment_seconds of silence; none: empty lines
-    error_event: str | None = None  # the name of the event for an error
 
     def __init__(self, context: Context, model: str | None, id: str, *, is_streamed: bool | None) -> None:
         """EngineDeadError of `Context.begin`. model: as the request names it"""
@@ -255,6 +254,10 @@ class Responder(ABC):
     def open(self, answering: Answering) -> Iterable[bytes]:
         """The events before the first output."""
         return ()
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """The event that ends a stream with an error."""
+        return event(body)
 
     def delta(self, choice: Choice, output: Output) -> bytes:
         """The event of an output; empty where all of it is held back."""
@@ -315,7 +318,7 @@ class Responder(ABC):
         except Exception as error:
             request.state.log |= answering.log_fields(self.usage(answering), error)
             path, status, body = request.scope["path"], status_of(error), self.context.report(error)
-            yield event(body_at(path, status, body, request.state.request_id), self.error_event)
+            yield self.error(body_at(path, status, body, request.state.request_id))
             return
         request.state.log |= answering.log_fields(usage := self.usage(answering))
         for data in self.close(usage):

@@ -10,6 +10,7 @@ for 10 s in C without the interpreter's lock, 4 lacks memory, 5 ends the process
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import subprocess
@@ -23,9 +24,11 @@ from pathlib import Path
 from atom.checkpoint import Progress
 from atom.config.load import load
 from atom.errors import CapacityError, RequestError
+from atom.runtime.engine import Engine
 from atom.runtime.metrics import EngineStats, SchedulerStats
 from atom.runtime.types import Logprobs, RequestOptions, RequestOutput, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
+from atom.serve.engine.frames import Start
 
 BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000
@@ -52,6 +55,7 @@ class Options:
     pause_seconds: float = 1.0  # before the server starts a dead replica again
     holds: str | None = None  # a file: how long the HTTP process's event loop was held, a line for each time
     write_seconds: float | None = None  # no stub: a real engine that takes so long to write a block of KV to a file
+    breaks: list[str] | None = None  # no stub: real engines, of which the first fails once in these steps of a sleep
 
 
 @dataclass
@@ -59,6 +63,7 @@ class StubEngine:
     options: Options
     replica: int = 0
     is_profiling: bool = False
+    is_sleeping: bool = False
     cached: set[tuple[int, ...]] = field(default_factory=set)  # beginnings of prompts, in whole blocks
     waiting: dict[str, Sequence] = field(default_factory=dict)  # by id
     running: dict[str, Sequence] = field(default_factory=dict)
@@ -257,6 +262,27 @@ def slow_down(write_seconds: float) -> None:
     KVFiles._write = write_slowly  # type: ignore[method-assign]
 
 
+def break_once(name: str) -> None:
+    """Have a method of a sleeper's raise when it is called first."""
+    from atom.runtime.sleep import CPUSleeper
+
+    method = getattr(CPUSleeper, name)
+
+    def fail(self: CPUSleeper) -> None:
+        setattr(CPUSleeper, name, method)
+        raise RuntimeError("a fault")
+
+    setattr(CPUSleeper, name, fail)
+
+
+def open_breaking(names: list[str], start: Start, progress: Progress) -> Engine:
+    from atom.serve.engine import worker
+
+    for name in names if start.replica == 0 else ():
+        break_once(name)
+    return worker.open_real(start, progress)
+
+
 def main() -> int:
     stated, *rest = sys.argv[1:]
     options = Options(**json.loads(stated))
@@ -266,6 +292,8 @@ def main() -> int:
         if options.write_seconds is not None:
             slow_down(options.write_seconds)
             return worker.main()
+        if options.breaks is not None:
+            return worker.main(functools.partial(open_breaking, options.breaks))
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.jobs.report import report
     from atom.serve.engine import replica

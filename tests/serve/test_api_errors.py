@@ -95,10 +95,12 @@ def test_a_wrong_method(server: Server):
         *[(path, "priority temperature top_p min_p repetition_penalty") for path in (CHAT, COMPLETIONS)],
         *[(path, "presence_penalty frequency_penalty") for path in (CHAT, COMPLETIONS)],
         ("/v1/messages", "max_tokens top_k temperature top_p"),
+        ("/v1/responses", "max_output_tokens top_logprobs top_k"),
     ],
 )
 def test_a_number_that_no_engine_holds_is_refused_by_name(server: Server, path: str, names: str, number: int):
     whole = {"prompt": "Hello"} if path == COMPLETIONS else {"model": "talker", "max_tokens": 1} | HELLO
+    whole = {"input": "Hello"} if path == "/v1/responses" else whole
     for name in names.split():
         answer = asking.post(server, path, whole | {name: number})
         assert answer.status == 400 and name in answer.error["message"], answer.body
@@ -305,11 +307,25 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
          "tools.0: web_search tools are not supported here; send tools of the type function, which the client runs"),
         (ResponsesRequest, {"truncation": "auto"},
          "truncation: nothing is left out of a conversation here; send disabled, and fewer items"),
-        (ResponsesRequest, {"top_logprobs": 2},
-         "top_logprobs: log probabilities are in /v1/chat/completions alone; leave it out, or send a chat"),
-        (ResponsesRequest, {"include": ["message.output_text.logprobs"]},
-         "include: log probabilities are in /v1/chat/completions alone; "
-         "leave message.output_text.logprobs out, or send a chat"),
+        (ResponsesRequest, {"background": True},
+         "background: nothing is stored here to be fetched later; send false, and wait"),
+        (ResponsesRequest, {"prompt": {"id": "pmpt_1"}},
+         "prompt: no prompt is stored here; send instructions and input"),
+        (ResponsesRequest, {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+         "input.0.encrypted_content: reasoning is plain text here; leave it out"),
+        (ChatRequest, {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+         "messages.0.function_call: send tool_calls"),
+        (ChatRequest, {"messages": [{"role": "assistant", "refusal": "No."}]},
+         "messages.0.refusal: put its text into content"),
+        (ChatRequest, {"tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+         "tool_choice: custom choices are not supported here; there is: none, auto, required, function, allowed_tools"),
+        (ResponsesRequest, {"tool_choice": {"type": "web_search_preview"}},
+         "tool_choice: web_search_preview choices are not supported here; "
+         "there is: none, auto, required, function, allowed_tools"),
+        (ResponsesRequest, {"text": {"format": {"type": "grammar", "definition": "a"}}},
+         "text.format: grammar formats are not supported here; there is: text, json_object, json_schema"),
+        (CompletionRequest, {"suffix": "b"},
+         "suffix: nothing is written in front of a given text here; leave it out"),
         (ChatRequest, {"max_tool_calls": 3}, "max_tool_calls: no built-in tool is run here; leave it out"),
         (CompletionRequest, {"functions": []}, "functions: Extra inputs are not permitted"),
     ],

@@ -587,6 +587,7 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
                 0,
                 2,
             ),
+            is_same(CHAT, TALK, TALK | {"top_logprobs": 0}),
             refuses(CHAT, TALK | {"top_logprobs": 2}, "top_logprobs"),
             refuses(CHAT, TALK | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ),

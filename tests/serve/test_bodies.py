@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from typing import Any
@@ -106,6 +107,18 @@ def narrow(start_server: Start) -> Server:
 def test_every_route_refuses_more_than_the_limits(narrow: Server, path: str, body: dict[str, Any], name: str):
     answer = wire.ask(narrow.url, "POST", path, body)
     assert answer.status == 400 and f"(serve.http.{name})" in answer.json["error"]["message"]
+
+
+def test_a_body_that_is_packed_is_refused(narrow: Server):
+    packed = gzip.compress(json.dumps({"prompt": "Hello"}).encode())
+    for coding, status in (("gzip", 415), ("identity", 400)):
+        head = f"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Encoding: {coding}\r\n"
+        answer = wire.exchange(narrow.url, f"{head}Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
+        assert answer.status == status
+        error = answer.json["error"]
+        assert error["type"] == "invalid_request_error"
+        assert ("send it without Content-Encoding: gzip" in error["message"]) is (coding == "gzip")
+    assert wire.ask(narrow.url, "POST", "/tokenize", {"prompt": "a"}, {"Content-Encoding": "identity"}).status == 200
 
 
 def test_ids_are_decoded_and_more_than_a_context_holds_are_refused(narrow: Server, start_server: Start):

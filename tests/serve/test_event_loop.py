@@ -47,8 +47,10 @@ def text(head: str, item: str, tail: str, most: int = MAX_BODY) -> bytes:
 
 
 COMPLETION, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detokenize"
 USER = '{"messages":[{"role":"user","content":"a"}],'
+SCORED = '{"input":"a","include":["message.output_text.logprobs"],"top_logprobs":20,'
 ASKED = '{"model":"talker","max_tokens":1,"messages":['
 TOOL = USER + '"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{'
 PROPERTY = '"%d":{"type":"string"}'
@@ -180,6 +182,12 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "log probabilities in a stream": (
         CHAT,
         lambda: (USER + '"max_tokens":200,"n":16,"logprobs":true,"top_logprobs":20,"stream":true}').encode(),
+        200,
+    ),
+    "log probabilities of a response": (RESPONSES, lambda: (SCORED + '"max_output_tokens":3000}').encode(), 200),
+    "log probabilities in a response's stream": (
+        RESPONSES,
+        lambda: (SCORED + '"max_output_tokens":3000,"stream":true}').encode(),
         200,
     ),
     "ids to decode, too many": (DETOKENIZE, lambda: fill('{"tokens":[', "1", "]}"), 400),

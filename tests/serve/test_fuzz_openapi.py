@@ -40,6 +40,7 @@ OPERATIONS = [
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
     "POST /wake_up",
 ]
 BODILESS = {"POST /ping", "POST /reset_prefix_cache", "POST /sleep", "POST /start_profile", "POST /stop_profile",
@@ -57,6 +58,7 @@ LEAST: dict[str, dict[str, Any]] = {  # what is served, and with whatever FREE h
     "/v1/messages": {"model": "talker", "messages": SAID, "max_tokens": 4},
     "/v1/messages/count_tokens": {"model": "talker", "messages": SAID},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+    "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/embeddings": {"input": "Hello"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},

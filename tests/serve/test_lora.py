@@ -79,6 +79,7 @@ def test_a_key_may_use_the_models_that_it_is_given_alone(server: str):
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
         "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
         "/v1/responses": {"input": "a"},
+        "/v1/responses/input_tokens": {"input": "a"},
     }.items():
         assert ask("plains", "sql", path, **body).status == 404, path
     listed = wire.ask(server, "GET", "/v1/models", headers={"x-api-key": "plains"}).json["data"]

@@ -8,17 +8,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
 import scripted
 from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_output_text import Logprob
 from scripted import Said
 from serving import Server
 
 from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.config.load import load
+from atom.runtime.types import Logprobs
+from atom.serve.engine.frames import Message
+from atom.serve.engine.protocol import Finish, Output, Outputs, Submit
 
 PATH = "/v1/responses"
 ASK: dict[str, Any] = {"model": "talker", "input": "Hello", "temperature": 0, "max_output_tokens": 16}
@@ -37,6 +42,7 @@ TOOL: dict[str, Any] = {
     "strict": True,
 }
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "cat"}}\n</tool_call>'
+SCORED: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 THOUGHT = Said(["<think>", "\nHm", ".\n</think>\n", "\nOne", " moment.\n", CALL[:45], CALL[45:]])
 
 
@@ -102,6 +108,19 @@ def test_a_forced_call_and_its_result_go_back(client: openai.OpenAI, choice: Any
     assert again.usage.input_tokens > told.usage.input_tokens + len('{"word":"cat"}an animal')
 
 
+def test_the_tokens_of_a_prompt_are_counted_ahead(client: openai.OpenAI):
+    asked: Any = {"model": "talker", "input": [{"role": "user", "content": "Hello"}], "instructions": "Speak."}
+    for more in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}):
+        counted = client.responses.input_tokens.count(**asked | more)
+        told = client.responses.create(**asked | more, max_output_tokens=1)
+        assert told.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", told.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
+        client.responses.input_tokens.count(**asked, previous_response_id="resp_1")
+    with pytest.raises(openai.NotFoundError, match="org/other"):
+        client.responses.input_tokens.count(**asked | {"model": "org/other"})
+
+
 def test_what_would_need_a_stored_response_is_refused_by_name(client: openai.OpenAI):
     for field, value in (("previous_response_id", "resp_1"), ("background", True), ("conversation", "conv_1")):
         with pytest.raises(openai.BadRequestError, match=field) as refused:
@@ -125,6 +144,8 @@ def test_store_and_labels_change_nothing(client: openai.OpenAI):
     more |= {
         "truncation": "disabled",
         "max_tool_calls": 1,
+        "safety_identifier": "somebody",
+        "prompt_cache_key": "mine",
         "text": {"verbosity": "low"},
         "reasoning": {"effort": "low", "summary": "auto"},
     }
@@ -132,6 +153,10 @@ def test_store_and_labels_change_nothing(client: openai.OpenAI):
     for store in (True, False):
         told = client.responses.create(**ASK, store=store, **more)
         assert told.output_text == plain.output_text and told.metadata == {"a": "b"}
+        assert (told.safety_identifier, told.prompt_cache_key, told.max_tool_calls) == ("somebody", "mine", 1)
+        assert (told.background, told.completed_at) == (False, None), "it was cut off"
+    whole = client.responses.create(**ASK, extra_body={"structured_outputs": {"regex": "a"}} | TERSE["extra_body"])
+    assert whole.status == "completed" and whole.completed_at is not None and whole.completed_at >= whole.created_at
 
 
 def test_an_error_of_the_sampling_has_its_status(client: openai.OpenAI):
@@ -142,6 +167,58 @@ def test_an_error_of_the_sampling_has_its_status(client: openai.OpenAI):
         with pytest.raises(openai.BadRequestError) as refused:
             client.responses.create(**ASK, text=wrong, stream=stream)
         assert refused.value.param == "text"
+
+
+def scores(told: Response) -> list[dict[str, Any]]:
+    """The log probabilities of the one message, which are all that their type has."""
+    (message,) = told.output
+    assert message.type == "message" and message.content[0].type == "output_text"
+    made = [each.model_dump() for each in message.content[0].logprobs or ()]
+    assert [Logprob.model_validate(each).model_dump() for each in made] == made
+    return made
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"structured_outputs": {"regex": "é漢🙂!"}} | TERSE["extra_body"]],
+    ids=["as it comes", "characters of several tokens"],
+)
+def test_log_probabilities_are_those_of_the_same_chat(client: openai.OpenAI, more: dict[str, Any]):
+    asked: Any = ASK | SCORED | {"max_output_tokens": 40, "extra_body": more}
+    told = client.responses.create(**asked)
+    chat = client.chat.completions.create(
+        model="talker", messages=[{"role": "user", "content": "Hello"}], temperature=0, max_tokens=40,
+        logprobs=True, top_logprobs=2, extra_body=more,
+    ).choices[0]  # fmt: skip
+    assert chat.logprobs is not None and chat.logprobs.content is not None
+    shown = [each.model_dump() for each in chat.logprobs.content if not each.token.startswith("<|")]
+    assert scores(told) == shown and told.top_logprobs == 2
+    made = bytes(byte for each in scores(told) for byte in each["bytes"])
+    assert made.decode(errors="replace") == told.output_text == chat.message.content
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    for delta in deltas:
+        made = bytes(byte for each in delta.logprobs for byte in each.model_dump()["bytes"])
+        assert made.decode(errors="replace") == delta.delta, "each has its own tokens"
+    assert [each.model_dump() for delta in deltas for each in delta.logprobs] == shown
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [each.model_dump() for each in done.logprobs] == shown
+    assert scores(events[-1].response) == shown  # type: ignore[union-attr]
+
+
+def test_log_probabilities_come_where_they_are_asked_for(client: openai.OpenAI):
+    assert client.responses.create(**ASK).top_logprobs == 0
+    assert scores(client.responses.create(**ASK)) == []
+    alone = scores(client.responses.create(**ASK, include=SCORED["include"]))
+    assert len(alone) == 16 and not any(each["top_logprobs"] for each in alone)
+    for more, fault in (
+        ({"top_logprobs": 2}, 'top_logprobs needs include=\\["message.output_text.logprobs"\\]'),
+        (SCORED | {"top_logprobs": 21}, "top_logprobs=21 is more than 20"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=fault) as refused:
+            client.responses.create(**ASK | more)
+        assert refused.value.param == "top_logprobs"
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +290,65 @@ def test_every_event_of_a_stream(configure: Callable[..., Config]):
     ]
 
 
+def test_log_probabilities_are_of_the_text_alone(configure: Callable[..., Config], talker: Path):
+    tokenizer = load_tokenizer(talker)
+    assert tokenizer is not None
+    parts = ["<think>", "Hm", "</think>\n", "\nOne", " moment.", f"\n{CALL}"]  # as the model writes them
+    tokens = [tokenizer.encode(part) for part in parts]
+    asked: list[Submit] = []
+
+    def play(submit: Submit) -> list[Message]:
+        asked.append(submit)
+        outputs, at = [], 0
+        for part, ids in zip(parts, tokens, strict=True):
+            logprobs = [Logprobs(id, -1.0 - at - index, 1, [(id, -0.5)]) for index, id in enumerate(ids)]
+            outputs.append(Output(submit.id, 0, part, ids, logprobs))
+            at += len(ids)
+        outputs[-1].finish = Finish("eos", at, 0, 0.0, None)
+        return [Outputs([each], 1, {}) for each in outputs]
+
+    body = ASK | SCORED | {"tools": [TOOL], "top_logprobs": 1}
+    whole = Response.model_validate(scripted.post(configure(), play, body, PATH)[0].json())
+    events = read_events(scripted.post(configure(), play, body | {"stream": True}, PATH)[0].text)
+    assert [submit.params.logprobs for submit in asked] == [1, 1]
+    num_before = sum(map(len, tokens[:3])) + 1  # and the line end behind the reasoning
+    for thought, message, call in (whole.output, Response.model_validate(events[-1]["response"]).output):
+        assert (thought.type, call.type) == ("reasoning", "function_call")
+        assert "logprobs" not in thought.model_dump()["content"][0]
+        assert message.type == "message" and message.content[0].type == "output_text"
+        made = [each.model_dump() for each in message.content[0].logprobs or ()]
+        assert bytes(byte for each in made for byte in each["bytes"]) == b"One moment."
+        assert [each["logprob"] for each in made] == [-1.0 - num_before - index for index in range(len(made))]
+        assert made[0]["top_logprobs"] == [{"token": "O", "logprob": -0.5, "bytes": [79]}]
+    deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+    assert [(each["delta"], [token["token"] for token in each["logprobs"]]) for each in deltas] == [
+        ("One", list("One")),
+        (" moment.", list(" moment.")),
+    ]
+
+
+def test_an_error_within_a_stream_is_an_event_that_the_sdk_raises(configure: Callable[..., Config]):
+    def fail(submit: Submit) -> list[Message]:
+        finish = Finish("error", 1, 0, 0.0, None, "RequestError: it is too complex")
+        outputs = [Output(submit.id, 0, "One", [1]), Output(submit.id, 0, "", [], None, finish)]
+        return [Outputs([each], 1, {}) for each in outputs]
+
+    answer, _ = scripted.post(configure(), fail, ASK | {"stream": True}, PATH)
+    *events, last = read_events(answer.text)
+    assert pydantic.TypeAdapter[Any](ResponseStreamEvent).validate_python(last).message == "it is too complex"
+    error = {"message": "it is too complex", "type": "invalid_request_error", "param": None, "code": None}
+    assert last == {
+        "type": "error", "sequence_number": len(events), "message": "it is too complex", "param": None, "code": None,
+        "error": error,
+    }  # fmt: skip
+    stored = httpx.Response(200, content=answer.content, headers={"content-type": "text/event-stream"})
+    http = httpx.Client(transport=httpx.MockTransport(lambda _: stored))
+    with openai.OpenAI(base_url="http://atom/v1", api_key="none", http_client=http) as client:
+        events_of = client.responses.create(**ASK, stream=True)
+        with pytest.raises(openai.APIError, match="it is too complex"):
+            list(events_of)
+
+
 def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config]):
     said = Said(["One", " moment", CALL[:55]], "max_tokens")
     answer, _ = scripted.post(configure(), said, ASK | {"tools": [TOOL], "stream": True}, PATH)
@@ -222,6 +358,14 @@ def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config
     for message, call in (last["response"]["output"], whole["output"]):
         assert (message["type"], message["content"][0]["text"]) == ("message", "One moment")
         assert (call["type"], call["arguments"], call["status"]) == ("function_call", '{"word": "', "incomplete")
+
+
+def test_an_answer_that_an_operator_aborts_is_incomplete(configure: Callable[..., Config]):
+    for stream in (False, True):
+        answer, _ = scripted.post(configure(), Said(["One"], "abort"), ASK | {"stream": stream}, PATH)
+        told = read_events(answer.text)[-1]["response"] if stream else answer.json()
+        assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+        assert told["completed_at"] is None and told["output"][0]["status"] == "incomplete"
 
 
 def test_a_conversation_is_that_of_a_chat(configure: Callable[..., Config], talker: Path):

@@ -102,6 +102,53 @@ def test_only_an_operator_may_and_only_what_there_is(server: str):
     assert not is_sleeping(server)
 
 
+@pytest.fixture
+def breaking(checkpoints: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[..., str]]:
+    started: list[serving.Server] = []
+
+    def start(breaks: list[str], replicas: int) -> str:
+        overrides = ("serve.enable_sleep_mode=true", f"parallel.replicas={replicas}")
+        started.append(serving.start(checkpoints("llama"), tmp_path, *overrides, stub={"breaks": breaks}))
+        wire.wait_until(lambda: are_ready(started[-1].url))
+        return started[-1].url
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+
+
+def test_an_engine_that_fell_asleep_half_way_is_said_to_sleep(breaking: Callable[..., str]):
+    server, answers = breaking(["_drop_kv", "_take_kv"], 1), list[Any]()
+    complete(server, answers)
+    failed = ask(server, "POST", "/sleep")
+    assert (failed.status, failed.json["error"]["type"]) == (500, "server_error")
+    assert is_sleeping(server), "requests wait"
+    assert ask(server, "GET", "/health").json == {"status": "ok", "state": "ready", "is_sleeping": True}
+    late = threading.Thread(target=complete, args=(server, answers))
+    late.start()
+    late.join(0.5)
+    assert late.is_alive()
+    assert ask(server, "POST", "/wake_up").status == 500 and is_sleeping(server), "it has its weights, and no KV"
+    assert ask(server, "POST", "/wake_up?tags=kv_cache").json == {"is_sleeping": False}
+    late.join(20)
+    assert answers[1:] == answers[:1] and not is_sleeping(server)
+    assert "is_sleeping" not in ask(server, "GET", "/health").json
+
+
+def test_a_request_goes_to_the_engine_that_is_awake(breaking: Callable[..., str]):
+    server = breaking(["_take_kv"], 2)
+    assert ask(server, "POST", "/sleep").status == 200 and is_sleeping(server)
+    assert ask(server, "POST", "/wake_up").status == 500
+    first, second = ask(server, "GET", "/health").json["engines"]
+    assert first["is_sleeping"] and "is_sleeping" not in second, "the other is awake by the time of the answer"
+    answers: list[Any] = []
+    for _ in range(4):
+        complete(server, answers)
+    assert len(answers) == 4 and is_sleeping(server)
+    assert ask(server, "POST", "/wake_up").json == {"is_sleeping": False}
+
+
 def test_without_the_setting_it_is_refused(checkpoints: Callable[[str], Path], tmp_path: Path):
     started = serving.start(checkpoints("llama"), tmp_path)
     try:

@@ -49,7 +49,7 @@ def routes(context: Context) -> APIRouter:
 
 
 class MessageResponder(Responder):
-    waits, keep_alive, error_event = False, event({"type": "ping"}, "ping"), "error"
+    waits, keep_alive = False, event({"type": "ping"}, "ping")
 
     def __init__(self, context: Context, body: MessagesRequest) -> None:
         super().__init__(context, body.model, new_id("msg", "_"), is_streamed=body.stream)
@@ -92,6 +92,9 @@ class MessageResponder(Responder):
     ) -> dict[str, Any]:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return message | {"stop_reason": reason, "stop_sequence": stop, "usage": usage}
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return event(body, "error")
 
     def open(self, answering: Answering) -> Iterator[bytes]:
         self._parser = self._talk.parser(self._prompt)

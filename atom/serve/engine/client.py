@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
-from atom.runtime.types import NO_OPTIONS, TAGS, RequestOptions
+from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.frames import Frames, Message, encode
 from atom.serve.engine.protocol import (
@@ -86,7 +86,7 @@ class EngineClient(asyncio.Protocol):
         self.num_sequences = 0  # of requests that run or wait
         self.error: Failed | None = None  # why the engine died, if it could report it
         self.reason = ""  # why it is dead, for clients
-        self._asleep: set[str] = set()  # what of its memory it has given up, of TAGS
+        self.is_sleeping = False  # it has given up memory, or a part of it
         self.has_left = False  # its process ended, or is about to, unexpectedly
         self.ready = asyncio.Event()
         self.dead = asyncio.Event()
@@ -112,10 +112,6 @@ class EngineClient(asyncio.Protocol):
     async def connect(self, connection: socket) -> None:
         """Connect to an engine process that has the configuration."""
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
-
-    @property
-    def is_sleeping(self) -> bool:
-        return bool(self._asleep)
 
     @property
     def num_waiting(self) -> int:
@@ -195,19 +191,17 @@ class EngineClient(asyncio.Protocol):
     async def sleep(self, level: int, mode: str) -> None:
         """Have the engine give up its memory; requests wait there meanwhile. RequestError where it cannot."""
         await self._ask(lambda id: Sleep(id, level, mode))
-        self._asleep = set(TAGS)
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Have it take its memory again, or a part of it. RequestError where there is too little."""
         await self._ask(lambda id: WakeUp(id, tags))
-        self._asleep -= set(tags or TAGS)
 
     async def reset_prefix_cache(self) -> None:
         """Have the engine forget the KV of all prompts."""
         await self._ask(ResetPrefixCache)
 
     async def _ask(self, make: Callable[[str], Message]) -> str:
-        """Send a message of an id, and wait for its answer."""
+        """Send a message of an id, and wait for its answer. AtomError for an internal error."""
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -268,10 +262,11 @@ class EngineClient(asyncio.Protocol):
                 self.stats, self.doing = stats, doing or self.doing
             case Refused(id, error):
                 self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
-            case Done(id, result, error):
-                answer = self._asked.pop(id)
+            case Done(id, result, error, is_internal, is_sleeping):
+                self.is_sleeping = is_sleeping
+                answer, fault = self._asked.pop(id), AtomError(error) if is_internal else RequestError(error)
                 if not answer.done():
-                    answer.set_exception(RequestError(error)) if error else answer.set_result(result)
+                    answer.set_exception(fault) if error else answer.set_result(result)
             case Ready(num_blocks, gpus):
                 self.num_blocks, self.gpus = num_blocks, gpus
                 self.ready.set()
@@ -329,7 +324,7 @@ class EngineClient(asyncio.Protocol):
             self.disconnect()
 
     def _end_requests(self, reason: str) -> None:
-        self.state, self.reason = EngineState.DEAD, reason
+        self.state, self.reason, self.is_sleeping = EngineState.DEAD, reason, False
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(reason))
         self._streams.clear()

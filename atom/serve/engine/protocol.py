@@ -130,6 +130,8 @@ class Done(Message):
     id: str
     result: str
     error: str = ""
+    is_internal: bool = False  # the error is nothing that an operator can mend; the engine's log has it
+    is_sleeping: bool = False  # the engine, since; what fails half-way may leave it so
 
 
 class Beat(Message):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from atom.config import Config
 from atom.errors import EngineDeadError, RequestError
@@ -177,16 +177,22 @@ class Replicas:
         return traces
 
     async def sleep(self, level: int, mode: str) -> None:
-        """Have all engines give up their memory. RequestError where one cannot."""
-        await asyncio.gather(*(each.sleep(level, mode) for each in self._find_all_serving()))
+        """Have all engines give up their memory. RequestError where one cannot; the others sleep."""
+        await self._ask_all(lambda client: client.sleep(level, mode))
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Have all engines take it again, or a part of it. RequestError where there is too little."""
-        await asyncio.gather(*(each.wake_up(tags) for each in self._find_all_serving()))
+        await self._ask_all(lambda client: client.wake_up(tags))
 
     async def reset_prefix_cache(self) -> None:
         """Have all engines forget the KV of all prompts."""
-        await asyncio.gather(*(each.reset_prefix_cache() for each in self._find_all_serving()))
+        await self._ask_all(EngineClient.reset_prefix_cache)
+
+    async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
+        """Ask all engines, and wait for all of them; then the first error is raised."""
+        done = await asyncio.gather(*map(ask, self._find_all_serving()), return_exceptions=True)
+        if fault := next((each for each in done if each is not None), None):
+            raise fault
 
     @property
     def is_sleeping(self) -> bool:
@@ -232,10 +238,14 @@ class Replicas:
         return ", ".join(await asyncio.gather(*(each.end() for each in self)))
 
     def _find_loads(self, num_sequences: int, tenant: str) -> dict[int, Load]:
-        """The loads of replicas that serve; of those with room in the queue, where one has. EngineDeadError if none."""
+        """The loads of replicas that serve; of those that are awake, where one is, and of those with room likewise.
+
+        EngineDeadError where none serves.
+        """
         serving = self._find_serving()
-        roomy = [each for each in serving if each.client.has_room(num_sequences, tenant)]
-        return {each.number: each.load for each in roomy or serving}
+        awake = [each for each in serving if not each.client.is_sleeping] or serving
+        roomy = [each for each in awake if each.client.has_room(num_sequences, tenant)]
+        return {each.number: each.load for each in roomy or awake}
 
     async def _watch(self, replica: Replica) -> None:
         """Start a replica again whenever it dies while another serves, until it has failed too often."""

@@ -270,12 +270,14 @@ class Worker:
         try:
             written = work()
         except (AtomError, OSError) as error:
-            self._link.send(Done(id, "", str(error)))
+            done = Done(id, "", str(error))
         except Exception:
             LOG.exception("what an operator asked for has failed")
-            self._link.send(Done(id, "", "internal error, the engine's log has it"))
+            done = Done(id, "", "internal error, the engine's log has it", is_internal=True)
         else:
-            self._link.send(Done(id, "" if written is None else str(written)))
+            done = Done(id, "" if written is None else str(written))
+        done.is_sleeping = self.engine.is_sleeping
+        self._link.send(done)
 
     def _queue_output(self, output: RequestOutput) -> None:
         """The engine's callback: queue the new output of one sequence for `_send_outputs`."""

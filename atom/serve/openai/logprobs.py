@@ -44,6 +44,8 @@ def token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
     if BROKEN not in text:
         return text.encode()
     piece, known = tokenizer.piece(token) or "", byte_alphabet()
+    if BROKEN in piece:  # it is that character
+        return text.encode()
     if byte := BYTE.fullmatch(piece):
         return bytes([int(byte[1], 16)])
     return bytes(known[character] for character in piece) if piece and known.keys() >= set(piece) else None
@@ -101,9 +103,9 @@ def chat_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs], num
     return {"content": content, "refusal": None}
 
 
-def raw(items: Sequence[Any]) -> msgspec.Raw:
+def raw(items: Sequence[Any]) -> list[msgspec.Raw]:
     """Encode a list as JSON item by item, so that other threads run in between."""
-    return msgspec.Raw(b"[%s]" % b",".join([msgspec.json.encode(item) for item in items]))
+    return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
 
 
 def prompt_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:

@@ -88,7 +88,7 @@ def requested_logprobs(body: Generation) -> int | None:
     if isinstance(body, CompletionRequest):
         return body.logprobs
     if isinstance(body, ChatRequest):
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs=true")
         return (body.top_logprobs or 0) if body.logprobs else None
     return None

@@ -1,7 +1,7 @@
 """Output items of the Responses API: reasoning, message, function call, whole or streamed.
 
     items = ItemStream()
-    data = items.push(delta)                     # the bytes of events; b"" where nothing is new
+    data = items.push(delta, logprobs)           # the bytes of events; b"" where nothing is new
     data = items.close("completed")              # at the end
     items.done                                   # [{"type": "message", "content": [...], ...}]
 
@@ -10,18 +10,17 @@ An item ends before the next one begins. Events are numbered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Raw
+
 from atom.serve.ids import new_id
-from atom.serve.output.output_parser import Answer, Delta, ToolDelta
+from atom.serve.output.output_parser import Delta, ToolDelta
 from atom.serve.sse import event
 
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the type of an item's one part
-LOGPROBS: dict[str, dict[str, Any]] = {
-    "reasoning": {},
-    "message": {"logprobs": []},
-}  # fields of its events: there are none
 
 
 class ItemStream:
@@ -29,30 +28,34 @@ class ItemStream:
         self.done: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # that is not closed
         self._texts: list[str] = []  # of it
+        self._logprobs: list[Raw] = []  # of its tokens, if it is a message
         self._num_events = 0
 
-    def push(self, delta: Delta) -> bytes:
-        """The events of a delta, in a model's order: reasoning, the rest of a call, text, further calls."""
+    def push(self, delta: Delta, logprobs: Sequence[Raw] = ()) -> bytes:
+        """The events of a delta, in a model's order: reasoning, the rest of a call, text, further calls.
+
+        logprobs: the JSON of each token of the text
+        """
         data = self._say("reasoning", delta.reasoning)
         calls = list(delta.tools)
         while calls and calls[0].id is None:
             data += self._add(calls.pop(0).arguments)
-        data += self._say("message", delta.content)
+        data += self._say("message", delta.content, logprobs)
         return data + b"".join(map(self._call, calls))
 
     def close(self, status: str) -> bytes:
         """End the open item. status: of it, completed or incomplete."""
-        item, text = self._item, "".join(self._texts)
+        item, text, logprobs = self._item, "".join(self._texts), self._logprobs
         if item is None:
             return b""
-        self._item, self._texts = None, []
+        self._item, self._texts, self._logprobs = None, [], []
         kind, data = item["type"], b""
         if kind == "function_call":
             item["arguments"] = text
             data += self._tell("response.function_call_arguments.done", item, arguments=text)
         else:
-            part = self._part(kind, text)
-            data += self._tell(f"response.{PARTS[kind]}.done", item, content_index=0, text=text, **LOGPROBS[kind])
+            part, more = self._part(kind, text, logprobs), self._more(kind, logprobs)
+            data += self._tell(f"response.{PARTS[kind]}.done", item, content_index=0, text=text, **more)
             data += self._tell("response.content_part.done", item, content_index=0, part=part)
             item["content"] = [part]
         item["status"] = status
@@ -65,7 +68,7 @@ class ItemStream:
         self._num_events += 1
         return event({"type": name, "sequence_number": self._num_events - 1, **fields}, name)
 
-    def _say(self, kind: str, text: str) -> bytes:
+    def _say(self, kind: str, text: str, logprobs: Sequence[Raw] = ()) -> bytes:
         """Add to an item of text, which begins where another kind is open."""
         if not text:
             return b""
@@ -74,7 +77,7 @@ class ItemStream:
             fields: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
             data = self._begin(kind, **fields, content=[])
             data += self._tell("response.content_part.added", self._item, content_index=0, part=self._part(kind, ""))
-        return data + self._add(text)
+        return data + self._add(text, logprobs)
 
     def _call(self, call: ToolDelta) -> bytes:
         data = b"" if call.id is None else self._begin("function_call", call_id=call.id, name=call.name, arguments="")
@@ -85,7 +88,7 @@ class ItemStream:
         self._item = {"id": new_id(PREFIXES[kind], "_"), "type": kind, "status": "in_progress", **fields}
         return data + self.event("response.output_item.added", output_index=len(self.done), item=self._item)
 
-    def _add(self, text: str) -> bytes:
+    def _add(self, text: str, logprobs: Sequence[Raw] = ()) -> bytes:
         item = self._item
         assert item is not None, "text belongs to an item"
         if not text:
@@ -93,23 +96,27 @@ class ItemStream:
         self._texts.append(text)
         if item["type"] == "function_call":
             return self._tell("response.function_call_arguments.delta", item, delta=text)
-        name, more = f"response.{PARTS[item['type']]}.delta", LOGPROBS[item["type"]]
+        self._logprobs += logprobs
+        name, more = f"response.{PARTS[item['type']]}.delta", self._more(item["type"], logprobs)
         return self._tell(name, item, content_index=0, delta=text, **more)
 
     def _tell(self, name: str, item: dict[str, Any] | None, **fields: Any) -> bytes:
         assert item is not None, "it has begun"
         return self.event(name, item_id=item["id"], output_index=len(self.done), **fields)
 
-    @staticmethod
-    def _part(kind: str, text: str) -> dict[str, Any]:
+    def _part(self, kind: str, text: str, logprobs: Sequence[Raw] = ()) -> dict[str, Any]:
         annotations: dict[str, Any] = {"annotations": []} if kind == "message" else {}
-        return {"type": PARTS[kind], "text": text, **annotations, **LOGPROBS[kind]}
+        return {"type": PARTS[kind], "text": text, **annotations, **self._more(kind, logprobs)}
+
+    @staticmethod
+    def _more(kind: str, logprobs: Sequence[Raw]) -> dict[str, Any]:
+        """The fields that a message has beside its text."""
+        return {"logprobs": logprobs} if kind == "message" else {}
 
 
-def output_items(answer: Answer, status: str) -> list[dict[str, Any]]:
+def output_items(delta: Delta, logprobs: Sequence[Raw], status: str) -> list[dict[str, Any]]:
     """The items of a whole answer. status: of the last one."""
     items = ItemStream()
-    calls = [ToolDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(answer.calls)]
-    items.push(Delta(answer.content, answer.reasoning, calls))
+    items.push(delta, logprobs)
     items.close(status)
     return items.done

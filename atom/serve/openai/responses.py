@@ -1,8 +1,9 @@
-"""`POST /v1/responses`: OpenAI's Responses API, stateless: text, reasoning, function tools, streaming.
+"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API, stateless.
 
 curl localhost:8000/v1/responses -H "Content-Type: application/json" -d '{"input": "Hello!", "stream": true}'
 
-A request becomes that of a chat: the same template, sampling and parsers.
+Text, reasoning and function tools, whole or streamed. A request becomes that of a chat: the same template, sampling and
+parsers.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from msgspec import Raw
 
+from atom.runtime.types import Logprobs
 from atom.serve.bodies import body_route
-from atom.serve.chat_template import encode_conversation
+from atom.serve.chat_template import Conversation, encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
+from atom.serve.errors import FieldError, json_response
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import talk_of, template_kwargs
+from atom.serve.openai.logprobs import chat_logprobs, raw
 from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
+    LOGPROBS,
     AllowedFunctions,
     FunctionCall,
     FunctionChoice,
@@ -47,8 +53,24 @@ from atom.serve.openai.schema import (
     ToolCallMessage,
 )
 from atom.serve.openai.schema import FunctionCall as ChatCall
+from atom.serve.output.content_tokens import ContentTokens
+from atom.serve.output.output_parser import Delta, OutputParser
+from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
+# fields of a request that its response repeats
+SAID = (
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "prompt_cache_key",
+    "reasoning",
+    "safety_identifier",
+    "user",
+)
+# our finish reason -> why the response is incomplete; an operator's /sleep aborts what runs
+INCOMPLETE = {"max_tokens": "max_output_tokens", "abort": "abort"}
 # field of the chat that constrains the answer -> ours
 CONSTRAINT_FIELDS = {"response_format": "text.format", "response_format.json_schema": "text.format.schema"}
 
@@ -61,7 +83,22 @@ def routes(context: Context) -> APIRouter:
         """Answer a conversation, in items; nothing is stored."""
         return await ResponsesResponder(context, body).respond(request)
 
+    @router.post("/v1/responses/input_tokens")
+    async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+        """The tokens of the prompt that the same body of /v1/responses becomes."""
+        context.begin()
+        context.model_for(request.state.tenant, body.model)
+        _, _, conversation = await context.in_thread(lambda: prepare(context, body))
+        return json_response({"object": "response.input_tokens", "input_tokens": len(conversation.tokens)})
+
     return router
+
+
+def prepare(context: Context, body: ResponsesRequest) -> tuple[ChatRequest, Talk, Conversation]:
+    """The chat that asks for the same, what turns its tools into a prompt, and that prompt."""
+    chat = as_chat(body)
+    talk = talk_of(context, chat)
+    return chat, talk, encode_conversation(context, chat.messages or [], talk.tools, template_kwargs(context, chat))
 
 
 class ResponsesResponder(Responder):
@@ -71,35 +108,43 @@ class ResponsesResponder(Responder):
         self._body, self._created = body, int(time.time())
         self._items = ItemStream()
         self._finish: Finish | None = None
+        self._tokens: ContentTokens | None = None  # where log probabilities are asked for
 
     def make_request(self) -> EngineRequest:
-        context, chat = self.context, as_chat(self._body)
-        self._talk = talk = talk_of(context, chat)
-        params = sampling_params(chat, context.config)
-        kwargs = template_kwargs(context, chat)
-        conversation = encode_conversation(context, chat.messages or [], talk.tools, kwargs)
+        context = self.context
+        chat, self._talk, conversation = prepare(context, self._body)
         self._prompt = conversation.text
-        params = talk.constrain(params, conversation.text)
+        params = self._talk.constrain(sampling_params(chat, context.config), conversation.text)
         prompt, self._params = context.fit(conversation.tokens, params)
         constraint = find_constraint(chat)
         field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
+        if chat.logprobs:
+            self._tokens = ContentTokens(context.need_tokenizer(), prompt, self._params)
         return EngineRequest([prompt], [self._params], chat.user, request_options(chat), constraint_field=field)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
         assert choice.finish is not None, "it is done"
-        status = status_of(choice.finish)
-        return self._response(status, output_items(self._talk.read(choice.text, self._prompt), status), usage)
+        self._finish, status = choice.finish, status_of(choice.finish)
+        parser = self._make_parser(is_streamed=False)
+        delta = self._talk.next(parser, choice.text, is_last=True)
+        logprobs = self._logprobs(choice.logprobs, delta, is_last=True)
+        return self._response(status, output_items(delta, logprobs, status), usage)
 
     def open(self, answering: Answering) -> Iterator[bytes]:
-        self._parser = self._talk.parser(self._prompt)
+        self._parser = self._make_parser(is_streamed=True)
         for name in ("response.created", "response.in_progress"):
             yield self._items.event(name, response=self._response("in_progress", []))
 
     def delta(self, choice: Choice, output: Output) -> bytes:
         self._finish = output.finish
-        delta = self._talk.next(self._parser, output.text or "", is_last=output.finish is not None)
-        return self._items.push(delta)
+        is_last = output.finish is not None
+        delta = self._talk.next(self._parser, output.text or "", is_last=is_last)
+        return self._items.push(delta, self._logprobs(output.logprobs or [], delta, is_last=is_last))
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        fault = body["error"]  # once more as a whole, by which the SDK knows it
+        return self._items.event("error", **{name: fault[name] for name in ("code", "message", "param")}, error=fault)
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
         assert self._finish is not None, "it is done"
@@ -117,23 +162,37 @@ class ResponsesResponder(Responder):
             "total_tokens": usage["total_tokens"],
         }
 
+    def _make_parser(self, *, is_streamed: bool) -> OutputParser:
+        return self._talk.parser(self._prompt, is_streamed=is_streamed) or OutputParser(None, None)
+
+    def _logprobs(self, made: list[Logprobs], delta: Delta, *, is_last: bool) -> list[Raw]:
+        """The log probabilities of a delta's text, those of the tokens that were made last among them."""
+        if self._tokens is None:
+            return []
+        self._tokens.push(made, is_last=is_last)
+        found, num_top = self._tokens.take(delta.places), self._body.top_logprobs or 0
+        return raw(chat_logprobs(self.context.tokenizer, found, num_top)["content"])
+
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-        said = {name: body.get(name) for name in ("instructions", "max_output_tokens", "metadata", "user", "reasoning")}
-        return said | {
+        reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
+        return {name: body.get(name) for name in SAID} | {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
+            "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": reason} if reason else None,
             "model": self.model,
             "output": output,
             "usage": usage,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
+            "top_logprobs": body.get("top_logprobs", 0),
             "tools": body.get("tools", []),
             "tool_choice": body.get("tool_choice", "auto"),
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
@@ -145,12 +204,14 @@ class ResponsesResponder(Responder):
 
 
 def status_of(finish: Finish) -> str:
-    return "incomplete" if finish.reason == "max_tokens" else "completed"
+    return "incomplete" if finish.reason in INCOMPLETE else "completed"
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that asks for the same."""
-    reasoning = body.reasoning
+    reasoning, has_logprobs = body.reasoning, LOGPROBS in (body.include or ())
+    if body.top_logprobs and not has_logprobs:
+        raise FieldError("top_logprobs", f'top_logprobs needs include=["{LOGPROBS}"]')
     tools = [
         Tool.model_construct(
             type="function", function=Function.model_construct(**each.model_dump(exclude={"type"}, exclude_none=True))
@@ -164,6 +225,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
         response_format=response_format(body.text.format if body.text else None),
+        logprobs=has_logprobs,
+        top_logprobs=body.top_logprobs if has_logprobs else None,
         reasoning_effort=reasoning.effort if reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
         **{name: getattr(body, name) for name in Sampling.model_fields},

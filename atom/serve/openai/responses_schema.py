@@ -10,16 +10,18 @@ stored response (previous_response_id, conversation, background, item references
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, LiteralString
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from atom.serve.openai.schema import (
+    CHOICES,
     HINT,
     LABEL,
     TOOLS,
     Body,
+    Count,
     Effort,
     JSONObject,
     JSONSchema,
@@ -29,12 +31,15 @@ from atom.serve.openai.schema import (
     TemplateKwargs,
     Text,
     Word,
+    null_alone,
     of_types,
     tag_of,
 )
 
 Id = Annotated[str, Field(max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
+FORMATS: LiteralString = "{stated} formats are not supported here; there is: {known}"
+LOGPROBS = "message.output_text.logprobs"  # what `include` calls log probabilities
 
 
 class InputText(Body):
@@ -78,7 +83,7 @@ class Reasoning(Body):
     type: Literal["reasoning"]
     content: List[InputText] | None = None
     summary: List[JSONObject] | None = Field(None, description=LABEL)
-    encrypted_content: None = None
+    encrypted_content: Annotated[None, null_alone("reasoning is plain text here; leave it out")] = None
     id: Id | None = Field(None, description=LABEL)
     status: Status | None = Field(None, description=LABEL)
 
@@ -98,12 +103,7 @@ Item = Annotated[
 ]
 
 
-def refuse_stored(value: Any) -> None:
-    if value is not None:
-        raise PydanticCustomError("stored", "nothing is stored here; send the whole conversation as input")
-
-
-Stored = Annotated[None, BeforeValidator(refuse_stored)]
+Stored = Annotated[None, null_alone("nothing is stored here; send the whole conversation as input")]
 
 
 def refuse_auto(truncation: Any) -> Any:
@@ -112,11 +112,10 @@ def refuse_auto(truncation: Any) -> Any:
     return truncation
 
 
-def refuse_logprobs(include: Any) -> Any:
-    if isinstance(include, list) and (name := "message.output_text.logprobs") in include:
-        fault = "log probabilities are in /v1/chat/completions alone; leave {name} out, or send a chat"
-        raise PydanticCustomError("logprobs", fault, {"name": name})
-    return include
+def refuse_background(background: Any) -> Any:
+    if background is True:
+        raise PydanticCustomError("background", "nothing is stored here to be fetched later; send false, and wait")
+    return background
 
 
 class FunctionTool(Body):
@@ -149,7 +148,10 @@ class SchemaFormat(JSONSchema):
 
 
 class TextOptions(Body):
-    format: Annotated[PlainFormat | SchemaFormat, Discriminator("type")] | None = None
+    format: Annotated[
+        Annotated[PlainFormat | SchemaFormat, Discriminator("type")] | None,
+        of_types("text", "json_object", "json_schema", fault=FORMATS),
+    ] = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
 
 
@@ -171,9 +173,12 @@ class ResponsesRequest(Sampling):
     instructions: Text | None = Field(None, description="a system message in front")
     max_output_tokens: Positive | None = Field(None, description="what remains of the context where nobody says it")
     tools: List[Annotated[FunctionTool, of_types("function", fault=TOOLS)]] | None = Field(None, max_length=512)
-    tool_choice: (
-        Literal["none", "auto", "required"] | Annotated[FunctionChoice | AllowedFunctions, Discriminator("type")] | None
-    ) = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"]
+        | Annotated[FunctionChoice | AllowedFunctions, Discriminator("type")]
+        | None,
+        of_types("function", "allowed_tools", fault=CHOICES),
+    ] = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -182,12 +187,14 @@ class ResponsesRequest(Sampling):
     store: bool | None = Field(None, description="a label: nothing is stored")
     previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
     conversation: Stored = Field(None, description="is refused: send the whole conversation as input")
-    background: Literal[False] | None = None
+    prompt: Annotated[None, null_alone("no prompt is stored here; send instructions and input")] = None
+    background: Annotated[Literal[False] | None, BeforeValidator(refuse_background)] = None
     max_tool_calls: Positive | None = Field(None, description="a label: it counts built-in tools, and none is run here")
     truncation: Annotated[Literal["disabled"] | None, BeforeValidator(refuse_auto)] = None
-    include: Annotated[List[Word] | None, BeforeValidator(refuse_logprobs)] = Field(
-        None, max_length=16, description="a hint: an answer has all that there is of it"
+    include: List[Word] | None = Field(
+        None, max_length=16, description=f"{LOGPROBS}; others are hints: an answer has all that there is of them"
     )
+    top_logprobs: Count | None = Field(None, description=f"with {LOGPROBS} in include")
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
     safety_identifier: Word | None = Field(None, description=LABEL)
     service_tier: Word | None = Field(None, description=LABEL)

@@ -22,6 +22,7 @@ MAX_FIELDS = 100  # of an object with fields of any name
 MAX_TOKENS = 1024  # in logit_bias or stop_token_ids of a request
 BLOCKS: LiteralString = "{stated} blocks are not supported here; there is: {known}"
 TOOLS: LiteralString = "{stated} tools are not supported here; send tools of the type {known}, which the client runs"
+CHOICES: LiteralString = "{stated} choices are not supported here; there is: none, auto, required, {known}"
 INT_LIMITS = (-(1 << 63), 1 << 64)  # integers that a message to the engine can hold
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -107,6 +108,16 @@ def of_types(*known: str, fault: LiteralString = BLOCKS) -> BeforeValidator:
         return block
 
     return BeforeValidator(check)
+
+
+def null_alone(fault: LiteralString) -> BeforeValidator:
+    """Refuse whatever a field has, with what to do instead; null is left out before."""
+
+    def refuse(value: object) -> None:
+        if value is not None:
+            raise PydanticCustomError("null_alone", fault)
+
+    return BeforeValidator(refuse)
 
 
 def tag_of(content: object) -> str:
@@ -214,7 +225,7 @@ class CompletionRequest(Generation):
     logprobs: Count | None = Field(None, description="most likely tokens to report at each place")
     echo: bool | None = Field(None, description="the text begins with the prompt")
     add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
-    suffix: None = None
+    suffix: Annotated[None, null_alone("nothing is written in front of a given text here; leave it out")] = None
 
 
 class TextPart(Body):
@@ -248,9 +259,9 @@ class ChatMessage(Body):
     reasoning: Text | None = Field(None, description="the same, as newer versions of vLLM name it")
     type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
     annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
-    refusal: None = None  # this and the next: such fields too
-    audio: None = None
-    function_call: None = None
+    refusal: Annotated[None, null_alone("put its text into content")] = None  # this and the next: such fields too
+    audio: Annotated[None, null_alone("models read text alone here; leave it out")] = None
+    function_call: Annotated[None, null_alone("send tool_calls")] = None
 
 
 class Function(Body):
@@ -306,9 +317,10 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: List[AnyTool] | None = Field(None, max_length=512)
-    tool_choice: (
-        Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedChoice, Discriminator("type")] | None
-    ) = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedChoice, Discriminator("type")] | None,
+        of_types("function", "allowed_tools", fault=CHOICES),
+    ] = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: bool | None = Field(None, description="false: no turn of the assistant is opened")

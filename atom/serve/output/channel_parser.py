@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atom.config.tool_formats import ToolFormat
-from atom.serve.output.incremental_text import SPACE, ParseError, Reading
+from atom.serve.output.incremental_text import SPACE, Excerpt, ParseError, Reading, Span
 from atom.serve.output.tool_parser import CallReader, new_call_id
 
 RECIPIENT = re.compile(r"\bto=([^\s<\ufdd1]+)")
@@ -41,11 +41,13 @@ class ChannelReader(CallReader):
         super().__init__(tool_format, tools, new_id, is_streamed=is_streamed)
         assert tool_format.channels is not None, "such a format has them"
         self._channels = tool_format.channels
-        self._last: list[str] | None = None  # where the last message went, if it was text
+        self._last: Excerpt | None = None  # where the last message went, if it was text
         opened = prompt[prompt.rfind(self._channels.start) :]
         if opened != prompt and opened.rstrip() != self._channels.prompt and self._channels.body in opened:
+            self._text.num_taken = -len(opened)  # it is no part of the answer
             self.push(opened)
             self.take_reasoning()
+            self.take_places()
 
     def _read(self) -> Reading[None]:
         text, marks = self._text, self._channels
@@ -54,7 +56,8 @@ class ChannelReader(CallReader):
             yield from text.skip(SPACE)
             if not (yield from text.peek()):
                 text.at = 0
-                self._content.append(text.take(len(text.text)) if self._last is None else "")
+                if self._last is None:
+                    text.move(len(text.text), self._content)
                 return
             header = yield from self._read_header()
             if header is None:  # no message
@@ -73,7 +76,7 @@ class ChannelReader(CallReader):
                 channel = CHANNEL.match(header.partition(marks.channel)[2])
                 out = self._reasoning if channel and channel[1] == marks.reasoning else self._content
                 if self._last is out:
-                    out.append("\n")
+                    out.add("\n", -1)
                 self._last = out
                 text.take(text.at)
             if not (yield from self._read_body(out)):
@@ -99,7 +102,7 @@ class ChannelReader(CallReader):
         """Take the marker at which a header would begin as content."""
         text, marks = self._text, self._channels
         marker = (yield from text.starts_with_any((marks.start, marks.channel))) or "to="
-        self._content.append(text.take(text.at + len(marker)))
+        text.move(text.at + len(marker), self._content)
 
     def _read_message_call(self, name: str) -> Reading[None]:
         """Read the arguments of a call behind its header."""
@@ -115,7 +118,7 @@ class ChannelReader(CallReader):
         except ParseError:
             self._give_up_call()
 
-    def _read_body(self, out: list[str]) -> Reading[bool]:
+    def _read_body(self, out: Excerpt) -> Reading[bool]:
         """Read a message's text up to its end; whether another message may follow."""
         text, marks = self._text, self._channels
         marker = yield from text.move_until((*marks.end, marks.start), out)
@@ -140,3 +143,7 @@ class ChannelSplitter:
     def finish(self) -> tuple[str, str]:
         content, _ = self._reader.finish()
         return self._reader.take_reasoning(), content
+
+    def take_places(self) -> list[Span]:
+        """Where the new content was in the text."""
+        return self._reader.take_places()

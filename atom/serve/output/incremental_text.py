@@ -20,6 +20,7 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]  # yields for more text, returns what it read
+Span: TypeAlias = tuple[int, int]  # of characters: the first index, and the one behind the last
 
 SPACE = re.compile(r"[ \t\r\n]*")
 NEWLINES = re.compile(r"\n*")
@@ -29,11 +30,36 @@ class ParseError(Exception):
     """The text does not have the reader's form; `at` is the first wrong character."""
 
 
+class Excerpt:
+    """Text that a reader took out of the text that arrived, and where it was there."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._places: list[Span] = []
+
+    def add(self, text: str, start: int) -> None:
+        """Add a text. start: its index in all the text that arrived; negative for what was no part of it"""
+        self._texts.append(text)
+        add_span(self._places, (start, start + len(text)))
+
+    def take(self) -> str:
+        """The text that was added since the last call."""
+        text = "".join(self._texts)
+        self._texts.clear()
+        return text
+
+    def take_places(self) -> list[Span]:
+        """Where the text that was added since the last call was, in order."""
+        places, self._places = self._places, []
+        return places
+
+
 class TextBuffer:
     """The text that has arrived and is not taken yet, with a read position."""
 
     def __init__(self) -> None:
         self.text = ""
+        self.num_taken = 0  # characters that were before it
         self.at = 0  # index of the next character to read
         self.is_ended = False
 
@@ -43,7 +69,13 @@ class TextBuffer:
     def take(self, end: int) -> str:
         """Remove and return the text before `end`."""
         taken, self.text, self.at = self.text[:end], self.text[end:], max(0, self.at - end)
+        self.num_taken += len(taken)
         return taken
+
+    def move(self, end: int, out: Excerpt) -> None:
+        """Take the text before `end` into an excerpt."""
+        start = self.num_taken
+        out.add(self.take(end), start)
 
     def peek(self) -> Reading[str]:
         """The next character, "" at the end."""
@@ -91,7 +123,7 @@ class TextBuffer:
                 return word
         return None
 
-    def move_until(self, markers: tuple[str, ...], out: list[str]) -> Reading[str | None]:
+    def move_until(self, markers: tuple[str, ...], out: Excerpt) -> Reading[str | None]:
         """Move the text before a marker to `out` as it arrives, without the newlines that touch the marker.
 
         The marker found: the next character is the one after it. None: there is no marker, and all the text is moved.
@@ -102,14 +134,23 @@ class TextBuffer:
             first, marker = min(places, default=(len(self.text), ""))
             partial = len(self.text) if self.is_ended else min(partial_marker(each, self.text) for each in markers)
             if not marker and self.is_ended:
-                out.append(self.take(len(self.text)))
+                self.move(len(self.text), out)
                 return None
             end = min(first, partial)
-            out.append(self.take(len(self.text[:end].rstrip("\n"))))
+            self.move(len(self.text[:end].rstrip("\n")), out)
             if marker and first <= partial:
                 self.at = self.text.index(marker) + len(marker)
                 return marker
             yield
+
+
+def add_span(spans: list[Span], span: Span) -> None:
+    """Add a span behind others: to the last one where it touches that."""
+    start, end = span
+    if spans and spans[-1][1] == start:
+        spans[-1] = spans[-1][0], end
+    elif start < end:
+        spans.append(span)
 
 
 def partial_marker(marker: str, text: str) -> int:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from atom.config.tool_formats import ToolFormat
 from atom.runtime.detokenizer import MARK
 from atom.serve.output.channel_parser import ChannelSplitter
+from atom.serve.output.incremental_text import Span, add_span
 from atom.serve.output.reasoning_parser import ReasoningSplitter, is_opened
 from atom.serve.output.tool_parser import CallReader, ToolDelta
 from atom.serve.output.tool_schema import tool_names, tool_schema
@@ -47,6 +48,12 @@ class Delta(NamedTuple):
     content: str
     reasoning: str
     tools: list[ToolDelta]
+    places: tuple[Span, ...] = ()  # where the content was in the text that was pushed, in order
+
+    def join(self, other: Delta) -> Delta:
+        """This part and the next one as one."""
+        content, reasoning = self.content + other.content, self.reasoning + other.reasoning
+        return Delta(content, reasoning, self.tools + other.tools, self.places + other.places)
 
 
 class ToolCall(NamedTuple):
@@ -87,6 +94,8 @@ class OutputParser:
         """
         self._splitter, self._reader = splitter, reader
         self._is_marked, self._is_parallel = is_marked, is_parallel
+        self._num_pushed = 0  # characters
+        self._read: list[Span] = []  # where the reader's text was in the text
 
     @property
     def has_whole_calls(self) -> bool:
@@ -97,31 +106,55 @@ class OutputParser:
 
     def push(self, text: str) -> Delta:
         """Parse the next text; the new part of the answer."""
-        reasoning, tools = "", list[ToolDelta]()
+        reasoning, places = "", [(self._num_pushed, self._num_pushed + len(text))] if text else []
+        self._num_pushed += len(text)
         if self._splitter:
             reasoning, text = self._splitter.push(text)
-        if self._reader and text:
-            text, tools = self._reader.push(text)
-            reasoning += self._reader.take_reasoning()
-        return self._delta(text, reasoning, tools)
+            places = self._splitter.take_places()
+        return self._parse(text, places, reasoning)
 
     def finish(self) -> Delta:
         """End the text; the rest of the answer."""
         reasoning, content = self._splitter.finish() if self._splitter else ("", "")
+        delta = self._parse(content, self._splitter.take_places() if self._splitter else [], reasoning)
         if not self._reader:
-            return self._delta(content, reasoning, [])
-        content, tools = self._reader.push(content)
-        rest, more = self._reader.finish()
-        return self._delta(content + rest, reasoning + self._reader.take_reasoning(), tools + more)
+            return delta
+        content, tools = self._reader.finish()
+        places = locate(self._reader.take_places(), self._read)
+        return delta.join(self._delta(content, self._reader.take_reasoning(), tools, places))
 
-    def _delta(self, content: str, reasoning: str, tools: list[ToolDelta]) -> Delta:
+    def _parse(self, content: str, places: list[Span], reasoning: str) -> Delta:
+        """Read the calls in new content, which was at these places."""
+        tools: list[ToolDelta] = []
+        if self._reader and content:
+            for place in places:
+                add_span(self._read, place)
+            content, tools = self._reader.push(content)
+            reasoning += self._reader.take_reasoning()
+            places = locate(self._reader.take_places(), self._read)
+        return self._delta(content, reasoning, tools, places)
+
+    def _delta(self, content: str, reasoning: str, tools: list[ToolDelta], places: list[Span]) -> Delta:
         """Without marks, and without calls that are one too many."""
         if not self._is_parallel:
             tools = [tool for tool in tools if not tool.index]
         if not self._is_marked:
-            return Delta(content, reasoning, tools)
+            return Delta(content, reasoning, tools, tuple(places))
         tools = [tool._replace(arguments=tool.arguments.replace(MARK, "")) for tool in tools]
-        return Delta(content.replace(MARK, ""), reasoning.replace(MARK, ""), tools)
+        return Delta(content.replace(MARK, ""), reasoning.replace(MARK, ""), tools, tuple(places))
+
+
+def locate(places: Iterable[Span], parts: Iterable[Span]) -> list[Span]:
+    """Where places in a text are in another one, of which these parts, in order, are that text."""
+    found: list[Span] = []
+    for start, end in places:
+        first = 0  # index of the part in the text that the parts are
+        for part_start, part_end in parts:
+            shift, last = part_start - first, first + part_end - part_start
+            if (low := max(start, first)) < (high := min(end, last)):
+                add_span(found, (low + shift, high + shift))
+            first = last
+    return found
 
 
 def gather(deltas: Iterable[Delta]) -> Answer:

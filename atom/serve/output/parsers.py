@@ -226,13 +226,12 @@ class Talk:
             return Delta(text, "", [])
         delta = parser.push(text)
         if is_last:
-            rest = parser.finish()
-            delta = Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tools + rest.tools)
+            delta = delta.join(parser.finish())
         return delta
 
     def delta(self, parser: OutputParser, text: str, *, is_last: bool) -> dict[str, Any]:
         """Parse the next text; the new part as the delta of a chunk, {} where all of it is held back."""
-        content, reasoning, calls = self.next(parser, text, is_last=is_last)
+        content, reasoning, calls, _ = self.next(parser, text, is_last=is_last)
         delta: dict[str, Any] = {}
         if content:
             delta["content"] = content

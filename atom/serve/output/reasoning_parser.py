@@ -10,7 +10,7 @@ Only the beginning of an answer can be reasoning: a later marker is plain text.
 
 from __future__ import annotations
 
-from atom.serve.output.incremental_text import NEWLINES, SPACE, Reading, TextBuffer
+from atom.serve.output.incremental_text import NEWLINES, SPACE, Excerpt, Reading, Span, TextBuffer
 
 
 def is_opened(prompt: str, markers: tuple[str, str]) -> bool:
@@ -26,20 +26,23 @@ class ReasoningSplitter:
         self._open, self._close = markers
         self._is_inside = is_inside
         self._text = TextBuffer()
-        self._reasoning: list[str] = []
+        self._reasoning, self._content = Excerpt(), Excerpt()
         self._is_over = False  # the rest is content
         self._reading = self._read()
 
     def push(self, text: str) -> tuple[str, str]:
         """Parse the next text; the new reasoning and content. It holds back only text that may begin a marker."""
         assert not (text and self._text.is_ended), "text came after the end"
-        if self._is_over:
-            return "", text
         self._text.push(text)
-        next(self._reading, None)
-        reasoning = "".join(self._reasoning)
-        self._reasoning.clear()
-        return reasoning, self._text.take(len(self._text.text)) if self._is_over else ""
+        if not self._is_over:
+            next(self._reading, None)
+        if self._is_over:
+            self._text.move(len(self._text.text), self._content)
+        return self._reasoning.take(), self._content.take()
+
+    def take_places(self) -> list[Span]:
+        """Where the new content was in the text."""
+        return self._content.take_places()
 
     def finish(self) -> tuple[str, str]:
         """End the text; the rest of it. Reasoning that was not closed stays reasoning."""

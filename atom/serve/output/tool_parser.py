@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from atom.config.tool_formats import ToolFormat
 from atom.serve.output.incremental_json import expect, read_items, read_json, read_json_string, read_python
-from atom.serve.output.incremental_text import NEWLINES, SPACE, ParseError, Reading, TextBuffer
+from atom.serve.output.incremental_text import NEWLINES, SPACE, Excerpt, ParseError, Reading, Span, TextBuffer
 from atom.serve.output.parameter_values import write_value
 from atom.serve.output.tool_forms import Form, Piece, make_form
 
@@ -86,8 +86,7 @@ class CallReader:
         self._new_id = new_id
         self._is_forced, self._is_streamed = is_forced, is_streamed
         self._text = TextBuffer()
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
+        self._content, self._reasoning = Excerpt(), Excerpt()
         self._deltas: list[ToolDelta] = []
         self._call = Call()
         self._reading = self._read_named(named) if named is not None else self._read()
@@ -98,16 +97,17 @@ class CallReader:
         self._text.push(text)
         next(self._reading, None)
         self._send()
-        content, deltas = "".join(self._content), self._deltas
-        self._content.clear()
+        content, deltas = self._content.take(), self._deltas
         self._deltas = [] if self._is_streamed or not self._call.has_begun else [deltas.pop()]
         return content, deltas
 
     def take_reasoning(self) -> str:
         """The new reasoning, where the format has channels for it."""
-        reasoning = "".join(self._reasoning)
-        self._reasoning.clear()
-        return reasoning
+        return self._reasoning.take()
+
+    def take_places(self) -> list[Span]:
+        """Where the new content was in the text."""
+        return self._content.take_places()
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
         """End the text; the rest of it."""
@@ -142,7 +142,7 @@ class CallReader:
     def _read_content(self) -> Reading[None]:
         """Take the rest of the text as content."""
         while True:
-            self._content.append(self._text.take(len(self._text.text)))
+            self._text.move(len(self._text.text), self._content)
             if self._text.is_ended:
                 return
             yield
@@ -399,7 +399,7 @@ class CallReader:
         if call.has_begun and not self._is_streamed:
             self._deltas.pop()
             self.num_started -= 1
-        self._content.append(text.take(text.at))
+        text.move(text.at, self._content)
 
 
 def check_unicode(text: str) -> str:

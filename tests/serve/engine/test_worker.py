@@ -137,7 +137,7 @@ def test_a_profiler_that_fails_ends_no_engine():
         told += frames.feed(engine.connection.recv(1 << 16))
     for id in ("first", "second"):
         engine.connection.sendall(encode(Profile(id, True)))
-        while Done(id, "", "internal error, the engine's log has it") not in told:
+        while Done(id, "", "internal error, the engine's log has it", is_internal=True) not in told:
             data = engine.connection.recv(1 << 16)
             assert data, "the engine has ended"
             told += frames.feed(data)
@@ -223,7 +223,7 @@ def test_who_leaves_while_a_sleep_waits_for_running_requests_is_not_waited_for()
     worker, played = play_sleeping(Sleep("s", 1, "wait"), *others, Abort("a"), Abort("b"))
     assert worker._run_inbox()
     worker._send_outputs()
-    assert played.is_sleeping and played.answers() == [Done("s", "")]
+    assert played.is_sleeping and played.answers() == [Done("s", "", is_sleeping=True)]
     assert played.ends() == {"a": ("abort", 2), "b": ("abort", 0)}
     assert list(worker.engine.scheduler.sequences) == ["c-0"], "it waits"
 

@@ -41,6 +41,13 @@ def test_a_byte_that_sentencepiece_spells_is_that_byte():
     assert [token_bytes(known, token) for token in (0, 1, 2)] == [b"\xc3", b"\x89", b"a"]
 
 
+def test_the_character_for_what_is_none_may_be_a_token():
+    backend = tokenizers.Tokenizer(models.BPE({"<0xC3>": 0, "\ufffd": 1, "\ufffd!": 2}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    found = [token_bytes(Tokenizer(backend), token) for token in (0, 1, 2)]
+    assert found == [b"\xc3", b"\xef\xbf\xbd", b"\xef\xbf\xbd!"]
+
+
 def test_special_tokens_are_shown(tokenizer: Tokenizer):
     assert token_text(tokenizer, END) == "<|im_end|>"
     assert token_bytes(tokenizer, END) == b"<|im_end|>"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom.serve.output.incremental_text import SPACE, ParseError, Reading, TextBuffer, partial_marker
+from atom.serve.output.incremental_text import SPACE, Excerpt, ParseError, Reading, TextBuffer, partial_marker
 
 
 def run(reading: Reading[object]) -> object:
@@ -50,26 +50,26 @@ def test_characters_of_a_class_are_read_across_pieces():
 
 
 def test_text_is_given_out_up_to_the_newlines_before_a_marker():
-    text, out = TextBuffer(), list[str]()
+    text, out = TextBuffer(), Excerpt()
     reading = text.move_until(("<a>",), out)
     for piece, given in [("x\n", "x"), ("\ny<", "\n\ny"), ("b\n", "<b"), ("\n<", ""), ("a", "")]:
         text.push(piece)
         assert run(reading) is None
-        assert "".join(out) == given
-        out.clear()
+        assert out.take() == given
     text.push(">z")
     assert run(reading) == "<a>"
-    assert (text.take(text.at), text.text, out) == ("\n\n<a>", "z", [""])
+    assert (text.take(text.at), text.text, out.take()) == ("\n\n<a>", "z", "")
+    assert out.take_places() == [(0, 6)], "all but what is in front of the marker"
 
 
 def test_without_a_marker_all_is_given_out_in_the_end():
-    text, out = TextBuffer(), list[str]()
+    text, out = TextBuffer(), Excerpt()
     text.push("x\n<")
     reading = text.move_until(("<a>",), out)
     assert run(reading) is None
     text.is_ended = True
     assert run(reading) is None
-    assert ("".join(out), text.text) == ("x\n<", "")
+    assert (out.take(), text.text) == ("x\n<", "")
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_a_marker_that_repeats_itself_begins_as_early_as_it_can():
 
 
 def test_the_first_of_several_markers_counts_and_a_part_of_one_is_waited_for():
-    text, out = TextBuffer(), list[str]()
+    text, out = TextBuffer(), Excerpt()
     reading = text.move_until(("<a>b", "a>"), out)
     text.push("x<a>")
-    assert run(reading) is None and out == ["x"], "it may still be the longer one"
+    assert run(reading) is None and out.take() == "x", "it may still be the longer one"
     text.push("c")
     assert run(reading) == "a>"
-    assert ("".join(out), text.text[text.at :]) == ("x<", "c")
+    assert (out.take(), text.text[text.at :]) == ("<", "c")
 
 
 def test_a_text_is_read_up_to_a_marker_or_not_at_all():

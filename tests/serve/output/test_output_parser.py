@@ -16,6 +16,7 @@ from atom.serve.output.output_parser import (
     ToolCall,
     ToolDelta,
     gather,
+    locate,
     markers,
 )
 from atom.serve.output.reasoning_parser import ReasoningSplitter
@@ -68,8 +69,8 @@ def test_nothing_is_looked_for_where_nothing_is_asked():
     text = f"<think>a</think>\n{CALL}\n"
     parser = OutputParser(None, None)
     assert [parser.push(text), parser.push("<"), parser.finish()] == [
-        Delta(text, "", []),
-        Delta("<", "", []),
+        Delta(text, "", [], ((0, len(text)),)),
+        Delta("<", "", [], ((len(text), len(text) + 1),)),
         Delta("", "", []),
     ]
     assert not parser.has_whole_calls
@@ -78,7 +79,7 @@ def test_nothing_is_looked_for_where_nothing_is_asked():
 def test_deltas_of_a_stream_carry_what_is_new():
     parser = make("tagged_json", is_in_reasoning=True, new_id=lambda: "call_x")
     assert parser.push("Hm") == Delta("", "Hm", [])
-    assert parser.push(".</think>\n\nSo") == Delta("So", ".", [])
+    assert parser.push(".</think>\n\nSo") == Delta("So", ".", [], ((13, 15),))
     assert parser.push(CALL[:-14]) == Delta("", "", [ToolDelta(0, "call_x", "f", '{"a": 1}')])
     assert not parser.has_whole_calls
     assert parser.push(CALL[-14:]) == Delta("", "", [])
@@ -89,10 +90,10 @@ def test_deltas_of_a_stream_carry_what_is_new():
 def test_what_was_held_back_comes_at_the_end():
     parser = make("tagged_json")
     assert parser.push("\n<thi") == Delta("", "", [])
-    assert parser.finish() == Delta("\n<thi", "", [])
+    assert parser.finish() == Delta("\n<thi", "", [], ((0, 5),))
     parser = make("json")
     assert parser.push('{"name": "f", ') == Delta("", "", [])
-    assert parser.finish() == Delta('{"name": "f", ', "", [])
+    assert parser.finish() == Delta('{"name": "f", ', "", [], ((0, 14),))
 
 
 def test_an_answer_may_be_one_functions_arguments():
@@ -115,6 +116,13 @@ def test_deltas_add_up_to_an_answer():
     deltas = [Delta("a", "", first), Delta("", "b", []), Delta("c", "d", [ToolDelta(0, None, None, '": 1}')])]
     assert gather(deltas) == Answer("ac", "bd", [ToolCall("f", '{"a": 1}', "x"), ToolCall("g", "{}", "y")])
     assert gather([]) == Answer("", "", [])
+
+
+def test_a_text_that_is_in_two_parts_of_another_is_found_there():
+    parts = [(10, 13), (20, 22), (30, 40)]  # characters 0 to 2, 3 and 4, 5 to 14 of the text that they are
+    assert locate([(0, 2)], parts) == [(10, 12)]
+    assert locate([(2, 4), (6, 7)], parts) == [(12, 13), (20, 21), (31, 32)]
+    assert locate([(4, 6)], [(10, 15), (15, 20)]) == [(14, 16)]
 
 
 def test_an_id_is_a_random_one():
@@ -160,3 +168,6 @@ def test_an_answer_does_not_depend_on_where_its_text_is_cut(
     whole = parse([text], tool_format, **options)
     assert parse(pieces, tool_format, **options) == whole
     assert parse(list(text), tool_format, **options) == whole
+    parser = make(tool_format, tools=["f"], **options)
+    for delta in [*map(parser.push, pieces), parser.finish()]:
+        assert "".join(text[start:end] for start, end in delta.places) == delta.content

@@ -205,6 +205,22 @@ def test_channels_are_separated_without_tools(config: Config):
         assert (answer.content, answer.reasoning) == ("Yes", "hm")
     opened = "<|start|>assistant<|channel|>final<|message|>Ye"  # a message that is continued
     assert talk.read("s.", opened)[:2] == ("s.", "")
+    assert talk.next(talk.parser(opened), "s.", is_last=True).places == ((0, 2),)
+
+
+@pytest.mark.parametrize("choice", [None, "required"])
+def test_the_content_of_channels_has_its_places(config: Config, choice: str | None):
+    talk = Talk(config, [tool("f")], choice, harmony_tokenizer())
+    params = talk.constrain(SamplingParams(), "<|start|>assistant")
+    final = "<|start|>assistant<|channel|>final<|message|>"
+    told = f"<|channel|>analysis<|message|>hm<|end|>{final}One<|end|>{final}two."
+    text = decoded(params, harmony_tokenizer(), harmony_tokenizer().encode(told))
+    for pieces in ([text], list(text)):
+        parser = talk.parser("<|start|>assistant")
+        deltas = [talk.next(parser, piece, is_last=at == len(pieces) - 1) for at, piece in enumerate(pieces)]
+        assert "".join(delta.content for delta in deltas) == "One\ntwo."
+        taken = [text[max(start, 0) : max(end, 0)] for delta in deltas for start, end in delta.places]
+        assert "".join(taken) == "Onetwo.", "the line end is the parser's"
 
 
 def test_a_format_is_the_one_set_then_the_templates_then_the_model_files(config: Config):

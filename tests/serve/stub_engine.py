@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atom.checkpoint import Progress
-from atom.config.load import load
 from atom.errors import CapacityError, RequestError
 from atom.runtime.metrics import EngineStats, SchedulerStats
 from atom.runtime.types import Logprobs, RequestOptions, RequestOutput, Sequence, StreamCallback
@@ -267,6 +266,7 @@ def main() -> int:
             slow_down(options.write_seconds)
             return worker.main()
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
+    from atom.config.load import load  # which an engine's process does without
     from atom.jobs.report import report
     from atom.serve.engine import replica
     from atom.serve.server import Server, run_loop

@@ -100,16 +100,3 @@ def test_only_an_operator_may_and_only_what_there_is(server: str):
         assert (refused.status, refused.json["error"]["param"]) == (400, field.partition(".")[0])
         assert refused.json["error"]["message"].startswith(f"{field}: Input should be")
     assert not is_sleeping(server)
-
-
-def test_without_the_setting_it_is_refused(checkpoints: Callable[[str], Path], tmp_path: Path):
-    started = serving.start(checkpoints("llama"), tmp_path)
-    try:
-        for path in ("/sleep", "/wake_up"):
-            answer = wire.ask(started.url, "POST", path)
-            assert answer.status == 400
-            assert "set serve.enable_sleep_mode=true" in answer.json["error"]["message"]
-        assert wire.ask(started.url, "GET", "/is_sleeping").json == {"is_sleeping": False}
-    finally:
-        started.process.kill()
-        started.process.wait()

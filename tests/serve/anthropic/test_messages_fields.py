@@ -37,7 +37,9 @@ TEXT = {"type": "text", "text": "Hello"}
 THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "cat"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "an animal"}
-FORCED = GREEDY | QUIET | {"max_tokens": 200, "tools": [TOOL, OTHER], "tool_choice": {"type": "tool", "name": "look_up"}}
+FORCED = (
+    GREEDY | QUIET | {"max_tokens": 200, "tools": [TOOL, OTHER], "tool_choice": {"type": "tool", "name": "look_up"}}
+)
 
 CLEARED = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -325,6 +326,16 @@ def test_the_environment_variables_that_conf_reads():
     assert {name for text in texts for name in re.findall(r"oc\.env:(\w+)", text)} == ENVIRONMENT
 
 
+def packages_of(distributions: set[str]) -> dict[str, str]:
+    """Their packages and modules, each with its distribution's name: importlib.metadata would read all that is installed."""
+    known = {}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            files = importlib.metadata.files(name) or ()
+            known |= {file.parts[0].split(".")[0]: name for file in files if file.suffix in (".py", ".so")}
+    return known
+
+
 def test_what_the_sources_import_is_what_they_depend_on():
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for name, some in found["optional-dependencies"].items() if name != "dev" for each in some]
@@ -336,9 +347,9 @@ def test_what_the_sources_import_is_what_they_depend_on():
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or "atom"])
     }
-    known = importlib.metadata.packages_distributions()
+    known = packages_of(stated)
     several = {"opentelemetry"}  # of several distributions
-    used = {known.get(name, [name])[0] for name in names - set(sys.stdlib_module_names) - {"atom"} - several}
+    used = {known.get(name, name) for name in names - set(sys.stdlib_module_names) - {"atom"} - several}
     by_name = {"httptools", "amd-aiter"}  # that no import statement names
     by_name |= {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
     by_name |= {"hydra-optuna-sweeper", "hydra-joblib-launcher", "hydra-submitit-launcher"}

@@ -67,10 +67,12 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     if config.job.stage is not None and config.job.output != "text":
         raise ConfigError(f"job.stage={config.job.stage} prints a text: leave out job.output={config.job.output}")
     gpu = None if config.job.gpu is None else load_gpu(config.job.gpu)
-    stages = [Stage(WRITTEN, 0, 0.0, show(semantic_graph(config)))]
+    has_texts = config.job.output != "json"
+    stages = [Stage(WRITTEN, 0, 0.0, show(semantic_graph(config)) if has_texts else "")]
 
     def watch(report: PassReport) -> None:
-        stages.append(Stage(report.name, report.num_changes, report.seconds, show(report.graph)))
+        text = show(report.graph) if has_texts else ""
+        stages.append(Stage(report.name, report.num_changes, report.seconds, text))
 
     target = None
     if gpu is not None and config.device == "cuda" and find_device() == "cpu":

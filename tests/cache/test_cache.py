@@ -684,7 +684,7 @@ def assert_refused_or_same(raw: bytes, same: dict[str, bytes], path: Path) -> bo
     return False
 
 
-reuse_folder = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+reuse_folder = settings(max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 
 
 @reuse_folder

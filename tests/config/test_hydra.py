@@ -23,6 +23,7 @@ from atom.errors import ConfigError
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users have it: conftest.py has a faster way for all other tests."""
     monkeypatch.setattr(hydra, "copy", copy)
+    monkeypatch.setattr(hydra, "compose_once", compose_once)
 
 
 def test_composing_leaves_the_values_of_the_checkpoint_open_until_they_are_looked_up():

@@ -117,7 +117,7 @@ def stream(name: str, prompt: list[int], ids: list[int], **params) -> Iterator[t
 
 @pytest.mark.sampled(3)
 @each_tokenizer
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_what_is_shown_adds_up_to_all_decoded_at_once(name, data):
     prompt, ids = codec(name).encode(data.draw(prompts)), data.draw(ids_of(name))
@@ -128,7 +128,7 @@ def test_what_is_shown_adds_up_to_all_decoded_at_once(name, data):
 
 
 @each_tokenizer
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_a_token_that_completes_text_shows_it_at_once(name, data):
     prompt, ids = codec(name).encode("the"), codec(name).encode(data.draw(texts))[:60]
@@ -140,7 +140,7 @@ def test_a_token_that_completes_text_shows_it_at_once(name, data):
 
 @pytest.mark.sampled(3)
 @each_tokenizer
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_the_text_ends_before_the_earliest_stop_string(name, data):
     prompt, ids = codec(name).encode(data.draw(prompts)), data.draw(ids_of(name))
@@ -181,7 +181,7 @@ def test_the_shortest_of_the_stop_strings_that_begin_together_stays_in_the_text(
 
 @pytest.mark.sampled(3)
 @each_tokenizer
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data(), visible=st.sampled_from([[], [SPECIAL], [OTHER], [SPECIAL, OTHER, "no token"]]))
 def test_special_tokens_have_text_where_they_are_to_be_visible(name, data, visible):
     special = codec(name).ids(SPECIAL, OTHER)
@@ -201,7 +201,7 @@ def test_a_visible_token_is_shown_at_once_and_may_be_a_stop_string():
     assert shown_by("byte_level", tokens[:3], **stops) == ["a", "", "", ""]
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     text=st.text("ab", max_size=30),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),

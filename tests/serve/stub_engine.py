@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atom.checkpoint import Progress
-from atom.config.load import load
 from atom.errors import CapacityError, RequestError
 from atom.runtime.engine import Engine
 from atom.runtime.metrics import EngineStats, SchedulerStats
@@ -295,6 +294,7 @@ def main() -> int:
         if options.breaks is not None:
             return worker.main(functools.partial(open_breaking, options.breaks))
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
+    from atom.config.load import load  # which an engine's process does without
     from atom.jobs.report import report
     from atom.serve.engine import replica
     from atom.serve.server import Server, run_loop

@@ -115,11 +115,15 @@ def main() -> None:
     import gc
     import warnings
 
+    from atom.config import Config
+    from atom.config.hydra import compose
     from atom.config.load import load
+    from atom.config.spelling import override
 
     for module in ("atom.jobs.report", "atom.serve.engine.replica", "atom.serve.server", "stub_engine"):
         __import__(module)
     load([])  # and what a configuration imports when it is made
+    compose(Config, [override("model", "qwen3")])  # kept for the servers, whose checkpoint is of this family
     gc.freeze()  # no collection of a child writes to what it shares
     warnings.simplefilter("ignore")  # of threads that numpy has started, which wait for work
     work(socket.socket(fileno=int(sys.argv[1])))

@@ -8,6 +8,7 @@ from typing import Any
 
 import asking
 import pytest
+import wire
 from asking import CHAT, COMPLETIONS, Answer
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
@@ -342,3 +343,11 @@ def test_an_image_is_refused_as_one():
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
     _, message = fault(ChatRequest, {"messages": [{"role": "user", "content": [image]}]})
     assert message == "messages.0.content.0: image_url blocks are not supported here; there is: text"
+
+
+def test_sleep_is_refused_without_its_setting(server: Server):
+    for path in ("/sleep", "/wake_up"):
+        answer = wire.ask(server.url, "POST", path)
+        assert answer.status == 400
+        assert "set serve.enable_sleep_mode=true" in answer.json["error"]["message"]
+    assert wire.ask(server.url, "GET", "/is_sleeping").json == {"is_sleeping": False}

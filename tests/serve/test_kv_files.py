@@ -85,7 +85,7 @@ def test_a_server_that_ends_in_order_writes_all_that_it_can_in_its_time(start_se
 
 
 def test_a_server_that_is_killed_gives_the_same_tokens_from_its_files(start_server: Start, tmp_path: Path):
-    expected, _ = talk(start_server(*BLOCKS))
+    expected, _ = talk(start_server(*BLOCKS, stub={"write_seconds": 0}))
     kept = [*SMALL, f"serve.kv_cache_dir={tmp_path / 'kv'}"]
     server = start_server(*kept, stub={"write_seconds": 0.001})
     with ThreadPoolExecutor() as pool:

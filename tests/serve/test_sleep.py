@@ -147,16 +147,3 @@ def test_a_request_goes_to_the_engine_that_is_awake(breaking: Callable[..., str]
         complete(server, answers)
     assert len(answers) == 4 and is_sleeping(server)
     assert ask(server, "POST", "/wake_up").json == {"is_sleeping": False}
-
-
-def test_without_the_setting_it_is_refused(checkpoints: Callable[[str], Path], tmp_path: Path):
-    started = serving.start(checkpoints("llama"), tmp_path)
-    try:
-        for path in ("/sleep", "/wake_up"):
-            answer = wire.ask(started.url, "POST", path)
-            assert answer.status == 400
-            assert "set serve.enable_sleep_mode=true" in answer.json["error"]["message"]
-        assert wire.ask(started.url, "GET", "/is_sleeping").json == {"is_sleeping": False}
-    finally:
-        started.process.kill()
-        started.process.wait()

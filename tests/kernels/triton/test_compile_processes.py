@@ -35,7 +35,7 @@ def compile_one(name):
     zeros = torch.zeros(8)
     sampling._limit.warmup(
         9, zeros.int(), zeros.double(), zeros.long(), zeros.double(), zeros.double(), zeros, *[zeros.int()] * 3, zeros,
-        zeros.int(), 64, 2, 32, grid=(1,),
+        zeros.int(), 64, 2, 2, grid=(1,),
     )
     folder = BinaryCache.current.cache.folder
     found = {path.name: path.read_bytes() for path in folder.glob("binaries/*/*") if path.name != "manifest.json"}

@@ -18,7 +18,7 @@ from atom.serve.anthropic import schema
 from atom.serve.openai.schema import Body
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-ASK: dict[str, Any] = {"model": "talker", "max_tokens": 60, "messages": [{"role": "user", "content": "Hello"}]}
+ASK: dict[str, Any] = {"model": "talker", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
 GREEDY = ASK | {"temperature": 0}
 QUIET = {"thinking": {"type": "disabled"}}
 COUNTED = {name: ASK[name] for name in ("model", "messages")}
@@ -37,7 +37,9 @@ TEXT = {"type": "text", "text": "Hello"}
 THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "cat"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "an animal"}
-FORCED = GREEDY | {"max_tokens": 200, "tools": [TOOL, OTHER], "tool_choice": {"type": "tool", "name": "look_up"}}
+FORCED = (
+    GREEDY | QUIET | {"max_tokens": 200, "tools": [TOOL, OTHER], "tool_choice": {"type": "tool", "name": "look_up"}}
+)
 
 CLEARED = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
 

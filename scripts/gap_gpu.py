@@ -108,6 +108,9 @@ def main() -> int:
             traces = str(Path(options.keep or folder).resolve())
             stated = [f"serve.torch_profiler_dir={traces}", f"parallel={options.parallel}"]
             config = load([f"checkpoint={folder}", "load_dummy=true", *stated])
+            if options.clock and config.parallel.pipeline > 1:
+                print("gap-gpu: --clock is for ranks that draw; of stages only the last does", file=sys.stderr)
+                return 2
             paths, traffic = uvloop.run(trace_traffic(config, options.traces, options.seconds, options.clock))
         ranks = measure_ranks(paths)
     next(iter(ranks.values())).update(traffic)

@@ -170,6 +170,14 @@ def test_clocks_that_were_read_are_summarized_by_rank(tmp_path: Path, monkeypatc
     assert [line.rpartition("median ")[2][:4] for line in lines if "idle" in line] == ["10.0", "30.0"]
 
 
+def test_clocks_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(gap_gpu, "find_device", lambda: "cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(sys, "argv", ["gap-gpu", "--clock", "--parallel", "pp2"])
+    assert gap_gpu.main() == 2
+    assert "--clock is for ranks that draw" in capsys.readouterr().err
+
+
 def test_a_clock_gives_what_was_read_since_it_was_started(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gap_clock, "SIZE", 4)
     clock = StepClock()

@@ -149,7 +149,7 @@ class ResponsesResponder(Responder):
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
         assert self._finish is not None, "it is done"
         status = status_of(self._finish)
-        yield self._items.close(status)
+        yield from self._items.close(status)
         yield self._items.event(f"response.{status}", response=self._response(status, self._items.done, usage))
 
     def usage(self, answering: Answering) -> dict[str, Any]:

@@ -327,6 +327,17 @@ def test_log_probabilities_are_of_the_text_alone(configure: Callable[..., Config
     ]
 
 
+def test_an_answer_without_text_has_no_log_probabilities(configure: Callable[..., Config]):
+    def end(submit: Submit) -> list[Message]:
+        finish = Finish("eos", 1, 0, 0.0, None)
+        return [Outputs([Output(submit.id, 0, "", [1], [Logprobs(1, -0.5, 1, [])], finish)], 1, {})]
+
+    for stream in (False, True):
+        answer, _ = scripted.post(configure(), end, ASK | SCORED | {"stream": stream}, PATH)
+        told = read_events(answer.text)[-1]["response"] if stream else answer.json()
+        assert (told["status"], told["output"]) == ("completed", [])
+
+
 def test_an_error_within_a_stream_is_an_event_that_the_sdk_raises(configure: Callable[..., Config]):
     def fail(submit: Submit) -> list[Message]:
         finish = Finish("error", 1, 0, 0.0, None, "RequestError: it is too complex")

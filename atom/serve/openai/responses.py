@@ -59,7 +59,7 @@ from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
 # fields of a request that its response repeats
-SAID = (
+REPEATED = (
     "instructions",
     "max_output_tokens",
     "max_tool_calls",
@@ -178,7 +178,7 @@ class ResponsesResponder(Responder):
     ) -> dict[str, Any]:
         body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
         reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
-        return {name: body.get(name) for name in SAID} | {
+        return {name: body.get(name) for name in REPEATED} | {
             "id": self.id,
             "object": "response",
             "created_at": self._created,

@@ -71,7 +71,9 @@ class _Captured:
     sent: bytearray | None = None  # its present content
 
 
-def _find(captured: dict[Any, _Captured | None], key: Any, capture: Callable[[Any], _Captured]) -> _Captured | None:
+def _find_or_capture(
+    captured: dict[Any, _Captured | None], key: Any, capture: Callable[[Any], _Captured]
+) -> _Captured | None:
     """The graph of a shape, captured now if that was left for later; None where there is to be none."""
     if key not in captured:
         return None
@@ -138,12 +140,12 @@ class Graphs:
         """Start a step; None where its shape was not captured."""
         shape, size = step.shape, step.shape.num_rows
         if not step.is_decode:
-            found = _find(self._mixed, shape, self._capture_mixed)
+            found = _find_or_capture(self._mixed, shape, self._capture_mixed)
         elif shape.num_drafts:
             drafting = size, shape.num_drafts
-            found = _find(self._drafts, drafting, lambda sizes: self._capture_drafts(*sizes))
+            found = _find_or_capture(self._drafts, drafting, lambda sizes: self._capture_drafts(*sizes))
         else:
-            found = _find(self._decodes, size, self._capture_decodes)
+            found = _find_or_capture(self._decodes, size, self._capture_decodes)
         if found is None:
             return None
         if found.sent != step.packed:

@@ -52,8 +52,9 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             data = await request.body()
             request.state.num_bytes = len(data)
-            if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-                raise HTTPException(415, f"no body is unpacked here; send it without Content-Encoding: {shown(coding)}")
+            if (coding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+                fault = f"compressed bodies are not supported; send it without Content-Encoding: {shown(coding)}"
+                raise HTTPException(415, fault)
             kind = request.headers.get("content-type", "")
             body = await context.work(len(data), partial(read_body, data, kind, model, context.config.serve.http))
             arguments = {"body": body, "request": request}

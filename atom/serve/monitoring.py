@@ -31,8 +31,8 @@ def routes(context: Context) -> APIRouter:
     async def health() -> Response:
         """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is.
 
-        While it loads, `doing` says what the start is at; `is_sleeping` is there while requests wait for /wake_up. Of
-        several engines, `engines` names each; one that serves is enough.
+        While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps. Of several
+        engines, `engines` names each; one that serves is enough.
         """
         state = context.state
         status = "ok" if state is EngineState.READY else str(state)

@@ -190,6 +190,11 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
         lambda: (SCORED + '"max_output_tokens":3000,"stream":true}').encode(),
         200,
     ),
+    "items to count": (
+        RESPONSES + "/input_tokens",
+        lambda: fill('{"input":[', '{"role":"user","content":"a"}', "]}", 19_000),
+        200,
+    ),
     "ids to decode, too many": (DETOKENIZE, lambda: fill('{"tokens":[', "1", "]}"), 400),
     "ids to decode": (DETOKENIZE, lambda: fill('{"tokens":[', "97", "]}", CONTEXT), 200),
 }

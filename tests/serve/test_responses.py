@@ -327,6 +327,36 @@ def test_log_probabilities_are_of_the_text_alone(configure: Callable[..., Config
     ]
 
 
+def test_an_answer_without_text_has_no_log_probabilities(configure: Callable[..., Config]):
+    def end(submit: Submit) -> list[Message]:
+        finish = Finish("eos", 1, 0, 0.0, None)
+        return [Outputs([Output(submit.id, 0, "", [1], [Logprobs(1, -0.5, 1, [])], finish)], 1, {})]
+
+    for stream in (False, True):
+        answer, _ = scripted.post(configure(), end, ASK | SCORED | {"stream": stream}, PATH)
+        told = read_events(answer.text)[-1]["response"] if stream else answer.json()
+        assert (told["status"], told["output"]) == ("completed", [])
+
+
+@pytest.mark.parametrize(("keeps", "text", "counted"), [(False, "a\ufffd", 2), (True, "a\ufffdb", 3)])
+def test_a_stop_token_that_is_left_out_has_no_log_probability(
+    configure: Callable[..., Config], talker: Path, keeps: bool, text: str, counted: int
+):
+    tokenizer = load_tokenizer(talker)
+    assert tokenizer is not None
+    ids = [*tokenizer.encode("a漢")[:2], *tokenizer.encode("b")]
+    assert len(ids) == 3 and tokenizer.decode(ids) == "a\ufffdb", "the last one ends half a character"
+
+    def end(submit: Submit) -> list[Message]:
+        logprobs = [Logprobs(id, -1.0 - index, 1, []) for index, id in enumerate(ids)]
+        finish = Finish(f"stop_{ids[-1]}", 3, 0, 0.0, None)
+        return [Outputs([Output(submit.id, 0, text, ids, logprobs, finish)], 1, {})]
+
+    body = ASK | SCORED | {"stop_token_ids": ids[-1:], "include_stop_str_in_output": keeps}
+    told = Response.model_validate(scripted.post(configure(), end, body, PATH)[0].json())
+    assert [each["logprob"] for each in scores(told)] == [-1.0, -2.0, -3.0][:counted]
+
+
 def test_an_error_within_a_stream_is_an_event_that_the_sdk_raises(configure: Callable[..., Config]):
     def fail(submit: Submit) -> list[Message]:
         finish = Finish("error", 1, 0, 0.0, None, "RequestError: it is too complex")

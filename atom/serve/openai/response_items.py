@@ -2,7 +2,7 @@
 
     items = ItemStream()
     data = items.push(delta, logprobs)           # the bytes of events; b"" where nothing is new
-    data = items.close("completed")              # at the end
+    yield from items.close("completed")          # at the end: one event at a time, since each may be long
     items.done                                   # [{"type": "message", "content": [...], ...}]
 
 An item ends before the next one begins. Events are numbered.
@@ -10,7 +10,7 @@ An item ends before the next one begins. Events are numbered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Raw
@@ -24,7 +24,9 @@ PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the type of
 
 
 class ItemStream:
-    def __init__(self) -> None:
+    def __init__(self, *, is_streamed: bool = True) -> None:
+        """is_streamed: write events; else only the items are wanted, and every event is empty"""
+        self._is_streamed = is_streamed
         self.done: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # that is not closed
         self._texts: list[str] = []  # of it
@@ -43,28 +45,30 @@ class ItemStream:
         data += self._say("message", delta.content, logprobs)
         return data + b"".join(map(self._call, calls))
 
-    def close(self, status: str) -> bytes:
-        """End the open item. status: of it, completed or incomplete."""
+    def close(self, status: str) -> Iterator[bytes]:
+        """End the open item, event by event. status: of it, completed or incomplete."""
         item, text, logprobs = self._item, "".join(self._texts), self._logprobs
         if item is None:
-            return b""
+            return
         self._item, self._texts, self._logprobs = None, [], []
-        kind, data = item["type"], b""
+        kind = item["type"]
         if kind == "function_call":
             item["arguments"] = text
-            data += self._tell("response.function_call_arguments.done", item, arguments=text)
+            yield self._tell("response.function_call_arguments.done", item, arguments=text)
         else:
             part, more = self._part(kind, text, logprobs), self._more(kind, logprobs)
-            data += self._tell(f"response.{PARTS[kind]}.done", item, content_index=0, text=text, **more)
-            data += self._tell("response.content_part.done", item, content_index=0, part=part)
+            yield self._tell(f"response.{PARTS[kind]}.done", item, content_index=0, text=text, **more)
+            yield self._tell("response.content_part.done", item, content_index=0, part=part)
             item["content"] = [part]
         item["status"] = status
-        data += self.event("response.output_item.done", output_index=len(self.done), item=item)
+        index = len(self.done)
         self.done.append(item)
-        return data
+        yield self.event("response.output_item.done", output_index=index, item=item)
 
     def event(self, name: str, **fields: Any) -> bytes:
         """One event with its number."""
+        if not self._is_streamed:
+            return b""
         self._num_events += 1
         return event({"type": name, "sequence_number": self._num_events - 1, **fields}, name)
 
@@ -84,7 +88,7 @@ class ItemStream:
         return data + self._add(call.arguments)
 
     def _begin(self, kind: str, **fields: Any) -> bytes:
-        data = self.close("completed")
+        data = b"".join(self.close("completed"))
         self._item = {"id": new_id(PREFIXES[kind], "_"), "type": kind, "status": "in_progress", **fields}
         return data + self.event("response.output_item.added", output_index=len(self.done), item=self._item)
 
@@ -116,7 +120,8 @@ class ItemStream:
 
 def output_items(delta: Delta, logprobs: Sequence[Raw], status: str) -> list[dict[str, Any]]:
     """The items of a whole answer. status: of the last one."""
-    items = ItemStream()
+    items = ItemStream(is_streamed=False)
     items.push(delta, logprobs)
-    items.close(status)
+    for _ in items.close(status):
+        pass
     return items.done

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Raw
 
 from atom.runtime.types import Logprobs
+from atom.sampling_params import SamplingParams
 from atom.serve.bodies import body_route
 from atom.serve.chat_template import Conversation, encode_conversation
 from atom.serve.context import Context
@@ -59,7 +60,7 @@ from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
 # fields of a request that its response repeats
-SAID = (
+REPEATED = (
     "instructions",
     "max_output_tokens",
     "max_tool_calls",
@@ -128,7 +129,7 @@ class ResponsesResponder(Responder):
         self._finish, status = choice.finish, status_of(choice.finish)
         parser = self._make_parser(is_streamed=False)
         delta = self._talk.next(parser, choice.text, is_last=True)
-        logprobs = self._logprobs(choice.logprobs, delta, is_last=True)
+        logprobs = self._logprobs(choice.logprobs, delta, choice.finish)
         return self._response(status, output_items(delta, logprobs, status), usage)
 
     def open(self, answering: Answering) -> Iterator[bytes]:
@@ -140,7 +141,7 @@ class ResponsesResponder(Responder):
         self._finish = output.finish
         is_last = output.finish is not None
         delta = self._talk.next(self._parser, output.text or "", is_last=is_last)
-        return self._items.push(delta, self._logprobs(output.logprobs or [], delta, is_last=is_last))
+        return self._items.push(delta, self._logprobs(output.logprobs or [], delta, output.finish))
 
     def error(self, body: dict[str, Any]) -> bytes:
         fault = body["error"]  # once more as a whole, by which the SDK knows it
@@ -149,7 +150,7 @@ class ResponsesResponder(Responder):
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
         assert self._finish is not None, "it is done"
         status = status_of(self._finish)
-        yield self._items.close(status)
+        yield from self._items.close(status)
         yield self._items.event(f"response.{status}", response=self._response(status, self._items.done, usage))
 
     def usage(self, answering: Answering) -> dict[str, Any]:
@@ -165,11 +166,12 @@ class ResponsesResponder(Responder):
     def _make_parser(self, *, is_streamed: bool) -> OutputParser:
         return self._talk.parser(self._prompt, is_streamed=is_streamed) or OutputParser(None, None)
 
-    def _logprobs(self, made: list[Logprobs], delta: Delta, *, is_last: bool) -> list[Raw]:
+    def _logprobs(self, made: list[Logprobs], delta: Delta, finish: Finish | None) -> list[Raw]:
         """The log probabilities of a delta's text, those of the tokens that were made last among them."""
         if self._tokens is None:
             return []
-        self._tokens.push(made, is_last=is_last)
+        is_hidden = finish is not None and hides_last(finish, self._params)
+        self._tokens.push(made[:-1] if is_hidden else made, is_last=finish is not None)
         found, num_top = self._tokens.take(delta.places), self._body.top_logprobs or 0
         return raw(chat_logprobs(self.context.tokenizer, found, num_top)["content"])
 
@@ -178,7 +180,7 @@ class ResponsesResponder(Responder):
     ) -> dict[str, Any]:
         body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
         reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
-        return {name: body.get(name) for name in SAID} | {
+        return {name: body.get(name) for name in REPEATED} | {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
@@ -205,6 +207,14 @@ class ResponsesResponder(Responder):
 
 def status_of(finish: Finish) -> str:
     return "incomplete" if finish.reason in INCOMPLETE else "completed"
+
+
+def hides_last(finish: Finish, params: SamplingParams) -> bool:
+    """Whether the engine has left the last token out of the text."""
+    if finish.reason == "eos":  # a grammar may also end with a token that is none
+        return params.structured_outputs is None
+    is_token = finish.reason.startswith("stop_") and finish.reason != "stop_sequence"
+    return is_token and not params.include_stop_str_in_output
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:

@@ -31,7 +31,7 @@ from atom.serve.openai.schema import (
     TemplateKwargs,
     Text,
     Word,
-    null_alone,
+    must_be_null,
     of_types,
     tag_of,
 )
@@ -83,7 +83,7 @@ class Reasoning(Body):
     type: Literal["reasoning"]
     content: List[InputText] | None = None
     summary: List[JSONObject] | None = Field(None, description=LABEL)
-    encrypted_content: Annotated[None, null_alone("reasoning is plain text here; leave it out")] = None
+    encrypted_content: Annotated[None, must_be_null("reasoning is plain text here; leave it out")] = None
     id: Id | None = Field(None, description=LABEL)
     status: Status | None = Field(None, description=LABEL)
 
@@ -103,7 +103,7 @@ Item = Annotated[
 ]
 
 
-Stored = Annotated[None, null_alone("nothing is stored here; send the whole conversation as input")]
+Stored = Annotated[None, must_be_null("nothing is stored here; send the whole conversation as input")]
 
 
 def refuse_auto(truncation: Any) -> Any:
@@ -187,7 +187,7 @@ class ResponsesRequest(Sampling):
     store: bool | None = Field(None, description="a label: nothing is stored")
     previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
     conversation: Stored = Field(None, description="is refused: send the whole conversation as input")
-    prompt: Annotated[None, null_alone("no prompt is stored here; send instructions and input")] = None
+    prompt: Annotated[None, must_be_null("no prompt is stored here; send instructions and input")] = None
     background: Annotated[Literal[False] | None, BeforeValidator(refuse_background)] = None
     max_tool_calls: Positive | None = Field(None, description="a label: it counts built-in tools, and none is run here")
     truncation: Annotated[Literal["disabled"] | None, BeforeValidator(refuse_auto)] = None

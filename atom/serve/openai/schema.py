@@ -110,12 +110,12 @@ def of_types(*known: str, fault: LiteralString = BLOCKS) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def null_alone(fault: LiteralString) -> BeforeValidator:
+def must_be_null(fault: LiteralString) -> BeforeValidator:
     """Refuse whatever a field has, with what to do instead; null is left out before."""
 
     def refuse(value: object) -> None:
         if value is not None:
-            raise PydanticCustomError("null_alone", fault)
+            raise PydanticCustomError("must_be_null", fault)
 
     return BeforeValidator(refuse)
 
@@ -225,7 +225,7 @@ class CompletionRequest(Generation):
     logprobs: Count | None = Field(None, description="most likely tokens to report at each place")
     echo: bool | None = Field(None, description="the text begins with the prompt")
     add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
-    suffix: Annotated[None, null_alone("nothing is written in front of a given text here; leave it out")] = None
+    suffix: Annotated[None, must_be_null("nothing is written in front of a given text here; leave it out")] = None
 
 
 class TextPart(Body):
@@ -259,9 +259,9 @@ class ChatMessage(Body):
     reasoning: Text | None = Field(None, description="the same, as newer versions of vLLM name it")
     type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
     annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
-    refusal: Annotated[None, null_alone("put its text into content")] = None  # this and the next: such fields too
-    audio: Annotated[None, null_alone("models read text alone here; leave it out")] = None
-    function_call: Annotated[None, null_alone("send tool_calls")] = None
+    refusal: Annotated[None, must_be_null("put its text into content")] = None  # this and the next: such fields too
+    audio: Annotated[None, must_be_null("models read text alone here; leave it out")] = None
+    function_call: Annotated[None, must_be_null("send tool_calls")] = None
 
 
 class Function(Body):

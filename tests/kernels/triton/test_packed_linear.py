@@ -432,12 +432,19 @@ def test_rows_are_rounded_to_the_nearest_integer(triton_device):
     assert torch.equal(q[:9].cpu(), x.round().to(torch.int8)) and not q[9:].any()
 
 
-@pytest.mark.parametrize(("rows", "made"), [(1, 4), (8, 8), (9, 128), (16, 128), (17, 20)])
+@pytest.mark.parametrize(("rows", "made"), [(1, 4), (127, 128), (128, 128), (129, 256), (1024, 1024), (1025, 1028)])
+def test_whole_tiles_are_made_of_rows_in_fp8_on_hopper(rows, made):
+    hopper, others = Gpu(132, 0, (9, 0)), -(-rows // 4) * 4
+    assert row_kernels.rows_made(rows, torch.float8_e4m3fn, hopper) == made
+    assert row_kernels.rows_made(rows, torch.int8, hopper) == others
+    for capability in ((10, 0), (0, 0)):
+        assert row_kernels.rows_made(rows, torch.float8_e4m3fn, Gpu(132, 0, capability)) == others
+
+
+@pytest.mark.parametrize(("rows", "made"), [(5, 8), (9, 128)])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rows_of_zeros_fill_tiles_where_the_library_is_faster_with_whole_ones(
-    triton_device, rows, made, norm, monkeypatch
-):
-    monkeypatch.setattr(row_kernels, "WHOLE_TILES", range(9, 17))
+def test_rows_that_are_made_are_zeros(triton_device, rows, made, norm, monkeypatch):
+    monkeypatch.setattr(row_kernels, "rows_made", lambda *args: made)
     x = torch.randn(rows, 32, device=triton_device).bfloat16()
     if norm:
         quantized, _ = row_kernels.quantize_normalized(x, None, torch.ones_like(x[0]), 1e-6, 32)

@@ -27,7 +27,6 @@ ends at once.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import queue
@@ -327,6 +326,7 @@ class RankLink:
         self._parent = os.getppid()
         threading.Thread(target=self._read, name="read", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        threading.Thread(target=self._watch_silence, name="silence", daemon=True).start()
 
     def receive(self) -> bytes:
         """Wait for what the driver tells next. The process ends where the driver does."""
@@ -372,13 +372,15 @@ class RankLink:
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # then reading ends too
-            for look in itertools.count():
-                if self._silent > self._most_silent:
-                    break
-                if look % LOOKS == 0:
-                    self._send(Beat())
-                time.sleep(BEAT_SECONDS / LOOKS)
-                self._silent += BEAT_SECONDS / LOOKS
-            if os.getppid() == self._parent:
-                os.kill(self._parent, signal.SIGKILL)  # a supervisor that was stopped, or whose driver was
-            os._exit(1)
+            while True:
+                self._send(Beat())
+                time.sleep(BEAT_SECONDS)
+
+    def _watch_silence(self) -> None:
+        """In a thread of its own: a supervisor that is stopped does not take beats either, and sending them waits."""
+        while self._silent <= self._most_silent:
+            time.sleep(BEAT_SECONDS / LOOKS)
+            self._silent += BEAT_SECONDS / LOOKS
+        if os.getppid() == self._parent:
+            os.kill(self._parent, signal.SIGKILL)  # a supervisor that was stopped, or whose driver was
+        os._exit(1)

@@ -254,6 +254,18 @@ def test_a_rank_or_supervisor_that_dies_or_stops_is_a_fault_and_leaves_nothing(
     assert time.monotonic() - since < limit, "a second more than the limit"
 
 
+def test_a_rank_whose_answers_nobody_takes_ends_with_its_stopped_supervisor(joining: Callable[[int], Joining]):
+    code = "import time\nwhile True: link.answer(bytes(1 << 20)); time.sleep(0.05)"  # more than a pipe holds
+    with closing(Supervised(joining(2), code)) as stopped:
+        assert stopped.ranks.receive(1)
+        rank = stopped.rank
+        stopped.ranks.limit_silence(1.5)
+        time.sleep(1.2)  # a heartbeat brings the limit there
+        os.kill(stopped.supervisor.pid, signal.SIGSTOP)
+        wait_until(lambda: is_gone(rank), 15)
+        assert stopped.supervisor.wait(30) == -signal.SIGKILL
+
+
 def test_an_error_of_a_rank_is_that_of_the_engine(joining: Callable[[int], Joining]):
     code = "from atom.errors import CapacityError; link.fail(CapacityError(link.receive().decode())); sys.exit(1)"
     with closing(Supervised(joining(2), code)) as failing:

@@ -118,6 +118,9 @@ class Channel(Protocol):
     def send(self, body: bytes) -> None:
         """OSError where the rank has ended."""
 
+    def limit_silence(self, seconds: float) -> None:
+        """From now on, this side and the other one take each other for dead after so many seconds without a message."""
+
     def receive(self) -> bytes | None:
         """Wait for the next frame; None, or OSError with a reason, where there will be no more."""
 
@@ -144,6 +147,9 @@ class RankProcess:
     def send(self, body: bytes) -> None:
         with self._sending:
             write_frame(self._in, body)
+
+    def limit_silence(self, seconds: float) -> None:
+        self.most_silent = seconds  # a parent that drives sends no heartbeats
 
     def receive(self) -> bytes | None:
         return read_frame(self._out)
@@ -185,7 +191,7 @@ class Ranks:
     def limit_silence(self, seconds: float) -> None:
         """From now on, take a rank for dead once it has been silent for so long."""
         for channel in self._channels:
-            channel.most_silent = seconds
+            channel.limit_silence(seconds)
 
     def await_fault(self, seconds: float) -> AtomError | None:
         """Why the ranks cannot go on, if that turns out within this time."""

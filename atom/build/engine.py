@@ -26,7 +26,7 @@ from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
 from atom.build.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
 from atom.cache.temporary import temporary_folder
-from atom.checkpoint import Progress, stop_ids
+from atom.checkpoint import CheckedProgress, Progress, stop_ids
 from atom.checkpoint.lora import read_adapter
 from atom.compiler import Compiled, mesh_of, whole_graph
 from atom.config import Config
@@ -146,6 +146,7 @@ def load_model(
         report_unused(checkpoint.generation_config, config)
         clock.stop("model")
         ranks = start_ranks(config, compiled, placed, started)
+        progress = progress if ranks is None else CheckedProgress(progress, ranks.check)
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
         check_same_tokens(tokenizer, checkpoint, config)
         clock.stop("tokenizer")
@@ -175,6 +176,7 @@ def open_runners(
         _, kv_memory = model.memories
         runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, clock=clock, kv_memory=kv_memory)
         return runner, num_blocks, [], scales.values()
+    progress = CheckedProgress(progress, ranks.check)
     with temporary_folder() as folder:
         stages = compare_ranks(ranks.exchange(describe_rank(compiled.graph, tensors, model.adapters)), mesh)
         ranks.exchange(msgspec.msgpack.encode(model.plan))

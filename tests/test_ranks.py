@@ -47,7 +47,7 @@ from thread_ranks import ThreadRanks, thread_ranks
 from atom import LLMEngine, SamplingParams, build
 from atom.build.kv_blocks import cache_kinds, plan_kv, take_least
 from atom.build.ranks import check_same_weights, config_of, sample_weights, start_processes
-from atom.checkpoint import SilentProgress
+from atom.checkpoint import Progress, SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
 from atom.config.load import load
 from atom.entrypoints.args import EngineArgs
@@ -304,6 +304,24 @@ def test_a_driver_whose_rank_dies_does_not_load_the_rest_of_its_weights(checkpoi
     with pytest.raises(EngineDeadError, match="rank 1 has ended"):
         build.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), progress)
     assert 0 < progress.done < progress.total / 2
+
+
+def test_a_driver_whose_rank_dies_does_not_compile_the_rest(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    def compile_slowly(config: object, progress: Progress, checkpoint: object) -> None:
+        (rank,) = rank_processes()
+        os.kill(rank, signal.SIGKILL)
+        with progress.task("compiling 2 pieces", 2, in_bytes=False) as task:
+            time.sleep(0.5)
+            task.advance(1)
+        pytest.fail("it has compiled the rest")
+
+    monkeypatch.setattr("atom.build.engine.compile_with", compile_slowly)
+    fields = ["dtype=fp32", "level=0", "parallel=tp2", "serve.kv_cache_memory=4194304"]
+    with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+        build.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), SilentProgress())
+    assert not rank_processes()
 
 
 def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str], Path]):

@@ -19,7 +19,16 @@ from atom.build.compiling import compile_with, digest_of
 from atom.build.kv_blocks import cache_kinds, kinds_of_all
 from atom.build.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
 from atom.build.loading import load_weights, open_checked
-from atom.build.ranks import RankModel, compare_ranks, connect, describe_rank, place_ranks, start_processes, start_ranks
+from atom.build.ranks import (
+    RankModel,
+    check_placed,
+    compare_ranks,
+    connect,
+    describe_rank,
+    place_ranks,
+    start_processes,
+    start_ranks,
+)
 from atom.build.report import report_engine, report_unused
 from atom.build.runner import open_runner
 from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
@@ -138,7 +147,8 @@ def load_model(
     with ExitStack() as opened:
         is_first = is_here(config) or config.checkpoint is None  # the embedded one is small; others are downloaded last
         checkpoint = open_checked(config, progress, opened) if is_first else None
-        compiled = compiled or compile_with(config, progress, checkpoint)
+        waited_for = CheckedProgress(progress, functools.partial(check_placed, placed))
+        compiled = compiled or compile_with(config, waited_for, checkpoint)
         graph = compiled.graph
         if checkpoint is None:
             checkpoint = open_checked(config, progress, opened)

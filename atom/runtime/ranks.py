@@ -154,6 +154,10 @@ class RankProcess:
     def receive(self) -> bytes | None:
         return read_frame(self._out)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def end(self) -> None:
         self._process.kill()
 

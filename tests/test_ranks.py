@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ from thread_ranks import ThreadRanks, thread_ranks
 from atom import LLMEngine, SamplingParams, build
 from atom.build.kv_blocks import cache_kinds, plan_kv, take_least
 from atom.build.ranks import check_same_weights, config_of, sample_weights, start_processes
-from atom.checkpoint import SilentProgress
+from atom.checkpoint import Progress, SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
 from atom.config.load import load
 from atom.entrypoints.args import EngineArgs
@@ -273,6 +274,54 @@ def test_a_rank_that_dies_or_stops_ends_the_engine(
     engine = open_engine(name, **divided)
     engine.generate([[1, 2, 3]], GREEDY)
     assert_ends_by_a_signal(engine, number, "has ended" if number == signal.SIGKILL else "has been silent", place)
+
+
+class KillingProgress(SilentProgress):
+    """Kills the ranks as soon as the driver has loaded a part of its weights, and lets it hear of that."""
+
+    total, done = 0, 0
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Any]:
+        if description != "loading weights":
+            with super().task(description, total, in_bytes=in_bytes) as task:
+                yield task
+            return
+        assert total is not None, "the driver counts bytes"
+        self.total = total
+        yield self
+
+    def advance(self, amount: int, /) -> None:
+        self.done += amount
+        for pid in rank_processes():
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+def test_a_driver_whose_rank_dies_does_not_load_the_rest_of_its_weights(checkpoints: Callable[[str], Path]):
+    fields = ["dtype=fp32", "level=0", "parallel=tp2", "serve.kv_cache_memory=4194304"]
+    progress = KillingProgress()
+    with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+        build.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), progress)
+    assert 0 < progress.done < progress.total / 2
+
+
+def test_a_driver_whose_rank_dies_does_not_compile_the_rest(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    def compile_slowly(config: object, progress: Progress, checkpoint: object) -> None:
+        (rank,) = rank_processes()
+        os.kill(rank, signal.SIGKILL)
+        with progress.task("compiling 2 pieces", 2, in_bytes=False) as task:
+            time.sleep(0.5)
+            task.advance(1)
+        pytest.fail("it has compiled the rest")
+
+    monkeypatch.setattr("atom.build.engine.compile_with", compile_slowly)
+    fields = ["dtype=fp32", "level=0", "parallel=tp2", "serve.kv_cache_memory=4194304"]
+    with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+        build.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), SilentProgress())
+    assert not rank_processes()
 
 
 def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str], Path]):

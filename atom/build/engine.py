@@ -19,14 +19,23 @@ from atom.build.compiling import compile_with, digest_of
 from atom.build.kv_blocks import cache_kinds, kinds_of_all
 from atom.build.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
 from atom.build.loading import load_weights, open_checked
-from atom.build.ranks import RankModel, compare_ranks, connect, describe_rank, place_ranks, start_processes, start_ranks
+from atom.build.ranks import (
+    RankModel,
+    check_placed,
+    compare_ranks,
+    connect,
+    describe_rank,
+    place_ranks,
+    start_processes,
+    start_ranks,
+)
 from atom.build.report import report_engine, report_unused
 from atom.build.runner import open_runner
 from atom.build.scheduling import open_caches, open_kv_files, open_schedulers
 from atom.build.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
 from atom.cache.temporary import temporary_folder
-from atom.checkpoint import Progress, stop_ids
+from atom.checkpoint import CheckedProgress, Progress, stop_ids
 from atom.checkpoint.lora import read_adapter
 from atom.compiler import Compiled, mesh_of, whole_graph
 from atom.config import Config
@@ -138,7 +147,8 @@ def load_model(
     with ExitStack() as opened:
         is_first = is_here(config) or config.checkpoint is None  # the embedded one is small; others are downloaded last
         checkpoint = open_checked(config, progress, opened) if is_first else None
-        compiled = compiled or compile_with(config, progress, checkpoint)
+        waited_for = CheckedProgress(progress, functools.partial(check_placed, placed))
+        compiled = compiled or compile_with(config, waited_for, checkpoint)
         graph = compiled.graph
         if checkpoint is None:
             checkpoint = open_checked(config, progress, opened)
@@ -146,6 +156,7 @@ def load_model(
         report_unused(checkpoint.generation_config, config)
         clock.stop("model")
         ranks = start_ranks(config, compiled, placed, started)
+        progress = progress if ranks is None else CheckedProgress(progress, ranks.check)
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
         check_same_tokens(tokenizer, checkpoint, config)
         clock.stop("tokenizer")
@@ -175,6 +186,7 @@ def open_runners(
         _, kv_memory = model.memories
         runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, clock=clock, kv_memory=kv_memory)
         return runner, num_blocks, [], scales.values()
+    progress = CheckedProgress(progress, ranks.check)
     with temporary_folder() as folder:
         stages = compare_ranks(ranks.exchange(describe_rank(compiled.graph, tensors, model.adapters)), mesh)
         ranks.exchange(msgspec.msgpack.encode(model.plan))

@@ -17,7 +17,7 @@ from atom.build.kv_blocks import cache_kinds
 from atom.compiler import Compiled, compile_graph, mesh_of
 from atom.config import Config
 from atom.config.parallel import devices_of
-from atom.errors import CheckpointError, ConfigError
+from atom.errors import CheckpointError, ConfigError, EngineDeadError
 from atom.graph import Graph, Mesh, Recipe, W
 from atom.kernels import Communicator, Rendezvous, connect_rank
 from atom.runtime.ranks import LOOPBACK, RANK, RANK_ON_GPU, Channel, RankProcess, Ranks
@@ -71,6 +71,15 @@ def start_processes(config: Config, replica: int, started: ExitStack) -> list[Ra
         processes.append(RankProcess(RANK) if config.device == "cpu" else RankProcess(*on_gpu))
         started.callback(processes[-1].close)
     return processes
+
+
+def check_placed(placed: Placement | Sequence[RankProcess]) -> None:
+    """EngineDeadError where a rank that waits for the driver to compile cannot come any more."""
+    if isinstance(placed, Placement):
+        return placed.check()
+    for rank, process in enumerate(placed, 1):
+        if process.has_ended:
+            raise EngineDeadError(f"rank {rank} has ended")
 
 
 def start_ranks(

@@ -21,7 +21,7 @@ from atom.checkpoint.address import choose_gguf, parse_address
 from atom.checkpoint.base import NO_FACTS, Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
 from atom.checkpoint.joined import DRAFT_PREFIX, JoinedCheckpoint
-from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress, WatchedProgress
+from atom.checkpoint.progress import SILENT, CheckedProgress, Progress, RichProgress, SilentProgress, WatchedProgress
 from atom.checkpoint.stacked import unstack
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.errors import CheckpointError
@@ -29,6 +29,7 @@ from atom.errors import CheckpointError
 __all__ = [
     "DRAFT_PREFIX",
     "SILENT",
+    "CheckedProgress",
     "Checkpoint",
     "GGUFFacts",
     "JoinedCheckpoint",

@@ -76,6 +76,28 @@ class WatchedProgress:
                 self._running.remove(counted)
 
 
+class CheckedProgress:
+    """Forwards tasks to another progress, and has those raise whose work is in vain, as where a rank has died."""
+
+    def __init__(self, shown: Progress, check: Callable[[], object]) -> None:
+        """check: is called as a task advances, by several threads, and may raise"""
+        self._shown, self._check = shown, check
+
+    @contextmanager
+    def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Task]:
+        with self._shown.task(description, total, in_bytes=in_bytes) as shown:
+            yield _CheckedTask(shown, self._check)
+
+
+class _CheckedTask:
+    def __init__(self, shown: Task, check: Callable[[], object]) -> None:
+        self._shown, self._check = shown, check
+
+    def advance(self, amount: int, /) -> None:
+        self._check()
+        self._shown.advance(amount)
+
+
 class _SilentTask:
     def advance(self, amount: int, /) -> None:
         pass

@@ -27,7 +27,6 @@ ends at once.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import queue
@@ -119,6 +118,9 @@ class Channel(Protocol):
     def send(self, body: bytes) -> None:
         """OSError where the rank has ended."""
 
+    def limit_silence(self, seconds: float) -> None:
+        """From now on, this side and the other one take each other for dead after so many seconds without a message."""
+
     def receive(self) -> bytes | None:
         """Wait for the next frame; None, or OSError with a reason, where there will be no more."""
 
@@ -146,8 +148,15 @@ class RankProcess:
         with self._sending:
             write_frame(self._in, body)
 
+    def limit_silence(self, seconds: float) -> None:
+        self.most_silent = seconds  # a parent that drives sends no heartbeats
+
     def receive(self) -> bytes | None:
         return read_frame(self._out)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def end(self) -> None:
         self._process.kill()
@@ -186,7 +195,7 @@ class Ranks:
     def limit_silence(self, seconds: float) -> None:
         """From now on, take a rank for dead once it has been silent for so long."""
         for channel in self._channels:
-            channel.most_silent = seconds
+            channel.limit_silence(seconds)
 
     def await_fault(self, seconds: float) -> AtomError | None:
         """Why the ranks cannot go on, if that turns out within this time."""
@@ -327,6 +336,7 @@ class RankLink:
         self._parent = os.getppid()
         threading.Thread(target=self._read, name="read", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        threading.Thread(target=self._watch_silence, name="silence", daemon=True).start()
 
     def receive(self) -> bytes:
         """Wait for what the driver tells next. The process ends where the driver does."""
@@ -372,13 +382,15 @@ class RankLink:
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # then reading ends too
-            for look in itertools.count():
-                if self._silent > self._most_silent:
-                    break
-                if look % LOOKS == 0:
-                    self._send(Beat())
-                time.sleep(BEAT_SECONDS / LOOKS)
-                self._silent += BEAT_SECONDS / LOOKS
-            if os.getppid() == self._parent:
-                os.kill(self._parent, signal.SIGKILL)  # a supervisor that was stopped, or whose driver was
-            os._exit(1)
+            while True:
+                self._send(Beat())
+                time.sleep(BEAT_SECONDS)
+
+    def _watch_silence(self) -> None:
+        """In a thread of its own: a supervisor that is stopped does not take beats either, and sending them waits."""
+        while self._silent <= self._most_silent:
+            time.sleep(BEAT_SECONDS / LOOKS)
+            self._silent += BEAT_SECONDS / LOOKS
+        if os.getppid() == self._parent:
+            os.kill(self._parent, signal.SIGKILL)  # a supervisor that was stopped, or whose driver was
+        os._exit(1)

@@ -81,6 +81,11 @@ class RemoteRank:
     def receive(self) -> bytes | None:
         return self._connection.receive()
 
+    def limit_silence(self, seconds: float) -> None:
+        self.most_silent = seconds
+        with contextlib.suppress(OSError):  # whoever receives is told too
+            self._send_alive()  # now: by the next heartbeat the other side may have been stopped, and be waited for
+
     def refuse(self, reason: str) -> None:
         """End the rank with the reason."""
         with contextlib.suppress(OSError):
@@ -98,7 +103,10 @@ class RemoteRank:
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # whoever receives is told too
             while not self._ended.wait(BEAT_SECONDS):
-                self.send(msgspec.msgpack.encode(Alive(self.most_silent)))
+                self._send_alive()
+
+    def _send_alive(self) -> None:
+        self.send(msgspec.msgpack.encode(Alive(self.most_silent)))
 
 
 class Listener:

@@ -130,6 +130,7 @@ class Server:
         self._signals: list[int] = []
         self._is_idle = False  # it ends since nobody has asked for long
         self._has_reported_death = False
+        self._ending: asyncio.Task[None] | None = None  # kills what is left of dead engines' processes
         self._busy_at = time.perf_counter()  # it was last seen to load or to answer
         self._fault: Exception | None = None  # an error of this process
         self._code = 0
@@ -262,15 +263,15 @@ class Server:
                 return await self._report_death()
 
     async def _report_death(self) -> None:
-        """Let /health report the death for a while; all streams have ended with an error."""
+        """Let /health report the death for a while, unless a signal ends the server. All streams have ended."""
         self._code = 1
+        self._ending = asyncio.create_task(self._engines.end_dead())  # now: one that was stopped keeps its memory
         if self._engines.ready.is_set():
             what = "the engine is dead" if len(self._engines) == 1 else "all engines are dead"
             LOG.error(what, extra={"fields": {"reason": self._engines.reason}})
-            ending = asyncio.create_task(self._engines.end_dead())  # now: one that was stopped keeps its memory
-            await wait_for_any(DEAD_SECONDS, self._end_requested)
-            ending.cancel()
-            self._has_reported_death = True
+            if not self._signals:
+                await wait_for_any(DEAD_SECONDS, self._end_requested)
+                self._has_reported_death = True
 
     def _handle_signal(self, number: int) -> None:
         self._signals.append(number)

@@ -244,7 +244,7 @@ def test_a_rank_or_supervisor_that_dies_or_stops_is_a_fault_and_leaves_nothing(
 ):
     rank = supervised.rank
     supervised.ranks.limit_silence(1.5)
-    time.sleep(1.2)  # a heartbeat brings the limit there
+    time.sleep(0.2)  # for the limit to get there
     limit, since = 2.5 * slowness(), time.monotonic()
     os.kill(rank if which == "rank" else supervised.supervisor.pid, number)
     fault = supervised.ranks.await_fault(30)
@@ -252,6 +252,18 @@ def test_a_rank_or_supervisor_that_dies_or_stops_is_a_fault_and_leaves_nothing(
     assert supervised.supervisor.wait(30) != 0 or number == signal.SIGSTOP
     wait_until(lambda: is_gone(rank))
     assert time.monotonic() - since < limit, "a second more than the limit"
+
+
+def test_a_rank_whose_answers_nobody_takes_ends_with_its_stopped_supervisor(joining: Callable[[int], Joining]):
+    code = "import time\nwhile True: link.answer(bytes(1 << 20)); time.sleep(0.05)"  # more than a pipe holds
+    with closing(Supervised(joining(2), code)) as stopped:
+        assert stopped.ranks.receive(1)
+        rank = stopped.rank
+        stopped.ranks.limit_silence(1.5)
+        time.sleep(0.2)  # for the limit to get there
+        os.kill(stopped.supervisor.pid, signal.SIGSTOP)
+        wait_until(lambda: is_gone(rank), 15)
+        assert stopped.supervisor.wait(30) == -signal.SIGKILL
 
 
 def test_an_error_of_a_rank_is_that_of_the_engine(joining: Callable[[int], Joining]):
@@ -267,8 +279,7 @@ def test_a_driver_that_falls_silent_ends_its_ranks(joining: Callable[[int], Join
     with closing(Supervised(joining(2), ECHO)) as silenced:
         assert silenced.ranks.receive(1) == b"opening"
         rank = silenced.rank
-        channel = silenced.ranks._channels[0]
-        channel.send(remote_ranks.msgspec.msgpack.encode(remote_ranks.Alive(0.5)))
+        silenced.ranks.limit_silence(2.0)  # which the rank is told at once, as no heartbeat follows
         assert silenced.supervisor.wait(30) == 1
         assert (
             silenced.supervisor.stderr is not None

@@ -40,6 +40,7 @@ RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # the first
 class Options:
     step_seconds: float = 0.01  # between two steps
     load_seconds: float = 0.0
+    start_seconds: float = 60.0  # of silence after which an engine that loads is dead
     prefill_seconds: float = 0.0  # from admission to the first token
     max_running: int = 1 << 30  # sequences; more wait
     clock: bool = False  # the text of a token is the time when it was emitted, in seconds
@@ -296,11 +297,11 @@ def main() -> int:
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.config.load import load  # which an engine's process does without
     from atom.jobs.report import report
-    from atom.serve.engine import replica
+    from atom.serve.engine import client, replica
     from atom.serve.server import Server, run_loop
 
     config = load(rest)
-    replica.PAUSE_SECONDS = options.pause_seconds
+    client.START_SECONDS, replica.PAUSE_SECONDS = options.start_seconds, options.pause_seconds
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)

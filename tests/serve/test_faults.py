@@ -17,6 +17,8 @@ import wire
 from rank_checks import assert_server_ends_by_a_signal, files_of, ranks_of
 from serving import Server, Start, family, free_port, is_alive, listening
 
+from atom.serve.server import DEAD_SECONDS, END_SECONDS
+
 HEALTH_SECONDS = 20.0  # within which /health tells of a death
 RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # as in stub_engine.py
 
@@ -107,6 +109,19 @@ def test_an_engine_that_is_stopped_is_taken_for_dead(running: Running):
     assert not is_alive(engine)
 
 
+def test_an_engine_that_dies_while_the_server_drains_ends_it_at_once(running: Running):
+    server, streams, _ = running
+    server.process.terminate()
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/health").json["state"] == "draining")
+    (engine,) = family(server)
+    os.kill(engine, signal.SIGKILL)
+    for stream in streams:
+        *_, last = stream.read_events()
+        assert last["error"]["code"] == "unavailable"
+    assert wire.wait_until(lambda: server.process.poll() is not None) < DEAD_SECONDS / 2, "nobody is to be told"
+    assert server.process.wait(20) == 1
+
+
 def test_an_engine_without_memory_ends_with_that_error(running: Running):
     server, streams, answers = running
     answers.append(wire.Stream(server.url, {"prompt": [NO_MEMORY], "max_tokens": 5}))
@@ -180,6 +195,24 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, t
     os.kill(engine, signal.SIGKILL)
     assert server.process.wait(20) == 1
     assert "ended while it loaded (SIGKILL, as where memory runs out)" in server.log.read_text()
+
+
+def test_an_engine_that_is_stopped_while_it_loads_is_killed_once_it_is_taken_for_dead(talker: Path, tmp_path: Path):
+    port = free_port()
+    stub = {"load_seconds": 100, "start_seconds": 6.0}  # more than its imports take
+    server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub)
+
+    def listens() -> bool:
+        return ("127.0.0.1", port) in listening(server.process.pid)
+
+    wire.wait_until(listens)
+    wire.wait_until(lambda: "loading nothing" in wire.ask(f"http://127.0.0.1:{port}", "GET", "/health").body.decode())
+    (engine,) = family(server)
+    os.kill(engine, signal.SIGSTOP)
+    wire.wait_until(lambda: not listens())  # the server ends
+    assert wire.wait_until(lambda: not is_alive(engine)) < END_SECONDS / 2, "it cannot end by itself"
+    assert server.process.wait(20) == 1
+    assert "the engine was silent for 6 s while it loaded (SIGKILL, at the server's wish)" in server.log.read_text()
 
 
 @pytest.mark.sampled(2)

@@ -20,14 +20,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atom.checkpoint import Progress
 from atom.errors import CapacityError, RequestError
-from atom.runtime.engine import Engine
 from atom.runtime.metrics import EngineStats, SchedulerStats
 from atom.runtime.types import Logprobs, RequestOptions, RequestOutput, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.frames import Start
+
+if TYPE_CHECKING:
+    from atom.runtime.engine import Engine  # which imports torch
 
 BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000

@@ -184,12 +184,13 @@ def assert_server_ends_by_a_signal(
         for stream in streams:
             opened.callback(stream.close)
             stream.read_events(3)
-        limit, since, passed = END_SECONDS * slowness(), time.monotonic(), list[float]()
+        limit, since = END_SECONDS * slowness(), time.monotonic()
         os.kill(server.process.pid if rank is None else ranks[rank], number)
         for stream in streams if rank is not None else ():
             *_, last = stream.read_events()
             assert last["error"]["code"] == "unavailable"
-        for is_over in (lambda: True, lambda: not any(map(is_alive, processes)), is_free):
+        passed = [time.monotonic() - since]
+        for is_over in (lambda: not any(map(is_alive, processes)), is_free):
             wire.wait_until(is_over, 20 * limit)
             passed.append(time.monotonic() - since)
         assert passed[-1] < limit, f"{passed} s until all streams, processes and memory were gone"

@@ -316,7 +316,8 @@ def _add_splits(acc, row, partial, arrived, SPLITS: gl.constexpr):
     row: as in the layout of acc.
     """
     BLOCK_R: gl.constexpr = acc.shape[1]
-    token = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, acc.type.layout))
+    ACC: gl.constexpr = acc.type.layout  # Triton 3.6 takes a layout as an argument only as a constexpr
+    token = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, ACC))
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     place = partial + tile * BLOCK_O * BLOCK_R + row[:, None] * BLOCK_R + token[None, :]
     stride = gl.num_programs(0) * gl.num_programs(1) * BLOCK_O * BLOCK_R
@@ -324,7 +325,7 @@ def _add_splits(acc, row, partial, arrived, SPLITS: gl.constexpr):
     barrier()
     is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
-        acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, acc.type.layout)
+        acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
         for split in range(SPLITS):
             acc += gl.load(place + split * stride, cache_modifier=".cg")
         gl.store(arrived + tile, 0)

@@ -1,0 +1,162 @@
+"""Run each path of the engine once on this GPU and compare it with the CPU's reference, in parallel processes.
+
+    python scripts/smoke_gpu.py
+    python scripts/smoke_gpu.py --only fp8,latents --jobs 2
+
+Prints a line for each path as it ends (name, ok, failed or skipped, seconds, error or reason) and one verdict. Exits with
+1 if a path failed. smoke_paths.py has the paths; a path that crashes or hangs ends no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+NAMES = (  # of smoke_paths.PATHS, which is imported by the processes of paths only; the longest first
+    "fp8-block-experts", "mxfp4-experts", "latents", "mtp", "fp8", "int4-zeros", "lora", "fp8-kv", "dense", "windows",
+    "ngram", "sleep", "level-3", "level-0", "grammar", "scaled-product",
+)  # fmt: skip
+SECONDS = 170.0  # that a path may take
+LOG_LINES = 25  # of a failed path's output that are shown
+
+
+class Outcome(NamedTuple):
+    name: str
+    status: str  # ok, failed or skipped
+    seconds: float
+    about: str  # the error of the numbers, or the reason
+    log: str = ""  # the end of what it printed, if it failed
+
+    def line(self) -> str:
+        return f"{self.name:<18} {self.status:<8} {self.seconds:6.1f} s  {self.about}"
+
+
+Command = Callable[[str, Path], Sequence[str]]  # of a path's name and the file for its result
+
+
+def command_of(device: str, cache: str | None) -> Command:
+    options = ["--device", device, *(["--cache", cache] if cache else [])]
+    return lambda name, result: [sys.executable, __file__, "--only", name, *options, "--result", str(result)]
+
+
+def run_paths(names: Sequence[str], command: Command, jobs: int, seconds: float) -> Iterator[Outcome]:
+    """Run each path in a process of its own, so many at a time; their outcomes as they end."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        started = [pool.submit(run_process, name, command, threads, seconds) for name in names]
+        for future in as_completed(started):
+            yield future.result()
+
+
+def run_process(name: str, command: Command, threads: int, seconds: float) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
+        began, hung = time.monotonic(), False
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command(name, result), stdout=output, stderr=output, env=env, cwd=ROOT, start_new_session=True
+            )
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                hung = True
+            finally:
+                end_group(process)
+        elapsed, told = time.monotonic() - began, "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        if hung:
+            return Outcome(name, "failed", elapsed, f"has not ended in {seconds:g} s", told)
+        if not result.exists():
+            return Outcome(name, "failed", elapsed, f"its process ended with {process.returncode}", told)
+        status, about = json.loads(result.read_text())
+        return Outcome(name, status, elapsed, about, told if status == "failed" else "")
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a path's process and those that it has started."""
+    import signal
+
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def run_path(name: str, device: str, cache: str | None) -> tuple[str, str]:
+    """Run a path in this process: its status, and the error of its numbers or a reason."""
+    import traceback
+
+    sys.path[:0] = [str(ROOT)]
+    from scripts.smoke_paths import PATHS, Session, Skipped
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with Session(device, cache, Path(folder)) as session:
+                figure = PATHS[name](session)
+                spent = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in session.seconds.items())
+                return "ok", f"error {figure}; {spent}"
+        except Skipped as skip:
+            return "skipped", f"({skip})"
+        except Exception as error:
+            traceback.print_exc()
+            reason = (str(error).splitlines() or [""])[0]
+            return "failed", reason if isinstance(error, AssertionError) and reason else f"{type(error).__name__}: {reason}"
+
+
+def verdict(outcomes: Sequence[Outcome], seconds: float) -> str:
+    of = {status: sorted(each.name for each in outcomes if each.status == status) for status in ("failed", "skipped")}
+    said = [f"{len(outcomes)} paths in {seconds:.0f} s", *(f"{status}: {', '.join(names)}" for status, names in of.items() if names)]
+    return ("FAILED: " if of["failed"] else "passed: ") + "; ".join(said)
+
+
+def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names of paths, separated by commas")
+    parser.add_argument("--list", action="store_true", help="print the names of paths, and end")
+    parser.add_argument("--jobs", type=int, default=len(NAMES), help="paths at a time (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a path may take (%(default)s)")
+    parser.add_argument("--cache", help="folder for compiled kernels; the default is atom's own")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try this script without a GPU")
+    parser.add_argument("--result", help=argparse.SUPPRESS)  # of a path's own process: the file for its result
+    asked = parser.parse_args(given)
+    asked.names = asked.only.split(",") if asked.only else [*NAMES]
+    if unknown := [name for name in asked.names if name not in NAMES]:
+        parser.error(f"there is no path {unknown[0]}; paths: {', '.join(NAMES)}")
+    if asked.jobs < 1:
+        parser.error("--jobs: at least 1")
+    return asked
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    asked = read_arguments(given)
+    if asked.list:
+        print("\n".join(NAMES))
+        return 0
+    if asked.result:
+        result = run_path(asked.names[0], asked.device, asked.cache)
+        Path(asked.result).write_text(json.dumps(result))
+        return 0
+    began, outcomes = time.monotonic(), list[Outcome]()
+    for outcome in run_paths(asked.names, command_of(asked.device, asked.cache), asked.jobs, asked.seconds):
+        outcomes.append(outcome)
+        print(outcome.line(), flush=True)
+    for outcome in outcomes:
+        if outcome.status == "failed":
+            print(f"\n{outcome.name}:\n{outcome.log}")
+    print(verdict(outcomes, time.monotonic() - began), flush=True)
+    return int(any(each.status == "failed" for each in outcomes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

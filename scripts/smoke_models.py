@@ -1,0 +1,155 @@
+"""Write tiny checkpoints of random weights, in any format that atom reads, without transformers.
+
+    write_checkpoint(qwen3(hidden_size=1024), folder)
+    write_checkpoint(deepseek_v3(), folder, "serve.method=mtp")     # the layer that predicts further tokens too
+    merged = write_adapter(base, folder / "a", folder / "merged")   # a LoRA adapter, and the checkpoint with it merged
+
+The names, shapes and dtypes of tensors are those that the model's text reads. Values that are packed are random bits;
+their scales make them as large as plain weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from atom.compiler import compile_graph
+from atom.config.load import load
+from atom.graph import TORCH_DTYPES, Type
+from atom.graph.parts import parts_of
+from atom.graph.recipes import leaves
+
+GAIN = 1.5  # of a weight's numbers, times what keeps the size of its outputs
+LORA_RANK, LORA_ALPHA = 8, 16
+COMMON: dict[str, Any] = {
+    "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
+    "intermediate_size": 2048, "vocab_size": 512, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+MLA = {"num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+       "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 512, "num_experts_per_tok": 2, "norm_topk_prob": True}
+
+
+def qwen3(**changes: Any) -> dict[str, Any]:
+    return COMMON | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | changes
+
+
+def qwen3_moe(**changes: Any) -> dict[str, Any]:
+    named = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+    return COMMON | EXPERTS | named | changes
+
+
+def gpt_oss(**changes: Any) -> dict[str, Any]:
+    """Two layers: one with a window, one without; all with sinks and biases."""
+    named = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "head_dim": 64,
+             "num_experts_per_tok": 2, "intermediate_size": 512, "attention_bias": True, "swiglu_limit": 7.0,
+             "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    return COMMON | named | changes
+
+
+def deepseek_v3(**changes: Any) -> dict[str, Any]:
+    named = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8,
+             "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+             "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1}  # fmt: skip
+    return COMMON | MLA | EXPERTS | named | changes
+
+
+def write_checkpoint(config: dict[str, Any], folder: Path, *overrides: str, loudness: float = 1.0) -> Path:
+    """Write config.json and random weights to a new folder. loudness: of what layers add to the embedding
+
+    Drafts of the layer that predicts further tokens are mostly right if loudness is small.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    graph = compile_graph(load([f"checkpoint={folder}", "device=cpu", "level=0", *overrides]))
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for name, leaf in graph.stored().items():
+        if leaf.type.fmt is None:
+            tensors[name] = draw(name, leaf.type, generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] *= loudness
+        else:
+            tensors |= draw_parts(leaf, generator)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def draw(name: str, type: Type, generator: torch.Generator) -> Tensor:
+    """A plain tensor."""
+    shape, dtype = tuple(map(int, type.shape)), TORCH_DTYPES[type.dtype]
+    if name.endswith("eh_proj.weight"):  # what predicts further tokens begins with the embedding
+        joined = torch.eye(*shape) + 0.02 * torch.randn(shape, generator=generator)
+        return joined.to(dtype)
+    made = torch.randn(shape, generator=generator)
+    if len(shape) > 1 and "embed_tokens" not in name:
+        made *= GAIN / math.sqrt(shape[-1])
+    elif "norm" in name:
+        made = 1 + 0.1 * made
+    elif len(shape) == 1 and not name.endswith("sinks"):
+        made *= 0.1
+    return made.to(dtype)
+
+
+def draw_parts(leaf: Any, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """The stored parts of a packed weight, by name."""
+    size = GAIN / math.sqrt(int(leaf.type.shape[-1]))
+    for role, recipe in parts_of(leaf).items():
+        for part in leaves(recipe):
+            shape, dtype = tuple(map(int, part.type.shape)), TORCH_DTYPES[part.type.dtype]
+            if role == "scales" and dtype == torch.uint8:  # exponents: numbers of e2m1 are some 3 large
+                middle = 127 + round(math.log2(size / 3))
+                made = torch.randint(middle - 1, middle + 2, shape, generator=generator)
+            elif role == "scales":  # differences of two numbers of 4 bits are some 6.5 large
+                made = (0.5 + torch.rand(shape, generator=generator)) * size / 6.5
+            elif dtype == torch.uint8:
+                made = torch.randint(0, 256, shape, generator=generator)
+            else:
+                made = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator)
+            yield part.name, made.to(dtype)
+
+
+def write_adapter(base: Path, adapter: Path, merged: Path, seed: int) -> None:
+    """Write a random LoRA adapter of all linears of layers, as PEFT does, and a checkpoint with it merged."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, factors = load_file(base / "model.safetensors"), dict[str, Tensor]()
+    for name, weight in tensors.items():
+        tensors[name] = weight.float()
+        if name.endswith("_proj.weight"):
+            a, b = (
+                torch.randn(shape, generator=generator) / math.sqrt(shape[1])
+                for shape in ((LORA_RANK, weight.shape[1]), (weight.shape[0], LORA_RANK))
+            )
+            for factor, made in (("A", a), ("B", b)):
+                factors[f"base_model.model.{name.removesuffix('.weight')}.lora_{factor}.weight"] = made
+            tensors[name] += LORA_ALPHA / LORA_RANK * b @ a
+    for folder in (adapter, merged):
+        folder.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    targets = sorted({name.split(".")[-3] for name in factors})
+    stated = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": targets, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(stated))
+    shutil.copy(base / "config.json", merged)
+    save_file(tensors, merged / "model.safetensors", {"format": "pt"})
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Add a tokenizer whose tokens are the 256 bytes."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({byte: token for token, byte in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

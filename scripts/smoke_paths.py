@@ -1,0 +1,432 @@
+"""The paths of scripts/smoke_gpu.py: each runs once on the device, and is compared with the CPU's reference.
+
+    with Session("cuda", cache, folder) as session:
+        print(PATHS["fp8"](session))        # the error; AssertionError says what is wrong
+
+The reference is the same checkpoint at level 0 on the CPU, in float32. An engine in float32 is as near to it as
+tests/law.py says; one in bf16 as near as the reference in bf16 is, by the bounds below. Each path also asserts that what
+it is about took place, and on Hopper by which kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from law import RELATIVE_ERROR, assert_greedy_tokens, median_error  # noqa: E402
+from probe import logits_of  # noqa: E402
+
+from atom import LLMEngine, SamplingParams  # noqa: E402
+from atom.errors import RequestError  # noqa: E402
+from atom.graph.graph import type_of  # noqa: E402
+from scripts import smoke_kernels  # noqa: E402
+from scripts.smoke_models import (  # noqa: E402
+    add_tokenizer,
+    deepseek_v3,
+    gpt_oss,
+    qwen3,
+    qwen3_moe,
+    write_adapter,
+    write_checkpoint,
+)
+
+NEAR, NEAR_PART = 1.25, 2.0  # times the error of the CPU's bf16: the median of all positions, and of some in a row
+PART = 32  # positions of a prompt that are judged by themselves, as each answer is
+NUM_TOP = 20  # log probabilities at each token of an answer
+BATCHES = (1, 2, 4)  # answers at a time
+ENGINE: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_seqs": 4, "max_num_batched_tokens": 1280,
+                          "max_model_len": 1280, "cudagraph_capture_sizes": [1, 2, 4]}  # fmt: skip
+REFERENCE: dict[str, Any] = {"device": "cpu", "level": 0, "num_kvcache_blocks": 400, "max_model_len": 1280,
+                             "max_num_seqs": 4, "max_num_batched_tokens": 1280}  # fmt: skip
+
+
+class Skipped(Exception):
+    """A path cannot run here; the message says why."""
+
+
+@dataclass
+class Part:
+    """Numbers [T, V] of some positions: the device's, the reference's in float32 and, of a path in bf16, in bf16."""
+
+    what: str
+    ours: Tensor
+    exact: Tensor
+    half: Tensor | None
+
+    def errors(self) -> tuple[float, float]:
+        assert self.half is not None
+        return median_error(self.ours, self.exact), median_error(self.half, self.exact)
+
+
+def judge(parts: Sequence[Part]) -> str:
+    """The error in words; AssertionError where one is too large."""
+    for part in parts:
+        assert part.ours.isfinite().all(), f"{part.what}: not all numbers are finite"
+    if parts[0].half is None:
+        errors = [((each.ours - each.exact).abs().amax(-1) / each.exact.abs().amax(-1)).max().item() for each in parts]
+        worst = max(range(len(parts)), key=errors.__getitem__)
+        assert errors[worst] <= RELATIVE_ERROR, (
+            f"{parts[worst].what}: an error of {errors[worst]:.2g} is over {RELATIVE_ERROR:g}"
+        )
+        return f"{errors[worst]:.1e}, at most {RELATIVE_ERROR:g}"
+    for part in parts:
+        ours, half = part.errors()
+        assert ours <= NEAR_PART * half, f"{part.what}: {ours:.2%} is over {NEAR_PART:g} times the CPU's {half:.2%}"
+    said = []
+    for what, kind in (("prompts", "prompt"), ("answers", "answer")):
+        if own := [part for part in parts if part.what.startswith(kind)]:
+            ours, half = joined(own).errors()
+            assert ours <= NEAR * half, f"{what}: {ours:.2%} is over {NEAR:g} times the CPU's {half:.2%}"
+            said.append(f"{what} {ours:.2%} (CPU {half:.2%})")
+    return ", ".join(said)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    ours, exact, half = (torch.cat([getattr(part, name) for part in parts]) for name in ("ours", "exact", "half"))
+    return Part("", ours, exact, half)
+
+
+def draw_prompt(length: int, seed: int, vocab: int) -> list[int]:
+    found: list[int] = torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return found
+
+
+@dataclass
+class Check:
+    """What to compare of one checkpoint."""
+
+    folder: Path
+    lengths: tuple[int, ...] = (300,)  # of prompts whose logits are compared at each position
+    fields: dict[str, Any] = field(default_factory=dict)  # of all engines
+    own: dict[str, Any] = field(default_factory=dict)  # of the device's engine only
+    rounding: dict[str, Any] = field(default_factory=dict)  # of the bf16 reference of prompts
+    dtype: str = "bf16"
+    level: int | None = None  # of the device's engine; None: the highest
+    runs: tuple[str, ...] = ()  # what Hopper must have run, in words of smoke_kernels.py
+    num_tokens: int = 12  # of an answer
+    event: Callable[[LLMEngine], None] = lambda _: None  # asserts that it took place, after all answers
+    prepare: Callable[[LLMEngine], None] = lambda _: None  # before all answers
+
+
+class Session:
+    """The engines of a path, in a folder of their own."""
+
+    def __init__(self, device: str, cache: str | None, folder: Path) -> None:
+        self.device, self.folder = device, folder
+        self.is_hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+        self.ran = smoke_kernels.watch() if device == "cuda" else set[str]()
+        self.seconds: dict[str, float] = {}
+        self._cache = {"cache": cache} if cache else {}
+        self._opened: list[LLMEngine] = []
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine in self._opened:
+            engine.close()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
+
+    def open(self, folder: Path, level: int | None = None, **fields: Any) -> LLMEngine:
+        """An engine on the device."""
+        if self.device == "cpu":  # to try the script: it compiles nothing and captures no graph
+            level, fields = min(level or 1, 1), {**fields, "cudagraph_capture_sizes": None}
+        with self.timed("start"):
+            engine = LLMEngine(str(folder), **{**ENGINE, **self._cache, "device": self.device, "level": level, **fields})
+        self._opened.append(engine)
+        return engine
+
+    def reference(self, folder: Path, dtype: str, **fields: Any) -> LLMEngine:
+        with self.timed("CPU"):
+            engine = LLMEngine(str(folder), **{**REFERENCE, **self._cache, "dtype": dtype, **fields})
+        self._opened.append(engine)
+        return engine
+
+    def score(self, engine: LLMEngine, tokens: list[int]) -> Tensor:
+        """The reference's logits at every position, float32[T, V]."""
+        with self.timed("CPU"):
+            return logits_of(engine, tokens).float()
+
+    def write(self, config: dict[str, Any], *overrides: str, **options: Any) -> Path:
+        return write_checkpoint(config, self.folder / "model", *overrides, **options)
+
+    def compare(self, check: Check) -> str:
+        """The error of an engine on the device, in words."""
+        engine = self.open(check.folder, check.level, dtype=check.dtype, **check.fields, **check.own)
+        self.check_kernels(engine)
+        exact = self.reference(check.folder, "fp32", **check.fields)
+        is_half, half, rounded = check.dtype == "bf16", None, None
+        if is_half:
+            half = self.reference(check.folder, "bf16", **check.fields)
+            rounded = self.reference(check.folder, "bf16", **check.fields, **check.rounding) if check.rounding else half
+        parts, vocab = list[Part](), engine.config.hf["vocab_size"]
+        for seed, length in enumerate(check.lengths):
+            parts += self._compare_prompt(engine, exact, rounded, draw_prompt(length, seed, vocab))
+        check.prepare(engine)
+        parts += self.compare_answers(engine, exact, half, check.num_tokens)
+        figure = judge(parts)
+        check.event(engine)
+        stats = engine.metrics.scheduler
+        assert self.device == "cpu" or stats.num_ahead > 0, "no step was planned ahead of the one before"
+        if self.is_hopper:
+            wanted = {*check.runs, *(("graph",) if check.level in (None, 3) else ())}
+            assert wanted <= self.ran, f"has not run: {', '.join(sorted(wanted - self.ran))}; ran: {sorted(self.ran)}"
+        return figure
+
+    def check_kernels(self, engine: LLMEngine) -> None:
+        """No call is left to the reference from level 1 on; on Hopper, packed weights are in its layout."""
+        runner: Any = engine._engine.runner
+        level = engine.config.level
+        if self.device == "cpu" or level == 0:
+            return
+        for program in runner.model.graph.programs.values():
+            for node in program.nodes:
+                kernel, name = node.meta.get("kernel"), node.target.name
+                assert kernel != "reference", f"{name} is left to the reference: {node.meta.get('notes')}"
+                if self.is_hopper and any(type_of(node.args[place]).fmt for place in node.target.weights):
+                    assert kernel == "hopper", f"{name} of packed weights is {kernel}'s: {node.meta.get('notes')}"
+
+    def _compare_prompt(
+        self, engine: LLMEngine, exact: LLMEngine, half: LLMEngine | None, tokens: list[int]
+    ) -> Iterator[Part]:
+        ours, wanted = logits_of(engine, tokens).float(), self.score(exact, tokens)
+        theirs = None if half is None else self.score(half, tokens)
+        for first in range(0, len(tokens), PART):
+            some = slice(first, first + PART)
+            what = f"prompt of {len(tokens)} from {first} on"
+            yield Part(what, ours[some], wanted[some], None if theirs is None else theirs[some])
+
+    def compare_answers(
+        self, engine: LLMEngine, exact: LLMEngine, half: LLMEngine | None, num_tokens: int = 12,
+        adapters: str | None = None,
+    ) -> Iterator[Part]:  # fmt: skip
+        """The log probabilities of greedy answers, some at a time: the reference has the same tokens."""
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=NUM_TOP)
+        vocab = engine.config.hf["vocab_size"]
+        for batch in BATCHES:
+            prompts = [draw_prompt(9 + 2 * place, 100 * batch + place, vocab) for place in range(batch)]
+            for place, answer in enumerate(engine.generate(prompts, params, adapters=adapters)):
+                prompt, tokens = prompts[place], answer["token_ids"]
+                best = torch.tensor([[token for token, _ in each.top] for each in answer["logprobs"]])
+                ours = torch.tensor([[logprob for _, logprob in each.top] for each in answer["logprobs"]])
+                assert len(tokens) == num_tokens, f"an answer has {len(tokens)} tokens, not {num_tokens}"
+                assert best[:, 0].tolist() == tokens, "a greedy token is not the most probable one"
+                scored = [
+                    None if each is None else self.score(each, prompt + tokens)[len(prompt) - 1 : -1]
+                    for each in (exact, half)
+                ]
+                if half is None:
+                    assert_greedy_tokens(tokens, scored[0])
+                wanted, theirs = (each if each is None else each.log_softmax(-1).gather(1, best) for each in scored)
+                assert wanted is not None
+                yield Part(f"answer {place + 1} of {batch} at a time", ours, wanted, theirs)
+
+
+def dense(session: Session) -> str:
+    runs = ("decode in Gluon", "prefill in Gluon", "gates in Gluon")
+    return session.compare(Check(session.write(qwen3()), (1100, 200), runs=runs))
+
+
+def fp8(session: Session) -> str:
+    """Wide enough that linears of few rows are split, and those of a prompt multiplied in fp8."""
+    folder = session.write(qwen3(hidden_size=2048, intermediate_size=4096))
+    runs = ("packed linear", "split packed linear", "scaled product")
+    fields, rounding = {"quant": "fp8"}, {"quant.act": "fp8"}
+    return session.compare(Check(folder, fields=fields, rounding=rounding, runs=runs))
+
+
+def fp8_block_experts(session: Session) -> str:
+    folder = session.write(qwen3_moe())
+    runs = ("packed linear", "split packed linear", "scaled product", "few experts", "split few experts",
+            "grouped experts", "split grouped experts", "many experts", "fp8 experts")  # fmt: skip
+    fields, rounding = {"quant": "fp8_block"}, {"quant.act": "fp8"}
+    return session.compare(Check(folder, (600, 1100), fields=fields, rounding=rounding, runs=runs))
+
+
+def int4_zeros(session: Session) -> str:
+    quantized = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+                 "modules_to_not_convert": None}  # fmt: skip
+    folder = session.write(qwen3(hidden_size=2048, intermediate_size=4096, quantization_config=quantized))
+    return session.compare(Check(folder, runs=("packed linear", "split packed linear")))
+
+
+def mxfp4_experts(session: Session) -> str:
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+    folder = session.write(gpt_oss(hidden_size=2048, quantization_config=quantized))
+    runs = ("few experts", "split few experts", "grouped experts", "split grouped experts", "many experts")
+    return session.compare(Check(folder, (600,), runs=runs))
+
+
+def latents(session: Session) -> str:
+    return session.compare(Check(session.write(deepseek_v3()), (600,), runs=("expanded latents", "few experts")))
+
+
+def fp8_kv(session: Session) -> str:
+    def check_dtype(engine: LLMEngine) -> None:
+        runner: Any = engine._engine.runner
+        dtypes = {cache.dtype for cache in runner.model.caches.values()}
+        assert dtypes == {torch.float8_e4m3fn}, f"caches are in {dtypes}"
+
+    runs = ("decode in Gluon", "prefill in Gluon")
+    return session.compare(
+        Check(session.write(qwen3()), (600,), fields={"kv_cache_dtype": "fp8"}, runs=runs, event=check_dtype)
+    )
+
+
+def windows(session: Session) -> str:
+    def check_release(engine: LLMEngine) -> None:
+        """A long sequence holds fewer blocks of the window's kind."""
+        engine.add_request([draw_prompt(400, 7, 512)], SamplingParams(max_tokens=8, ignore_eos=True))
+        most: dict[bool, int] = {}
+        while not engine.is_finished():
+            engine.step()
+            for pool in engine._engine.scheduler.cache.pools:
+                held = pool.num_blocks - 1 - pool.num_free
+                most[pool.window is None] = max(most.get(pool.window is None, 0), held)
+        assert 0 < most[False] < most[True], f"blocks of windows and of full attention: {most}"
+
+    fields = {"max_num_batched_tokens": 128, "max_model_len": 512}
+    return session.compare(Check(session.write(gpt_oss()), fields=fields, event=check_release))
+
+
+def check_drafts(engine: LLMEngine) -> None:
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, (
+        f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafted tokens were accepted"
+    )
+
+
+def ngram(session: Session) -> str:
+    folder = session.write(qwen3(vocab_size=64), loudness=0.3)
+    own = {"method": "ngram", "prompt_lookup_min": 1, "max_verified_tokens": 64}
+    return session.compare(Check(folder, own=own, num_tokens=40, event=check_drafts))
+
+
+def mtp(session: Session) -> str:
+    folder = session.write(deepseek_v3(vocab_size=64), "serve.method=mtp", loudness=0.3)
+    own = {"method": "mtp", "num_speculative_tokens": 2, "max_verified_tokens": 64}
+    return session.compare(Check(folder, own=own, num_tokens=24, event=check_drafts))
+
+
+def lora(session: Session) -> str:
+    """Answers by two adapters and none, against checkpoints with each merged."""
+    base = session.write(qwen3())
+    names = {None: base} | {name: session.folder / f"merged-{name}" for name in ("a", "b")}
+    for seed, name in enumerate(("a", "b")):
+        write_adapter(base, session.folder / name, session.folder / f"merged-{name}", seed)
+    modules = {name: str(session.folder / name) for name in ("a", "b")}
+    engine = session.open(base, dtype="bf16", lora_modules=modules, max_loras=2)
+    session.check_kernels(engine)
+    parts = list[Part]()
+    for name, folder in names.items():
+        exact, half = (session.reference(folder, dtype) for dtype in ("fp32", "bf16"))
+        parts += session.compare_answers(engine, exact, half, adapters=name)
+    tokens = [engine.generate([draw_prompt(9, 0, 512)], GREEDY, adapters=name)[0]["token_ids"] for name in names]
+    assert len({*map(tuple, tokens)}) == 3, "adapters change nothing"
+    return judge(parts)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def grammar(session: Session) -> str:
+    """Text that a regular expression allows, of the tokens that the reference chooses under it."""
+    if importlib.util.find_spec("llguidance") is None:
+        raise Skipped("llguidance is not installed")
+    folder = session.write(qwen3(vocab_size=256, hidden_size=256, eos_token_id=255))
+    add_tokenizer(folder)
+    regex = "[a-f]{6}(-[0-9]{3}){4}"
+    held = SamplingParams(temperature=0, max_tokens=40, structured_outputs={"regex": regex})
+    prompts = [draw_prompt(9 + place, place, 256) for place in range(4)]
+    engine, reference = session.open(folder, dtype="fp32"), session.reference(folder, "fp32")
+    free = engine.generate(prompts, GREEDY)
+    assert not any(re.match("[a-f]{6}", answer["text"]) for answer in free), "answers match without a grammar"
+    found, wanted = (each.generate(prompts, held) for each in (engine, reference))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert re.fullmatch(regex, ours["text"]), f"{ours['text']!r} does not match {regex}"
+        assert ours["token_ids"] == theirs["token_ids"], f"{ours['text']!r} is not the CPU's {theirs['text']!r}"
+    return "the CPU's tokens"
+
+
+def sleep(session: Session) -> str:
+    def fall_asleep(engine: LLMEngine) -> None:
+        before = engine.generate([draw_prompt(30, 0, 512)], GREEDY)[0]["token_ids"]
+        for level in (1, 2):
+            session.ran.discard("memory released")
+            engine.sleep(level)
+            assert engine.is_sleeping, "the engine does not sleep"
+            assert session.device == "cpu" or "memory released" in session.ran, "no memory was released"
+            try:
+                engine.generate([[1]], GREEDY)
+            except RequestError:
+                pass
+            else:
+                raise AssertionError("a sleeping engine answers")
+            engine.wake_up()
+            after = engine.generate([draw_prompt(30, 0, 512)], GREEDY)[0]["token_ids"]
+            assert after == before, f"after a sleep of level {level}: {after}, not {before}"
+
+    own = {"enable_sleep_mode": True}
+    return session.compare(Check(session.write(qwen3()), own=own, prepare=fall_asleep))
+
+
+def level_0(session: Session) -> str:
+    folder = session.write(qwen3_moe(hidden_size=256, intermediate_size=256, moe_intermediate_size=128))
+    return session.compare(Check(folder, (100,), dtype="fp32", level=0))
+
+
+def level_3(session: Session) -> str:
+    folder = session.write(qwen3_moe(hidden_size=256, intermediate_size=256, moe_intermediate_size=128))
+    return session.compare(Check(folder, (100,), dtype="fp32"))
+
+
+def scaled_product(session: Session) -> str:
+    """The library's product of fp8 by blocks of 128 x 128, whose scales atom pads to a multiple of 4 a row."""
+    if not session.is_hopper:
+        raise Skipped("the library multiplies by such blocks on Hopper only")
+    from gpu.scaled import relative_errors
+
+    errors = relative_errors((640, 896, 1152))
+    assert max(errors.values()) <= 0.005, f"errors by K: {errors}"
+    return f"{max(errors.values()):.2%}, at most 0.50%"
+
+
+PATHS: dict[str, Callable[[Session], str]] = {
+    "dense": dense,
+    "fp8": fp8,
+    "fp8-block-experts": fp8_block_experts,
+    "int4-zeros": int4_zeros,
+    "mxfp4-experts": mxfp4_experts,
+    "latents": latents,
+    "fp8-kv": fp8_kv,
+    "windows": windows,
+    "ngram": ngram,
+    "mtp": mtp,
+    "lora": lora,
+    "grammar": grammar,
+    "sleep": sleep,
+    "level-0": level_0,
+    "level-3": level_3,
+    "scaled-product": scaled_product,
+}

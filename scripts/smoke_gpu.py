@@ -3,19 +3,22 @@
     python scripts/smoke_gpu.py
     python scripts/smoke_gpu.py --only fp8,latents --jobs 2
 
-Prints a line for each path as it ends (name, ok, failed or skipped, seconds, error or reason) and one verdict. Exits with
-1 if a path failed. smoke_paths.py has the paths; a path that crashes or hangs ends no other.
+Prints a line for each path as it ends (name, ok, failed or skipped, seconds, error or reason) and one verdict. Exits
+with 1 if a path failed. smoke_paths.py has the paths; a path that crashes or hangs ends no other.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -84,19 +87,13 @@ def run_process(name: str, command: Command, threads: int, seconds: float) -> Ou
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a path's process and those that it has started."""
-    import signal
-
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def run_path(name: str, device: str, cache: str | None) -> tuple[str, str]:
     """Run a path in this process: its status, and the error of its numbers or a reason."""
-    import traceback
-
     sys.path[:0] = [str(ROOT)]
     from scripts.smoke_paths import PATHS, Session, Skipped
 
@@ -111,12 +108,17 @@ def run_path(name: str, device: str, cache: str | None) -> tuple[str, str]:
         except Exception as error:
             traceback.print_exc()
             reason = (str(error).splitlines() or [""])[0]
-            return "failed", reason if isinstance(error, AssertionError) and reason else f"{type(error).__name__}: {reason}"
+            return "failed", reason if isinstance(
+                error, AssertionError
+            ) and reason else f"{type(error).__name__}: {reason}"
 
 
 def verdict(outcomes: Sequence[Outcome], seconds: float) -> str:
     of = {status: sorted(each.name for each in outcomes if each.status == status) for status in ("failed", "skipped")}
-    said = [f"{len(outcomes)} paths in {seconds:.0f} s", *(f"{status}: {', '.join(names)}" for status, names in of.items() if names)]
+    said = [
+        f"{len(outcomes)} paths in {seconds:.0f} s",
+        *(f"{status}: {', '.join(names)}" for status, names in of.items() if names),
+    ]
     return ("FAILED: " if of["failed"] else "passed: ") + "; ".join(said)
 
 
@@ -127,7 +129,9 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=len(NAMES), help="paths at a time (%(default)s)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="that a path may take (%(default)s)")
     parser.add_argument("--cache", help="folder for compiled kernels; the default is atom's own")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try this script without a GPU")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try this script without a GPU"
+    )
     parser.add_argument("--result", help=argparse.SUPPRESS)  # of a path's own process: the file for its result
     asked = parser.parse_args(given)
     asked.names = asked.only.split(",") if asked.only else [*NAMES]

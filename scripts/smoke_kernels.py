@@ -46,8 +46,8 @@ class Watch:
 def watch() -> set[str]:
     """The names of what runs from here on, in this process."""
     from atom.kernels.stable_memory import StableMemory
-    from atom.kernels.triton.attention import decode_hopper, prefill_hopper
     from atom.kernels.triton import few_hopper, grouped_hopper, grouped_packed_hopper
+    from atom.kernels.triton.attention import decode_hopper, prefill_hopper
     from atom.kernels.triton.linear import gate_hopper, linear, packed_hopper
 
     watched = Watch()
@@ -97,12 +97,7 @@ def _wrap(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 def _watch_graphs(watched: Watch) -> None:
     for name in ("_capture_decodes", "_capture_drafts", "_capture_mixed"):
-
-        def capture(graphs: Graphs, *key: Any, run: Callable[..., Any] = getattr(Graphs, name)) -> Any:
-            with watched.capture(key):
-                return run(graphs, *key)
-
-        setattr(Graphs, name, capture)
+        setattr(Graphs, name, _watch_capture(watched, getattr(Graphs, name)))
     start = Graphs.start
 
     def start_step(graphs: Graphs, step: StepInput) -> Any:
@@ -113,3 +108,11 @@ def _watch_graphs(watched: Watch) -> None:
         return started
 
     Graphs.start = start_step  # type: ignore[method-assign]
+
+
+def _watch_capture(watched: Watch, run: Callable[..., Any]) -> Callable[..., Any]:
+    def capture(graphs: Graphs, *key: Any) -> Any:
+        with watched.capture(key):
+            return run(graphs, *key)
+
+    return capture

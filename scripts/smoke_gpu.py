@@ -54,7 +54,8 @@ def command_of(device: str, cache: str | None) -> Command:
 
 def run_paths(names: Sequence[str], command: Command, jobs: int, seconds: float) -> Iterator[Outcome]:
     """Run each path in a process of its own, so many at a time; their outcomes as they end."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    jobs = min(jobs, len(names))
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     with ThreadPoolExecutor(jobs) as pool:
         started = [pool.submit(run_process, name, command, threads, seconds) for name in names]
         for future in as_completed(started):

@@ -4,8 +4,8 @@
         print(PATHS["fp8"](session))        # the error; AssertionError says what is wrong
 
 The reference is the same checkpoint at level 0 on the CPU, in float32. An engine in float32 is as near to it as
-tests/law.py says; one in bf16 as near as the reference in bf16 is, by the bounds below. Each path also asserts that what it
-is about took place, and on Hopper by which kernels.
+tests/law.py says; one in bf16 as near as the reference in bf16 is, by the bounds below. Each path also asserts that
+what it is about took place, and on Hopper by which kernels.
 """
 
 from __future__ import annotations

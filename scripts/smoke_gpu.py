@@ -123,7 +123,7 @@ def verdict(outcomes: Sequence[Outcome], seconds: float) -> str:
     return ("FAILED: " if of["failed"] else "passed: ") + "; ".join(said)
 
 
-def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of paths, separated by commas")
     parser.add_argument("--list", action="store_true", help="print the names of paths, and end")
@@ -134,7 +134,7 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try this script without a GPU"
     )
     parser.add_argument("--result", help=argparse.SUPPRESS)  # of a path's own process: the file for its result
-    asked = parser.parse_args(given)
+    asked = parser.parse_args()
     asked.names = asked.only.split(",") if asked.only else [*NAMES]
     if unknown := [name for name in asked.names if name not in NAMES]:
         parser.error(f"there is no path {unknown[0]}; paths: {', '.join(NAMES)}")
@@ -143,8 +143,8 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return asked
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    asked = read_arguments(given)
+def main() -> int:
+    asked = read_arguments()
     if asked.list:
         print("\n".join(NAMES))
         return 0

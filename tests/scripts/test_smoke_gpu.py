@@ -34,14 +34,14 @@ def run_stubs(monkeypatch: pytest.MonkeyPatch, capsys: Any, *given: str) -> tupl
         return command
 
     monkeypatch.setattr(smoke_gpu, "command_of", command_of)
-    status = smoke_gpu.main(given)
+    monkeypatch.setattr(sys, "argv", ["smoke_gpu.py", *given])
+    status = smoke_gpu.main()
     return status, capsys.readouterr().out.splitlines()
 
 
-def test_paths_are_those_that_are_listed(capsys: Any):
+def test_paths_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert sorted(smoke_gpu.NAMES) == sorted(smoke_paths.PATHS)
-    assert smoke_gpu.main(["--list"]) == 0
-    assert capsys.readouterr().out.split() == [*smoke_gpu.NAMES]
+    assert run_stubs(monkeypatch, capsys, "--list") == (0, [*smoke_gpu.NAMES])
 
 
 def test_a_path_that_crashes_or_is_wrong_fails_alone(monkeypatch: pytest.MonkeyPatch, capsys: Any):
@@ -68,14 +68,14 @@ def test_a_skipped_path_is_named_where_all_others_passed(monkeypatch: pytest.Mon
     assert lines[-1].startswith("passed: 2 paths in ") and lines[-1].endswith("s; skipped: grammar")
 
 
-def test_a_path_that_is_not_known_is_named(capsys: Any):
+def test_a_path_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     with pytest.raises(SystemExit) as ended:
-        smoke_gpu.main(["--only", "dense,fp9"])
+        run_stubs(monkeypatch, capsys, "--only", "dense,fp9")
     assert ended.value.code == 2 and "there is no path fp9; paths: fp8-block-experts, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
-def test_logits_that_are_a_thousandth_off_fail(factor: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_logits_that_are_a_thousandth_off_fail(factor: float, monkeypatch: pytest.MonkeyPatch):
     """A path itself, with the CPU's kernels in place of the GPU's."""
     logits_of = smoke_paths.logits_of
 
@@ -83,7 +83,7 @@ def test_logits_that_are_a_thousandth_off_fail(factor: float, monkeypatch: pytes
         return logits_of(engine, tokens) * (factor if engine.config.level == 1 else 1)
 
     monkeypatch.setattr(smoke_paths, "logits_of", off)
-    status, about = smoke_gpu.run_path("level-3", "cpu", str(tmp_path))
+    status, about = smoke_gpu.run_path("level-3", "cpu", None)
     if factor == 1:
         assert status == "ok" and about.startswith("error "), about
     else:

@@ -1,4 +1,4 @@
-"""Run each path of the engine once on this GPU and compare it with the CPU's reference, in parallel processes.
+"""Run each path once on this GPU and compare it with the CPU.
 
     python scripts/smoke_gpu.py
     python scripts/smoke_gpu.py --only fp8,latents --jobs 2

@@ -1,4 +1,4 @@
-"""The paths of scripts/smoke_gpu.py: each runs once on the device, and is compared with the CPU's reference.
+"""The paths of scripts/smoke_gpu.py, each compared with the CPU's reference.
 
     with Session("cuda", cache, folder) as session:
         print(PATHS["fp8"](session))        # the error; AssertionError says what is wrong

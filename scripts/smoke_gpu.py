@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ NAMES = (  # of smoke_paths.PATHS, which is imported by the processes of paths o
     "fp8-block-experts", "mxfp4-experts", "latents", "mtp", "fp8", "int4-zeros", "lora", "fp8-kv", "dense", "windows",
     "ngram", "sleep", "level-3", "level-0", "grammar", "scaled-product",
 )  # fmt: skip
-SECONDS = 170.0  # that a path may take
+SECONDS = 300.0  # after which a path is taken to hang
 LOG_LINES = 25  # of a failed path's output that are shown
 
 
@@ -39,11 +40,13 @@ class Outcome(NamedTuple):
     seconds: float
     about: str  # the error of the numbers, or the reason
     log: str = ""  # the end of what it printed, if it failed
+    machine: str = ""  # the device and the versions that it ran with
 
     def line(self) -> str:
         return f"{self.name:<18} {self.status:<8} {self.seconds:6.1f} s  {self.about}"
 
 
+Process = subprocess.Popen[bytes]
 Command = Callable[[str, Path], Sequence[str]]  # of a path's name and the file for its result
 
 
@@ -56,13 +59,20 @@ def run_paths(names: Sequence[str], command: Command, jobs: int, seconds: float)
     """Run each path in a process of its own, so many at a time; their outcomes as they end."""
     jobs = min(jobs, len(names))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    running = set[Process]()
     with ThreadPoolExecutor(jobs) as pool:
-        started = [pool.submit(run_process, name, command, threads, seconds) for name in names]
-        for future in as_completed(started):
-            yield future.result()
+        started = [pool.submit(run_process, name, command, threads, seconds, running) for name in names]
+        try:
+            for future in as_completed(started):
+                yield future.result()
+        except BaseException:  # an interrupt: nothing is left running
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in [*running]:
+                end_group(process)
+            raise
 
 
-def run_process(name: str, command: Command, threads: int, seconds: float) -> Outcome:
+def run_process(name: str, command: Command, threads: int, seconds: float, running: set[Process]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
@@ -71,22 +81,24 @@ def run_process(name: str, command: Command, threads: int, seconds: float) -> Ou
             process = subprocess.Popen(
                 command(name, result), stdout=output, stderr=output, env=env, cwd=ROOT, start_new_session=True
             )
+            running.add(process)
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
                 hung = True
             finally:
                 end_group(process)
+                running.remove(process)
         elapsed, told = time.monotonic() - began, "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         if hung:
             return Outcome(name, "failed", elapsed, f"has not ended in {seconds:g} s", told)
         if not result.exists():
             return Outcome(name, "failed", elapsed, f"its process ended with {process.returncode}", told)
-        status, about = json.loads(result.read_text())
-        return Outcome(name, status, elapsed, about, told if status == "failed" else "")
+        status, about, machine = json.loads(result.read_text())
+        return Outcome(name, status, elapsed, about, told if status == "failed" else "", machine)
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: Process) -> None:
     """End a path's process and those that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -94,7 +106,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_path(name: str, device: str, cache: str | None) -> tuple[str, str]:
-    """Run a path in this process: its status, and the error of its numbers or a reason."""
+    """Run a path in this process: its status, and the error of its numbers or the reason."""
     sys.path[:0] = [str(ROOT)]
     from scripts.smoke_paths import PATHS, Session, Skipped
 
@@ -114,12 +126,18 @@ def run_path(name: str, device: str, cache: str | None) -> tuple[str, str]:
             ) and reason else f"{type(error).__name__}: {reason}"
 
 
+def describe_machine(device: str) -> str:
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else "CPU"
+    return f"{name}, torch {torch.__version__}, Triton {version('triton')}"
+
+
 def verdict(outcomes: Sequence[Outcome], seconds: float) -> str:
     of = {status: sorted(each.name for each in outcomes if each.status == status) for status in ("failed", "skipped")}
-    said = [
-        f"{len(outcomes)} paths in {seconds:.0f} s",
-        *(f"{status}: {', '.join(names)}" for status, names in of.items() if names),
-    ]
+    machine = next((each.machine for each in outcomes if each.machine), "unknown machine")
+    said = [f"{len(outcomes)} paths in {seconds:.0f} s ({machine})"]
+    said += [f"{status}: {', '.join(names)}" for status, names in of.items() if names]
     return ("FAILED: " if of["failed"] else "passed: ") + "; ".join(said)
 
 
@@ -149,9 +167,10 @@ def main() -> int:
         print("\n".join(NAMES))
         return 0
     if asked.result:
-        result = run_path(asked.names[0], asked.device, asked.cache)
-        Path(asked.result).write_text(json.dumps(result))
+        outcome = run_path(asked.names[0], asked.device, asked.cache)
+        Path(asked.result).write_text(json.dumps([*outcome, describe_machine(asked.device)]))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began, outcomes = time.monotonic(), list[Outcome]()
     for outcome in run_paths(asked.names, command_of(asked.device, asked.cache), asked.jobs, asked.seconds):
         outcomes.append(outcome)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,11 @@ from scripts.smoke_paths import Part, judge
 
 RESULT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({told!r})"
 STUBS = {  # what a path's process does
-    "dense": RESULT.format(told=json.dumps(["ok", "error 1.0%"])),
-    "fp8": RESULT.format(told=json.dumps(["failed", "prompts: 9.00% is over"])),
+    "dense": RESULT.format(told=json.dumps(["ok", "error 1.0%", "H200"])),
+    "fp8": RESULT.format(told=json.dumps(["failed", "prompts: 9.00% is over", "H200"])),
     "latents": "import os; print('last words', flush=True); os.kill(os.getpid(), 11)",
     "ngram": "import time; time.sleep(600)",
-    "grammar": RESULT.format(told=json.dumps(["skipped", "(llguidance is not installed)"])),
+    "grammar": RESULT.format(told=json.dumps(["skipped", "(llguidance is not installed)", "H200"])),
 }
 
 
@@ -53,7 +56,7 @@ def test_a_path_that_crashes_or_is_wrong_fails_alone(monkeypatch: pytest.MonkeyP
     assert told["latents"].endswith("its process ended with -11") and "last words" in lines
     assert "skipped" in told["grammar"].split() and told["grammar"].endswith("(llguidance is not installed)")
     assert lines[-1].startswith("FAILED: 4 paths in ")
-    assert lines[-1].endswith("failed: fp8, latents; skipped: grammar")
+    assert lines[-1].endswith(" s (H200); failed: fp8, latents; skipped: grammar")
 
 
 def test_a_path_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, capsys: Any):
@@ -62,10 +65,30 @@ def test_a_path_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, capsys: Any
     assert lines[0].endswith("has not ended in 0.5 s") and lines[-1].endswith("failed: ngram")
 
 
+def test_no_path_outlives_the_script(tmp_path: Path):
+    """It is terminated once the process of a path has written its id."""
+    program = f"""
+import sys; sys.path.insert(0, {str(smoke_gpu.ROOT)!r})
+from scripts import smoke_gpu
+code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+smoke_gpu.command_of = lambda *_: lambda name, result: [sys.executable, "-S", "-c", code, {str(tmp_path / "id")!r}]
+sys.argv = ["smoke_gpu.py", "--only", "dense,fp8", "--jobs", "1"]
+smoke_gpu.main()
+"""
+    script = subprocess.Popen([sys.executable, "-c", program])
+    while not (tmp_path / "id").exists() or not (tmp_path / "id").read_text():
+        assert script.poll() is None
+        time.sleep(0.01)
+    script.terminate()
+    assert script.wait() == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "id").read_text()), 0)
+
+
 def test_a_skipped_path_is_named_where_all_others_passed(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     status, lines = run_stubs(monkeypatch, capsys, "--only", "dense,grammar", "--jobs", "1")
     assert status == 0
-    assert lines[-1].startswith("passed: 2 paths in ") and lines[-1].endswith("s; skipped: grammar")
+    assert lines[-1].startswith("passed: 2 paths in ") and lines[-1].endswith(" s (H200); skipped: grammar")
 
 
 def test_a_path_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from scripts.smoke_models import (  # noqa: E402
     write_checkpoint,
 )
 
-NEAR, NEAR_PART = 1.25, 2.0  # times the error of the CPU's bf16: the median of all positions, and of some in a row
 PART = 32  # positions of a prompt that are judged by themselves, as each answer is
 NUM_TOP = 20  # log probabilities at each token of an answer
 BATCHES = (1, 2, 4)  # answers at a time
@@ -56,6 +55,20 @@ ENGINE: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_seqs": 4, "max_num
                           "max_model_len": 1280, "cudagraph_capture_sizes": [1, 2, 4]}  # fmt: skip
 REFERENCE: dict[str, Any] = {"device": "cpu", "level": 0, "num_kvcache_blocks": 400, "max_model_len": 1280,
                              "max_num_seqs": 4, "max_num_batched_tokens": 1280}  # fmt: skip
+
+
+class Bounds(NamedTuple):
+    """How often the error of the CPU's bf16 the device's may be: medians of all positions, and of some in a row."""
+
+    prompts: float = 1.25
+    answers: float = 1.25
+    part: float = 2.0
+
+
+DENSE = Bounds()
+# a near tie may give a token another expert, and all that attend to it other numbers
+ROUTED = Bounds(answers=1.5, part=4.0)
+FP8_EXPERTS = ROUTED._replace(prompts=2.5)  # only the device rounds the activations of experts
 
 
 class Skipped(Exception):
@@ -76,8 +89,8 @@ class Part:
         return median_error(self.ours, self.exact), median_error(self.half, self.exact)
 
 
-def judge(parts: Sequence[Part]) -> str:
-    """The error in words; AssertionError where one is too large."""
+def judge(parts: Sequence[Part], bounds: Bounds = DENSE) -> str:
+    """The error in words; AssertionError if one is too large."""
     for part in parts:
         assert part.ours.isfinite().all(), f"{part.what}: not all numbers are finite"
     if parts[0].half is None:
@@ -87,15 +100,15 @@ def judge(parts: Sequence[Part]) -> str:
             f"{parts[worst].what}: an error of {errors[worst]:.2g} is over {RELATIVE_ERROR:g}"
         )
         return f"{errors[worst]:.1e}, at most {RELATIVE_ERROR:g}"
-    for part in parts:
-        ours, half = part.errors()
-        assert ours <= NEAR_PART * half, f"{part.what}: {ours:.2%} is over {NEAR_PART:g} times the CPU's {half:.2%}"
-    said = []
-    for what, kind in (("prompts", "prompt"), ("answers", "answer")):
+    said, ratios = [], {part.what: ours / half for part in parts for ours, half in [part.errors()]}
+    for what, kind, near in (("prompts", "prompt", bounds.prompts), ("answers", "answer", bounds.answers)):
         if own := [part for part in parts if part.what.startswith(kind)]:
             ours, half = joined(own).errors()
-            assert ours <= NEAR * half, f"{what}: {ours:.2%} is over {NEAR:g} times the CPU's {half:.2%}"
             said.append(f"{what} {ours:.2%} (CPU {half:.2%})")
+            assert ours <= near * half, f"{said[-1]}: over {near:g} times"
+    worst = max(ratios, key=ratios.__getitem__)
+    said.append(f"{worst} {ratios[worst]:.2f} times")
+    assert ratios[worst] <= bounds.part, f"{', '.join(said)}: over {bounds.part:g} times"
     return ", ".join(said)
 
 
@@ -121,6 +134,7 @@ class Check:
     dtype: str = "bf16"
     level: int | None = None  # of the device's engine; None: the highest
     runs: tuple[str, ...] = ()  # what Hopper must have run, in words of smoke_kernels.py
+    bounds: Bounds = DENSE
     drafted: int | None = None  # tokens of answers without log probabilities, which are drafted
     event: Callable[[LLMEngine], None] = lambda _: None  # asserts that it took place, after all answers
     prepare: Callable[[LLMEngine], None] = lambda _: None  # before all answers
@@ -207,7 +221,7 @@ class Session:
             batches = [self._extend(engine, exact, prompts, check.drafted) for prompts in batches]
         for prompts in batches:
             parts += self.compare_answers(engine, exact, half, prompts)
-        figure = judge(parts)
+        figure = judge(parts, check.bounds)
         check.event(engine)
         stats = engine.metrics.scheduler
         assert self.device == "cpu" or stats.num_ahead > 0, "no step was planned ahead of the one before"
@@ -296,8 +310,8 @@ def fp8_block_experts(session: Session) -> str:
     folder = session.write(qwen3_moe())
     runs = ("packed linear", "split packed linear", "scaled product", "few experts", "split few experts",
             "grouped experts", "split grouped experts", "many experts", "fp8 experts")  # fmt: skip
-    fields, rounding = {"quant": "fp8_block"}, {"quant.act": "fp8"}
-    return session.compare(Check(folder, (600, 1100), fields=fields, rounding=rounding, runs=runs))
+    fields, rounding = {"quant": "fp8_block"}, {"quant.act": "fp8"}  # which on a CPU leaves those of experts in bf16
+    return session.compare(Check(folder, (600, 1100), fields=fields, rounding=rounding, runs=runs, bounds=FP8_EXPERTS))
 
 
 def int4_zeros(session: Session) -> str:
@@ -312,11 +326,12 @@ def mxfp4_experts(session: Session) -> str:
     quantized = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
     folder = session.write(gpt_oss(hidden_size=2048, quantization_config=quantized))
     runs = ("few experts", "split few experts", "grouped experts", "split grouped experts", "many experts")
-    return session.compare(Check(folder, (600,), runs=runs))
+    return session.compare(Check(folder, (600,), runs=runs, bounds=ROUTED))
 
 
 def latents(session: Session) -> str:
-    return session.compare(Check(session.write(deepseek_v3()), (600,), runs=("expanded latents", "few experts")))
+    runs = ("expanded latents", "few experts")
+    return session.compare(Check(session.write(deepseek_v3()), (600,), runs=runs, bounds=ROUTED))
 
 
 def fp8_kv(session: Session) -> str:
@@ -344,7 +359,7 @@ def windows(session: Session) -> str:
         assert 0 < most[False] < most[True], f"blocks of windows and of full attention: {most}"
 
     fields = {"max_num_batched_tokens": 128, "max_model_len": 512}
-    return session.compare(Check(session.write(gpt_oss()), fields=fields, event=check_release))
+    return session.compare(Check(session.write(gpt_oss()), fields=fields, event=check_release, bounds=ROUTED))
 
 
 def check_drafts(engine: LLMEngine) -> None:
@@ -364,7 +379,7 @@ def ngram(session: Session) -> str:
 def mtp(session: Session) -> str:
     folder = session.write(deepseek_v3(vocab_size=64), "serve.method=mtp", loudness=0.3)
     own = {"method": "mtp", "num_speculative_tokens": 2, "max_verified_tokens": 64}
-    return session.compare(Check(folder, own=own, drafted=24, event=check_drafts))
+    return session.compare(Check(folder, own=own, drafted=24, event=check_drafts, bounds=ROUTED))
 
 
 def lora(session: Session) -> str:

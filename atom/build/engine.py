@@ -199,7 +199,6 @@ def open_runners(
         )
         values = gather_kv_scales(scales, ranks.exchange)
         ranks.wait()
-    ranks.limit_silence(config.serve.http.heartbeat_seconds)
     return runner, num_blocks, stages, values
 
 

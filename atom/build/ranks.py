@@ -109,6 +109,7 @@ def start_ranks(
     ]
     ranks = Ranks(channels, list(map(msgspec.msgpack.encode, openings)))
     started.callback(ranks.close)
+    ranks.limit_silence(config.serve.http.heartbeat_seconds)
     if num_threads is not None:
         ranks.at_close.append(functools.partial(torch.set_num_threads, before))
         torch.set_num_threads(num_threads)

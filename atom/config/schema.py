@@ -340,7 +340,7 @@ class HTTPConfig:
     write_seconds: float = number(60.0, 0, above=True)  # seconds for a client to read what was sent
     comment_seconds: float = number(15.0, 0, above=True)  # seconds of silence in a stream before empty lines
     drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
-    heartbeat_seconds: float = number(3.0, 0.5)  # seconds without a heartbeat after which an engine is taken for dead
+    heartbeat_seconds: float = number(60.0, 0.5)  # seconds without answer or use of the CPU after which an engine hangs
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
     notify_socket: str | None = None  # systemd's socket, which is told READY=1 and STOPPING=1; null: none

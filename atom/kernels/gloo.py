@@ -17,7 +17,6 @@ import os
 import platform
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,14 +31,13 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from atom.errors import EngineDeadError
 from atom.graph import TORCH_DTYPES, ops
 from atom.kernels.backend import Backend, Held, Rendezvous, collective_kernel
 from atom.kernels.dispatch import collect_rows, dispatch_rows, parts_of, plan_rows
 
 CONNECT = timedelta(seconds=30)  # for all ranks to be there, which have loaded their weights
 LOOK = timedelta(seconds=0.2)  # between two looks whether all ranks are there
-TIMEOUT = timedelta(minutes=5)  # of a collective; a rank that is gone ends it at once
+FOREVER = timedelta(days=365)  # of a collective: a stopped rank comes late, and one that is gone ends it at once
 SHARED_BYTES = 1 << 20  # of a tensor that goes through shared memory
 COUNTED_BYTES = 1 << 16  # of all ranks' rows, from which those that go to each are counted: 0.5 ms at 1 Gbit/s
 LINE = 64  # bytes of a cache line
@@ -126,7 +124,7 @@ class _Peers:
         self._store = ExchangeStore(rendezvous.exchange, name)  # gloo itself holds its C++ part alone
         self._check: Callable[[], object] = lambda: None
         self._group = gloo(self._store, self.place, self.size, options)
-        self._group._set_default_timeout(TIMEOUT)
+        self._group._set_default_timeout(FOREVER)
         self._shared = None
         if axis == ops.STAGES:  # which wait long for each other, and should not take a core meanwhile
             self._senders, self._receiver = [Waiter() for _ in peers], Waiter()
@@ -187,15 +185,14 @@ class _Peers:
             self._shared.check = check
 
     def _wait(self, work: Any) -> None:
-        """Wait for a collective, also of a rank on a host that has fallen silent, whose connection does not end."""
-        end = time.monotonic() + TIMEOUT.total_seconds()
+        """Wait for a collective, also of a rank on a host that is gone, whose connection does not end."""
         while True:
             try:
                 work.wait(LOOK)
                 return
             except RuntimeError:
                 self._check_or_leave()
-                if work.is_completed() or time.monotonic() > end:
+                if work.is_completed():
                     raise
 
     def _check_or_leave(self) -> None:
@@ -294,14 +291,12 @@ class SharedMemory:
         shown = [place[turn, : x.nbytes].view(x.dtype).view(x.shape) for place in self._places]
         shown[self._rank].copy_(x)
         counters[self._rank] = number
-        end, spins = time.monotonic() + TIMEOUT.total_seconds(), 0
+        spins = 0
         while counters.min() < number:
             spins += 1
             if spins % SPINS == 0:
                 os.sched_yield()
                 self.check()
-                if time.monotonic() > end:
-                    raise EngineDeadError(f"a rank has not come to a collective for {TIMEOUT}")
         return shown
 
 

@@ -191,6 +191,11 @@ class Engine:
         if self._ranks is not None:
             self._ranks.watch(callback)
 
+    @property
+    def stopped_ranks(self) -> list[int]:
+        """The other ranks whose processes are stopped; any thread may ask."""
+        return [] if self._ranks is None else self._ranks.stopped
+
     def close(self) -> None:
         """Write the KV that is to be kept in files, and end the processes of other ranks."""
         if self._keep is not None:

@@ -19,15 +19,14 @@ A rank is a child of the process that drives, and talks over its own pipes; or i
 host, which passes on what comes over an authenticated connection (`remote_ranks`). Frames are msgpack: the length in 4
 bytes, little-endian, and the body.
 
-A rank sends a heartbeat each second, and so does a driver on another host. A rank that ends or falls silent ends all:
-the others are ended, whose connections end with them, so that no collective waits for ever. A rank whose driver is gone
-ends at once.
+A rank that ends or hangs (`atom.liveness`) ends all: the others are ended, whose connections end with them, so that no
+collective waits for ever. One that is stopped ends nothing. A rank sends heartbeats to the process that has started it,
+which watches it. A rank whose driver is gone ends at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import signal
@@ -42,13 +41,11 @@ import msgspec
 
 from atom.child_process import start_python
 from atom.errors import AtomError, EngineDeadError
+from atom.liveness import BEAT_SECONDS, HANG_SECONDS, LOOK_SECONDS, Life, Watch, read_vitals
 
 HEAD = struct.Struct("<I")
 LOOPBACK = "127.0.0.1"
-BEAT_SECONDS = 1.0  # between a rank's heartbeats
-LOOKS = 4  # in that time, at how long the other side has been silent
-START_SECONDS = 120.0  # of silence while ranks start
-MAX_GAP = 1.0  # seconds that count of those between two looks at the clock: this process may have been stopped too
+FAULT_SECONDS = 1.0  # in which it shows why a rank takes nothing any more
 RANK = "from atom.rank import main; main(link)"  # the code of a rank's process
 RANK_ON_GPU = f"from atom.devices import open_early; open_early(); {RANK}"
 # in the folder of its parent, whatever it imports from; beats while the rest is imported
@@ -85,14 +82,20 @@ class Told(msgspec.Struct, tag=True):
     body: bytes
 
 
-class Alive(msgspec.Struct, tag=True):
-    """A driver's heartbeat."""
+class Limit(msgspec.Struct, tag=True):
+    """What a supervisor is told of its rank."""
 
-    most_silent: float  # seconds without one after which a rank takes it for dead
+    seconds: float  # without a sign of life after which it is hung
 
 
-FromRank = Beat | Done | Answer | Failed
-ToRank = Told | Alive
+class Seen(msgspec.Struct, tag=True):
+    """What a supervisor has seen of its rank, when that changes."""
+
+    life: Life
+
+
+FromRank = Beat | Done | Answer | Failed | Seen
+ToRank = Told | Limit
 
 
 def write_frame(file: IO[bytes], body: bytes) -> None:
@@ -113,13 +116,14 @@ def read_frame(file: IO[bytes]) -> bytes | None:
 class Channel(Protocol):
     """The way to a rank, and back. Several threads may send, and one receives."""
 
-    most_silent: float  # seconds without a message after which the other side is dead
-
     def send(self, body: bytes) -> None:
         """OSError where the rank has ended."""
 
     def limit_silence(self, seconds: float) -> None:
-        """From now on, this side and the other one take each other for dead after so many seconds without a message."""
+        """From now on, take the rank for hung after so many seconds without a sign of life."""
+
+    def look(self) -> Life | None:
+        """How the rank's process is, to be asked regularly; None if a supervisor looks, and says when it changes."""
 
     def receive(self) -> bytes | None:
         """Wait for the next frame; None, or OSError with a reason, where there will be no more."""
@@ -136,7 +140,7 @@ class RankProcess:
 
     def __init__(self, code: str, device: str | None = None) -> None:
         """code: what it runs, which has a `link`. device: the GPU that it sees; None: what this process sees"""
-        self.most_silent = START_SECONDS
+        self._watch = Watch()
         code = LINK.format(folder=os.getcwd()) + code
         seen: dict[str, Any] = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         self._process = start_python(code, stderr=2, has_own_session=False, **seen)
@@ -149,10 +153,15 @@ class RankProcess:
             write_frame(self._in, body)
 
     def limit_silence(self, seconds: float) -> None:
-        self.most_silent = seconds  # a parent that drives sends no heartbeats
+        self._watch.seconds = seconds
+
+    def look(self) -> Life:
+        return self._watch.look(time.monotonic(), read_vitals(self._process.pid))
 
     def receive(self) -> bytes | None:
-        return read_frame(self._out)
+        frame = read_frame(self._out)
+        self._watch.hear()
+        return frame
 
     @property
     def has_ended(self) -> bool:
@@ -180,22 +189,29 @@ class Ranks:
         self._answers: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in openings]  # likewise
         self._fault: AtomError | None = None
         self._watchers: list[Callable[[AtomError], object]] = []
-        self._silent = [0.0] * len(channels)  # seconds, of each
+        self._lives = [Life.RUNNING] * len(channels)
+        self._hang_seconds = HANG_SECONDS
         self._lock = threading.Lock()  # of the fault and who watches for it
         self._is_closing = threading.Event()
         try:
             for rank, (channel, opening) in enumerate(zip(channels, openings, strict=True), 1):
                 threading.Thread(target=self._read, args=(rank, channel), name=f"rank {rank}", daemon=True).start()
                 self._send(channel, opening)
-            threading.Thread(target=self._watch_silence, name="ranks", daemon=True).start()
+            threading.Thread(target=self._look, name="ranks", daemon=True).start()
         except BaseException:
             self.close()
             raise
 
     def limit_silence(self, seconds: float) -> None:
-        """From now on, take a rank for dead once it has been silent for so long."""
+        """From now on, take a rank for hung after so many seconds without a sign of life."""
+        self._hang_seconds = seconds
         for channel in self._channels:
             channel.limit_silence(seconds)
+
+    @property
+    def stopped(self) -> list[int]:
+        """The ranks whose processes are stopped."""
+        return [rank for rank, life in enumerate(self._lives, 1) if life is Life.STOPPED]
 
     def await_fault(self, seconds: float) -> AtomError | None:
         """Why the ranks cannot go on, if that turns out within this time."""
@@ -287,13 +303,12 @@ class Ranks:
         try:
             channel.send(msgspec.msgpack.encode(Told(body)))
         except OSError as error:  # the thread that reads of it says why
-            raise self.await_fault(BEAT_SECONDS) or EngineDeadError("a rank has ended") from error
+            raise self.await_fault(FAULT_SECONDS) or EngineDeadError("a rank has ended") from error
 
     def _read(self, rank: int, channel: Channel) -> None:
         decoder, reason = msgspec.msgpack.Decoder(FromRank), ""
         try:
             while (frame := channel.receive()) is not None:
-                self._silent[rank - 1] = 0.0
                 match decoder.decode(frame):
                     case Done(refused):
                         self._done.put(Done(refused and f"rank {rank}: {refused}"))
@@ -301,19 +316,25 @@ class Ranks:
                         self._answers[rank - 1].put(body)
                     case Failed(kind, error):
                         self.fail(error_of(kind, rank, error))
+                    case Seen(life):
+                        self._note(rank, life)
         except Exception as error:  # whatever it is, nobody reads of this rank any more
             reason = f": {error}"
         self.fail(EngineDeadError(f"rank {rank} has ended{reason}"))
 
-    def _watch_silence(self) -> None:
-        before = time.monotonic()
-        while not self._is_closing.wait(BEAT_SECONDS / LOOKS) and self._fault is None:
-            now = time.monotonic()
-            gap, before = min(now - before, MAX_GAP), now
-            self._silent = [silent + gap for silent in self._silent]
-            for rank, (silent, channel) in enumerate(zip(self._silent, self._channels, strict=True), 1):
-                if silent > channel.most_silent:
-                    self.fail(EngineDeadError(f"rank {rank} has been silent for {silent:.1f} s"))
+    def _look(self) -> None:
+        while not self._is_closing.wait(LOOK_SECONDS) and self._fault is None:
+            for rank, channel in enumerate(self._channels, 1):
+                if (life := channel.look()) is not None:
+                    self._note(rank, life)
+
+    def _note(self, rank: int, life: Life) -> None:
+        self._lives[rank - 1] = life
+        if life is Life.HUNG:
+            reason = f"rank {rank} has neither answered nor used the CPU for {self._hang_seconds:g} s"
+            self.fail(EngineDeadError(reason))
+        elif life is Life.ENDED:  # what it has started may keep its pipe open
+            self.fail(EngineDeadError(f"rank {rank} has ended"))
 
 
 def error_of(kind: str, rank: int, text: str) -> AtomError:
@@ -332,11 +353,8 @@ class RankLink:
         os.dup2(2, 1)  # what a library prints
         self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sending = threading.Lock()
-        self._silent, self._most_silent = 0.0, math.inf  # seconds, of the driver; a parent that drives sends no beats
-        self._parent = os.getppid()
         threading.Thread(target=self._read, name="read", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        threading.Thread(target=self._watch_silence, name="silence", daemon=True).start()
 
     def receive(self) -> bytes:
         """Wait for what the driver tells next. The process ends where the driver does."""
@@ -365,15 +383,10 @@ class RankLink:
 
     def _read(self) -> None:
         """Take what the driver tells. The process ends with this, whatever a collective waits for."""
-        decoder, code = msgspec.msgpack.Decoder(ToRank), 1
+        decoder, code = msgspec.msgpack.Decoder(Told), 1
         try:
             while (frame := read_frame(sys.stdin.buffer)) is not None:
-                self._silent = 0.0
-                match decoder.decode(frame):
-                    case Told(body):
-                        self._frames.put(body)
-                    case Alive(most_silent):
-                        self._most_silent = most_silent
+                self._frames.put(decoder.decode(frame).body)
             code = 0
         except Exception as error:
             self.fail(error)
@@ -385,12 +398,3 @@ class RankLink:
             while True:
                 self._send(Beat())
                 time.sleep(BEAT_SECONDS)
-
-    def _watch_silence(self) -> None:
-        """In a thread of its own: a supervisor that is stopped does not take beats either, and sending them waits."""
-        while self._silent <= self._most_silent:
-            time.sleep(BEAT_SECONDS / LOOKS)
-            self._silent += BEAT_SECONDS / LOOKS
-        if os.getppid() == self._parent:
-            os.kill(self._parent, signal.SIGKILL)  # a supervisor that was stopped, or whose driver was
-        os._exit(1)

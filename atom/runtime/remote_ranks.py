@@ -11,7 +11,7 @@ In that of a rank:
     code = supervise(find_driver("tcp://10.0.0.1:7000", key, rank=3), hello=b"…")
 
 `supervise` starts the rank as a child and passes frames on. So a rank is killed where the connection to the driver
-ends, even if it is stopped; and it kills a supervisor that is stopped itself, since it hears no more of the driver.
+ends, even if it is stopped. A supervisor watches its rank, and tells the driver when that stops, continues or hangs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from atom.config import Config
 from atom.config.parallel import UNIX, bracketed, own_device, read_key
 from atom.config.schema import ParallelConfig
 from atom.errors import ConfigError, EngineDeadError
+from atom.liveness import LOOK_SECONDS, Life
 from atom.messages import say
 from atom.runtime.ranks import (
-    BEAT_SECONDS,
     LOOPBACK,
     RANK,
     RANK_ON_GPU,
-    START_SECONDS,
-    Alive,
+    Limit,
     RankProcess,
+    Seen,
     Told,
     ToRank,
 )  # fmt: skip
@@ -66,10 +66,8 @@ class RemoteRank:
 
     def __init__(self, connection: Connection, hello: bytes) -> None:
         """hello: the first frame of the rank"""
-        self.most_silent, self.hello = START_SECONDS, hello
-        self.host = connection.host
-        self._connection, self._ended = connection, threading.Event()
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        self.hello, self.host = hello, connection.host
+        self._connection = connection
 
     @property
     def has_ended(self) -> bool:
@@ -82,9 +80,12 @@ class RemoteRank:
         return self._connection.receive()
 
     def limit_silence(self, seconds: float) -> None:
-        self.most_silent = seconds
+        self._connection.limit_loss(seconds)
         with contextlib.suppress(OSError):  # whoever receives is told too
-            self._send_alive()  # now: by the next heartbeat the other side may have been stopped, and be waited for
+            self.send(msgspec.msgpack.encode(Limit(seconds)))
+
+    def look(self) -> None:
+        """Its supervisor does."""
 
     def refuse(self, reason: str) -> None:
         """End the rank with the reason."""
@@ -93,20 +94,11 @@ class RemoteRank:
         self.close()
 
     def end(self) -> None:
-        self._ended.set()
         self._connection.end()
 
     def close(self) -> None:
         self.end()
         self._connection.close()
-
-    def _beat(self) -> None:
-        with contextlib.suppress(OSError):  # whoever receives is told too
-            while not self._ended.wait(BEAT_SECONDS):
-                self._send_alive()
-
-    def _send_alive(self) -> None:
-        self.send(msgspec.msgpack.encode(Alive(self.most_silent)))
 
 
 class Listener:
@@ -272,30 +264,36 @@ def supervise(connection: Connection, hello: bytes, code: str = RANK, device: st
     """Run a rank as a child of this process until the driver ends; the exit code: 1 where the rank ended first.
 
     device: the GPU that it sees
-    ConfigError where the driver refuses this rank, EngineDeadError where it falls silent.
+    ConfigError where the driver refuses this rank, EngineDeadError where its host is gone.
     """
-    connection.limit_silence(START_SECONDS)
+    connection.limit_silence(None)
     process, frames = RankProcess(code, device), queue.SimpleQueue[bytes]()
     decoder, has_failed = msgspec.msgpack.Decoder(FromDriver), threading.Event()
     sending = threading.Thread(target=_tell, args=(process, frames), daemon=True)  # a stopped rank reads nothing
     answering = threading.Thread(target=_answer, args=(process, connection, has_failed), daemon=True)
+    ended = threading.Event()
+    watching = threading.Thread(target=_watch, args=(process, connection, ended), daemon=True)
     try:
         connection.send(hello)
         sending.start()
         while (frame := connection.receive()) is not None:
             match decoder.decode(frame):
-                case Alive(most_silent):
-                    connection.limit_silence(most_silent)
+                case Limit(seconds):
+                    connection.limit_loss(seconds)
+                    process.limit_silence(seconds)
                 case Refused(reason):
                     raise ConfigError(f"the driver refuses this rank: {reason}")
-                case Told() if answering.ident is None:
-                    answering.start()  # not before, so that the driver can see whether this process has left
-            frames.put(frame)
+                case Told():
+                    if answering.ident is None:  # not before, so that the driver can see whether this process has left
+                        answering.start()
+                        watching.start()
+                    frames.put(frame)
     except (OSError, msgspec.DecodeError) as error:
         if not has_failed.is_set():
             raise EngineDeadError(f"the driver is lost: {error}") from None
     finally:
         is_failed = has_failed.is_set()
+        ended.set()
         connection.close()
         process.close()
         frames.put(b"")  # ends the thread that tells
@@ -335,3 +333,13 @@ def _answer(process: RankProcess, connection: Connection, has_failed: threading.
             connection.send(frame)
         has_failed.set()
     connection.end()
+
+
+def _watch(process: RankProcess, connection: Connection, ended: threading.Event) -> None:
+    """Tell the driver when the rank stops, continues or hangs."""
+    before = Life.RUNNING
+    with contextlib.suppress(OSError):
+        while not ended.wait(LOOK_SECONDS):
+            if (life := process.look()) is not before:
+                before = life
+                connection.send(msgspec.msgpack.encode(Seen(life)))

@@ -101,6 +101,20 @@ class Connection:
         """Have `receive` raise TimeoutError where nothing comes for so long; None: wait for ever."""
         self._socket.settimeout(seconds)
 
+    def limit_loss(self, seconds: float) -> None:
+        """Have the system end the connection once the other host has acknowledged nothing for so long.
+
+        It acknowledges for a process that is stopped, unless that leaves more unread than it keeps.
+        """
+        if self._socket.family == socket.AF_UNIX:
+            return
+        probes = max(round(seconds / 4), 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options = {"TCP_KEEPIDLE": probes, "TCP_KEEPINTVL": probes, "TCP_KEEPCNT": 3}
+        for name, value in (options | {"TCP_USER_TIMEOUT": round(seconds * 1000)}).items():
+            if hasattr(socket, name):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
     def end(self) -> None:
         """End it for both sides, also for threads of this one that wait for it."""
         with contextlib.suppress(OSError):  # it has ended

@@ -57,6 +57,11 @@ OLD_NAMES = {  # which older boards of vLLM ask for
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
+
+def is_up(engine: Replica) -> bool:
+    return engine.client.state is EngineState.READY and not engine.client.stopped
+
+
 GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "num_requests_running": ("sequences in the engine's steps", lambda engine: engine.client.stats.num_running),
     "num_requests_waiting": ("sequences that are not admitted", lambda engine: engine.client.num_waiting),
@@ -67,7 +72,7 @@ GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
         "share of the KV blocks in host memory that have content, 0 to 1",
         lambda engine: engine.client.stats.host_cache_usage,
     ),
-    "engine_up": ("whether the engine serves, 1 or 0", lambda engine: engine.client.state is EngineState.READY),
+    "engine_up": ("whether the engine serves, 1 or 0", is_up),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "num_preemptions": (

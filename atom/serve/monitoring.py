@@ -29,20 +29,20 @@ def routes(context: Context) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is.
+        """200 where requests are taken, else 503; `state` is loading, ready, stopped, draining or dead.
 
-        While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps. Of several
-        engines, `engines` names each; one that serves is enough.
+        A stopped engine (SIGSTOP, a debugger) answers its requests once it continues; `stopped` names its processes.
+        While it loads, `doing` says what the start is at. `is_sleeping` is there while an engine sleeps, `step_seconds`
+        once a step takes long. Of several engines, `engines` names each; one that serves is enough.
         """
-        state = context.state
-        status = "ok" if state is EngineState.READY else str(state)
-        body: dict[str, Any] = {"status": status, "state": str(state)}
+        state, engines = context.state, context.engines
+        shown = "stopped" if state is EngineState.READY and engines.is_stopped else str(state)
+        body: dict[str, Any] = {"status": "ok" if shown == EngineState.READY else shown, "state": shown}
         if state is EngineState.LOADING:
             body["doing"] = context.doing
-        if context.engines.is_sleeping:
+        if engines.is_sleeping:
             body["is_sleeping"] = True
-        if len(context.engines) > 1:
-            body["engines"] = list(map(describe_engine, context.engines))
+        body |= {"engines": list(map(describe_engine, engines))} if len(engines) > 1 else describe_pause(engines[0])
         return json_response(body, 200 if state is EngineState.READY else 503)
 
     @router.get("/ready")
@@ -107,6 +107,12 @@ def describe_config(config: Config) -> dict[str, Any]:
     return shown
 
 
+def describe_pause(engine: Replica) -> dict[str, Any]:
+    """Which of an engine's processes are stopped, and for how long it has ended no step, if that is long."""
+    stopped, seconds = engine.client.stopped, int(engine.client.step_seconds)
+    return ({"stopped": stopped} if stopped else {}) | ({"step_seconds": seconds} if engine.has_long_step else {})
+
+
 def describe_engine(engine: Replica) -> dict[str, Any]:
     """One of several engines, for /health, which needs no key: nothing that a fault would tell."""
     client = engine.client
@@ -115,4 +121,4 @@ def describe_engine(engine: Replica) -> dict[str, Any]:
         body["doing"] = client.doing
     if client.is_sleeping:
         body["is_sleeping"] = True
-    return body | ({"stays_dead": True} if engine.has_failed else {})
+    return body | describe_pause(engine) | ({"stays_dead": True} if engine.has_failed else {})

@@ -4,7 +4,7 @@
 
 SIGTERM and Ctrl-C drain: running requests may end within drain_seconds, new ones get 503. A second signal ends at once,
 and so does one while the engines load. SIGHUP reads the files of keys and certificates anew. An engine that dies or
-falls silent is started again while others serve (`atom.serve.engine.replicas`); where none does, the server ends with
+hangs is started again while others serve (`atom.serve.engine.replicas`); where none does, the server ends with
 an exit code on which a supervisor restarts it.
 """
 
@@ -265,7 +265,7 @@ class Server:
     async def _report_death(self) -> None:
         """Let /health report the death for a while, unless a signal ends the server. All streams have ended."""
         self._code = 1
-        self._ending = asyncio.create_task(self._engines.end_dead())  # now: one that was stopped keeps its memory
+        self._ending = asyncio.create_task(self._engines.end_dead())  # now: one that hangs keeps its memory
         if self._engines.ready.is_set():
             what = "the engine is dead" if len(self._engines) == 1 else "all engines are dead"
             LOG.error(what, extra={"fields": {"reason": self._engines.reason}})

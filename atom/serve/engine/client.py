@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.liveness import Life, Vitals, Watch
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams
@@ -52,8 +53,6 @@ from atom.serve.engine.protocol import (
 )
 from atom.serve.engine.stream import MAX_UNREAD, RequestStream, UnreadError
 
-START_SECONDS = 60.0  # of silence that an engine may have while it starts: imports hold the interpreter's lock
-MAX_GAP = 1.0  # seconds between two checks that count as silence: a process that was stopped could not listen
 SMOOTHING = 0.1  # weight of the newest interval between two finished sequences in their mean
 
 
@@ -100,8 +99,10 @@ class EngineClient(asyncio.Protocol):
         self._asked: dict[str, asyncio.Future[str]] = {}  # what operators wait for, by id
         self._frames: Frames[FromEngine] = from_engine()
         self._transport: asyncio.Transport | None = None
-        self._checked_at = clock()
-        self._silence = 0.0  # seconds
+        self._watch = Watch(config.serve.http.heartbeat_seconds)
+        self._is_stopped = False
+        self._stopped_ranks: list[int] = []
+        self._step_seconds = 0.0  # of the step that ran at the last heartbeat
         self._finished_at = clock()  # when the last sequence finished
         self._interval = 0.0  # mean seconds between two finished sequences
         self._num_sent = 0  # Submit messages
@@ -226,14 +227,30 @@ class EngineClient(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def check(self) -> None:
-        """Declare the engine dead if it has been silent too long; to be called regularly."""
-        now = self._clock()
-        self._silence += min(now - self._checked_at, MAX_GAP)
-        self._checked_at = now
-        limit = self._config.serve.http.heartbeat_seconds if self.ready.is_set() else START_SECONDS
-        if self._silence > limit:
-            self._die(f"the engine was silent for {limit:g} s")
+    @property
+    def stopped(self) -> list[str]:
+        """The engine's processes that are stopped."""
+        if self.state is EngineState.DEAD:
+            return []
+        return ["engine"] * self._is_stopped + [f"rank {rank}" for rank in self._stopped_ranks]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since a busy engine last ended a step, as far as is known; 0 if it is idle."""
+        is_open = self.state in (EngineState.READY, EngineState.DRAINING)
+        return self._step_seconds + self._watch.silence if is_open else 0.0
+
+    def check(self, vitals: Vitals | None) -> None:
+        """Declare the engine dead if its process hangs or has ended; to be called regularly.
+
+        vitals: of its process; None if unknown
+        """
+        life = self._watch.look(self._clock(), vitals)
+        self._is_stopped = life is Life.STOPPED
+        if life is Life.HUNG:
+            self._die(f"the engine has neither answered nor used the CPU for {self._watch.seconds:g} s")
+        elif life is Life.ENDED:  # what it has started may keep its end of the socket open
+            self.connection_lost(None)
 
     # asyncio.Protocol
 
@@ -241,7 +258,7 @@ class EngineClient(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._silence = 0.0
+        self._watch.hear()
         if self.state is EngineState.DEAD:  # it is ending
             return
         for message in self._frames.feed(data):
@@ -258,8 +275,9 @@ class EngineClient(asyncio.Protocol):
                 now = asyncio.get_running_loop().time()
                 for output in message.outputs:
                     self._push_output(output, now)
-            case Beat(stats, doing):
+            case Beat(stats, doing, step_seconds, stopped_ranks):
                 self.stats, self.doing = stats, doing or self.doing
+                self._step_seconds, self._stopped_ranks = step_seconds, stopped_ranks
             case Refused(id, error):
                 self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
             case Done(id, result, error, is_internal, is_sleeping):

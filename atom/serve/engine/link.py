@@ -2,7 +2,7 @@
 
 link = Link(socket.socket(fileno=3))
 (start,) = link.receive()
-threading.Thread(target=send_heartbeats, args=(link, 0.5, make, stopped), daemon=True).start()
+threading.Thread(target=send_heartbeats, args=(link, make, stopped), daemon=True).start()
 link.send(Ready(num_blocks, gpus))
 fail(link, error, 1)                            # before the process ends
 """
@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from atom.liveness import BEAT_SECONDS
 from atom.serve.engine.frames import Frames, Message, encode
 from atom.serve.engine.protocol import Beat, Failed, ToEngine, to_engine
 
@@ -43,9 +44,9 @@ class Link:
                 return messages
 
 
-def send_heartbeats(link: Link, seconds: float, make: Callable[[], Beat], stopped: threading.Event) -> None:
-    """Send a heartbeat every `seconds`, until `stopped` is set."""
-    while not stopped.wait(seconds):
+def send_heartbeats(link: Link, make: Callable[[], Beat], stopped: threading.Event) -> None:
+    """Send a heartbeat every `BEAT_SECONDS`, until `stopped` is set."""
+    while not stopped.wait(BEAT_SECONDS):
         try:
             link.send(make())
         except OSError:  # the HTTP process is gone, which the receiving thread sees

@@ -139,6 +139,8 @@ class Beat(Message):
 
     stats: EngineStats
     doing: str = ""  # the present step of the start, as in `compiling 12 pieces: 3 done`
+    step_seconds: float = 0.0  # since the step that runs has begun; 0: none runs
+    stopped_ranks: list[int] = msgspec.field(default_factory=list)
 
 
 class Failed(Message):

@@ -13,16 +13,19 @@ Each start has a process and a client of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from atom.config import Config
+from atom.liveness import read_vitals
 from atom.serve import log
-from atom.serve.engine.client import EngineClient
+from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import EngineProcess, describe_exit
 from atom.serve.engine.router import Load
 
+LOG = logging.getLogger("atom.serve")
 MAX_FAILURES = 3  # starts in a row
 PAUSE_SECONDS = 1.0  # before a dead engine is started again; twice as long after each further death
 MAX_PAUSE_SECONDS = 60.0
@@ -46,6 +49,8 @@ class Replica:
         self._num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
         self._config, self._command = config, command  # of the next start
         self._process: EngineProcess | None = None
+        self._stopped: list[str] = []  # its stopped processes, as last logged
+        self.has_long_step = False  # it has ended none for `heartbeat_seconds`, which has been logged
         self._started = started
 
     @property
@@ -93,6 +98,27 @@ class Replica:
             await self.start()
         except OSError as error:
             self.client.close(f"the system cannot start it: {error}")
+
+    def check(self) -> None:
+        """Declare the engine dead if its process hangs or has ended; to be called regularly."""
+        client, process = self.client, self._process
+        if client.state is not EngineState.DEAD:
+            client.check(None if process is None else read_vitals(process.pid))
+        self._report_stopped()
+        is_long = client.step_seconds >= self._config.serve.http.heartbeat_seconds
+        if is_long and not self.has_long_step:
+            LOG.warning("%s is busy, and has ended no step for %.0f s", self.name, client.step_seconds)
+        self.has_long_step = is_long
+
+    def _report_stopped(self) -> None:
+        stopped = self.client.stopped
+        if stopped != self._stopped and self.client.state is not EngineState.DEAD:
+            names = {"fields": {"stopped": stopped}}
+            if stopped:
+                LOG.warning("%s is stopped, and its requests wait", self.name, extra=names)
+            else:
+                LOG.info("%s is not stopped any more", self.name, extra=names)
+        self._stopped = stopped
 
     def has_ended(self) -> bool:
         return self._process is None or self._process.has_ended()

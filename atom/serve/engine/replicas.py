@@ -5,7 +5,7 @@
     stream = engines.submit([[1, 2, 3]], [params], id="cmpl-1")      # where its prefix is cached, or load is least
     engines[stream.engine].client.stats
     engines.abort(stream)
-    engines.check()                                                  # regularly: silence is death
+    engines.check()                                                  # regularly: one may hang
 
 A replica is an engine with a process, a client and a KV cache of its own. When one dies, its streams end with an error
 and it is started again while others serve; after `MAX_FAILURES` starts in a row that fail it stays dead. When all are
@@ -195,6 +195,11 @@ class Replicas:
             raise fault
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether each engine of this state has a process that is stopped."""
+        return all(each.client.stopped for each in self if each.client.state is self.state)
+
+    @property
     def is_sleeping(self) -> bool:
         return any(each.client.is_sleeping for each in self)
 
@@ -215,9 +220,9 @@ class Replicas:
         self.dead.set()
 
     def check(self) -> None:
-        """Declare engines dead that have been silent too long; to be called regularly."""
+        """Declare engines dead whose processes hang or have ended; to be called regularly."""
         for each in self:
-            each.client.check()
+            each.check()
         for task in self._watching:
             if task.done() and (fault := task.exception()) is not None:
                 raise fault
@@ -238,12 +243,13 @@ class Replicas:
         return ", ".join(await asyncio.gather(*(each.end() for each in self)))
 
     def _find_loads(self, num_sequences: int, tenant: str) -> dict[int, Load]:
-        """The loads of replicas that serve; of those that are awake, where one is, and of those with room likewise.
+        """The loads of replicas that serve; of those that are not stopped, if any; of those awake; of those with room.
 
         EngineDeadError where none serves.
         """
         serving = self._find_serving()
-        awake = [each for each in serving if not each.client.is_sleeping] or serving
+        going = [each for each in serving if not each.client.stopped] or serving
+        awake = [each for each in going if not each.client.is_sleeping] or going
         roomy = [each for each in awake if each.client.has_room(num_sequences, tenant)]
         return {each.number: each.load for each in roomy or awake}
 

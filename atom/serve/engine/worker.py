@@ -9,8 +9,7 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
 
 It has four threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; one
 prepares those with a grammar, which may take seconds to compile; the main thread loads the model and runs the steps;
-one sends heartbeats, so that an engine in a long step or compilation is not taken for dead. The main thread imports
-torch at once, as the configuration may come later.
+one sends heartbeats (`atom.liveness`). The main thread imports torch at once, as the configuration may come later.
 
 It ignores the signals of a terminal or a supervisor, since the HTTP process decides when the last request is done, and
 ends with the compilers that it has started: when it is told, with the KV that is to be kept in files; and when the
@@ -27,6 +26,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from atom.runtime.engine import Engine
 
 LOG = logging.getLogger("atom.engine")
-BEATS = 8  # heartbeats in the time after which silence is taken for death
 PORTION = 1024  # positions of a prompt whose log probabilities are sent in one message
 GRACE_SECONDS = 2.0  # to end in when the HTTP process is gone, or for the last step when it has this one end
 
@@ -94,6 +93,7 @@ class Worker:
         self._compiling: dict[str, Submit] = {}  # requests whose grammars are not compiled, by id; of the main thread
         self._sent_state: tuple[int, dict[str, int]] = 0, {}  # last told: `_num_seen`, and those that wait by tenant
         self._drafts = DraftLog()
+        self._step_began: float | None = None  # when the step that runs did; None: none runs
         self._last_step: threading.Timer | None = None  # kills the process
 
     @property
@@ -107,7 +107,9 @@ class Worker:
         stats = self._engine.stats()
         if line := self._drafts.describe(stats.scheduler):
             LOG.info(line)
-        return Beat(stats)
+        began = self._step_began
+        step_seconds = 0.0 if began is None else time.monotonic() - began
+        return Beat(stats, step_seconds=step_seconds, stopped_ranks=self._engine.stopped_ranks)
 
     def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
         self._engine = make()
@@ -120,7 +122,9 @@ class Worker:
         guard = StepGuard(self.engine)
         while self._run_inbox():
             if self.engine.has_work:
+                self._step_began = time.monotonic()
                 guard.step(self._send_outputs)
+                self._step_began = None
             self._send_outputs()
 
     def receive(self) -> None:
@@ -366,12 +370,12 @@ def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, d
 
     def receive() -> None:
         try:
-            started.put(start := await_start(link))
+            started.put(await_start(link))
         except Exception as error:
             LOG.exception("the configuration cannot be read")
             fail(link, error, 1)
             end_group()
-        beats = (link, start.config.serve.http.heartbeat_seconds / BEATS, worker.make_heartbeat, stopped)
+        beats = (link, worker.make_heartbeat, stopped)
         threading.Thread(target=send_heartbeats, args=beats, name="beat", daemon=True).start()
         worker.receive()
 

@@ -5,7 +5,9 @@ assert_same_answers(answers, alone)
 assert_same_texts_of_a_grammar(save_with_texts("llama", folder), {"level": 0}, {"tensor_parallel_size": 2})
 assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place=0)
 assert_ranks_end_with_their_driver(folder, level=0)
-assert_server_ends_by_a_signal(server, 1, signal.SIGSTOP, temporary)      # rank 1 of a server whose TMPDIR that is
+assert_goes_on_after_a_stop(engine, place=0)
+assert_server_ends_by_a_signal(server, 1, signal.SIGKILL, temporary)      # rank 1 of a server whose TMPDIR that is
+assert_server_outlives_a_stop(server, 1)
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -128,6 +132,35 @@ def assert_ends_by_a_signal(engine: LLMEngine, number: int, reason: str, place: 
     assert not any(file.exists() for file in files)
 
 
+def assert_goes_on_after_a_stop(engine: LLMEngine, place: int) -> None:
+    """A stop of one of its other ranks, for longer than its silence may last, ends nothing and changes no token.
+
+    place: among its other ranks
+    """
+    pids = sorted(rank_processes())
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    (expected,) = engine.generate([tiny.prompt(9)], params)
+    ranks = engine._engine._ranks
+    assert ranks is not None
+    ranks.limit_silence(1.0)
+    stopped: list[list[int]] = []
+
+    def go_on() -> None:
+        wire.wait_until(lambda: ranks.stopped)
+        time.sleep(2.5)
+        stopped.append(ranks.stopped)
+        os.kill(pids[place], signal.SIGCONT)
+
+    os.kill(pids[place], signal.SIGSTOP)
+    continuing = threading.Thread(target=go_on)
+    continuing.start()
+    (answer,) = engine.generate([tiny.prompt(9)], params)
+    continuing.join()
+    assert stopped == [[pids.index(pids[place]) + 1]], "it was stopped in the midst of it"
+    assert answer["token_ids"] == expected["token_ids"]
+    wire.wait_until(lambda: not ranks.stopped)
+
+
 def files_of(pids: list[int], temporary: Path | None = None) -> list[Path]:
     """The files whose memory processes share, which could be left behind. temporary: their TMPDIR, if not this one's"""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
@@ -166,6 +199,25 @@ def ranks_of(server: Server) -> list[int]:
     others = sorted(pid for pid, command in commands.items() if b"RankLink" in command)
     (driver,) = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in others}
     return [driver, *others]
+
+
+def assert_server_outlives_a_stop(server: Server, rank: int) -> None:
+    """A stop of a process of ranks, for longer than heartbeat_seconds=1, ends nothing: /health says so, streams go on."""
+    pid, name = ranks_of(server)[rank], f"rank {rank}" if rank else "engine"
+    body = {"prompt": [0, 9], "max_tokens": 400, "ignore_eos": True}
+    with ExitStack() as opened:
+        streams = [wire.Stream(server.url, body) for _ in range(3)]
+        for stream in streams:
+            opened.callback(stream.close)
+            stream.read_events(3)
+        os.kill(pid, signal.SIGSTOP)
+        wire.wait_until(lambda: name in wire.ask(server.url, "GET", "/health").json.get("stopped", []))
+        time.sleep(3)
+        health = wire.ask(server.url, "GET", "/health")
+        assert health.status == 200 and health.json["state"] == "stopped"
+        os.kill(pid, signal.SIGCONT)
+        assert all(stream.read_events()[-1] == "[DONE]" for stream in streams)
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/health").json == {"status": "ok", "state": "ready"})
 
 
 def assert_server_ends_by_a_signal(

@@ -34,6 +34,7 @@ from rank_checks import (
     GREEDY,
     answer_beside_an_abort,
     assert_ends_by_a_signal,
+    assert_goes_on_after_a_stop,
     assert_ranks_end_with_their_driver,
     assert_same_answers,
     assert_same_texts_of_a_grammar,
@@ -250,30 +251,66 @@ def test_each_rank_writes_a_trace_of_its_own(
         assert names.count("atom::norm_rope_write") >= 3 * GREEDY.max_tokens, "of each layer and step"
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "divided", "place"),
-    [
-        (signal.SIGKILL, "llama", {"tensor_parallel_size": 2}, 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (signal.SIGSTOP, "llama", {"pipeline_parallel_size": 2}, 0),
-                (signal.SIGKILL, "llama", {"pipeline_parallel_size": 2}, 0),
-                (signal.SIGSTOP, "llama", {"tensor_parallel_size": 2}, 0),
-                (signal.SIGKILL, "llama_three_groups", {"tensor_parallel_size": 3}, 0),
-                (signal.SIGKILL, "llama_three_groups", {"tensor_parallel_size": 3}, 1),
-                (signal.SIGSTOP, "llama_three_groups", {"tensor_parallel_size": 3}, 0),
-                (signal.SIGSTOP, "llama_three_groups", {"tensor_parallel_size": 3}, 1),
-            )
-        ),
-    ],
-)
-def test_a_rank_that_dies_or_stops_ends_the_engine(
-    number: signal.Signals, name: str, divided: dict[str, int], place: int, open_engine: Open
-):
+LAYOUTS = [
+    ("llama", {"tensor_parallel_size": 2}, 0),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("llama", {"pipeline_parallel_size": 2}, 0),
+            ("llama_three_groups", {"tensor_parallel_size": 3}, 0),
+            ("llama_three_groups", {"tensor_parallel_size": 3}, 1),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "divided", "place"), LAYOUTS)
+def test_a_rank_that_dies_ends_the_engine(name: str, divided: dict[str, int], place: int, open_engine: Open):
     engine = open_engine(name, **divided)
     engine.generate([[1, 2, 3]], GREEDY)
-    assert_ends_by_a_signal(engine, number, "has ended" if number == signal.SIGKILL else "has been silent", place)
+    assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place)
+
+
+@pytest.mark.parametrize(("name", "divided", "place"), LAYOUTS)
+def test_a_rank_that_is_stopped_ends_nothing_and_goes_on(
+    name: str, divided: dict[str, int], place: int, open_engine: Open
+):
+    assert_goes_on_after_a_stop(open_engine(name, **divided), place)
+
+
+HELD = """
+import ctypes, sys, time
+seconds = float(link.receive())
+if seconds < 0:
+    ctypes.PyDLL(None).sleep(1000)
+end = time.monotonic() + seconds
+sys.setswitchinterval(1000)
+while time.monotonic() < end: pass
+sys.setswitchinterval(0.005)
+link.answer(b"done")
+link.receive()
+"""
+
+
+def test_a_rank_that_neither_beats_nor_uses_the_cpu_ends_the_engine():
+    with closing(Ranks([RankProcess(HELD)], [b"-1"])) as ranks:
+        ranks.limit_silence(1.0)
+        assert str(ranks.await_fault(60)) == "rank 1 has neither answered nor used the CPU for 1 s"
+
+
+def test_a_rank_that_computes_with_the_lock_held_is_waited_for():
+    with closing(Ranks([RankProcess(HELD)], [b"5"])) as ranks:
+        ranks.limit_silence(2.0)
+        assert ranks.receive(1) == b"done" and ranks.await_fault(0) is None
+
+
+def test_a_rank_that_was_killed_has_ended_though_its_children_keep_its_pipe():
+    code = "import os, subprocess; child = subprocess.Popen(['sleep', '60'], stdout=link._out); link.receive()"
+    code += "; link.answer(str(child.pid).encode()); os.kill(os.getpid(), 9)"
+    with closing(Ranks([RankProcess(code)], [b"a"])) as ranks:
+        child = int(ranks.receive(1))
+        assert str(ranks.await_fault(30)) == "rank 1 has ended"
+        os.kill(child, signal.SIGKILL)
 
 
 class KillingProgress(SilentProgress):
@@ -361,7 +398,7 @@ def test_a_rank_that_cannot_read_what_it_is_told_ends_and_says_why():
 
 
 def test_a_rank_of_which_nothing_can_be_read_ends_all():
-    channel = Mock(most_silent=60.0, receive=Mock(side_effect=LookupError("what is this?")))
+    channel = Mock(look=Mock(return_value=None), receive=Mock(side_effect=LookupError("what is this?")))
     with closing(Ranks([channel], [b"a"])) as ranks:
         assert str(ranks.await_fault(5)) == "rank 1 has ended: what is this?"
 

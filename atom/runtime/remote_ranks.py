@@ -31,7 +31,7 @@ from atom.config import Config
 from atom.config.parallel import UNIX, bracketed, own_device, read_key
 from atom.config.schema import ParallelConfig
 from atom.errors import ConfigError, EngineDeadError
-from atom.liveness import LOOK_SECONDS, Life
+from atom.liveness import HANG_SECONDS, LOOK_SECONDS, Life
 from atom.messages import say
 from atom.runtime.ranks import (
     LOOPBACK,
@@ -68,6 +68,7 @@ class RemoteRank:
         """hello: the first frame of the rank"""
         self.hello, self.host = hello, connection.host
         self._connection = connection
+        connection.limit_loss(HANG_SECONDS)
 
     @property
     def has_ended(self) -> bool:
@@ -267,6 +268,7 @@ def supervise(connection: Connection, hello: bytes, code: str = RANK, device: st
     ConfigError where the driver refuses this rank, EngineDeadError where its host is gone.
     """
     connection.limit_silence(None)
+    connection.limit_loss(HANG_SECONDS)
     process, frames = RankProcess(code, device), queue.SimpleQueue[bytes]()
     decoder, has_failed = msgspec.msgpack.Decoder(FromDriver), threading.Event()
     sending = threading.Thread(target=_tell, args=(process, frames), daemon=True)  # a stopped rank reads nothing

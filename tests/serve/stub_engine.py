@@ -4,12 +4,14 @@
 
 Only the engine is a stub: it stands inside atom.serve.engine.worker, behind the real protocol, HTTP server and processes. A
 prompt may steer it: token 1 in front makes each step raise that this request is in, 2 computes in Python for 10 s, 3
-for 10 s in C without the interpreter's lock, 4 lacks memory, 5 ends the process, 6 cannot be prepared.
+for 10 s in C without the interpreter's lock, 4 lacks memory, 5 ends the process, 6 cannot be prepared, 7 sleeps with
+the lock held, 8 computes with it held.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import json
 import os
@@ -36,15 +38,16 @@ BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000
 LONG_SECONDS = 10.0  # of a step that takes long
 TICK_SECONDS = 0.005  # between two looks at the event loop
-RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # the first token of a prompt
+RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED, SLEEPS_LOCKED, SPINS_LOCKED = range(1, 9)  # the first token of a prompt
 
 
 @dataclass
 class Options:
     step_seconds: float = 0.01  # between two steps
     load_seconds: float = 0.0
-    start_seconds: float = 60.0  # of silence after which an engine that loads is dead
+    load_hangs: bool = False  # it sleeps then, with the interpreter's lock held
     prefill_seconds: float = 0.0  # from admission to the first token
+    hold_seconds: float = 0.0  # for which a step holds the interpreter's lock, where a prompt has it do so
     max_running: int = 1 << 30  # sequences; more wait
     clock: bool = False  # the text of a token is the time when it was emitted, in seconds
     no_memory: bool = False  # to load
@@ -74,6 +77,10 @@ class StubEngine:
     num_steps: int = 0
     due: float = 0.0  # when the next step is
     stepping: list[Sequence] = field(default_factory=list)  # what the last step was about
+
+    @property
+    def stopped_ranks(self) -> list[int]:
+        return []
 
     def watch(self, callback: Callable[[Exception], object]) -> None:
         """It has no ranks that could die."""
@@ -167,6 +174,9 @@ class StubEngine:
             while time.monotonic() < end:
                 pass
             self.stepping[0].prompt[0] = 0
+        if token in (SLEEPS_LOCKED, SPINS_LOCKED) and self.num_steps > 1:
+            self.stepping[0].prompt[0] = 0
+            hold_lock(self.options.hold_seconds, spins=token == SPINS_LOCKED)
 
     def _emit(self, sequence: Sequence, text: str) -> None:
         sequence.output.append(7)
@@ -223,6 +233,18 @@ def score(num_top: int) -> Logprobs:
     return Logprobs(7, -1.0, 1, [(token, -1.0) for token in range(num_top)])
 
 
+def hold_lock(seconds: float, *, spins: bool) -> None:
+    """Let no other thread of this process run: in C, or computing in Python."""
+    if not spins:
+        ctypes.PyDLL(None).usleep(round(seconds * 1e6))
+        return
+    before, end = sys.getswitchinterval(), time.monotonic() + seconds
+    sys.setswitchinterval(1000.0)
+    while time.monotonic() < end:
+        pass
+    sys.setswitchinterval(before)
+
+
 async def watch_loop(path: str) -> None:
     """Write how long the loop stood still, in seconds: no longer than this process computed, as others compute too."""
     with Path(path).open("a") as file:
@@ -246,6 +268,8 @@ def open_stub(options: Options, progress: Progress, replica: int = 0) -> StubEng
         task.advance(40)
         while time.monotonic() < end:
             time.sleep(min(0.05, options.load_seconds))
+        if options.load_hangs:
+            hold_lock(1000.0, spins=False)
     return StubEngine(options, replica)
 
 
@@ -300,11 +324,11 @@ def main() -> int:
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.config.load import load  # which an engine's process does without
     from atom.jobs.report import report
-    from atom.serve.engine import client, replica
+    from atom.serve.engine import replica
     from atom.serve.server import Server, run_loop
 
     config = load(rest)
-    client.START_SECONDS, replica.PAUSE_SECONDS = options.start_seconds, options.pause_seconds
+    replica.PAUSE_SECONDS = options.pause_seconds
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)

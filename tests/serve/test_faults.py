@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 import serving
 import wire
-from rank_checks import assert_server_ends_by_a_signal, files_of, ranks_of
+from rank_checks import assert_server_ends_by_a_signal, assert_server_outlives_a_stop, files_of, ranks_of
 from serving import Server, Start, family, free_port, is_alive, listening
 
 from atom.serve.server import DEAD_SECONDS, END_SECONDS
 
 HEALTH_SECONDS = 20.0  # within which /health tells of a death
-RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # as in stub_engine.py
+# as in stub_engine.py
+RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED, SLEEPS_LOCKED, SPINS_LOCKED = range(1, 9)
 
 
 def assert_dies(
@@ -101,12 +101,87 @@ def test_a_stream_that_dies_is_no_success_in_the_log_and_the_counts(start_server
     assert server.process.wait(20) == 1
 
 
-def test_an_engine_that_is_stopped_is_taken_for_dead(running: Running):
-    server, streams, answers = running
+def health(server: Server) -> dict[str, Any]:
+    answer = wire.ask(server.url, "GET", "/health")
+    assert answer.status == 200, answer.json
+    return dict(answer.json)
+
+
+READY = {"status": "ok", "state": "ready"}
+
+
+def test_an_engine_that_is_stopped_ends_nothing_and_goes_on(start_server: Start):
+    server = start_server("serve.http.heartbeat_seconds=1", stub={"step_seconds": 0.02})
     (engine,) = family(server)
+    stream = wire.Stream(server.url, {"prompt": [0], "max_tokens": 200})
+    stream.read_events(3)
     os.kill(engine, signal.SIGSTOP)
-    assert_dies(server, streams, answers, time.monotonic())
+    wire.wait_until(lambda: health(server) == {"status": "stopped", "state": "stopped", "stopped": ["engine"]})
+    assert wire.metrics(server.url)["atom:engine_up"] == 0
+    time.sleep(2.5)  # more than twice the limit
+    waiting = wire.Stream(server.url, {"prompt": [0], "max_tokens": 1})  # is taken
+    os.kill(engine, signal.SIGCONT)
+    assert stream.read_events()[-1] == waiting.read_events()[-1] == "[DONE]"
+    wire.wait_until(lambda: health(server) == READY)
+    lines = [json.loads(line)["message"] for line in server.log.read_text().splitlines() if line.startswith("{")]
+    told = [line for line in lines if "stopped" in line]
+    assert told == ["the engine is stopped, and its requests wait", "the engine is not stopped any more"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "later"),
+    [(1.0, 2.0), pytest.param(12.0, 0.0, marks=pytest.mark.slow), pytest.param(12.0, 10.0, marks=pytest.mark.slow)],
+)
+def test_processes_that_are_all_stopped_go_on_though_the_engine_continues_later(
+    seconds: float, later: float, start_server: Start
+):
+    """As on a laptop that is suspended, or in a container that is paused."""
+    server = start_server("serve.http.heartbeat_seconds=1", stub={"step_seconds": 0.02})
+    processes = [server.process.pid, *family(server)]
+    stream = wire.Stream(server.url, {"prompt": [0], "max_tokens": 100})
+    stream.read_events(3)
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    for pid in processes:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(later if pid == server.process.pid else 0)
+    assert stream.read_events()[-1] == "[DONE]"
+    wire.wait_until(lambda: health(server) == READY)
+
+
+@pytest.mark.parametrize("seconds", [4.0, pytest.param(10.0, marks=pytest.mark.slow)])
+def test_an_engine_that_sleeps_with_the_lock_held_is_not_taken_for_dead(start_server: Start, seconds: float):
+    server = start_server(stub={"hold_seconds": seconds})
+    start = time.monotonic()
+    stream = wire.Stream(server.url, {"prompt": [SLEEPS_LOCKED], "max_tokens": 5})
+    assert stream.read_events()[-1] == "[DONE]"
+    assert time.monotonic() - start > seconds, "it has slept"
+    assert health(server) == READY
+
+
+def test_an_engine_that_computes_with_the_lock_held_is_not_taken_for_dead_and_health_names_the_time(
+    start_server: Start,
+):
+    server = start_server("serve.http.heartbeat_seconds=2", stub={"hold_seconds": 6.0})
+    stream = wire.Stream(server.url, {"prompt": [SPINS_LOCKED], "max_tokens": 5})
+    stream.read_events(1)
+    wire.wait_until(lambda: "step_seconds" in health(server))
+    shown = health(server)
+    assert shown.pop("step_seconds") >= 2 and shown == READY
+    assert stream.read_events()[-1] == "[DONE]"
+    wire.wait_until(lambda: health(server) == READY)
+    assert server.log.read_text().count("the engine is busy, and has ended no step for ") == 1
+
+
+def test_an_engine_that_neither_beats_nor_uses_the_cpu_is_ended(start_server: Start):
+    server = start_server("serve.http.heartbeat_seconds=1", stub={"hold_seconds": 1000.0, "step_seconds": 0.02})
+    (engine,) = family(server)
+    stream = wire.Stream(server.url, {"prompt": [SLEEPS_LOCKED], "max_tokens": 8000})
+    stream.read_events(1)
+    assert_dies(server, [stream], [], time.monotonic())
     assert not is_alive(engine)
+    assert "the engine has neither answered nor used the CPU for 1 s" in server.log.read_text()
 
 
 def test_an_engine_that_dies_while_the_server_drains_ends_it_at_once(running: Running):
@@ -159,10 +234,12 @@ def test_an_engine_that_computes_for_long_is_not_taken_for_dead(start_server: St
     server = start_server("serve.http.heartbeat_seconds=1", stub={})
     stream = wire.Stream(server.url, {"prompt": [where], "max_tokens": 5})
     stream.read_events(1)
-    end = time.monotonic() + 8
+    end, shown = time.monotonic() + 8, {}
     while time.monotonic() < end:
-        assert wire.ask(server.url, "GET", "/health").json == {"status": "ok", "state": "ready"}
+        shown = health(server)
+        assert shown == READY | ({"step_seconds": shown["step_seconds"]} if "step_seconds" in shown else {})
         time.sleep(0.2)
+    assert shown["step_seconds"] >= 5, "heartbeats say how long it takes"
     assert stream.read_events()[-1] == "[DONE]"
 
 
@@ -197,10 +274,11 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, t
     assert "ended while it loaded (SIGKILL, as where memory runs out)" in server.log.read_text()
 
 
-def test_an_engine_that_is_stopped_while_it_loads_is_killed_once_it_is_taken_for_dead(talker: Path, tmp_path: Path):
+def test_an_engine_that_hangs_while_it_loads_is_killed_once_it_is_taken_for_dead(talker: Path, tmp_path: Path):
     port = free_port()
-    stub = {"load_seconds": 100, "start_seconds": 6.0}  # more than its imports take
-    server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub)
+    stub = {"load_seconds": 5.0, "load_hangs": True}
+    fields = [f"serve.http.port={port}", "serve.http.heartbeat_seconds=6"]
+    server = serving.launch(talker, tmp_path, *fields, stub=stub)
 
     def listens() -> bool:
         return ("127.0.0.1", port) in listening(server.process.pid)
@@ -208,11 +286,11 @@ def test_an_engine_that_is_stopped_while_it_loads_is_killed_once_it_is_taken_for
     wire.wait_until(listens)
     wire.wait_until(lambda: "loading nothing" in wire.ask(f"http://127.0.0.1:{port}", "GET", "/health").body.decode())
     (engine,) = family(server)
-    os.kill(engine, signal.SIGSTOP)
     wire.wait_until(lambda: not listens())  # the server ends
     assert wire.wait_until(lambda: not is_alive(engine)) < END_SECONDS / 2, "it cannot end by itself"
     assert server.process.wait(20) == 1
-    assert "the engine was silent for 6 s while it loaded (SIGKILL, at the server's wish)" in server.log.read_text()
+    reason = "the engine has neither answered nor used the CPU for 6 s while it loaded (SIGKILL, at the server's wish)"
+    assert reason in server.log.read_text()
 
 
 @pytest.mark.sampled(2)
@@ -272,13 +350,10 @@ def test_only_http_listens(start_server: Start):
     assert listening(engine) == set()
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("rank", "number"),
-    [*itertools.product((0, 1), (signal.SIGKILL, signal.SIGSTOP)), (None, signal.SIGKILL)],
-)
-def test_a_process_that_dies_or_stops_ends_those_of_ranks(
-    rank: int | None, number: signal.Signals, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_a_process_that_dies_ends_those_of_ranks(
+    rank: int | None, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Rank 0 is the process of the engine, and drives; None is that of HTTP."""
     temporary = tmp_path / "temporary"
@@ -288,4 +363,11 @@ def test_a_process_that_dies_or_stops_ends_those_of_ranks(
         ranks = ranks_of(server)
         assert {host for pid in ranks for host, _ in listening(pid)} == {"127.0.0.1"}, "gloo's; nothing else"
         assert files_of(ranks, temporary), "ranks on CPUs add in memory that they share, of which nothing may be left"
-        assert_server_ends_by_a_signal(server, rank, number, temporary)
+        assert_server_ends_by_a_signal(server, rank, signal.SIGKILL, temporary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_ends_nothing_and_goes_on(rank: int, talker: Path, tmp_path: Path):
+    with serving.started(talker, tmp_path, "parallel=tp2", "serve.http.heartbeat_seconds=1") as server:
+        assert_server_outlives_a_stop(server, rank)

@@ -53,23 +53,23 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     launched: list[Server] = []
     key, wrong = save_key(tmp_path / "key"), save_key(tmp_path / "wrong")
 
-    def launch(rank: int, key: Path, name: str, layout: str) -> Server:
+    def launch(rank: int, key: Path, name: str, layout: str, *overrides: str) -> Server:
         folder = tmp_path / name
         folder.mkdir()
         where = [f"parallel.torchrun.rank={rank}", f"parallel.host=127.0.0.{rank + 1}", f"parallel.key_file={key}"]
         fields = ["parallel.torchrun.world_size=2", f"parallel.address=tcp://127.0.0.1:{port}"]
-        server = serving.launch(talker, folder, f"parallel={layout}", "parallel.launcher=torchrun", *where, *fields)
+        server = serving.launch(talker, folder, f"parallel={layout}", "parallel.launcher=torchrun", *where, *fields, *overrides)
         launched.append(server)
         return server
 
-    def start(layout: str = "tp2") -> Hosts:
-        server = launch(0, key, "first", layout)
+    def start(layout: str = "tp2", *overrides: str) -> Hosts:
+        server = launch(0, key, "first", layout, *overrides)
         address = f"tcp://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=r"parallel\.key_file must hold the same on each host"):
             find_driver(address, read_key(str(wrong)), 1, "127.0.0.2")
         refused = "a connection from 127.0.0.2 is refused: it has another key"
         wire.wait_until(lambda: refused in server.log.read_text())
-        supervisor = launch(1, key, "second", layout)
+        supervisor = launch(1, key, "second", layout, *overrides)
         return Hosts(server._replace(url=serving.wait_for_url(server)), supervisor)
 
     port = free_port()
@@ -84,10 +84,10 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 @pytest.mark.parametrize(
     ("layout", "gone"),
     [
-        ("tp2", "host"),
+        ("tp2", "supervisor"),
         *(
             pytest.param(layout, gone, marks=pytest.mark.slow)
-            for layout, gone in (("pp2", "host"), ("tp2", "rank"), ("tp2", "driver"))
+            for layout, gone in (("pp2", "supervisor"), ("tp2", "rank"), ("tp2", "driver"))
         ),
     ],
 )
@@ -106,19 +106,42 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
         limit, since = END_SECONDS * slowness(), time.monotonic()
         if gone == "driver":
             os.kill(engine, signal.SIGKILL)
-        if gone == "host":  # its connections stay, and nothing comes
-            os.kill(supervisor.pid, signal.SIGSTOP)
-        if gone in ("host", "rank"):
-            os.kill(rank, signal.SIGSTOP)
+        if gone == "supervisor":
+            os.kill(supervisor.pid, signal.SIGKILL)
+        if gone == "rank":
+            os.kill(rank, signal.SIGKILL)
         *_, last = stream.read_events()
         assert last["error"]["code"] == "unavailable" and time.monotonic() - since < limit
-    if gone != "host":
-        assert supervisor.wait(since + limit - time.monotonic()) == 0 and not is_alive(rank)
+    code = {"supervisor": -signal.SIGKILL, "rank": 1, "driver": 0}[gone]
+    assert supervisor.wait(since + limit - time.monotonic()) == code
+    wire.wait_until(lambda: not is_alive(rank), since + limit - time.monotonic())
     wire.wait_until(lambda: not is_alive(engine), since + limit - time.monotonic())
     if gone != "driver":
-        wire.wait_until(lambda: "rank 1 has been silent" in server.log.read_text())
+        wire.wait_until(lambda: "rank 1 has ended" in server.log.read_text())
     server.process.terminate()  # it tells of the death for some seconds more
     assert server.process.wait(20) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", ["host", "rank", "driver"])
+def test_two_hosts_go_on_after_a_stop_of_one(stopped: str, start_hosts: Callable[..., Hosts]):
+    hosts = start_hosts("tp2", "serve.http.heartbeat_seconds=1")
+    server, rank = hosts.server, hosts.rank
+    (engine,) = family(server)
+    pids = {"host": [hosts.supervisor.process.pid, rank], "rank": [rank], "driver": [engine]}[stopped]
+    with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 400, "ignore_eos": True})) as stream:
+        stream.read_events(3)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(4)
+        shown = wire.ask(server.url, "GET", "/health").json
+        names = {"host": None, "rank": ["rank 1"], "driver": ["engine"]}  # of a host that is stopped nothing is known
+        assert shown.get("stopped") == names[stopped] and shown.get("step_seconds", 1) >= 1
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert stream.read_events()[-1] == "[DONE]"
+    server.process.terminate()
+    assert server.process.wait(20) == 0 and hosts.supervisor.process.wait(20) == 0
 
 
 def answer_alone(talker: Path, prompt: str | list[int], **params: Any) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from atom.config.load import load
 from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.liveness import Vitals
 from atom.runtime.metrics import EngineStats
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, EngineState, QueueFullError
@@ -73,28 +74,64 @@ def token(id: str, reason: str | None = None) -> Output:
     return Output(id, 0, "a", [1], None, Finish(reason, 1, 0, 0.0) if reason else None)
 
 
-def test_silence_is_death_and_a_heartbeat_is_life():
+def look(client: EngineClient, now: list[float], seconds: float, vitals: Callable[[], Vitals | None]) -> None:
+    """Check for so long, or until it is dead."""
+    for _ in range(round(seconds / 0.5)):
+        now[0] += 0.5
+        if client.state is not EngineState.DEAD:
+            client.check(vitals())
+
+
+def test_an_engine_that_neither_beats_nor_uses_the_cpu_is_dead_and_its_streams_end():
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
-        for seconds in range(1, 20):
-            now[0] = seconds
-            client.check()
-            if not seconds % 3:
-                await engine.tell(Beat(EngineStats(num_running=seconds)))
-                assert client.stats.num_running == seconds
+        stream = client.submit([[1]], [ONE], id="r")
+        for seconds in range(1, 6):
+            look(client, now, 3.5, lambda: Vitals("S", 1.0))
+            await engine.tell(Beat(EngineStats(num_running=seconds)))
+            assert client.state is EngineState.READY and client.stats.num_running == seconds
+        look(client, now, 4.0, lambda: Vitals("S", 1.0))
         assert client.state is EngineState.READY
-        for _ in range(5):
-            now[0] += 1.0
-            client.check()
-        assert client.state is EngineState.DEAD and client.reason == "the engine was silent for 4 s"
+        look(client, now, 1.0, lambda: Vitals("S", 1.0))
+        reason = "the engine has neither answered nor used the CPU for 4 s"
+        assert client.state is EngineState.DEAD and client.reason == reason
+        with pytest.raises(EngineDeadError, match=reason):
+            await stream.next()
+        assert not client.has_left, "the server has ended it"
 
     run(body)
 
 
-def test_time_in_which_this_process_did_not_listen_is_no_silence():
+def test_an_engine_that_is_busy_stopped_or_of_a_system_without_proc_is_alive():
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
-        now[0] = 3600.0  # it was stopped, or its machine slept
-        client.check()
-        assert client.state is EngineState.READY
+        look(client, now, 100, lambda: Vitals("R", now[0]))
+        look(client, now, 100, lambda: None)
+        look(client, now, 100, lambda: Vitals("T", 1.0))
+        assert client.state is EngineState.READY and client.stopped == ["engine"]
+        look(client, now, 3, lambda: Vitals("S", 1.0))
+        assert client.state is EngineState.READY and client.stopped == []
+
+    run(body)
+
+
+def test_the_seconds_of_a_step_are_those_of_the_last_heartbeat_and_of_the_silence_since():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        await engine.tell(Beat(EngineStats(), step_seconds=50.0))
+        look(client, now, 20, lambda: Vitals("R", now[0]))
+        assert client.step_seconds == 69.5, "a look takes what came before it for just heard"
+        await engine.tell(Beat(EngineStats(), stopped_ranks=[1, 3]))
+        look(client, now, 0.5, lambda: Vitals("S", now[0]))
+        assert client.step_seconds == 0.0 and client.stopped == ["rank 1", "rank 3"]
+        client.close("the test is over")
+        assert client.stopped == []
+
+    run(body)
+
+
+def test_an_engine_that_was_killed_is_dead_though_its_children_keep_the_socket():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        look(client, now, 2, lambda: Vitals("Z", 1.0))
+        assert client.state is EngineState.DEAD and client.has_left
+        assert client.reason == "the engine's process has ended"
 
     run(body)
 

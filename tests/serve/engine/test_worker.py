@@ -60,7 +60,7 @@ def test_an_engine_that_is_to_end_before_it_has_begun_ends_without_a_fault():
 
 def test_an_engine_is_ready_beats_and_ends_with_its_socket():
     engine, frames, told = EngineProcess(STUB), from_engine(), []
-    engine.connection.sendall(encode(Start(load(["serve.http.heartbeat_seconds=0.8"]))))
+    engine.connection.sendall(encode(Start(load([]))))
     engine.connection.settimeout(20)
     while Ready(100_000) not in told:
         told += frames.feed(engine.connection.recv(1 << 16))

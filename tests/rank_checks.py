@@ -142,12 +142,12 @@ def assert_goes_on_after_a_stop(engine: LLMEngine, place: int) -> None:
     (expected,) = engine.generate([tiny.prompt(9)], params)
     ranks = engine._engine._ranks
     assert ranks is not None
-    ranks.limit_silence(1.0)
+    ranks.limit_silence(2.0)
     stopped: list[list[int]] = []
 
     def go_on() -> None:
         wire.wait_until(lambda: ranks.stopped)
-        time.sleep(2.5)
+        time.sleep(3.5)
         stopped.append(ranks.stopped)
         os.kill(pids[place], signal.SIGCONT)
 
@@ -202,7 +202,7 @@ def ranks_of(server: Server) -> list[int]:
 
 
 def assert_server_outlives_a_stop(server: Server, rank: int) -> None:
-    """A stop of a process of ranks, for longer than heartbeat_seconds=1, ends nothing: /health says so, streams go on."""
+    """A stop of a process of ranks, for longer than heartbeat_seconds=2, ends nothing: /health says so, streams go on."""
     pid, name = ranks_of(server)[rank], f"rank {rank}" if rank else "engine"
     body = {"prompt": [0, 9], "max_tokens": 400, "ignore_eos": True}
     with ExitStack() as opened:
@@ -212,7 +212,7 @@ def assert_server_outlives_a_stop(server: Server, rank: int) -> None:
             stream.read_events(3)
         os.kill(pid, signal.SIGSTOP)
         wire.wait_until(lambda: name in wire.ask(server.url, "GET", "/health").json.get("stopped", []))
-        time.sleep(3)
+        time.sleep(3.5)
         health = wire.ask(server.url, "GET", "/health")
         assert health.status == 200 and health.json["state"] == "stopped"
         os.kill(pid, signal.SIGCONT)

@@ -168,7 +168,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | messages | gc_utils | devices | dtypes | openmp | child_process | measurement
+errors | messages | gc_utils | devices | dtypes | openmp | child_process | liveness | measurement
 cache | checkpoint | sampling_params
 plugins
 config | graph

@@ -81,7 +81,7 @@ VLLM_REFUSED = {
         data-parallel-multi-port-external-lb -dpm data-parallel-supervisor-port dp-supervisor-probe-interval-s
         dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold dp-sync-interval enable-fault-tolerance
         fault-tolerance-config""",
-    "--set serve.http.heartbeat_seconds=30 waits as long for a rank or an engine that falls silent": """
+    "a rank that runs is waited for; --set serve.http.heartbeat_seconds=300 is for how long one may hang": """
         distributed-timeout-seconds cpu-distributed-timeout-seconds watchdog-config""",
     "a sequence's KV is not divided; leave it out": """
         cp-kv-cache-interleave-size dcp-kv-cache-interleave-size dcp-comm-backend dcp-q-replicate""",

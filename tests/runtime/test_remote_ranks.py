@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from slowness import slowness
 from atom.errors import ConfigError, EngineDeadError
 from atom.runtime import remote_ranks, secure_connection
 from atom.runtime.ranks import Ranks
-from atom.runtime.remote_ranks import Listener, RemoteRank, find_driver, supervise
+from atom.runtime.remote_ranks import Listener, find_driver, supervise
 from atom.runtime.secure_connection import Connection
 
 KEY = b"0123456789abcdef"
@@ -251,14 +250,14 @@ def test_a_rank_or_supervisor_that_dies_is_a_fault_at_once_and_leaves_nothing(wh
 @pytest.mark.parametrize("which", ["rank", "supervisor", "both"])
 def test_a_rank_or_supervisor_that_is_stopped_ends_nothing_and_goes_on(which: str, supervised: Supervised):
     ranks, rank, supervisor = supervised.ranks, supervised.rank, supervised.supervisor.pid
-    ranks.limit_silence(1.0)
+    ranks.limit_silence(2.0)
     stopped = {"rank": [rank], "supervisor": [supervisor], "both": [supervisor, rank]}[which]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     if which == "rank":
         wait_until(lambda: ranks.stopped == [1])
     ranks.tell([b"meanwhile"])
-    assert ranks.await_fault(2.5) is None
+    assert ranks.await_fault(3.5) is None
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     assert ranks.receive(1) == b"meanwhile"

@@ -38,7 +38,9 @@ BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000
 LONG_SECONDS = 10.0  # of a step that takes long
 TICK_SECONDS = 0.005  # between two looks at the event loop
-RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED, SLEEPS_LOCKED, SPINS_LOCKED = range(1, 9)  # the first token of a prompt
+RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED, SLEEPS_LOCKED, SPINS_LOCKED = range(
+    1, 9
+)  # the first token of a prompt
 
 
 @dataclass

@@ -58,7 +58,9 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         folder.mkdir()
         where = [f"parallel.torchrun.rank={rank}", f"parallel.host=127.0.0.{rank + 1}", f"parallel.key_file={key}"]
         fields = ["parallel.torchrun.world_size=2", f"parallel.address=tcp://127.0.0.1:{port}"]
-        server = serving.launch(talker, folder, f"parallel={layout}", "parallel.launcher=torchrun", *where, *fields, *overrides)
+        server = serving.launch(
+            talker, folder, f"parallel={layout}", "parallel.launcher=torchrun", *where, *fields, *overrides
+        )
         launched.append(server)
         return server
 
@@ -125,7 +127,7 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["host", "rank", "driver"])
 def test_two_hosts_go_on_after_a_stop_of_one(stopped: str, start_hosts: Callable[..., Hosts]):
-    hosts = start_hosts("tp2", "serve.http.heartbeat_seconds=1")
+    hosts = start_hosts("tp2", "serve.http.heartbeat_seconds=2")
     server, rank = hosts.server, hosts.rank
     (engine,) = family(server)
     pids = {"host": [hosts.supervisor.process.pid, rank], "rank": [rank], "driver": [engine]}[stopped]
@@ -136,7 +138,7 @@ def test_two_hosts_go_on_after_a_stop_of_one(stopped: str, start_hosts: Callable
         time.sleep(4)
         shown = wire.ask(server.url, "GET", "/health").json
         names = {"host": None, "rank": ["rank 1"], "driver": ["engine"]}  # of a host that is stopped nothing is known
-        assert shown.get("stopped") == names[stopped] and shown.get("step_seconds", 1) >= 1
+        assert shown.get("stopped") == names[stopped] and shown.get("step_seconds", 2) >= 2
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         assert stream.read_events()[-1] == "[DONE]"

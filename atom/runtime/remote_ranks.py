@@ -81,8 +81,8 @@ class RemoteRank:
         return self._connection.receive()
 
     def limit_silence(self, seconds: float) -> None:
-        self._connection.limit_loss(seconds)
         with contextlib.suppress(OSError):  # whoever receives is told too
+            self._connection.limit_loss(seconds)
             self.send(msgspec.msgpack.encode(Limit(seconds)))
 
     def look(self) -> None:

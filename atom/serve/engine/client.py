@@ -232,7 +232,8 @@ class EngineClient(asyncio.Protocol):
         """The engine's processes that are stopped."""
         if self.state is EngineState.DEAD:
             return []
-        return ["engine"] * self._is_stopped + [f"rank {rank}" for rank in self._stopped_ranks]
+        own = ["engine"] if self._is_stopped else []
+        return own + [f"rank {rank}" for rank in self._stopped_ranks]
 
     @property
     def step_seconds(self) -> float:

@@ -18,6 +18,7 @@ from atom.compiler.artifact import launch_ingredients, recipe_of
 from atom.config.load import load
 from atom.errors import EngineDeadError
 from atom.kernels import find_target
+from atom.liveness import Vitals
 from atom.sampling_params import SamplingParams
 from atom.serve.engine import replica, replicas, worker
 from atom.serve.engine.client import EngineState
@@ -99,6 +100,22 @@ def test_a_replica_that_dies_again_and_again_waits_twice_as_long_each_time(monke
     assert all(
         later - earlier >= pause for (earlier, later), pause in zip(itertools.pairwise(times), stated, strict=True)
     )
+
+
+def test_a_stopped_engine_gets_no_requests_while_another_runs(monkeypatch: pytest.MonkeyPatch):
+    async def body(engines: Replicas) -> None:
+        await until(lambda: all(each.client.state is EngineState.READY for each in engines))
+        chosen = []
+        for number in range(4):
+            engines[0].client.check(Vitals("T", 1.0))
+            chosen.append(engines.submit([[number]], [ONE], id=f"r{number}").engine)
+        assert chosen == [1, 1, 1, 1] and not engines.is_stopped
+        engines[1].client.check(Vitals("T", 1.0))
+        assert engines.is_stopped and engines.submit([[5]], [ONE], id="last").engine == 0, "by load, as when both run"
+        engines[0].client.check(Vitals("S", 1.0))
+        assert not engines.is_stopped and engines.state is EngineState.READY
+
+    play(monkeypatch, [[True], [True]], body)
 
 
 def test_starts_that_come_to_nothing_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch):

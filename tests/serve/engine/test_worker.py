@@ -72,6 +72,25 @@ def test_an_engine_is_ready_beats_and_ends_with_its_socket():
     assert ended(engine, 20) == 0
 
 
+def test_a_heartbeat_says_for_how_long_a_step_has_run_and_which_ranks_are_stopped():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker, beats = Worker(Link(ours)), []
+
+        class Once(StubEngine):
+            has_work, stopped_ranks = True, [2]
+
+            def step(self, tell_plan: object) -> None:
+                time.sleep(0.05)
+                beats.append(worker.make_heartbeat())
+                worker._inbox.put(None)
+
+        worker.load(lambda: Once(Options()))  # type: ignore[arg-type, return-value]
+        worker.run()
+        assert beats[0].step_seconds >= 0.05 and beats[0].stopped_ranks == [2]
+        assert worker.make_heartbeat().step_seconds == 0.0
+
+
 @pytest.mark.parametrize(
     ("names", "told"), [([], ""), (["A"], "1 x A"), (["A", "B", "A"], "2 x A + 1 x B")], ids=["none", "one", "three"]
 )

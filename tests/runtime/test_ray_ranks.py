@@ -107,9 +107,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 def test_each_rank_is_a_task_of_a_group_that_begins_on_the_driver_s_host(ray: FakeRay):
     with closing(place_with_ray(RAY, 3, on_gpus=False)) as placement:
         joined = placement.join()
-        assert [channel.hello for channel in joined] == [b"", b""] and not joined[0]._ended.is_set()
+        assert [channel.hello for channel in joined] == [b"", b""] and not joined[0].has_ended
         assert (placement.num_threads, placement.host, placement.is_one_host) == (2, "127.0.0.1", False)
-    assert all(channel._ended.is_set() for channel in joined)
+    assert all(channel.has_ended for channel in joined)
     bundles = [{"CPU": 2, "node:127.0.0.1": 0.001}, {"CPU": 2}, {"CPU": 2}]
     assert ray.calls == [("init", "auto"), (bundles, "PACK"), "remove", "shutdown"]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gil import releases_gil
 from pieces.text import TEXT
 from torch import Tensor
 
@@ -52,6 +55,20 @@ def test_code_that_is_made_without_openssl_gives_the_numbers_at_any_rows(compile
 def test_code_takes_inputs_that_are_not_contiguous(compiled: Path):
     x, weight = torch.randn(8, 5).t(), torch.randn(16)[::2]
     torch.testing.assert_close(InductorCompiler().load(compiled)(x, weight), [norm(x, weight, 1e-6)])
+
+
+def test_code_releases_the_gil_while_it_runs(compiled: Path):
+    x, weight, piece = torch.randn(1 << 20, 8), torch.randn(8), InductorCompiler().load(compiled)
+    hold = ctypes.PyDLL(None).usleep
+    assert not releases_gil(lambda: hold(100)), "nothing but the call lets another thread run"
+    assert releases_gil(lambda: piece(x, weight))
+
+
+def test_threads_that_run_one_piece_wait_for_each_other(compiled: Path):
+    x, weight, piece = torch.randn(1 << 10, 8), torch.randn(8), InductorCompiler().load(compiled)
+    with ThreadPoolExecutor(4) as pool:
+        for (y,) in pool.map(lambda _: piece(x, weight), range(200)):
+            torch.testing.assert_close(y, norm(x, weight, 1e-6))
 
 
 def test_what_is_traced_as_it_should_be_becomes_files(compiled: Path, traced: Any):

@@ -3,6 +3,8 @@
     files = compile_text(text)          # {"piece.so": …, "piece.json": …}, some seconds
     has_compiler()                      # whether there is a C++ compiler
 
+The code releases the interpreter's lock (GIL) while it runs, which torch's runner holds: a piece may take seconds.
+
 Only who compiles imports this: what it takes of torch is as large as the rest of it.
 """
 
@@ -15,6 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
+from torch._inductor.codegen.common import (
+    get_scheduling_for_device,
+    get_wrapper_codegen_for_device,
+    init_backend_registration,
+    register_backend_for_device,
+)
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.utils import fresh_cache
@@ -28,6 +37,22 @@ from atom.kernels.inductor.piece_compiler import LIBRARY, OPTIONS
 from atom.kernels.registry import tensor_type, trace_calls
 
 HINT = 16  # rows that Inductor plans its loops for
+# weak: code that runs where there is no interpreter, or where its symbols are hidden, has no lock to release
+RELEASE_GIL = """
+extern "C" {
+__attribute__((weak)) int PyGILState_Check();
+__attribute__((weak)) void* PyEval_SaveThread();
+__attribute__((weak)) void PyEval_RestoreThread(void*);
+}
+namespace {
+struct ReleaseGIL {
+  void* state = PyGILState_Check && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~ReleaseGIL() noexcept(false) {  // a daemon thread may be unwound here while the interpreter ends
+    if (state) PyEval_RestoreThread(state);
+  }
+};
+}
+"""
 
 
 def has_compiler() -> bool:
@@ -37,9 +62,28 @@ def has_compiler() -> bool:
         return False
 
 
+class _Wrapper(CppWrapperCpu):
+    """Writes the C++ function that runs a piece; it releases the interpreter's lock once it has read its inputs."""
+
+    @staticmethod
+    def create(*_args: Any, **_options: Any) -> _Wrapper:
+        return _Wrapper()
+
+    def write_header(self) -> None:
+        super().write_header()
+        self.header.splice(RELEASE_GIL)
+
+    def write_wrapper_decl(self) -> None:
+        super().write_wrapper_decl()
+        self.prefix.writeline("ReleaseGIL release_gil;")
+
+
 def compile_text(text: str) -> dict[str, bytes]:
     """The files of a piece's code. PassError where its ops assume more of open dims than that they are 1 or more."""
     (program,) = parse(text, "piece").programs.values()
+    init_backend_registration()
+    scheduling, python_wrapper = get_scheduling_for_device("cpu"), get_wrapper_codegen_for_device("cpu")
+    register_backend_for_device("cpu", scheduling, python_wrapper, _Wrapper)
     with fresh_cache():
         module, inputs, environment = _expand(program)
         made = Path(str(torch._inductor.aot_compile(module, tuple(inputs), options=OPTIONS)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,14 @@ class InductorCompiler(PieceCompiler):
         except RuntimeError as error:
             raise ArtifactError(f"{folder}: this piece cannot be loaded: {str(error).splitlines()[0]}") from None
         run = runner.run
+        lock = threading.Lock()  # the runner has one too, for which a thread would wait with the interpreter's
 
         def call(*tensors: Tensor) -> list[Tensor]:
-            return run(
-                [tensor if tensor.is_mkldnn or tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-            )
+            inputs = [
+                tensor if tensor.is_mkldnn or tensor.is_contiguous() else tensor.contiguous() for tensor in tensors
+            ]
+            with lock:
+                return run(inputs)
 
         return call
 

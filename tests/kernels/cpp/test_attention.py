@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gil import releases_gil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.checks import assert_equal, relative_error
@@ -60,6 +61,12 @@ def test_what_lies_in_memory_of_others_changes_nothing(foreign: float):
         return attend(make_case([3, 40], [], block_size=32, window=30, foreign=foreign), scale=0.3, window=30)
 
     assert torch.equal(run(foreign), run(0.0))
+
+
+def test_a_decode_releases_the_gil():
+    case = make_case([2000] * 8, [], kv_heads=4, heads=8, dim=128)
+    run = find_kernel(ops.paged_attention, "cpp").load(LoadContext())
+    assert releases_gil(lambda: run(*case, scale=0.3))
 
 
 def test_steps_with_prompts_are_torch_s():

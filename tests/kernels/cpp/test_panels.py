@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_files import draw_blocks
+from gil import releases_gil
 from kernels.checks import poisoned, relative_error
 
 from atom.cache import Cache
@@ -69,6 +70,12 @@ def test_products_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype)
         x = torch.randn(rows, width).to(dtype)
         assert relative_error(run(ops.linear, x, laid_out, bias), x.float() @ dense.T + bias.float()) < BOUNDS[dtype]
         assert relative_error(run(ops.linear, x, laid_out), x.float() @ dense.T) < BOUNDS[dtype]
+
+
+def test_a_product_releases_the_gil():
+    weight, x = shuffle(draw("int8[1, *]", 2048, 1024), "panels"), torch.randn(64, 1024).bfloat16()
+    kernel = find_kernel(ops.linear, "cpp").load(LoadContext())
+    assert releases_gil(lambda: kernel(x, weight))
 
 
 @pytest.mark.parametrize("columns", [2, 6, 34, 130])

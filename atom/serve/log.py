@@ -5,8 +5,9 @@
     with log.capture(): ...               # what is printed to stderr is logged too
 
 A line has the time, the level, the message, and the caller's `extra={"fields": {…}}`. `relay` logs the lines that the
-engine process prints, so that a JSON log has only lines of JSON. A line that cannot be written, since the disk is full
-or the pipe closed, is lost; no request fails for it.
+engine process prints, so that a JSON log has only lines of JSON. No caller waits for stderr: a thread writes the lines
+(`atom.serve.log_writer`). A line that cannot be written, since the disk is full, the pipe closed, or too many lines
+wait for a reader, is lost; no request fails for it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import logging
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
 from atom.messages import PREFIX
+from atom.serve.log_writer import LogWriter
 
 LOG = logging.getLogger("atom.process")
+STDERR = 2  # its file descriptor
+FLUSH_SECONDS = 2.0  # for the last lines to be written
+MAX_WAITING = 4 << 20  # bytes of lines that are not written yet
 MAX_LINE = 1000  # characters of a line that is not ours, or of a traceback
 
 
@@ -54,11 +59,25 @@ def time_of(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
-class _Handler(logging.StreamHandler[TextIO]):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Lose a line that cannot be written; to say so on stderr would log that too."""
-        if not isinstance(sys.exception(), OSError):
-            super().handleError(record)
+class _Handler(logging.Handler):
+    """Has the lines written by a thread. logging flushes it when the process ends."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.writer = LogWriter(STDERR, self._describe_dropped, MAX_WAITING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.writer.put(record.getMessage() if hasattr(record, "is_line") else self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        self.writer.flush(FLUSH_SECONDS)
+
+    def _describe_dropped(self, count: int) -> str:
+        return self.format(_record(logging.WARNING, f"{count} lines were dropped: stderr was not read"))
 
 
 def is_captured(kind: str) -> bool:
@@ -73,8 +92,7 @@ def is_json(kind: str) -> bool:
 
 def configure(kind: str, level: str) -> None:
     """Send the loggers of atom, and the warnings of all others, to stderr, from a level on."""
-    handler = _Handler(sys.stderr)
-    handler.setFormatter(JSONLines() if is_json(kind) else TextLines())
+    handler = _Handler(JSONLines() if is_json(kind) else TextLines())
     from_level = logging.getLevelNamesMapping()[level.upper()]
     for name, least in (("atom", logging.INFO), (None, logging.WARNING)):
         logger = logging.getLogger(name)
@@ -105,11 +123,24 @@ def level_of(line: str) -> int:
 
 
 def write(line: str) -> None:
-    """Write a line to the real stderr as it is, at once with its end: other threads write lines too."""
-    if (stderr := sys.__stderr__) is not None:
-        with contextlib.suppress(OSError):
-            stderr.write(f"{line.rstrip()}\n")
-            stderr.flush()
+    """Write a line as it is, of any level."""
+    LOG.handle(_record(logging.INFO, line.rstrip(), is_line=True))
+
+
+def _record(level: int, message: str, **attributes: object) -> logging.LogRecord:
+    attributes |= {"name": LOG.name, "levelno": level, "levelname": logging.getLevelName(level), "msg": message}
+    return logging.makeLogRecord(attributes)
+
+
+def flush() -> None:
+    """Wait until the lines are written, before this process is killed; `FLUSH_SECONDS` at most."""
+    for handler in logging.getLogger("atom").handlers:
+        handler.flush()
+
+
+def num_dropped() -> int:
+    """Lines of this process's log that were dropped."""
+    return sum(each.writer.num_dropped for each in logging.getLogger("atom").handlers if isinstance(each, _Handler))
 
 
 def is_entry(line: str) -> bool:

@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from atom.runtime.types import openai_reason
 from atom.sampling_params import SamplingParams
+from atom.serve import log
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.protocol import Finish
 from atom.serve.engine.replica import Replica
@@ -181,6 +182,13 @@ class TenantCollector:
         yield running
 
 
+class LogCollector:
+    def collect(self) -> Iterable[Metric]:
+        counter = CounterMetricFamily("atom:log_lines_dropped", "lines that stderr did not take", labels=[])
+        counter.add_metric([], log.num_dropped())
+        yield counter
+
+
 class Histogram:
     """A histogram for one thread: it is updated for every token, so it takes no lock and does not walk the buckets."""
 
@@ -272,6 +280,7 @@ class Metrics:
         self.generation_tokens = counter("generation_tokens", "tokens generated").labels(model)
         self._requests = counter("request_success", "sequences that ended, by reason", "finished_reason")
         self.http = Counter("atom:http_requests", "answers over HTTP", ("path", "status"), registry=self.registry)
+        self.registry.register(LogCollector())
         self.tasks = Gauge("atom:event_loop_tasks", "tasks of the HTTP process", registry=self.registry)
         self.ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", FIRST_TOKEN)
         self.itl = histogram("inter_token_latency_seconds", "between two events of a sequence", TOKEN, FINE_TOKEN)

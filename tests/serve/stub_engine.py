@@ -60,6 +60,7 @@ class Options:
     profiles: bool = False  # it has a profiler
     breaks_profiler: bool = False  # which fails in a way that nobody has foreseen
     broken: list[int] = field(default_factory=list)  # replicas that fail at every start
+    max_log: int = 4 << 20  # bytes of lines of the log that are not written yet
     pause_seconds: float = 1.0  # before the server starts a dead replica again
     holds: str | None = None  # a file: how long the HTTP process's event loop was held, a line for each time
     write_seconds: float | None = None  # no stub: a real engine that takes so long to write a block of KV to a file
@@ -326,11 +327,13 @@ def main() -> int:
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.config.load import load  # which an engine's process does without
     from atom.jobs.report import report
+    from atom.serve import log
     from atom.serve.engine import replica
     from atom.serve.server import Server, run_loop
 
     config = load(rest)
     replica.PAUSE_SECONDS = options.pause_seconds
+    log.MAX_WAITING = options.max_log
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)

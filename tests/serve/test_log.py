@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +134,59 @@ def test_a_log_that_takes_nothing_costs_no_request(talker: Path, tmp_path: Path,
         server.process.wait()
 
 
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe for a few lines: its ends to read and to write."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    yield reader, writer
+    for end in (reader, writer):
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def test_a_log_that_nobody_reads_holds_up_no_request(talker: Path, tmp_path: Path, pipe: tuple[int, int]):
+    reader, writer = pipe
+    port = serving.free_port()
+    url, num_requests = f"http://127.0.0.1:{port}", 150
+    stub = {"max_log": 8192, "step_seconds": 0.001}
+    server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub, stderr=writer)
+    os.close(writer)
+    try:
+        wire.wait_until(lambda: is_ready(url), serving.START_SECONDS)
+        for number in range(num_requests):
+            body, headers = {"prompt": [0], "max_tokens": 1}, {"x-request-id": f"id-{number}"}
+            assert wire.ask(url, "POST", "/v1/completions", body, headers).status == 200
+        assert is_ready(url)
+        metrics = wire.ask(url, "GET", "/metrics").body.decode()
+        with ThreadPoolExecutor(1) as pool, open(reader, "rb", closefd=False) as file:
+            reading = pool.submit(file.read)
+            server.process.terminate()
+            assert server.process.wait(30) == 0
+            lines = [json.loads(line) for line in reading.result(30).splitlines()]
+    finally:
+        server.process.kill()
+    written = [int(line["request_id"][3:]) for line in lines if line.get("path") == "/v1/completions"]
+    dropped = [int(found[1]) for line in lines if (found := re.match(r"(\d+) lines were dropped", line["message"]))]
+    assert 0 < len(written) < num_requests and written == sorted(written)
+    assert len(written) + sum(dropped) == num_requests
+    assert f"atom:log_lines_dropped_total {sum(dropped)}.0" in metrics
+    assert lines[-1]["message"] == "ended"
+
+
+def test_a_log_that_nobody_reads_holds_up_no_end(talker: Path, tmp_path: Path, pipe: tuple[int, int]):
+    port = serving.free_port()
+    server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub={"max_log": 8192}, stderr=pipe[1])
+    try:
+        wire.wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"), serving.START_SECONDS)
+        for _ in range(30):  # of which 4096 bytes have no room
+            wire.ask(f"http://127.0.0.1:{port}", "POST", "/v1/completions", {"prompt": [0], "max_tokens": 1})
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+    finally:
+        server.process.kill()
+
+
 def is_ready(url: str) -> bool:
     try:
         return wire.ask(url, "GET", "/health").status == 200
@@ -158,16 +214,15 @@ def test_an_open_door_is_one_warning(talker: Path, tmp_path: Path, monkeypatch: 
     assert warnings_of(talker, tmp_path, "serve.http.host=0.0.0.0") == []
 
 
-def test_lines_that_a_process_printed_are_logged_by_their_origin(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-):
+def test_lines_that_a_process_printed_are_logged_by_their_origin(caplog: pytest.LogCaptureFixture):
     entry = '{"time":"2026-01-01T00:00:00","level":"info","message":"mine"}'
-    with caplog.at_level(logging.INFO), capsys.disabled():
-        for line in ("\n", "atom-run: ours\n", "theirs \n", entry[:-1] + "\n", "x" * 5000):
+    with caplog.at_level(logging.INFO):
+        for line in ("\n", "atom-run: ours\n", "theirs \n", entry + "\n", entry[:-1] + "\n", "x" * 5000):
             log.relay(line)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "ours"),
         ("WARNING", "theirs"),
+        ("INFO", entry),
         ("WARNING", entry[:-1]),
         ("WARNING", "x" * 1000),
     ]

@@ -62,7 +62,7 @@ def has_compiler() -> bool:
         return False
 
 
-class _Wrapper(CppWrapperCpu):
+class _Wrapper(CppWrapperCpu):  # type: ignore[misc]  # its module has no types here
     """Writes the C++ function that runs a piece; it releases the interpreter's lock once it has read its inputs."""
 
     @staticmethod

@@ -145,6 +145,7 @@ class Worker:
         except Exception as error:
             LOG.exception("the engine cannot go on")
             fail(self._link, error, 1)
+            log.flush()
             end_group()
 
     def close(self, seconds: float) -> None:
@@ -374,6 +375,7 @@ def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, d
         except Exception as error:
             LOG.exception("the configuration cannot be read")
             fail(link, error, 1)
+            log.flush()
             end_group()
         beats = (link, worker.make_heartbeat, stopped)
         threading.Thread(target=send_heartbeats, args=beats, name="beat", daemon=True).start()

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
@@ -158,10 +158,16 @@ class Answering:
         }
 
     def log_fields(self, usage: dict[str, Any], error: Exception | None = None) -> dict[str, Any]:
-        """The fields of the request's log line."""
-        reasons = ["error" if choice.finish is None else choice.finish.reason for choice in self.choices]
+        """The fields of the request's log line. error: that ended it; with none, what has no end was aborted."""
+        cause = "abort" if error is None else "error"
+        reasons = [cause if choice.finish is None else choice.finish.reason for choice in self.choices]
         fields = {"usage": usage, "finish_reasons": reasons}
         return fields if error is None else fields | {"error": shown(str(error) or type(error).__name__, MAX_MESSAGE)}
+
+    def abort(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Count what has not ended when the client leaves; the fields of the request's log line."""
+        self._metrics.count_ends("abort", sum(choice.finish is None for choice in self.choices))
+        return self.log_fields(usage)
 
     async def _next(self, seconds: float | None = None) -> list[Output]:
         outputs, self._first_outputs = self._first_outputs, None
@@ -297,14 +303,24 @@ class Responder(ABC):
             request.state.log["engine"] = stream.engine
             answering = Answering(context, stream, submission, tenant, self._started)
             request.state.answering = answering  # for its span
-            if self.is_streamed:
-                if self.waits:
-                    await answering.begin(request.receive)
-                return EventStream(self._events(request, answering), left.pop_all().close)
-            choices = await until_gone(request.receive, answering.collect())
+            try:
+                if self.is_streamed:
+                    if self.waits:
+                        await answering.begin(request.receive)
+                    left.callback(self._record_end, request, answering)
+                    return EventStream(self._events(request, answering), left.pop_all().close)
+                choices = await until_gone(request.receive, answering.collect())
+            except ClientDisconnect:
+                self._record_end(request, answering)
+                raise
         kept = best(choices, submission.params[0].n, submission.num_kept)
         request.state.log |= answering.log_fields(usage := self.usage(answering))
         return await answering.write(lambda: json_response(self.response_body(kept, usage)))
+
+    def _record_end(self, request: Request, answering: Answering) -> None:
+        """Record how an answer has ended, unless that has been done: then its client has left."""
+        if "finish_reasons" not in request.state.log:
+            request.state.log |= answering.abort(self.usage(answering))
 
     async def _events(self, request: Request, answering: Answering) -> AsyncIterator[bytes]:
         for data in self.open(answering):

@@ -187,6 +187,28 @@ def test_a_log_that_nobody_reads_holds_up_no_end(talker: Path, tmp_path: Path, p
         server.process.kill()
 
 
+def test_an_answer_whose_client_leaves_is_aborted_in_the_log_and_in_metrics(talker: Path, tmp_path: Path):
+    server = serving.start(talker, tmp_path, stub={"step_seconds": 0.02})
+    name = 'atom:request_success_total{finished_reason="abort"}'
+    body = {"prompt": [0], "max_tokens": 5000, "n": 2}
+    try:
+        for number, stream in enumerate((True, False)):
+            with wire.connect(server.url) as connection, connection.makefile("rb") as file:
+                headers = {"x-request-id": f"leaves-{number}"}
+                connection.sendall(wire.request("POST", "/v1/completions", body | {"stream": stream}, headers))
+                if stream:
+                    wire.read_head(file)
+                    assert wire.read_chunk(file)
+                wire.wait_until(lambda: wire.metrics(server.url)["atom:num_requests_running"] == 2)
+            wire.wait_until(lambda number=number: f'"leaves-{number}"' in server.log.read_text())
+            (line,) = (json.loads(line) for line in server.log.read_text().splitlines() if f'"leaves-{number}"' in line)
+            assert line["finish_reasons"] == ["abort", "abort"] and "error" not in line
+            assert line["usage"]["prompt_tokens"] == 1
+            assert wire.metrics(server.url)[name] == 2 * (number + 1)
+    finally:
+        server.process.kill()
+
+
 def is_ready(url: str) -> bool:
     try:
         return wire.ask(url, "GET", "/health").status == 200

@@ -16,6 +16,7 @@ import errno
 import importlib.util
 import ipaddress
 import logging
+import os
 import resource
 import signal
 import socket
@@ -31,6 +32,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+import atom
 from atom.checkpoint import Tokenizer
 from atom.config import Config, HTTPConfig
 from atom.config.checkpoint import open_for
@@ -138,6 +140,8 @@ class Server:
     async def run(self) -> int:
         """Serve until a signal or the engines' death; return the exit code. AtomError where none can start."""
         loop = asyncio.get_running_loop()
+        fields = {"version": atom.__version__, "checkpoint": self._config.checkpoint or self._config.model.name}
+        LOG.info("starting", extra={"fields": {**fields, "pid": os.getpid(), "port": self._port}})
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
         if not sys.stderr.isatty():

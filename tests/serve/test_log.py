@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ def test_every_line_is_json_and_what_is_refused_has_its_message(lines_of: Run):
     assert "ArithmeticError: a fault" in said["a step failed"]["traceback"]
     assert "loading nothing" in said and any(message.startswith("loading nothing: done in ") for message in said)
     assert {"draining", "ended"} <= set(said)
+
+
+def test_the_first_line_says_what_starts_where(talker: Path, tmp_path: Path):
+    server = serving.start(talker, tmp_path, stub={"load_seconds": 0.1})
+    server.process.kill()
+    first = json.loads(server.log.read_text().splitlines()[0])
+    assert (first["level"], first["message"], first["checkpoint"]) == ("info", "starting", str(talker))
+    assert (first["version"], first["pid"]) == (version("atom-run"), server.process.pid)
+    assert f"http://127.0.0.1:{first['port']}" == server.url
 
 
 def test_a_log_of_text_has_no_json(lines_of: Run):

@@ -5,7 +5,8 @@ process.stdin                # ends when this process does, in whatever way
 process = fork(work, is_piped=True)      # a function that returns the exit code
 end(process)
 
-A process that was started so ends its own group by `end_group`, `limit_end` and `end_children`.
+A process that was started so ends its own group by `end_group`, `limit_end` and `end_children`. With `run_guarded` it
+runs a program that does not read stdin, such as a compiler, which then ends when this process does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread, Timer
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[1]  # from where a checkout that is not installed can be imported
 
@@ -49,6 +50,34 @@ def start_python(
         start_new_session=has_own_session,
         pass_fds=pass_fds,
     )
+
+
+def run_guarded(*command: str) -> NoReturn:
+    """Run a program until it ends, or stdin does; then kill it and what it has started. Ends as the program has."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the program too
+
+    def watch() -> None:
+        os.read(0, 1)
+        kill_tree(child.pid)
+
+    Thread(target=watch, daemon=True).start()
+    code = child.wait()
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that it has started, which stay in the group that they are in."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)  # so that it starts no more
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            kill_tree(int(child))
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class ForkedProcess:

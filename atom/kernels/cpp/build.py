@@ -13,16 +13,17 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import torch
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES
 from atom.cache.temporary import temporary_folder
+from atom.child_process import start_python
 from atom.errors import ArtifactError
 from atom.kernels.cpu import instruction_set, libraries
 from atom.messages import say
@@ -117,19 +118,32 @@ def _compile(source: str) -> bytes:
         raise ArtifactError(f"{source} cannot be compiled: there is no C++ compiler; install g++")
     say(f"compiling {source}")
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, Path(folder, "errors.txt").open("w+") as errors:
         made = Path(folder) / LIBRARY
-        # a compiler outlives this process where that is killed, and its own files go with the folder
-        command = ["/usr/bin/env", f"TMPDIR={folder}", compiler, *FLAGS, str(FOLDER / source), *places]
-        command += ["-ltorch_cpu", "-lc10", "-o", str(made)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
-        except subprocess.CalledProcessError as error:
-            if error.returncode == -signal.SIGINT:  # a terminal's Ctrl-C reaches the compiler too
-                _Process.num_interrupted += 1
-                raise KeyboardInterrupt from None
-            reason = next((line for line in error.stderr.splitlines() if "error" in line), f"{compiler} failed")
-            raise ArtifactError(f"{source} cannot be compiled: {reason}") from None
-        except subprocess.TimeoutExpired:
-            raise ArtifactError(f"{source} is not compiled after {SECONDS} s") from None
+        command = [compiler, *FLAGS, str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
+        code = _run(command, folder, errors)
+        if code == -signal.SIGINT:  # a terminal's Ctrl-C reaches the compiler too
+            _Process.num_interrupted += 1
+            raise KeyboardInterrupt
+        if code is None:
+            raise ArtifactError(f"{source} is not compiled after {SECONDS} s")
+        if code:
+            errors.seek(0)
+            reason = next((line.rstrip() for line in errors if "error" in line), f"{compiler} failed")
+            raise ArtifactError(f"{source} cannot be compiled: {reason}")
         return made.read_bytes()
+
+
+def _run(command: Sequence[str], folder: str, errors: IO[str]) -> int | None:
+    """Run a compiler that ends with this process; its exit code, None after SECONDS. folder: of its temporary files"""
+    code = "import sys; from atom.child_process import run_guarded; run_guarded(*sys.argv[1:])"
+    process = start_python(code, *command, stderr=errors, has_own_session=False, TMPDIR=folder)
+    assert process.stdin is not None and process.stdout is not None, "they are pipes"
+    try:
+        return process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        process.stdin.close()  # ends the compiler, if it runs
+        process.stdout.close()
+        process.wait()

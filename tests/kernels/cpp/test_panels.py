@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wire
 from gguf_files import draw_blocks
 from gil import releases_gil
 from kernels.checks import poisoned, relative_error
@@ -272,6 +273,36 @@ def test_without_a_compiler_weights_are_unpacked_and_a_line_says_so(compiler: st
     if compiler:
         folder = Path((tmp_path / "said").read_text().strip())
         assert folder.parent == tmp_path and folder.name.startswith("atom-run-") and not folder.exists()
+
+
+COMPILES = "from atom.kernels.cpp.build import PACKED, load_library; load_library(PACKED)"
+STARTS_ANOTHER = """#!/bin/sh
+sleep 600 &
+echo $! > {pid}.new
+mv {pid}.new {pid}
+wait
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_compiler_ends_with_its_parent_and_so_does_what_it_has_started(tmp_path: Path):
+    pid = tmp_path / "pid"
+    (tmp_path / "g++").write_text(STARTS_ANOTHER.format(pid=pid))
+    (tmp_path / "g++").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    parent = subprocess.Popen([sys.executable, "-c", COMPILES], stderr=subprocess.DEVNULL, env=environment)
+    wire.wait_until(pid.exists, 60)
+    started = int(pid.read_text())
+    assert is_running(started)
+    parent.kill()
+    assert parent.wait(30) == -9
+    wire.wait_until(lambda: not is_running(started), 60)
 
 
 TWICE = """

@@ -48,6 +48,7 @@ from atom.messages import say
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver, RanksProfiler
 from atom.runtime.engine import Engine
+from atom.runtime.grammar import Grammars
 from atom.runtime.kv_scales import KVScales, ScalePlan, ScaleStore, measured_names
 from atom.runtime.profiler import Profiler
 from atom.runtime.ranks import RankProcess, Ranks
@@ -69,10 +70,12 @@ def open_engine(
     *,
     replica: int = 0,
     clock: PhaseClock | None = None,
+    opens_grammars: bool = False,
 ) -> Engine:
     """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives.
 
     replica: its number; each draws tokens of its own where a request has no seed. clock: has the phases before this one
+    opens_grammars: a thread makes the compiler of grammars meanwhile; else the first request that needs it does
     """
     clock, serve, mesh = clock or PhaseClock(), config.serve, mesh_of(config)
     for path in (serve.lora_modules or {}).values():
@@ -80,7 +83,7 @@ def open_engine(
     with ExitStack() as started:
         placement = place_ranks(config, started)
         processes = start_processes(config, replica, started)  # which import torch meanwhile
-        model = load_model(config, progress, compiled, placement or processes, started, clock)
+        model = load_model(config, progress, compiled, placement or processes, started, clock, opens_grammars)
         graph, ranks = model.compiled.graph, model.ranks
         runner, num_blocks, stages, scales = open_runners(model, config, progress, placement, clock)
         if model.plan.tokens:
@@ -110,6 +113,7 @@ def open_engine(
             loras=open_loras(model.adapters, stages, driver, sleeper, config),
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
             sleeper=sleeper,
+            grammars=model.grammars,
         )
         clock.stop("engine")
         say(f"opened in {clock.describe()}")
@@ -125,6 +129,7 @@ class LoadedModel(NamedTuple):
     tensors: dict[Recipe, Loaded]
     adapters: LoraWeights | None
     vocabulary: Vocabulary
+    grammars: Grammars
     scales: KVScales
     store: ScaleStore
     plan: ScalePlan
@@ -139,10 +144,11 @@ def load_model(
     placed: Placement | Sequence[RankProcess],
     started: ExitStack,
     clock: PhaseClock,
+    opens_grammars: bool,
 ) -> LoadedModel:
     """Compile the model unless it is, have the other ranks load their weights, and load this rank's.
 
-    placed, started: as `start_ranks` has them
+    placed, started: as `start_ranks` has them; opens_grammars: as `open_engine` has it
     """
     with ExitStack() as opened:
         is_first = is_here(config) or config.checkpoint is None  # the embedded one is small; others are downloaded last
@@ -159,18 +165,21 @@ def load_model(
         progress = progress if ranks is None else CheckedProgress(progress, ranks.check)
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
         check_same_tokens(tokenizer, checkpoint, config)
+        vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
+        grammars = Grammars(vocabulary)
+        if opens_grammars:
+            grammars.open_early()
         clock.stop("tokenizer")
         memory, _ = memories = stable_memories(config)
         place = None if memory is None else functools.partial(place_in, memory)
         tensors = load_weights(graph, checkpoint, config, progress, place=place, tokenizer=tokenizer)
         adapters = open_adapters(graph, tensors, config)
         clock.stop("weights")
-        vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
         scales, cache = KVScales(graph, tensors), Cache(settings.cache_of(config))
         store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, cache)
         plan = plan_kv_scales(store, vocabulary, config)
         stored = [f"seed {config.seed}"] if config.load_dummy else list(map(describe_file, checkpoint.files()))
-    return LoadedModel(compiled, ranks, tensors, adapters, vocabulary, scales, store, plan, stored, memories)
+    return LoadedModel(compiled, ranks, tensors, adapters, vocabulary, grammars, scales, store, plan, stored, memories)
 
 
 def open_runners(

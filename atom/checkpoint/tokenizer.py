@@ -104,6 +104,11 @@ class Tokenizer:
             return str(many([ids], skip_special_tokens=skip_special_tokens)[0])
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def decode_many(self, lists: list[list[int]]) -> list[str]:
+        """The text of each list of tokens; other threads run meanwhile, if the tokenizer is no code."""
+        many = getattr(self._backend, "decode_batch", None)
+        return list(many(lists)) if many is not None else list(map(self._backend.decode, lists))
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token in the vocabulary's spelling, which is no shorter than its text."""

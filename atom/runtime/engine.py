@@ -27,7 +27,7 @@ from atom.errors import AtomError, RequestError
 from atom.runtime.bisect_failures import Part, describe, execute, take
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.detokenizer import Detokenizer
-from atom.runtime.grammar import GrammarCompiler
+from atom.runtime.grammar import Grammars
 from atom.runtime.kv_files import KVFiles
 from atom.runtime.loras import Loras
 from atom.runtime.metrics import EngineStats
@@ -72,9 +72,11 @@ class Engine:
         keep: Callable[[], object] | None = None,
         loras: Loras | None = None,
         sleeper: Sleeper | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """ranks: that take the runner's steps too. files: of KV; keep: writes what is still in memory, at the end.
-        loras: adapters of requests; None: there are none. sleeper: gives memory up; None: it cannot"""
+        loras: adapters of requests; None: there are none. sleeper: gives memory up; None: it cannot.
+        grammars: None: its own"""
         self.runner = runner
         self.scheduler = scheduler
         self.builder = builder
@@ -92,8 +94,8 @@ class Engine:
         self._failed: dict[str, Exception] = {}  # sequence id -> why the last step raised
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
-        self._grammars: GrammarCompiler | None = None  # made when the first request asks for it
-        self._lock = threading.Lock()  # of `_numbers`, `_seeds` and `_grammars`
+        self.grammars = grammars or Grammars(vocabulary)
+        self._lock = threading.Lock()  # of `_numbers` and `_seeds`
         self._is_halted = False  # no step is started
 
     @property
@@ -393,10 +395,8 @@ class Engine:
         """A matcher for each of the n sequences; none where the answer is not constrained."""
         if params.structured_outputs is None:
             return []
-        with self._lock:
-            if self._grammars is None:
-                self._grammars = GrammarCompiler(self.vocabulary)
-        return [self._grammars.compile(params.structured_outputs, params.reasoning) for _ in range(params.n)]
+        compiler = self.grammars.open()
+        return [compiler.compile(params.structured_outputs, params.reasoning) for _ in range(params.n)]
 
     def _take_token(self, sequence: Sequence) -> str | None:
         """Detokenize a sequence's newest token; its finish reason, if any."""

@@ -11,6 +11,7 @@ not matter to it. `compile` may be called from any thread, and takes millisecond
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atom.checkpoint import Tokenizer
-from atom.errors import RequestError, UnsupportedError
+from atom.errors import AtomError, RequestError, UnsupportedError
 from atom.runtime.detokenizer import BROKEN
 from atom.runtime.vocabulary import Vocabulary
 
@@ -226,12 +227,40 @@ class GrammarCompiler:
         return built[0]
 
 
+class Grammars:
+    """The grammar compiler of a vocabulary, which is made once.
+
+    To make it takes a second or two with a large vocabulary, and most of that time no other thread runs: llguidance
+    holds the interpreter's lock. So a server makes it before it is ready.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> GrammarCompiler:
+        """The compiler; a thread waits for another that makes it. Errors as GrammarCompiler has them."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._vocabulary)
+            return self._compiler
+
+    def open_early(self) -> None:
+        """Have it made by another thread. What cannot be made is reported to the first request that needs it."""
+        threading.Thread(target=self.try_open, name="grammar compiler", daemon=True).start()
+
+    def try_open(self) -> None:
+        with contextlib.suppress(AtomError):
+            self.open()
+
+
 def find_misread(tokenizer: Tokenizer, theirs: Any) -> str | None:
     """A token that llguidance reads as another text than the tokenizer, where more than one in a thousand is."""
     anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]  # since the first space of a text may be dropped
     start = len(tokenizer.decode(anchor))
-    texts = ((id, tokenizer.decode([*anchor, id])[start:]) for id in range(tokenizer.vocab_size))
-    whole = [(id, text) for id, text in texts if text and BROKEN not in text]
+    texts = [text[start:] for text in tokenizer.decode_many([[*anchor, id] for id in range(tokenizer.vocab_size)])]
+    whole = [(id, text) for id, text in enumerate(texts) if text and BROKEN not in text]
     misread = [
         (text, read) for id, text in whole if (read := theirs.decode_bytes([id]).decode(errors="replace")) != text
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -9,23 +10,24 @@ import string
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from atom import LLMEngine, SamplingParams
+from atom import LLMEngine, SamplingParams, build
 from atom.checkpoint import SilentProgress, Tokenizer
 from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.errors import RequestError, UnsupportedError
 from atom.runtime import grammar as module
-from atom.runtime.grammar import GrammarCompiler
+from atom.runtime.grammar import GrammarCompiler, Grammars
 from atom.runtime.vocabulary import Vocabulary
 
-pytest.importorskip("llguidance")
+llguidance = pytest.importorskip("llguidance")
 
 EOS = 2  # <|im_end|>
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
@@ -399,6 +401,47 @@ def test_a_tokenizer_that_llguidance_takes_for_another_is_refused():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     with pytest.raises(RequestError, match=r"tokenizer \(' ' is read as '▁'\)"):
         GrammarCompiler(Vocabulary(backend.get_vocab_size(), frozenset({1}), Tokenizer(backend)))
+
+
+def forbid(*_args: Any, **_options: Any) -> None:
+    raise AssertionError("a request makes what should have been made before")
+
+
+def test_an_engine_of_a_server_compiles_its_first_grammar_with_what_its_start_has_made(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+):
+    config = open_engine().config
+    engine = build.open_engine(config, SilentProgress(), opens_grammars=True)
+    engine.grammars.try_open()  # waits, as `Worker.load` does
+    monkeypatch.setattr(llguidance, "LLTokenizer", forbid)
+    (sequence,) = engine.prepare([5], params(regex="[0-9]{3}"))
+    assert sequence.matcher is not None
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_is_read_once_whoever_asks():
+    """Of the size of Gemma's: to read it holds the interpreter's lock for seconds."""
+    words = map("".join, itertools.product(string.ascii_lowercase, repeat=4))
+    texts = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *words][:262_144]
+    vocab = {text: id for id, text in enumerate(texts)}
+    backend = Backend(models.BPE(vocab, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    grammars = Grammars(Vocabulary(len(vocab), frozenset({0}), Tokenizer(backend)))
+    grammars.open_early()
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: grammars.open(), range(4)))
+    assert all(each is made[0] for each in made)
+    allowed = made[0].compile({"choice": ["abcd", "bcda"]}).allowed(len(vocab))
+    assert len(vocab) == 262_144 and allowed[vocab["bcda"]] and not allowed[vocab["bcdb"]]
+
+
+def test_what_cannot_be_made_early_is_reported_to_who_needs_it():
+    grammars = Grammars(Vocabulary(100, frozenset({EOS}), None))
+    grammars.try_open()
+    with pytest.raises(RequestError, match="the checkpoint has none"):
+        grammars.open()
 
 
 def spell(matcher: Any, tokenizer: Tokenizer, text: str) -> bool:

@@ -85,6 +85,13 @@ class StubEngine:
     def stopped_ranks(self) -> list[int]:
         return []
 
+    @property
+    def grammars(self) -> StubEngine:
+        return self
+
+    def try_open(self) -> None:
+        """It has none."""
+
     def watch(self, callback: Callable[[Exception], object]) -> None:
         """It has no ranks that could die."""
 

@@ -113,6 +113,7 @@ class Worker:
 
     def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
         self._engine = make()
+        self._engine.grammars.try_open()  # waits for the thread that does: no request is held up by it later
         self._engine.watch(lambda error: self._inbox.put(functools.partial(_raise, error)))
         settle()
         self._link.send(Ready(self._engine.stats().num_blocks, "" if device == "cpu" else describe_gpus()))
@@ -340,7 +341,7 @@ def open_real(start: Start, progress: Progress) -> Engine:
         if config.parallel.replicas > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.parallel.replicas, 1))
         clock = PhaseClock({"imports": seconds_since_exec()})
-        return open_engine(config, progress, replica=start.replica, clock=clock)
+        return open_engine(config, progress, replica=start.replica, clock=clock, opens_grammars=True)
 
 
 def run_worker(descriptor: int) -> int:

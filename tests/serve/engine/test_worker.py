@@ -107,6 +107,21 @@ def test_who_is_ready_names_the_gpus_where_it_runs_on_one(
         assert from_engine().feed(theirs.recv(1 << 16)) == [Ready(100_000, told if device == "cuda" else "")]
 
 
+def test_an_engine_can_compile_grammars_before_it_is_ready():
+    told: list[object] = []
+
+    class Recorded(StubEngine):
+        def try_open(self) -> None:
+            told.append("grammars")
+
+    class Played:
+        def send(self, message: object) -> None:
+            told.append(message)
+
+    Worker(Played()).load(lambda: Recorded(Options()))  # type: ignore[arg-type, return-value]
+    assert told == ["grammars", Ready(100_000)]
+
+
 def test_an_engine_imports_torch_before_its_configuration_comes_and_nothing_that_it_can_do_without(checkpoints: Any):
     heavy = "fastapi gguf hydra jinja2 llguidance omegaconf pydantic rich sympy transformers triton yaml"
     code = f"""

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
@@ -35,12 +36,14 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def convert(
-    folder: Path, path: Path, *, old_mla: bool = False, max_tensors: int = 0, rounded: str = "", packed: bool = False
-) -> Path:
+    folder: Path, path: Path, *, old_mla: bool = False, max_tensors: int = 0, rounded: str = "", packed: bool = False,
+    scaled: bool = False,
+) -> Path:  # fmt: skip
     """Write the checkpoint of a folder to a GGUF file in fp32; the path of its first part, where it is split.
 
     old_mla: as before llama.cpp wrote the halves of kv_b_proj. max_tensors: of a part. rounded: the type that matrices
-    are rounded to, or whose blocks are drawn (FACTORS); packed: they are stored in it, too
+    are rounded to, or whose blocks are drawn (FACTORS); packed: they are stored in it, too. scaled: matrices of layers
+    are divided by a `.scale` that is stored with them, as llama.cpp has NVFP4; experts each by its own
     """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
@@ -56,6 +59,10 @@ def convert(
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
         array, kind = np.ascontiguousarray(tensor.numpy()), gguf.GGMLQuantizationType.F32
+        if scaled and re.search(r"blk\.\d+\.(attn|ffn)_(?!gate_inp).*\.weight", mapped) and array.ndim > 1:
+            array, scale = divide(array)
+            writer.add_tensor(mapped.replace(".weight", ".scale"), scale)
+            writer.add_tensor(mapped.replace(".weight", ".input_scale"), np.ones_like(scale))
         if rounded and tensor.ndim > 1 and "mlp.gate." not in name:
             fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[rounded]][0] == 0
             kind = gguf.GGMLQuantizationType[rounded if fits else SMALLER[rounded]]
@@ -69,6 +76,13 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return path if not max_tensors else min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def divide(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix by a number, or those of experts each by its own; and the numbers."""
+    count = len(array) if array.ndim == 3 else 1
+    scale = np.random.default_rng(array.size).uniform(0.1, 10, count).astype(np.float32)
+    return array / scale.reshape(-1, *[1] * (array.ndim - 1)), scale
 
 
 SMALLER = {
@@ -251,6 +265,7 @@ def with_halves(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Ten
 
 
 RULES: dict[Any, Callable[..., Tensors]] = {
+    gguf.MODEL_ARCH.LLAMA: with_rows_in_pairs,
     gguf.MODEL_ARCH.GEMMA3: with_larger_norms,
     gguf.MODEL_ARCH.GRANITE: with_rows_in_pairs,
     gguf.MODEL_ARCH.SMOLLM3: with_rows_in_pairs,

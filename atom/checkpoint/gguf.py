@@ -11,6 +11,7 @@ A file that was split is read whole, whichever of its parts is named.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 
 from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.gguf_config import FACTORS, make_config, make_generation_config, whole_number
-from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, dequantize_blocks, read_gguf
+from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, floats, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.gguf_types import SIZES, Type
 from atom.checkpoint.modules import generalize
@@ -67,6 +68,7 @@ BARE = {  # names that have neither .weight nor .bias on the hub
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+SCALES = (".scale", ".input_scale")  # beside a weight
 BESIDE_POST_NORM = {"ffn_norm": "pre_feedforward_layernorm"}  # in a layer with a post_attention_norm
 PART = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
@@ -80,12 +82,13 @@ class GGUFCheckpoint(Checkpoint):
         self._paths, self._metadata, tensors = read_parts(path)
         check_types(path, tensors)
         factors = {name: tensors.pop(stored) for name, stored in FACTORS.items() if stored in tensors}
+        tensors = with_scales(path, tensors)
         self._stored = hub_names(tensors)
         if len(self._stored) != len(tensors):
             raise CheckpointError(f"{path} has two tensors of one name on the hub")
         self._heads = {name: heads for name in self._stored if (heads := self._find_heads(name, facts.interleaved))}
         self.tensors = {
-            name: StoredTensor(PLAIN.get(tensor.type, "fp32"), tensor.shape, blocks_shape(tensor))
+            name: StoredTensor(PLAIN[tensor.type] if tensor.is_plain else "fp32", tensor.shape, blocks_shape(tensor))
             for name, tensor in self._stored.items()
         }
         self._halves = find_halves(self._stored)
@@ -111,7 +114,7 @@ class GGUFCheckpoint(Checkpoint):
             return (floats(tensor) - np.float32(self._facts.norm_offset)).reshape(-1).data.cast("B")
         if name in self._heads:
             return self._in_order(name, dequantize(tensor))
-        return tensor.data if tensor.type in PLAIN else dequantize(tensor).data.cast("B")
+        return tensor.data if tensor.is_plain else dequantize(tensor).data.cast("B")
 
     def read_blocks(self, name: str) -> memoryview:
         data = self._stored[name].data
@@ -130,10 +133,16 @@ class GGUFCheckpoint(Checkpoint):
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         tensor = self._stored.get(name)
         size = len(tensor.data) // count if tensor else 0
-        if tensor is None or tensor.type in PLAIN or name in self._heads or size % SIZES[tensor.type][1]:
+        if tensor is None or tensor.is_plain or name in self._heads or size % SIZES[tensor.type][1]:
             return super().read_part(name, index, count)
         blocks = tensor.data[index * size : (index + 1) * size]  # of this part alone: there may be hundreds of parts
-        return dequantize(tensor._replace(data=blocks)).data.cast("B")
+        scale, experts = tensor.scale, 1 if tensor.scale is None else len(tensor.scale)
+        if experts % count and count % experts:
+            return super().read_part(name, index, count)
+        if scale is not None:
+            scale = scale[index * experts // count : -(-(index + 1) * experts // count)]
+        part = tensor._replace(shape=(-1,), data=blocks, scale=scale)
+        return dequantize(part).data.cast("B")
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         facts = self._facts
@@ -163,10 +172,29 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
             raise UnsupportedError(f"{path}: tensor {name} has the type {tensors[name].type.name}, not F32")
 
 
+def with_scales(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
+    """The tensors without `NAME.scale` and `NAME.input_scale`, which those with a scale hold.
+
+    llama.cpp multiplies by the scale what it multiplies with `NAME.weight`: a number, or one for each expert. An input's
+    scale is of activations in 4 bits, which stay in the model's dtype here.
+    """
+    weights = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
+    beside = {name for name in tensors if name.endswith(SCALES) and name.rpartition(".")[0] in weights}
+    scaled = {name: tensor for name, tensor in tensors.items() if name not in beside}
+    for name in sorted(name for name in beside if name.endswith(".scale")):
+        weight, scale = f"{name.rpartition('.')[0]}.weight", tensors[name]
+        counts = (1, tensors[weight].shape[0]) if len(tensors[weight].shape) == 3 else (1,)
+        if scale.type is not Type.F32 or math.prod(scale.shape) not in counts:
+            described = f"{scale.type.name}{list(scale.shape)}, not F32{[counts[-1]]}"
+            raise UnsupportedError(f"{path}: tensor {name} is {described}")
+        scaled[weight] = tensors[weight]._replace(scale=np.frombuffer(scale.data, np.float32))
+    return scaled
+
+
 def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
     """The shape [..., O, B, bytes of a block] of a matrix, or one for each expert, of a type that may be kept packed,
     None for others."""
-    if tensor.type.name not in GGUF_FORMATS or len(tensor.shape) not in (2, 3):
+    if tensor.type.name not in GGUF_FORMATS or len(tensor.shape) not in (2, 3) or tensor.scale is not None:
         return None
     size, num_bytes = SIZES[tensor.type]
     return (*tensor.shape[:-1], tensor.shape[-1] // size, num_bytes)
@@ -223,14 +251,6 @@ def part_paths(path: Path) -> list[Path]:
         return [path]
     count = int(match["parts"])
     return [path.with_name(f"{match['base']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
-
-
-def floats(tensor: GGUFTensor) -> Array:
-    """A tensor's numbers as fp32, in its shape."""
-    size = SIZES[tensor.type][1]
-    blocks = np.frombuffer(tensor.data, np.uint8).reshape(-1, size)
-    numbers = dequantize_blocks(blocks, tensor.type) if tensor.type in PLAIN else dequantize(tensor)
-    return numbers.reshape(tensor.shape)
 
 
 def hub_names(tensors: Mapping[str, GGUFTensor]) -> dict[str, GGUFTensor]:

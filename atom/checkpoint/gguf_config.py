@@ -109,7 +109,10 @@ def make_config(
     if "model.embed_tokens.weight" in tensors:
         config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
+    biases = [f"model.layers.0.self_attn.{part}_proj.bias" in tensors for part in "qkvo"]
+    config["attention_bias"] = any(biases)
+    if any(biases) and not biases[-1]:  # llama.cpp applies those that are there
+        config["attention_out_bias"] = False
     config["mlp_bias"] = "model.layers.0.mlp.down_proj.bias" in tensors
     is_latent = "kv_lora_rank" in config
     config |= describe_latent(path, own) if is_latent else {}

@@ -37,6 +37,12 @@ class GGUFTensor(NamedTuple):
     type: Type
     shape: tuple[int, ...]
     data: memoryview  # a view of its blocks in the mapped file
+    scale: Array | None = None  # fp32[1], or one for each expert: what its numbers are multiplied by
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its numbers are stored as they are."""
+        return self.type in PLAIN and self.scale is None
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -150,6 +156,8 @@ def dequantize(tensor: GGUFTensor) -> Array:
     """
     size = SIZES[tensor.type][1]
     array: Array
+    if tensor.scale is not None:
+        return (floats(tensor._replace(scale=None)).reshape(len(tensor.scale), -1) * tensor.scale[:, None]).reshape(-1)
     if tensor.type in PLAIN:
         array = np.frombuffer(tensor.data, f"u{size}")
     elif tensor.type is Type.Q4_1:
@@ -165,6 +173,14 @@ def dequantize(tensor: GGUFTensor) -> Array:
     else:
         array = dequantize_blocks(np.frombuffer(tensor.data, np.uint8).reshape(-1, size), tensor.type)
     return array.reshape(-1)
+
+
+def floats(tensor: GGUFTensor) -> Array:
+    """A tensor's numbers as fp32, in its shape."""
+    if not tensor.is_plain:
+        return dequantize(tensor).reshape(tensor.shape)
+    blocks = np.frombuffer(tensor.data, np.uint8).reshape(-1, SIZES[tensor.type][1])
+    return dequantize_blocks(blocks, tensor.type).reshape(tensor.shape)
 
 
 def dequantize_blocks(blocks: Array, kind: Type) -> Array:

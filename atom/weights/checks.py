@@ -54,10 +54,20 @@ def check_surplus(needed: Collection[str], stored: Iterable[str], ignore: Iterab
     surplus = [
         name for name in stored if name not in needed and not any(fnmatch(name, pattern) for pattern in patterns)
     ]
+    modules = {_module_of(name): name for name in needed if "." in name}
+    for name in surplus:
+        if (used := modules.get(_module_of(name))) is not None:
+            found = f"the model does not use tensor {name}, though it uses {used}"
+            raise CheckpointError(f"{found}: without it answers are wrong; is model= the right one?")
     if surplus:
         raise CheckpointError(
             f"the model does not use tensor {_some(surplus)}; name it in model.ignore if it may be left out"
         )
+
+
+def _module_of(name: str) -> str:
+    """What a tensor belongs to with others: `up` of up.weight, up.bias and up.scale, `experts` of experts.up_bias."""
+    return name.rpartition(".")[0]
 
 
 def _some(names: list[str]) -> str:

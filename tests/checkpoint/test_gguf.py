@@ -124,6 +124,51 @@ def test_quantized_tensors_read_as_the_gguf_package_dequantizes_them(tmp_path: P
         assert np.array_equal(as_array(checkpoint.read(f"model.layers.1.{ours}.weight")), expected.reshape(-1))
 
 
+SCALED = {"blk.1.ffn_down": (HIDDEN, 128), "blk.1.ffn_down_exps": (4, HIDDEN, 128), "blk.0.attn_q": (HIDDEN, HIDDEN)}
+
+
+@pytest.mark.parametrize("kind", [Type.NVFP4, Type.Q4_1, Type.BF16], ids=lambda kind: kind.name)
+def test_a_weight_is_multiplied_by_the_scale_beside_it(tmp_path: Path, kind: Any) -> None:
+    """One number, or one for each expert: ggml has NVFP4's second scale outside its blocks."""
+    expected, draw = {}, np.random.default_rng(0)
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "tiny")
+    for name, shape in SCALED.items():
+        columns, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = draw.integers(0, 64, (*shape[:-1], shape[-1] // columns * num_bytes), dtype=np.uint8)
+        scale = draw.uniform(0.1, 4, shape[:-2] or 1).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
+        writer.add_tensor(f"{name}.scale", scale)
+        writer.add_tensor(f"{name}.input_scale", scale)
+        expected[name] = gguf.quants.dequantize(blocks, kind) * scale.reshape(
+            *scale.shape[: len(shape) - 2] or (1,), 1, 1
+        )
+    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write_part()
+    writer.close()
+
+    checkpoint = open_checkpoint(str(tmp_path / "tiny.gguf"), gguf=GGUFFacts(interleaved={"q_proj": HEADS}))
+    down, experts, rotated = ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.experts.down_proj.weight",
+                              "model.layers.0.self_attn.q_proj.weight")  # fmt: skip
+    assert set(checkpoint.tensors) == {down, experts, rotated}
+    assert {(each.dtype, each.blocks) for each in checkpoint.tensors.values()} == {("fp32", None)}
+    assert "quantization_config" not in checkpoint.config
+    assert np.array_equal(as_array(checkpoint.read(down)), expected["blk.1.ffn_down"].reshape(-1))
+    pairs = expected["blk.0.attn_q"].reshape(HEADS, -1, 2, HIDDEN).swapaxes(1, 2)
+    assert np.array_equal(as_array(checkpoint.read(rotated)), pairs.reshape(-1))
+    for count in (1, 2, 4, 8):
+        parts = [as_array(checkpoint.read_part(experts, index, count)) for index in range(count)]
+        assert np.array_equal(np.concatenate(parts), expected["blk.1.ffn_down_exps"].reshape(-1))
+
+
+def test_a_scale_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
+    for number, (scale, kind, shown) in enumerate(
+        [(random(2), Type.F32, r"F32\[2\], not F32\[1\]"), (random(1), Type.F16, r"F16\[1\], not F32\[1\]")]
+    ):
+        path = write(tmp_path / f"{number}.gguf", {**layer_tensors(), "blk.0.ffn_up.scale": (scale, kind)})
+        with pytest.raises(UnsupportedError, match=rf"tensor blk\.0\.ffn_up\.scale is {shown}$"):
+            open_checkpoint(str(path))
+
+
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0], ids=lambda kind: kind.name)
 def test_blocks_kept_packed_hold_what_the_gguf_package_dequantizes(tmp_path: Path, kind: Any) -> None:
     tensors = layer_tensors(kind)

@@ -13,6 +13,7 @@ import torch
 import yaml
 from law import assert_same_logits
 from probe import logits_of
+from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine
 from atom.dtypes import GGUF_FORMATS
@@ -32,6 +33,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # variant of `
     "deepseek_v2": ("deepseek_v2_groups", {"rope_parameters": YARN}, {}),
     "deepseek_v2_old": ("deepseek_v2", {}, {"old_mla": True}),
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}, {}),
+    "llama_biases": ("llama_biases", {}, {}),
+    "llama_scales": ("llama", {}, {"scaled": True}),
+    "qwen3_moe_scales": ("qwen3_moe", {}, {"scaled": True}),
+    "deepseek_scales": ("deepseek_v2", {}, {"scaled": True}),
     "split": ("qwen3_moe_dense_list", {"mlp_only_layers": [], "norm_topk_prob": True}, {"max_tensors": 9}),
 }
 
@@ -46,6 +51,22 @@ def test_a_file_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> N
     engine = LLMEngine(model=str(path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
     tokens = tiny.prompt(40)
     assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    engine.close()
+
+
+def test_biases_of_queries_keys_and_values_may_be_the_only_ones(tmp_path: Path) -> None:
+    """As in a Qwen2 that was saved as a llama; transformers has a bias of zeros on the output then."""
+    folder, tokens = tmp_path / "checkpoint", tiny.prompt(40)
+    tiny.save_changed("llama_biases", folder, mlp_bias=False)
+    tensors = load_file(folder / "model.safetensors")
+    outputs = {name: tensor.zero_() for name, tensor in tensors.items() if name.endswith("o_proj.bias")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    expected = tiny.logits(tiny.reference(folder), tokens)
+    save_file({name: tensors[name] for name in tensors.keys() - outputs.keys()}, folder / "model.safetensors")
+    path = gguf_files.convert(folder, tmp_path / "tiny.gguf")
+    engine = LLMEngine(model=str(path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
+    assert len(outputs) == 3
+    assert_same_logits(logits_of(engine, tokens), expected)
     engine.close()
 
 

@@ -111,6 +111,7 @@ FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 FORMATS: dict[str, Format] = {
     "fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part("_scale_inv", "fp32")),
     "ct_fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=SCALE),
+    "ct_mxfp8": _format(8, 8, (1, 32), "scaled", values=FP8, scales=SCALE._replace(words="exponents")),
     "int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
     "int8z": Format(8, 24, (1, 128)),  # with a zero point a block
     "ct_int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),

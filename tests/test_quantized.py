@@ -17,7 +17,12 @@ import huggingface_hub
 import pytest
 import tiny
 import torch
-from compressed_tensors.compressors import NVFP4PackedCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors import (
+    MXFP8QuantizationCompressor,
+    NVFP4PackedCompressor,
+    PackedQuantizationCompressor,
+)
+from compressed_tensors.compressors.mx_utils import decompress_mx_scale
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
@@ -193,6 +198,24 @@ def mxfp4(suffix: str) -> Callable[[Tensor], tuple[Stored, Tensor]]:
     return store
 
 
+def mxfp8(weight: Tensor) -> tuple[Stored, Tensor]:
+    """compressed-tensors' own: numbers e4m3, exponents u8[O, I / 32]."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=MXFP8)
+    assert scheme.weights is not None
+    groups = weight.unflatten(1, (-1, 32))
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    given = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    parts = MXFP8QuantizationCompressor.compress(given, scheme)
+    values, exponents = parts["weight"], parts["weight_scale"]
+    assert (values.dtype, exponents.dtype) == (torch.float8_e4m3fn, torch.uint8)
+    scales = decompress_mx_scale(exponents).float()
+    return {"": values, "_scale": exponents}, (values.float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)
+
+
+MXFP8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True,
+         "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}  # fmt: skip
+STATED_MXFP8 = MXFP8 | {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+
 ALL = 1 << 20
 LAYOUTS = {
     "deepseek": Layout({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}, fp8((16, 32), "_scale_inv")),
@@ -219,6 +242,7 @@ LAYOUTS = {
     "W4A16 channel": packed(4),
     "W8A16": packed(8),
     "W8A16 asymmetric": packed(8, group=8, symmetric=False),
+    "MXFP8": Layout(compressed("mxfp8-quantized", **STATED_MXFP8), mxfp8),
     "MXFP4": Layout(compressed("mxfp4-pack-quantized", type="float", strategy="group", group_size=32, num_bits=4), mxfp4("_packed")),
     "quark MXFP4": Layout(quark(dtype="fp4", qscheme="per_group"), mxfp4("")),
     "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}, awq),
@@ -241,7 +265,7 @@ WIDE_MOE = {
     "num_experts": 16,
 }
 EXCEPTIONS = ("ignore", "exclude", "exclude_modules", "ignored_layers", "modules_to_not_convert")
-MX = ("MXFP4", "quark MXFP4", "NVFP4", "modelopt NVFP4")  # whose columns are multiples of 32
+MX = ("MXFP8", "MXFP4", "quark MXFP4", "NVFP4", "modelopt NVFP4")  # whose columns are multiples of 32
 
 
 def write(variant: str, layout: Layout, folder: Path, names: tuple[str, ...] = NAMES) -> tuple[Path, Path]:
@@ -322,7 +346,7 @@ RANKS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel_size": 2}, "tp4": {
     [
         *(("wide", layout, ranks) for layout in LAYOUTS for ranks in ("tp2",)),
         *(("wide", layout, "tp4") for layout in ("deepseek", "FP8", "W4A16 asymmetric", "awq", "NVFP4")),
-        *(("wide_moe", layout, "tp2") for layout in ("FP8", "W8A8", "gptq", "NVFP4")),
+        *(("wide_moe", layout, "tp2") for layout in ("FP8", "W8A8", "gptq", "NVFP4", "MXFP8")),
         *(("wide_moe", layout, "tp4 ep2") for layout in ("deepseek", "FP8", "W4A16", "awq", "quark MXFP4", "NVFP4")),
         *(("phi3", layout, "tp2") for layout in ("FP8", "deepseek", "gptq")),
     ],

@@ -175,8 +175,8 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
 def with_scales(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
     """The tensors without `NAME.scale` and `NAME.input_scale`, which those with a scale hold.
 
-    llama.cpp multiplies by the scale what it multiplies with `NAME.weight`: a number, or one for each expert. An input's
-    scale is of activations in 4 bits, which stay in the model's dtype here.
+    llama.cpp multiplies by the scale what it multiplies with `NAME.weight`: a number, or one for each expert. The scale
+    of an input is of activations in 4 bits, which stay in the model's dtype here.
     """
     weights = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
     beside = {name for name in tensors if name.endswith(SCALES) and name.rpartition(".")[0] in weights}

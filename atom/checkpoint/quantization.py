@@ -187,6 +187,11 @@ def compressed_format(weights: Stated, packing: str | None) -> str:
             block = weights.block("block_structure")
         case _:
             raise weights.unknown("strategy")
+    if packing == "mxfp8-quantized" or weights.text("scale_dtype") == "torch.uint8":  # exponents, of OCP's formats
+        for key, value in {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32}.items():
+            if weights.values.get(key) != value:
+                raise weights.unknown(key)
+        return "ct_mxfp8"
     order = weights.values.get("actorder")  # weight, static: the order in which columns were rounded, no more
     if order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise weights.unknown("actorder")

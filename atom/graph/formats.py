@@ -99,6 +99,8 @@ def part_shape(type: Type, part: Part) -> tuple[int, ...]:
 
 def words_type(type: Type, part: Part) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape of the stored tensor that has a part, see `recipes.Repack`."""
+    if part.words == "exponents":
+        return "u8", part_shape(type, part)
     if part.words not in BLOCK_WORDS:
         return "i32", _words_shape(type, part)
     blocks, known = part_shape(type, part._replace(holds="blocks")), parse_format(str(type.fmt))

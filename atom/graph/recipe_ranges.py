@@ -99,8 +99,8 @@ def padded(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
 
 
 def _words_of(recipe: Repack, start: int, stop: int, dim: int) -> Recipe | None:
-    """The words of a range of rows, or the blocks of any range of them; None where the range cuts words."""
-    if recipe.words in formats.BLOCK_WORDS:
+    """The words of a range of rows, or the blocks or exponents of any range; None where the range cuts words."""
+    if recipe.words in ("exponents", *formats.BLOCK_WORDS):
         return narrow(recipe.part, start, stop, dim)
     if dim:
         return None

@@ -245,6 +245,7 @@ class Repack:
     block_scales, block_exponents, block_mins, block_pairs, block_bytes: of blocks u8[..., B, bytes], each a scale fp16
     and maybe a minimum fp16, or an exponent u8, then its numbers (ggml, ggml-common.h): two a byte, the first half of
     them low, or i8, which become u8.
+    exponents: u8 of the same shape, each a power of 2, plus 127 (e8m0), which becomes fp32 (compressed-tensors).
     """
 
     part: Recipe
@@ -259,7 +260,7 @@ class Repack:
         _need_type(self.type, "repack")
 
 
-WORDS = ("columns", "rows", "awq", "gptq", "gptq_minus_1", *formats.BLOCK_WORDS)
+WORDS = ("columns", "rows", "awq", "gptq", "gptq_minus_1", "exponents", *formats.BLOCK_WORDS)
 
 
 JOINS_EXPERTS = ("aiter", "wgmma")  # layouts in which all experts are one tensor

@@ -14,7 +14,9 @@ from atom.graph.formats import BLOCK_WORDS
 
 
 def repack(words: Tensor, how: str, bits: int, shape: Sequence[int]) -> Tensor:
-    """The numbers in int32 words or in blocks as u8 of this shape, see `graph.recipes.Repack`."""
+    """The numbers in int32 words or in blocks as u8 of this shape, exponents as fp32, see `graph.recipes.Repack`."""
+    if how == "exponents":
+        return torch.exp2(words.float() - 127)
     if how in BLOCK_WORDS:
         return _of_blocks(words, how).reshape(*shape)
     holds_values = len(shape) > words.dim()

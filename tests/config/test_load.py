@@ -503,6 +503,8 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, 'sparsity_config.format="sparse-24-bitmask" is not known yet'),
         (compressed("pack-quantized", bits=4), "config_groups.group_0.weights.bits=4 is not known yet"),
         (compressed(strategy="token"), 'weights.strategy="token" is not known yet'),
+        (compressed("mxfp8-quantized", type="float", num_bits=8, strategy="group", group_size=64), "weights.group_size=64 is not known yet"),
+        (compressed(type="float", num_bits=8, strategy="channel", scale_dtype="torch.uint8"), 'weights.strategy="channel" is not known yet'),
     ],
 )  # fmt: skip
 def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dict[str, Any], message: str):

@@ -23,8 +23,9 @@ def report_engine(
         say(_describe_host(host, config.serve.block_size))
     if "vision_config" in config.hf:
         say(f"{config.checkpoint} also reads images; here its text model runs alone")
-    if text := _describe_sampling(config):
-        say(text)
+    for text in (_describe_unread_rope(config), _describe_sampling(config)):
+        if text:
+            say(text)
 
 
 def report_unused(generation: Mapping[str, Any], config: Config) -> None:
@@ -53,6 +54,15 @@ def _describe_host(host: HostBlocks, block_size: int) -> str:
         f"{costs.load_token_seconds * 1e6:.3g} us a token to load, {costs.compute_token_seconds * 1e6:.3g} to compute"
     )
     return f"KV on the host: {num_tokens} tokens, {times}"
+
+
+def _describe_unread_rope(config: Config) -> str:
+    """Say that heads are rotated whole, though config.json has a part; empty where the model has that part, or none."""
+    rope, stated = config.model.attention.rope, (config.hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if rope.kind == "none" or rope.partial != 1 or stated in (None, 1):
+        return ""
+    unread = f"rope_parameters.partial_rotary_factor={stated} of config.json is not applied by model={config.model.name}"
+    return f"{unread}, as in most families of transformers; model.attention.rope.partial={stated} applies it"
 
 
 def _describe_sampling(config: Config) -> str:

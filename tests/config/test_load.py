@@ -635,7 +635,8 @@ def test_exaone_4_has_full_attention_where_its_pattern_says_so(write: Write):
             {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": None, "truncate": False}},
             {"kind": "yarn", "factor": 4.0, "beta_fast": 32.0, "truncate": False},
         ),
-        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, {"partial": 0.5}),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, {"partial": 1.0}),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}, {"partial": 0.5}),
     ],
 )  # fmt: skip
 def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str, Any], expected: dict[str, Any]):

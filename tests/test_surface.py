@@ -66,7 +66,7 @@ SAMPLING = {
 
 CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied head_bias residual weights ignore
-model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_scale logits_softcap mtp_layers mtp_layer mtp_like stacked
+model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_scale logits_softcap mlp_layer_types mtp_layers mtp_layer mtp_like stacked
 model: fmt plain formats act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm_residual fuse_lora fuse_linear_gate

@@ -62,6 +62,7 @@ def check_model(config: Config) -> None:
     if model.mtp_like is not None and model.mtp_like >= model.layers:
         has = f"is no layer of the body, which has {model.layers}; set at most {model.layers - 1}"
         raise ConfigError(f"model.mtp_like={model.mtp_like} {has}")
+    check_mlp_types(model)
     check_stacked(model)
     check_reasoning(model)
 
@@ -196,6 +197,19 @@ def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
     score = router.score or ("sigmoid" if router.method == "noaux_tc" else "softmax")
     width = mlp.shared_width or mlp.shared * mlp.width
     return replace(mlp, router=replace(router, score=score), shared_width=width or None)
+
+
+def check_mlp_types(model: ModelConfig) -> None:
+    """Check that model.mlp_layer_types names a kind that model.mlp has for each layer."""
+    listed, at = model.mlp_layer_types, "model.mlp_layer_types"
+    if listed is None:
+        return
+    if len(listed) < model.layers:
+        raise ConfigError(f"{at} names only {len(listed)} layers, the model has {model.layers}")
+    kinds = {"sparse" if mlp.kind == "moe" else "dense" for mlp in model.mlp}
+    for kind in listed:
+        if kind not in kinds:
+            raise UnsupportedError(f"{at}: {kind} is not built for this model; there is: {', '.join(sorted(kinds))}")
 
 
 def check_stacked(model: ModelConfig) -> None:

@@ -202,6 +202,7 @@ class ModelConfig:
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
+    mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
     mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored behind the body's, to predict further tokens
     mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
     mtp_like: int | None = number(None, 0)  # layer whose kinds of attention and mlp they have; null: counted on

@@ -98,8 +98,11 @@ MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int], Node]] = {"gated": gate
 
 
 def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:
-    """The first mlp entry that applies to the layer."""
-    layer = model.layer_like(layer)
+    """The first mlp entry of the layer's type, or that applies to the layer where no types are listed."""
+    layer, types = model.layer_like(layer), model.mlp_layer_types or []
+    if layer < len(types):
+        is_sparse = types[layer] == "sparse"
+        return next(mlp for mlp in model.mlp if (mlp.kind == "moe") == is_sparse)
     for mlp in model.mlp:
         if layer >= mlp.first and (layer + 1) % mlp.every == 0 and layer not in mlp.skip:
             return mlp

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 import shlex
 import subprocess
@@ -15,6 +18,9 @@ import torch
 import transformers
 
 from atom import LLMEngine, SamplingParams
+from atom.cli import main
+from atom.config.load import load
+from atom.errors import UnsupportedError
 
 DOC = Path(__file__).parents[1] / "docs" / "add-a-model.md"
 
@@ -48,6 +54,60 @@ def test_the_worked_example_gives_the_tokens_of_transformers(
     prompt = tiny.prompt(40)
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     tiny.assert_greedy(answer, prompt, model)
+
+
+@pytest.fixture
+def nanochat(tmp_path: Path) -> tuple[Path, Any]:
+    """The second file of the page, in `conf`, and a checkpoint beside it; its model."""
+    (text,) = re.findall(r"```yaml\n# nanochat.yaml\n(.*?)```", DOC.read_text(), re.DOTALL)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "nanochat.yaml").write_text(text)
+    torch.manual_seed(0)
+    model = transformers.NanoChatForCausalLM(transformers.NanoChatConfig(**tiny.SIZES)).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(tmp_path / "checkpoint")
+    return tmp_path, model
+
+
+def edit(text: str) -> str:
+    """A saved text, with the lines that the page shows in place of those of the same calls."""
+    (shown,) = re.findall(r"```python\n(    cos, .*?)```", DOC.read_text(), re.DOTALL)
+    for line in shown.splitlines():
+        if line.endswith("(…)"):
+            call = line.rpartition(" = ")[2].removesuffix("…)")
+            saved = next(each for each in text.splitlines() if f" = {call}" in each)
+            last = line.replace("…)", saved.partition(call)[2])
+            text = text.replace(saved, last)
+        else:  # of the size and dtype of the page's model
+            text = text.replace(last, f"{last}\n{line.replace('bf16[1280]', 'fp32[48]')}")
+    return text
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_file_and_two_edited_lines_give_the_tokens_of_transformers(nanochat: tuple[Path, Any], level: int):
+    folder, model = nanochat
+    with contextlib.redirect_stdout(io.StringIO()) as saved:
+        assert main([f"--config-dir={folder}/conf", f"checkpoint={folder}/checkpoint", "job.stage=semantic"]) == 0
+    edited = edit(saved.getvalue())
+    assert len(edited.splitlines()) == len(saved.getvalue().splitlines()) + 2
+    (folder / "mine.py").write_text(edited)
+    options = {"model": str(folder / "checkpoint"), "config_dirs": [str(folder / "conf")], "level": level}
+    engine = LLMEngine(**options, kv_cache_memory=1 << 22, **{"job.graph": str(folder / "mine.py")})
+    prompt = tiny.prompt(40)
+    (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    engine.close()
+    tiny.assert_greedy(answer, prompt, model)
+
+
+def test_what_the_file_assumes_is_held(nanochat: tuple[Path, Any]):
+    folder, _ = nanochat
+    path = folder / "checkpoint" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_bias": True}))
+    with pytest.raises(
+        UnsupportedError, match=r"attention_bias=true in its config\.json is not built; there is: false"
+    ):
+        load([f"checkpoint={folder}/checkpoint"], config_dirs=[str(folder / "conf")])
 
 
 def test_the_command_of_the_page_runs_models_that_a_plain_run_leaves_out():

@@ -61,7 +61,9 @@ def _describe_unread_rope(config: Config) -> str:
     rope, stated = config.model.attention.rope, (config.hf.get("rope_parameters") or {}).get("partial_rotary_factor")
     if rope.kind == "none" or rope.partial != 1 or stated in (None, 1):
         return ""
-    unread = f"rope_parameters.partial_rotary_factor={stated} of config.json is not applied by model={config.model.name}"
+    unread = (
+        f"rope_parameters.partial_rotary_factor={stated} of config.json is not applied by model={config.model.name}"
+    )
     return f"{unread}, as in most families of transformers; model.attention.rope.partial={stated} applies it"
 
 

@@ -89,6 +89,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         "num_preemptions": counts.num_preemptions - before.num_preemptions,
         "num_prefix_hit_tokens": counts.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
         "share_waited_for_cores": waited,
+        "warnings": warn_of(waited),
         **compare(runs, costs, limits),
     }
     if experts := count_experts(engine, draw(engine), config):
@@ -102,15 +103,22 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         print(make_page(result, [output for run in runs for output in run.outputs]))
     else:
         show(result)
-    if waited is not None and waited > MAX_WAITED:
-        say(
-            f"this machine was busy: threads waited for a core {waited:.0%} of the time, so the numbers are too low; "
-            "end other programs, or lower OMP_NUM_THREADS"
-        )
+    for warning in result["warnings"]:
+        say(warning)
     if result["failed"]:
         failed = next(output.error for run in runs for output in run.outputs if not output.success)
         say(f"{result['failed']} requests failed, the first one with {failed}")
     return 1 if result["failed"] else 0
+
+
+def warn_of(waited: float | None) -> list[str]:
+    """What makes the numbers of a run doubtful. waited: the share of the time in which threads waited for a core"""
+    if waited is None or waited <= MAX_WAITED:
+        return []
+    return [
+        f"this machine was busy: threads waited for a core {waited:.0%} of the time, so the numbers are too low; "
+        "end other programs, or lower OMP_NUM_THREADS"
+    ]
 
 
 def open_warm(config: Config) -> tuple[Draw, Compiled, dict[str, Costs], Limits, Engine]:

@@ -24,8 +24,9 @@ def make_page(result: dict[str, Any], outputs: Sequence[RequestFuncOutput]) -> s
     parts = [
         page.paragraph(f"level {result['level']}, on {result['hardware']}, {result['date']}; {versions}"),
         page.paragraph(" ".join(result["overrides"])),
+        page.notes(result["warnings"]),
         page.table([names, [f"{result[name]:,.6g}" for name in names]]),
-        page.heading("Tokens a second of each phase, the mark is this machine's limit"),
+        page.heading("Tokens a second of each phase, and a mark at this machine's limit"),
         page.bars([make_bar(name, phase) for name, phase in result["phases"].items()]),
     ]
     for name, label in METRICS.items():
@@ -38,5 +39,6 @@ def make_page(result: dict[str, Any], outputs: Sequence[RequestFuncOutput]) -> s
 
 
 def make_bar(name: str, phase: dict[str, Any]) -> Bar:
-    text = f"{phase['tokens_per_second']:,.1f}, {phase['share_of_limit']:.1%} of the limit"
-    return Bar(name, phase["tokens_per_second"], text, 0, phase["limit_tokens_per_second"])
+    rate, limit = phase["tokens_per_second"], phase["limit_tokens_per_second"]
+    text = f"{rate:,.1f}, {phase['share_of_limit']:.1%} of the limit"
+    return Bar(name, rate, text, 0, limit, f"limit {limit:,.1f}")

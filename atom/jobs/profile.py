@@ -291,4 +291,6 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     name = row["name"] if len(row["name"]) <= 60 else f"{row['name'][:59]}…"
     shown = [name, f"{row['calls']:,}", f"{row['seconds'] * 1e3:,.3f}", f"{row['share']:.1%}"]
     shown.append("-" if each is None else f"{each:,.1f}")
-    return shown if limit is None else [*shown, f"{limit * 1e3:,.3f}", f"{row['share_of_limit']:.0%}"]
+    if limit is None:
+        return shown
+    return [*shown, f"{limit * 1e3:,.3f}", f"{row['share_of_limit']:.0%}" if row["share_of_limit"] <= 1 else ">100%"]

@@ -25,9 +25,12 @@ def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) ->
         boxes = make_boxes(windows[phase])
         parts.append(page.timeline(boxes, max(box.stop for box in boxes)))
         rows = [*about["kinds"], *about["products"], *(row for row in about["rows"] if row["share"] >= LEAST_SHARE)]
-        parts.append(page.bars([make_bar(row) for row in rows if row["seconds"]]))
+        parts.append(page.bars([make_bar(row, about["steps"]) for row in rows if row["seconds"]]))
         parts.append(
-            page.paragraph("A mark in a bar is the least time that this machine's limits allow, where it is known.")
+            page.paragraph(
+                "Times are of a step, as a mean of all. A mark is the least time that this machine's limits allow, "
+                "where it is known."
+            )
         )
     return page.write_page(f"Profile of {result['model']}, {result['dtype']}", parts)
 
@@ -48,11 +51,18 @@ def color_of(name: str) -> str:
     return kind_of(name) or ("piece" if name.startswith("piece ") else "other")
 
 
-def make_bar(row: Mapping[str, Any]) -> Bar:
-    text = f"{row['seconds'] * 1e3:,.3f} ms, {row['share']:.1%}"
-    if "share_of_limit" in row:
-        text += f"; {row['share_of_limit']:.0%} of its limit"
+def make_bar(row: Mapping[str, Any], num_steps: int) -> Bar:
+    """The bar of a row of all steps: of one, as a mean."""
+    seconds, limit = row["seconds"] / num_steps, row.get("limit_seconds")
+    text = f"{seconds * 1e3:,.3f} ms, {row['share']:.1%}"
+    if limit is not None:
+        text += f"; {describe_share(row['share_of_limit'])} its limit"
     color = COLORS.get(
         row.get("kind") or row["name"], COLORS["matrix" if row["name"].startswith("weight ") else "other"]
     )
-    return Bar(row["name"], row["seconds"], text, color, row.get("limit_seconds"))
+    return Bar(row["name"], seconds, text, color, limit and limit / num_steps)
+
+
+def describe_share(share: float) -> str:
+    """Of a limit, which other kernels were measured to reach: what exceeds it shows how far that can be wrong."""
+    return f"{share:.0%} of" if share <= 1 else "no slower than"

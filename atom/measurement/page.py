@@ -26,11 +26,11 @@ PAGE = """<!doctype html>
   --tint: #1a1f21; --bad: #ff8a80; --c0: #4cc3b3; --c1: #f0a050; --c2: #8fabff; --c3: #e08fd0; --c4: #6d797e }} }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
   background: var(--ground); color: var(--text) }}
-h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.15rem; margin: 2rem 0 .5rem }}
+h1 {{ font-size: 1.5rem; overflow-wrap: break-word }} h2 {{ font-size: 1.15rem; margin: 2rem 0 .5rem }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }}
 th:first-child, td:first-child {{ text-align: left }}
-.left :is(th, td) {{ text-align: left; overflow-wrap: anywhere }}
+.left :is(th, td) {{ text-align: left }}
 .table, pre, .plot {{ overflow-x: auto; font-size: 13px }}
 pre {{ margin: .3rem 0 1rem; padding: .6rem .8rem; background: var(--tint); border: 1px solid var(--line);
   border-radius: 6px }}
@@ -39,7 +39,7 @@ pre .add {{ color: var(--c0) }} pre .gone {{ color: var(--bad) }}
 summary {{ cursor: pointer; padding: .15rem 0 }}
 svg {{ max-width: 100%; height: auto; font: 12px system-ui, sans-serif }}
 svg text {{ fill: var(--text) }} svg text.quiet {{ fill: var(--quiet) }} svg .grid {{ stroke: var(--line) }}
-.drawn > svg {{ background: #fff }} .drawn svg text {{ fill: #222 }}
+svg text.inside {{ fill: var(--ground) }}
 .quiet {{ color: var(--quiet); margin: .2rem 0 }}
 </style></head><body>
 <h1>{title}</h1>
@@ -57,7 +57,8 @@ class Bar(NamedTuple):
     value: float
     text: str  # what the value is, with its unit
     color: int = 0
-    least: float | None = None  # a mark within the bar: a limit
+    least: float | None = None  # a mark: a limit
+    mark: str = ""  # what the limit is, with its unit
 
 
 class Box(NamedTuple):
@@ -127,15 +128,36 @@ def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:
             lines.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + 20}" stroke="var(--text)" stroke-width="2"/>'
             )
-        right = LABEL + max(each.value, each.least or 0.0) * scale + 8
-        if limit is not None and right - 8 <= (line := LABEL + limit * scale) < right + CHARACTER * len(each.text):
-            right = line + 8  # the line would strike the text out
-        lines.append(f'<text class="quiet" x="{right:.1f}" y="{y + 13}">{html.escape(each.text)}</text>')
+        lines += write_texts(each, scale, y + 13, limit)
     height = 24 * len(shown) + 4
     if limit is not None:
         x = LABEL + limit * scale
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" stroke="var(--bad)" stroke-width="2"/>')
     return svg(WIDTH, height, lines)
+
+
+def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[str]:
+    """What a bar's value and its mark are, each at its own end.
+
+    Where the mark is beyond the bar, the value's text stands between them, or in the bar. Where neither has room, both
+    stand past the mark.
+    """
+
+    def text(content: str, x: float, style: str = 'class="quiet"') -> str:
+        return f'<text {style} x="{x:.1f}" y="{y}">{html.escape(content)}</text>'
+
+    end, own = LABEL + bar.value * scale, CHARACTER * len(bar.text)
+    mark = end if bar.least is None else LABEL + bar.least * scale
+    if mark > end:
+        after = [text(bar.mark, mark + 8)] if bar.mark else []
+        if end + 8 + own < mark:
+            return [text(bar.text, end + 8), *after]
+        if own + 16 < end - LABEL:
+            return [text(bar.text, end - 8, 'class="inside" text-anchor="end"'), *after]
+    right, both = max(end, mark) + 8, ", ".join(filter(None, (bar.text, bar.mark)))
+    if limit is not None and right - 8 <= (line := LABEL + limit * scale) < right + CHARACTER * len(both):
+        right = line + 8  # the line would strike the text out
+    return [text(both, right)]
 
 
 def timeline(boxes: Sequence[Box], seconds: float) -> str:

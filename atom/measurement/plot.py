@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# colors of a page, whose places in an SVG get its variables; what they color
+PLACEHOLDERS = {name: f"#00ff{at:02x}" for at, name in enumerate(("text", "line", "ground", "c0", "c1", "c2", "c3"))}
+OF_THE_PAGE = {
+    "text": "text.color axes.edgecolor axes.labelcolor xtick.color ytick.color grid.color",
+    "line": "legend.edgecolor",
+    "ground": "legend.facecolor",
+}
+
+
 class Point(NamedTuple):
     interactivity: float  # tokens a second of one user
     throughput: float  # output tokens a second
@@ -47,28 +56,42 @@ def write_html(
     unit: str,
 ) -> None:
     """rows: the table, its header first. notes: sentences above it. Without a series there is no plot."""
-    svg = f'<div class="drawn">{draw_svg(series, unit)}</div>' if series else ""
+    svg = f'<div class="plot">{draw_svg(series, unit)}</div>' if series else ""
     path.write_text(page.write_page(title, [page.notes(notes), svg, page.table(rows)]), encoding="utf-8")
 
 
 def draw_svg(series: Sequence[Series], unit: str) -> str:
-    """Draw an <svg> element to embed in a page."""
-    figure, file = draw(series, unit), io.StringIO()
+    """Draw an <svg> element to embed in a page, in the page's colors."""
+    import_matplotlib()
     import matplotlib
 
+    file = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "atom"}):
-        figure.savefig(file, format="svg", metadata=nothing)
+    names = {param: PLACEHOLDERS[name] for name, params in OF_THE_PAGE.items() for param in params.split()}
+    colors = matplotlib.cycler(color=[color for name, color in PLACEHOLDERS.items() if name.startswith("c")])
+    lines = matplotlib.cycler(linestyle=["-", "--", ":", "-."]) * colors
+    style = {"svg.fonttype": "none", "svg.hashsalt": "atom", "axes.prop_cycle": lines, "legend.framealpha": 1}
+    with matplotlib.rc_context(names | style):
+        draw(series, unit).savefig(file, format="svg", metadata=nothing, transparent=True)
     text = file.getvalue()
+    for name, color in PLACEHOLDERS.items():
+        text = text.replace(color, f"var(--{name})")
     return text[text.index("<svg") :]
+
+
+def import_matplotlib() -> None:
+    """ModuleNotFoundError with what to install where it is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("drawing needs the package matplotlib: pip install 'atom-run[bench]'") from None
 
 
 def draw(series: Sequence[Series], unit: str) -> Figure:
     """A plot for each panel, side by side. ModuleNotFoundError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("drawing needs the package matplotlib: pip install 'atom-run[bench]'") from None
+    import_matplotlib()
+    from matplotlib.figure import Figure
+
     panels = list(dict.fromkeys(each.panel for each in series)) or [""]
     figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

@@ -19,7 +19,7 @@ from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.graph import Type, parse
 from atom.jobs.profile import describe, find_piece_kernels, match_products, name_calls
-from atom.jobs.profile_page import make_boxes
+from atom.jobs.profile_page import make_bar, make_boxes
 from atom.jobs.roofline import Costs, Limits, Product
 from atom.jobs.trace import Row, Summary, middle_step
 from atom.jobs.workload import Step
@@ -239,7 +239,17 @@ def test_the_page_has_the_timeline_of_a_step_and_limits(run: Any, checkpoints: A
     assert code == 0, err
     assert re.search(r"<h2>prefill: .*<h2>decode: ", out, re.DOTALL)
     assert out.count("<title>cpp.paged_attention: ") >= 3 + 3, "a box for each layer, in either phase"
-    assert len(re.findall(r"ms, [\d.]+%; \d+% of its limit", out)) >= 4, "attention and matrix of each phase"
+    limits = re.findall(r"ms, [\d.]+%; (\d+% of|no slower than) its limit", out)
+    assert len(limits) >= 4 and not re.search(r"[1-9]\d\d% of its limit", out), "attention and matrix of each phase"
+
+
+def test_the_bars_of_a_page_are_of_one_step_as_its_heading_is():
+    row = {"name": "attention", "seconds": 0.4, "share": 0.5, "limit_seconds": 0.3, "share_of_limit": 0.75}
+    bar = make_bar({**row, "kind": "attention"}, 4)
+    assert (bar.value, bar.least) == (pytest.approx(0.1), pytest.approx(0.075))
+    assert bar.text == "100.000 ms, 50.0%; 75% of its limit"
+    fast = make_bar({**row, "limit_seconds": 0.452, "share_of_limit": 1.13}, 4)
+    assert fast.text == "100.000 ms, 50.0%; no slower than its limit"
 
 
 def test_a_step_in_the_middle_of_a_trace_is_cut_out():

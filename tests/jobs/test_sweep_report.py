@@ -85,6 +85,10 @@ def test_the_files_have_every_job_and_the_page_needs_nothing_from_outside(tmp_pa
     assert page.count("<svg") == 1 and "quant=fp8" in page and "<td>1,234</td>" in page
     assert "Sweep of job=bench" in page and "Measured on 4 x CPU Z with torch 9.9" in page
     assert "Job 3 failed: CapacityError: &lt;too&gt; small" in page
+    assert not re.search(r"fill: ?#|stroke: ?#|background: ?#fff", page[page.index("<svg") :]), (
+        "colors of the page's own"
+    )
+    assert "var(--text)" in page[page.index("<svg") :] and "stroke: var(--c0)" in page
     assert not re.findall(r"<(?:script|link|img|iframe)|url\((?!#)|@import|(?:src|href)=\"(?!#)", page)
 
 

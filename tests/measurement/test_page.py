@@ -53,6 +53,29 @@ def test_bars_and_marks_share_one_scale():
     assert texts["two"] < page.WIDTH, "it is not cut off"
 
 
+def test_each_text_of_a_bar_stands_at_its_own_end():
+    bars = [
+        Bar("far", 10.0, "10, 10% of the limit", least=100.0, mark="limit 100"),
+        Bar("near", 90.0, "90, 90% of the limit", least=100.0, mark="limit 100"),
+        Bar("short", 1.0, "1, 33% of the limit", least=3.0, mark="limit 3"),
+        Bar("over", 50.0, "50", least=40.0),
+    ]
+    drawn = parsed(page.bars(bars))
+    ends = [page.LABEL + float(each.get("width")) for each in drawn.iter("rect")]
+    marks = [float(each.get("x1")) for each in drawn.iter("line")]
+    texts = {each.text: each for each in drawn.iter("text")}
+    at = {text: float(each.get("x")) for text, each in texts.items()}
+    assert at["10, 10% of the limit"] == pytest.approx(ends[0] + 8, abs=0.2)
+    assert texts["90, 90% of the limit"].get("text-anchor") == "end" and at["90, 90% of the limit"] < ends[1]
+    assert at["limit 100"] == pytest.approx(marks[0] + 8, abs=0.2)
+    assert at["1, 33% of the limit, limit 3"] > marks[2], "there is no room ahead of the mark: it says which is which"
+    assert at["50"] > ends[3]
+
+
+def test_words_and_numbers_are_never_broken():
+    assert "anywhere" not in page.PAGE
+
+
 def test_a_box_is_where_and_as_long_as_it_ran():
     drawn = parsed(page.timeline([Box("a", 0.2, 0.7, 1, 2), Box("short", 0.1, 0.1 + 1e-9, 0, 0)], 1.0))
     (box,) = drawn.iter("rect")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+from collections import Counter
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -82,6 +83,7 @@ def routes(context: Context) -> APIRouter:
                 "version": atom.__version__,
                 "model": config.model.name,
                 "dtype": config.dtype,
+                "weights": list_formats(config),
                 "device": config.device,
                 "hardware": describe_cpus() if config.device == "cpu" else context.engines.gpus,
                 "python": platform.python_version(),
@@ -95,6 +97,14 @@ def routes(context: Context) -> APIRouter:
         return json_response(stats[0] if len(stats) == 1 else {"engines": stats})
 
     return router
+
+
+def list_formats(config: Config) -> list[str]:
+    """The formats that weights are packed in, that of the most modules first; none where all are plain."""
+    model, fmt = config.model, config.quant.fmt
+    named = (model.fmt, *model.formats.values()) if fmt == "auto" else (fmt,)
+    counts = Counter(each.partition("[")[0] for each in named if each is not None and each != "none")
+    return [name for name, _ in counts.most_common()]
 
 
 def describe_config(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
-from atom.serve.monitoring import describe_config
+from atom.serve.monitoring import describe_config, list_formats
 
 
 def test_ping_says_what_health_says_and_load_counts_sequences(start_server: Start):
@@ -69,6 +70,19 @@ def version(device: str, gpus: str = "") -> dict[str, Any]:
 def test_the_version_names_the_gpus_once_the_engine_has(gpus: str):
     told = version("cuda", gpus)
     assert (told["device"], told["hardware"]) == ("cuda", gpus)
+
+
+def test_the_version_names_the_formats_of_weights(tmp_path: Path):
+    config = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    stated = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    described = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "max_position_embeddings": 99, **config}
+    (tmp_path / "config.json").write_text(json.dumps({**described, "quantization_config": stated}))
+    for overrides, expected in {(): ["awq_int4"], ("quant=none",): []}.items():
+        assert list_formats(load([f"checkpoint={tmp_path}", *overrides])) == expected
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    for overrides, expected in {(): [], ("quant=fp8",): ["fp8"]}.items():
+        assert list_formats(load([f"checkpoint={tmp_path}", *overrides])) == expected
+    assert version("cpu")["weights"] == ["q4_1", "q8_0"], "the embedded model's"
 
 
 def test_the_version_names_the_processor_where_the_engine_runs_on_it(monkeypatch: pytest.MonkeyPatch):

@@ -52,6 +52,9 @@ class Visit(NamedTuple):
         for name, value in values.items():
             self.page.get_by_label(name.replace("_", " ")).fill(value if isinstance(value, str) else json.dumps(value))
 
+    def show_plots(self) -> None:
+        self.page.get_by_role("button", name="Plots").click()
+
     def figure(self, title: str) -> Any:
         return self.page.locator("figure").filter(has=self.page.get_by_role("heading", name=title))
 
@@ -205,7 +208,7 @@ def test_settings_are_the_fields_of_the_request(server: Server, visit: Open):
         opened.send("One\nline and another")
     base = {"model": "talker", "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     question = {"role": "user", "content": "One\nline and another"}
-    assert asked.value.post_data_json == {**base, "max_tokens": 512, "messages": [question]}, "empty ones are left out"
+    assert asked.value.post_data_json == {**base, "messages": [question]}, "empty ones are the server's to choose"
     page.get_by_role("button", name="New chat").click()
     opened.set(System_prompt="Be brief.", Temperature=0.5, Top_p=0.9, Top_k=40, Max_tokens=9, Seed=-3)
     opened.set(
@@ -331,8 +334,12 @@ def accented(page: Page) -> dict[str, int]:
 
 def test_plots_draw_what_the_server_does(server: Server, visit: Open):
     opened = visit(server.url)
+    opened.show_plots()
     opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
-    latencies, measured = ("Time to first token", "Inter-token latency", "Queue time"), re.compile(r"mean \d.* p95 \d")
+    latencies, measured = (
+        ("Time to first token", "Inter-token latency", "Queue time"),
+        re.compile(r"mean \d.* p95 [\d–]"),
+    )
     assert {accented(opened.page)[title] for title in latencies} == {0}, "there is nothing to measure yet"
     opened.send("Talk.")
     expect(opened.figure("Requests")).to_contain_text("running 1")
@@ -367,9 +374,46 @@ def test_latencies_are_those_between_two_looks(server: Server, visit: Open):
     opened.page.route("**/metrics", lambda route: route.fulfill(body=texts[-1], content_type="text/plain"))
     with opened.page.expect_response("**/metrics"):
         opened.page.goto(server.url)
+    opened.show_plots()
     texts.append(metrics(1020, 5003.0, 10))  # 20 in 3 s; the 19th is the 9th of the 10 between 100 and 250 ms
     expect(opened.figure("Time to first token")).to_contain_text("mean 150 ms p95 235 ms")
     expect(opened.figure("Prefix hits")).to_contain_text("hits 40 %")
+
+
+def test_a_few_samples_have_no_95th_percentile(server: Server, visit: Open):
+    opened = visit(server.url, ready=False)
+    texts = [metrics(1000, 5000.0, 0)]
+    opened.page.route("**/metrics", lambda route: route.fulfill(body=texts[-1], content_type="text/plain"))
+    with opened.page.expect_response("**/metrics"):
+        opened.page.goto(server.url)
+    opened.show_plots()
+    texts.append(metrics(1001, 5000.15, 0))
+    expect(opened.figure("Time to first token")).to_contain_text("mean 150 ms p95 –")
+
+
+def test_an_answer_without_times_shows_none(server: Server, visit: Open):
+    opened = visit(server.url)
+    stream = events({"content": "yes"}).replace('"ttft_s": 0.25, "tpot_s": 0.02, ', "")
+    answer_with(opened.page, stream)
+    opened.send("Hello")
+    expect(opened.page.locator(".assistant .meta").last).to_have_text(
+        "50 tokens · cut at the limit · prompt 7, 4 of them cached"
+    )
+
+
+def test_a_table_breaks_no_number_and_no_word(server: Server, visit: Open):
+    opened = visit(server.url)
+    opened.page.set_viewport_size({"width": 400, "height": 800})
+    cells = ["1,000", "throughput", "12,345,678", "interactivity", "1,234.5"] * 2
+    rows = [cells, ["---"] * len(cells), cells]
+    answer_with(opened.page, events({"content": "".join(f"|{'|'.join(row)}|\n" for row in rows)}))
+    opened.send("Hello")
+    number = opened.page.locator(".assistant td").first
+    expect(number).to_have_text("1,000")
+    heights = opened.page.locator(".assistant td").evaluate_all("all => all.map(each => each.clientHeight)")
+    assert max(heights) < 2 * 22, "a line each"
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 400
+    opened.page.set_viewport_size({"width": 1280, "height": 900})
 
 
 @pytest.mark.parametrize("state", ["loading", "draining", "dead"])
@@ -633,13 +677,15 @@ def test_settings_and_folded_plots_are_kept(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
     opened.set(System_prompt="Be brief.", Temperature=0.5)
-    views = page.get_by_role("group", name="View")
+    views, plots = page.get_by_role("group", name="View"), page.get_by_role("region", name="Plots")
+    for is_shown in (False, True, False):  # the chat comes first
+        (expect(plots).to_be_visible if is_shown else expect(plots).to_be_hidden)()
+        page.reload()
+        expect(page.get_by_role("status")).to_have_text("ready")
+        (expect(plots).to_be_visible if is_shown else expect(plots).to_be_hidden)()
+        expect(views.get_by_role("button", name="Plots")).to_have_attribute("aria-pressed", str(is_shown).lower())
+        views.get_by_role("button", name="Plots").click()
     views.get_by_role("button", name="Plots").click()
-    expect(page.get_by_role("region", name="Plots")).to_be_hidden()
-    page.reload()
-    expect(page.get_by_role("status")).to_have_text("ready")
-    expect(page.get_by_role("region", name="Plots")).to_be_hidden()
-    expect(views.get_by_role("button", name="Plots")).to_have_attribute("aria-pressed", "false")
     answer_with(page, events({"content": "yes"}))
     with page.expect_request("**/v1/chat/completions") as asked:
         page.get_by_role("button", name="Compare TCP and UDP in a table.").click()
@@ -651,7 +697,7 @@ def test_settings_and_folded_plots_are_kept(server: Server, visit: Open):
     page.reload()
     page.get_by_role("button", name="Settings").click()
     expect(page.get_by_label("Temperature")).to_have_value("")
-    expect(page.get_by_label("Max tokens")).to_have_value("512")
+    expect(page.get_by_label("Max tokens")).to_have_value("")
 
 
 def test_an_empty_page_has_examples_that_are_sent_as_they_are(server: Server, visit: Open):

@@ -17,19 +17,22 @@ const chats = new Chats(chat => {
   if (NARROW.matches) showView("chat");
 });
 
+/** Plots are folded until they are asked for: the chat comes first. */
+const isFolded = name => kept.folded?.[name] ?? name === "plots";
+
 /** On a narrow screen one view is shown at a time; on a wide one a button folds its view. */
 function showView(name) {
   if (NARROW.matches) document.body.dataset.view = name;
-  else keep({folded: {...kept.folded, [name]: !kept.folded?.[name]}});
+  else keep({folded: {...kept.folded, [name]: !isFolded(name)}});
   drawViews();
 }
 
 function drawViews() {
   const {body} = document;
   for (const each of byId("views").children) {
-    const {view} = each.dataset, isFolded = Boolean(kept.folded?.[view]);
-    if (view !== "chat") body.classList.toggle(`no-${view}`, isFolded);
-    each.setAttribute("aria-pressed", NARROW.matches ? view === body.dataset.view : !isFolded);
+    const {view} = each.dataset;
+    if (view !== "chat") body.classList.toggle(`no-${view}`, isFolded(view));
+    each.setAttribute("aria-pressed", NARROW.matches ? view === body.dataset.view : !isFolded(view));
   }
   drawCharts();
 }

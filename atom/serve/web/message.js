@@ -82,11 +82,12 @@ export function takeEvent(answer, event) {
 
 /** What an answer has cost. */
 export function describeUsage({usage, finish}) {
+  const first = Number.isFinite(usage.ttft_s) ? `TTFT ${seconds(usage.ttft_s)}` : "";
   const rate = usage.tpot_s > 0 ? `${count(1 / usage.tpot_s)} tokens/s` : "";
   const cached = usage.prompt_tokens_details?.cached_tokens;
   const prompt = `prompt ${usage.prompt_tokens}${cached ? `, ${cached} of them cached` : ""}`;
   const cut = finish === "length" ? "cut at the limit" : "";
-  return [`TTFT ${seconds(usage.ttft_s)}`, rate, tokens(usage.completion_tokens), cut, prompt].filter(Boolean).join(" · ");
+  return [first, rate, tokens(usage.completion_tokens), cut, prompt].filter(Boolean).join(" · ");
 }
 
 /** Count the tokens of a stream, and say how fast they come. */

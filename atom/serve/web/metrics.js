@@ -22,12 +22,12 @@ export class Change {
   share(part, whole) { return this.growth(whole) ? this.growth(part) / this.growth(whole) : null; }
   mean(name) { return this.growth(`${name}_count`) ? this.growth(`${name}_sum`) / this.growth(`${name}_count`) : null; }
 
-  /** A quantile, as Prometheus' histogram_quantile has it. */
+  /** A quantile, as Prometheus' histogram_quantile has it; null of fewer samples than tell it from the highest one. */
   quantile(name, share) {
     const now = this.now.buckets.get(`${name}_bucket`) ?? [], then = this.then.buckets.get(`${name}_bucket`) ?? [];
     const counts = now.map(([, number], index) => number - (then[index]?.[1] ?? 0));
     const wanted = share * (counts.at(-1) ?? 0), index = counts.findIndex(number => number >= wanted);
-    if (!wanted) return null;
+    if (!wanted || counts.at(-1) * (1 - share) < 0.999) return null;
     const lower = index ? now[index - 1][0] : 0, below = index ? counts[index - 1] : 0, upper = now[index][0];
     return upper === Infinity ? lower : lower + (upper - lower) * (wanted - below) / (counts[index] - below);
   }

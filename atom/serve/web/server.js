@@ -21,7 +21,8 @@ export async function describeServer(wanted) {
   select.replaceChildren(...models.data.map(each => new Option(each.id)));
   if (models.data.some(each => each.id === chosen)) select.value = chosen;
   const context = `${models.data[0].max_model_len.toLocaleString("en")} tokens`;
-  const about = [version.model, version.dtype, context, version.hardware, version.version];
+  const numbers = [version.weights.join(", "), version.dtype].filter(Boolean).join(" in ");
+  const about = [version.model, numbers, context, version.hardware, version.version];
   byId("about").textContent = about.filter(Boolean).join(" · ");
   byId("about").title = byId("about").textContent;
   document.title = `${models.data[0].id} · atom`;

@@ -64,14 +64,15 @@ def draw_svg(series: Sequence[Series], unit: str) -> str:
     """Draw an <svg> element to embed in a page, in the page's colors."""
     import_matplotlib()
     import matplotlib
+    from matplotlib.rcsetup import cycler
 
     file = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     names = {param: PLACEHOLDERS[name] for name, params in OF_THE_PAGE.items() for param in params.split()}
-    colors = matplotlib.cycler(color=[color for name, color in PLACEHOLDERS.items() if name.startswith("c")])
-    lines = matplotlib.cycler(linestyle=["-", "--", ":", "-."]) * colors
-    style = {"svg.fonttype": "none", "svg.hashsalt": "atom", "axes.prop_cycle": lines, "legend.framealpha": 1}
-    with matplotlib.rc_context(names | style):
+    colors = cycler(color=[color for name, color in PLACEHOLDERS.items() if name.startswith("c")])
+    lines = cycler(linestyle=["-", "--", ":", "-."]) * colors
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "atom", "axes.prop_cycle": lines, "legend.framealpha": 1}
+    with matplotlib.rc_context(style | names):
         draw(series, unit).savefig(file, format="svg", metadata=nothing, transparent=True)
     text = file.getvalue()
     for name, color in PLACEHOLDERS.items():

@@ -158,6 +158,16 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
         (["--config-dir", "/nowhere"], "atom-run: ConfigError: config dir /nowhere: there is no such folder"),
         (["--cfg", "job", "+foo=1"], "atom-run: ConfigError: foo: there is no such field; there are: checkpoint, "),
         (["--cfg", "job", "++sampling.foo=1"], "atom-run: ConfigError: sampling.foo: there is no such field"),
+        (
+            ["serve=null"],
+            "atom-run: ConfigError: serve=null: it takes the name of a file; leave it out for its default",
+        ),
+        (["--cfg", "hydra", "job=null"], "atom-run: ConfigError: job=null: it takes the name of a file"),
+        ([f"seed={'9' * 4301}"], "atom-run: ConfigError: seed: a number has more digits than any field takes"),
+        (
+            [f"prompts=[{'1,' * 40_000}1]"],
+            "atom-run: ConfigError: prompts: there are more than 4,096 items; prompts=@FILE takes any number\n",
+        ),
         (["--resolve"], "atom-run: ConfigError: --resolve is for --cfg: write --cfg job --resolve"),
         (["--cfg", "job", "-p", "nope"], "atom-run: ConfigError: nope: there is no such field"),
         (["-m", "prompts=hi", "level=0,5"], "atom-run: ConfigError: level=5: there is no such choice"),

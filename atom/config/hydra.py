@@ -16,21 +16,24 @@ import operator
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from atom.config.folders import CONF
+from atom.config.bounded_yaml import parse_yaml
+from atom.config.folders import CONF, GROUPS
 from atom.config.model_files import SEARCHPATH, ModelFile, model_files, search_path_of
 from atom.config.overrides import parse
 from atom.config.schema_keys import inner_blocks, plain_fields
 from atom.config.spelling import override
-from atom.errors import CheckpointError, UnsupportedError
+from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 
 COMPOSING = threading.Lock()  # Hydra composes through a singleton, and a copy unties the original for a moment
 
@@ -51,6 +54,7 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
     """
     optional = [at for at, _, is_list in inner_blocks(schema) if not is_list]
     is_ordered = any(text.startswith(("+", "~")) for text in overrides)  # Hydra adds and deletes between values
+    check_files(overrides, config_dirs)
     values = [text for text in overrides if is_value(text, schema, optional, is_ordered)]
     choices = with_search_path([text for text in overrides if text not in values], config_dirs)
     try:
@@ -65,11 +69,41 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
                 if f"{key}.".startswith(f"{at}.") and OmegaConf.select(composed, at) is None:
                     parent, _, name = at.rpartition(".")
                     OmegaConf.update(composed, parent, {name: {}}, merge=True)
+            check_entry(composed, key)
             OmegaConf.update(composed, key, parsed.value(), merge=True)
     except (HydraException, OmegaConfBaseException):
         check_entries(schema, overrides, model_files(search_path_of(overrides, config_dirs)))
         raise
     return composed
+
+
+def check_entry(composed: DictConfig, key: str) -> None:
+    """Raise ConfigError where a key goes on after a list by what is no number of an entry."""
+    node, at, parts = composed, "", key.split(".")
+    for part in parts:
+        if isinstance(node, ListConfig) and not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
+            entries = f"its entries are {at}.0 to {at}.{len(node) - 1}" if len(node) else "it is empty"
+            raise ConfigError(f"{key}: {at} is a list, and {entries}; write {at}=[…]")
+        if node is None and part.isdecimal():
+            raise ConfigError(f"{key}: {at} is null; write {at}=…")
+        if not isinstance(node, DictConfig | ListConfig):
+            return
+        node = OmegaConf.select(node, part) if isinstance(node, DictConfig) else node[int(part)]
+        at = f"{at}.{part}".lstrip(".")
+
+
+def check_files(overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
+    """Parse the users' files that Hydra is to read within bounds; those of models have been parsed."""
+    folders = [
+        Path(path.removeprefix("file://")) for path in search_path_of(overrides, config_dirs) if "pkg:" not in path
+    ]
+    for group, _, choice in (text.lstrip("+").partition("=") for text in overrides):
+        for file in [folder / group / f"{choice}.yaml" for folder in folders if group in GROUPS and group != "model"]:
+            try:
+                if file.is_file():
+                    parse_yaml(file.read_text("utf-8"))
+            except (OSError, ValueError, YAMLError) as error:
+                raise ConfigError(f"{file}: {one_line(error)}") from None
 
 
 @functools.lru_cache(256)

@@ -24,6 +24,7 @@ from yaml import YAMLError
 from atom.checkpoint import open_checkpoint
 from atom.checkpoint.base import normalize_rope
 from atom.config.aliases import respell
+from atom.config.bounded_yaml import parse_yaml
 from atom.config.checks import check
 from atom.config.draft import check_fits, check_kind
 from atom.config.folders import CONF, check_config_dirs
@@ -202,8 +203,8 @@ def load_gpu(name: str) -> GPUConfig:
         raise ConfigError(f"job.gpu={name}: {no_such('file and no such GPU', name, names, 'GPUs: ')}")
     try:
         with one_line_errors(GPUConfig):
-            stated, typed = OmegaConf.load(path), OmegaConf.structured(GPUConfig)
-            if not isinstance(stated, DictConfig):
+            stated, typed = parse_yaml(path.read_text("utf-8")) or {}, OmegaConf.structured(GPUConfig)
+            if not isinstance(stated, dict):
                 raise ConfigError(f"it is a list, not {', '.join(each.name for each in fields(GPUConfig))}")
             for key, value in stated.items():
                 typed[key] = value

@@ -24,6 +24,7 @@ from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
 
 from atom.checkpoint import open_checkpoint
+from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import CONF
 from atom.config.overrides import parse, plain, rewrite
 from atom.config.spelling import override
@@ -178,7 +179,7 @@ def read_files(source: ConfigSource) -> Iterator[ModelFile]:
         return
     for path in sorted(Path(source.path, "model").glob("*.yaml")):
         try:
-            spec = parse_yaml(path.read_text("utf-8")) or {}
+            spec = parse_once(path.read_text("utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: {one_line(error)}") from None
         if not isinstance(spec, dict):
@@ -187,9 +188,9 @@ def read_files(source: ConfigSource) -> Iterator[ModelFile]:
 
 
 @functools.lru_cache(256)
-def parse_yaml(text: str) -> Any:
+def parse_once(text: str) -> Any:
     """The value of a YAML text; every load reads all model files, which are the same ones nearly always."""
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return parse_yaml(text)
 
 
 def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:

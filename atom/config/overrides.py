@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from atom.config.bounded_yaml import MAX_DEPTH
 from atom.config.folders import CONF, check_config_dirs
 from atom.config.recipes import format_recipe, read_recipe
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
@@ -39,6 +40,9 @@ UNITS = {
     **{"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},
     **{"M": 1 << 20, "G": 1 << 30, "T": 1 << 40},  # as vLLM reads capitals
 }
+MAX_NAME = 250  # characters of a file's, without its ending
+MAX_ITEMS = 4096  # of an override; Hydra parses as many in a second or two, and four times as many in half a minute
+QUOTED = re.compile(r"'(?:\\.|[^'\\])*(?:'|\Z)|\"(?:\\.|[^\"\\])*(?:\"|\Z)", re.DOTALL)
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
          "serve.kv_cache_dir",
          "parallel.address", "parallel.key_file", "parallel.host", SECRET, *HTTP_TEXTS, *JOB_TEXTS)  # fmt: skip
@@ -64,12 +68,16 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
         if key == "model" and value and value[0] in "~/.":
             raise no_model(value)
+        if value is not None and is_group(key):
+            check_choice(key, value)
         if key == "parallel" and value and (sizes := ranks_of(value)):
             result += sizes
             continue
         if key in BYTES and value is not None:
             value = re.sub(
-                r"(?<![\w.])(\d*\.?\d+)([MGT](?:i?B)?)\b", lambda at: str(round(float(at[1]) * UNITS[at[2]])), value
+                r"(?<![\w.])(\d{0,30}\.?\d{1,30})([MGT](?:i?B)?)\b",
+                lambda at: str(round(float(at[1]) * UNITS[at[2]])),
+                value,
             )
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)
@@ -84,10 +92,24 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
     return [*rewrite(recipes), *result] if recipes else result
 
 
+def is_group(key: str) -> bool:
+    """Whether a key chooses a file of a group, of conf/ or of Hydra's own."""
+    name = key.partition("@")[0]
+    return "/" in name or (name.isidentifier() and (CONF / name).is_dir())
+
+
+def check_choice(key: str, value: str) -> None:
+    """Raise ConfigError where Hydra would raise another error for what is chosen of a group."""
+    parsed = parse(f"{key}={value}")
+    choice = "" if parsed.is_sweep_override() else parsed.value()
+    if not isinstance(choice, str | list | dict) or (isinstance(choice, str) and len(choice) > MAX_NAME):
+        raise ConfigError(f"{key}={value:.80}: it takes the name of a file; leave it out for its default")
+
+
 def ranks_of(name: str) -> list[str]:
     """The overrides of a parallel layout without a file, as tp3, tp6_ep, tp2_pp2 or dp2_tp2; empty for others."""
     parts = name.split("_")
-    sizes = {part[:2]: int(part[2:] or 1) for part in parts if re.fullmatch(r"(dp|tp|pp)[1-9]\d*|ep", part)}
+    sizes = {part[:2]: int(part[2:] or 1) for part in parts if re.fullmatch(r"(dp|tp|pp)[1-9]\d{0,5}|ep", part)}
     if len(sizes) < len(parts) or [*sizes] == ["ep"] or (CONF / "parallel" / f"{name}.yaml").is_file():
         return []
     num, tensor, stages = (sizes.get(each, 1) for each in ("dp", "tp", "pp"))
@@ -115,18 +137,19 @@ def quote(key: str, value: str, multirun: bool) -> str:
         return text
     result = spell(value)
     if key in LISTS_OF_TEXT and text[0] in '["':
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             text = result = spell(json.loads(text))
     is_interpolation = "${" in text and key not in LISTS_OF_TEXT
-    if (text[0] in "'\"[" or multirun or is_interpolation) and is_value(text, multirun):
+    if (text[0] in "'\"[" or multirun or is_interpolation) and is_value(key, text, multirun):
         result = text
     return f"[{result}]" if key in LISTS_OF_TEXT[1:] and result[0] in "'\"" else result
 
 
-def is_value(text: str, multirun: bool) -> bool:
+def is_value(key: str, text: str, multirun: bool) -> bool:
     """Whether Hydra's grammar takes the text as a value or, with `multirun`, as a sweep."""
+    check_size(key, text)
     try:
-        parsed = parse(f"x={text}")
+        parsed = parse(f"{key}={text}")
     except ConfigError:
         return False
     return multirun or not parsed.is_sweep_override()
@@ -134,12 +157,29 @@ def is_value(text: str, multirun: bool) -> bool:
 
 @functools.lru_cache(1024)
 def parse(text: str) -> Override:
-    """Parse an override as Hydra does."""
+    """Parse an override as Hydra does, whose parser takes the square of the items' number, and recurses."""
+    key = text.partition("=")[0]
+    check_size(key, text)
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
-        hint = f"quote the value: {text.partition('=')[0]}=\"'…'\""
+        hint = f"quote the value: {key}=\"'…'\""
         raise ConfigError(f"'{text}' is not an override ({one_line(error)}); {hint}") from None
+    except ValueError:  # of int
+        raise ConfigError(f"{key}: a number has more digits than any field takes; quote it if it is a text") from None
+
+
+def check_size(key: str, text: str) -> None:
+    """Raise ConfigError for more items than Hydra parses in a second, and for nesting that no value has."""
+    unquoted = QUOTED.sub("", text)
+    if unquoted.count(",") >= MAX_ITEMS:
+        file = "; prompts=@FILE takes any number" if key.endswith("prompts") else ""
+        raise ConfigError(f"{key}: there are more than {MAX_ITEMS:,} items{file}")
+    depth = 0
+    for bracket in re.findall(r"[\[\](){}]", unquoted):
+        depth += 1 if bracket in "[({" else -1
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{key}: it is nested deeper than {MAX_DEPTH}")
 
 
 def plain(parsed: Override) -> Any:

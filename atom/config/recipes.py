@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from atom.checkpoint import fetch_file
+from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import project_folder
 from atom.config.schema import Config
 from atom.config.schema_keys import keys
@@ -63,7 +64,7 @@ def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> Recipe:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"recipe {path}: it has more than {MAX_BYTES:,} bytes, as no recipe has")
-        content = yaml.safe_load(path.read_text("utf-8"))
+        content = parse_yaml(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"recipe {path}: {one_line(error)}") from None
     about, overrides = parse_recipe(content, path)

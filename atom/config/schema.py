@@ -44,6 +44,7 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
 OUTPUTS = ("text", "json", "html")  # of a job; explain, bench and profile have a page
 MAX_LAYERS = 512  # of a model, whose text has some 20 lines a layer: the deepest models have some 300
 MAX_RANKS = 1 << 10  # of an engine
+MAX_BYTES = 1 << 50  # of memory, or of a folder of files
 MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
 
 
@@ -63,10 +64,10 @@ class RopeConfig:
     kind: str = one_of("default", "none", "linear", "llama3", "yarn", "longrope", "factors")  # scaling; none: no rope
     theta: float = number(10000.0, 0, above=True)  # base of the frequencies
     partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
-    dims: int | None = number(None, 1)  # rotated dims of a head; null: that share
+    dims: int | None = number(None, 1, INT32)  # rotated dims of a head; null: that share
     interleaved: bool = False  # dim 2i is rotated with 2i + 1, not with the one half of the dims further on
     factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not stated
-    original_max_position: int | None = number(None, 1)  # tokens: llama3, yarn; null: the model's max_position
+    original_max_position: int | None = number(None, 1, INT32)  # tokens: llama3, yarn; null: the model's max_position
     low_freq_factor: float = number(1.0, 0, above=True)  # llama3
     high_freq_factor: float = number(4.0, 0, above=True)  # llama3
     beta_fast: float = number(32.0, 0, above=True)  # yarn
@@ -84,32 +85,32 @@ class RopeConfig:
 @dataclass
 class AttentionConfig:
     kind: str = one_of("gqa", "mla")  # mla: keys and values are one latent vector
-    heads: int = number(0, 1)  # of queries
-    kv_heads: int | None = number(None, 1)  # gqa; null: as many as heads
-    head_dim: int | None = number(None, 1)  # gqa; null: hidden / heads
+    heads: int = number(0, 1, INT32)  # of queries
+    kv_heads: int | None = number(None, 1, INT32)  # gqa; null: as many as heads
+    head_dim: int | None = number(None, 1, INT32)  # gqa; null: hidden / heads
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
     qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
     clip: float | None = number(None, 0, above=True)  # gqa: q, k and v stay within it, ahead of norms and rope
     qk_norm: str = one_of("none", "per_head", "whole", "behind_rope")  # gqa; whole: of all heads
     scale: float | None = None  # null: scale_dim ** -0.5
-    scale_dim: int | None = number(None, 1)  # null: head_dim
+    scale_dim: int | None = number(None, 1, INT32)  # null: head_dim
     softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
     sinks: bool = False  # gqa: a score for each head that takes part in the softmax and has no value
-    window: int | None = number(None, 1)  # tokens that a query sees, itself included; null: all
-    window_from: int = number(0, 0)  # first layer with the window, where layer_types is null
-    full_every: int | None = number(None, 1)  # layers without it: each of that number, where layer_types is null
+    window: int | None = number(None, 1, INT32)  # tokens that a query sees, itself included; null: all
+    window_from: int = number(0, 0, INT32)  # first layer with the window, where layer_types is null
+    full_every: int | None = number(None, 1, INT32)  # layers without it: each of that number, where layer_types is null
     layer_types: list[str] | None = None  # by layer: full_attention | sliding_attention
-    q_rank: int | None = number(None, 1)  # mla: latent dims of q; null: none
-    kv_rank: int | None = number(None, 1)  # mla: latent dims of keys and values
-    nope_dim: int | None = number(None, 1)  # mla: dims of a head that have no position
-    rope_dim: int | None = number(None, 1)  # mla: rotated dims of a head, one key for all of them
-    value_dim: int | None = number(None, 1)  # mla: dims of a head's values
+    q_rank: int | None = number(None, 1, INT32)  # mla: latent dims of q; null: none
+    kv_rank: int | None = number(None, 1, INT32)  # mla: latent dims of keys and values
+    nope_dim: int | None = number(None, 1, INT32)  # mla: dims of a head that have no position
+    rope_dim: int | None = number(None, 1, INT32)  # mla: rotated dims of a head, one key for all of them
+    value_dim: int | None = number(None, 1, INT32)  # mla: dims of a head's values
     rope: RopeConfig = field(default_factory=RopeConfig)
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope
     rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, beside no_rope_every
-    no_rope_every: int | None = number(None, 1)  # layers without a rope: each of that number, where rope_layers is null
+    no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
 
 
 @dataclass
@@ -117,8 +118,8 @@ class RouterConfig:
     method: str = one_of("greedy", "group_limited_greedy", "noaux_tc")  # noaux_tc: with a correction for the choice
     score: str | None = one_of(None, "softmax", "sigmoid")  # null: sigmoid for noaux_tc, else softmax
     bias: bool = False  # on the logits
-    groups: int = number(1, 1)  # of experts
-    top_groups: int = number(1, 1)  # that a token chooses from
+    groups: int = number(1, 1, INT32)  # of experts
+    top_groups: int = number(1, 1, INT32)  # that a token chooses from
     renormalize: bool = False  # weights add up to 1
     scale: float = number(1.0, 0, above=True)  # of the weights
 
@@ -126,21 +127,21 @@ class RouterConfig:
 @dataclass
 class MLPConfig:
     kind: str = one_of("gated", "plain", "moe")  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts
-    width: int = number(0, 1)  # of each expert
+    width: int = number(0, 1, INT32)  # of each expert
     activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "xielu")  # relu2: relu²
     limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False  # on its linears, those of experts too
     experts: int | None = number(None, 1, MAX_EXPERTS)  # moe
-    top_k: int | None = number(None, 1)  # moe: experts of a token
+    top_k: int | None = number(None, 1, INT32)  # moe: experts of a token
     router: RouterConfig = field(default_factory=RouterConfig)  # moe
-    shared: int = number(0, 0)  # moe: experts that every token takes, stored as one; 0: none
-    shared_width: int | None = number(None, 1)  # moe: of all of them; null: shared * width
+    shared: int = number(0, 0, INT32)  # moe: experts that every token takes, stored as one; 0: none
+    shared_width: int | None = number(None, 1, INT32)  # moe: of all of them; null: shared * width
     shared_gate: bool = False  # moe: the shared expert is weighted by a sigmoid of its own
     transposed: bool = False  # moe: plain experts are stored [in, out]
     interleaved: bool = False  # moe: gate and up are stored in turns
-    every: int = number(1, 1)  # takes layer i when i + 1 is a multiple
-    first: int = number(0, 0)  # the first layer that it takes
+    every: int = number(1, 1, INT32)  # takes layer i when i + 1 is a multiple
+    first: int = number(0, 0, INT32)  # the first layer that it takes
     skip: list[int] = field(default_factory=list)  # layers that it never takes
 
 
@@ -174,8 +175,8 @@ class Eagle3Config:
 
     input_of: list[int] | None = None  # layers of the model it drafts for, whose input it reads; null: see output_of
     output_of: list[int] | None = None  # layers whose output it reads; null: the input of layers 2, L / 2, L - 3
-    target_hidden: int | None = number(None, 1)  # hidden size of that model; null: its own
-    vocab: int | None = number(None, 1)  # tokens that it drafts; null: all
+    target_hidden: int | None = number(None, 1, INT32)  # hidden size of that model; null: its own
+    vocab: int | None = number(None, 1, INT32)  # tokens that it drafts; null: all
     norm_before_residual: bool = False  # the hidden state is normed before it is the residual, too
     use_aux_hidden_state: bool = one_of(True)  # it reads hidden states of several layers
 
@@ -186,9 +187,9 @@ class ModelConfig:
     architectures: list[str] = field(default_factory=list)  # of config.json, which take this file
     model_types: list[str] = field(default_factory=list)  # of which model_type, where two files list an architecture
     auto: bool = True  # false: taken only by name
-    hidden: int = number(0, 1)  # size of a token's hidden state
+    hidden: int = number(0, 1, INT32)  # size of a token's hidden state
     layers: int = number(0, 1, MAX_LAYERS)  # of the body
-    vocab: int = number(0, 1)  # rows of the embedding
+    vocab: int = number(0, 1, INT32)  # rows of the embedding
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
     head_bias: bool = False  # on the head
@@ -205,7 +206,7 @@ class ModelConfig:
     mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
     mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored behind the body's, to predict further tokens
     mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
-    mtp_like: int | None = number(None, 0)  # layer whose kinds of attention and mlp they have; null: counted on
+    mtp_like: int | None = number(None, 0, INT32)  # layer whose kinds of attention and mlp they have; null: counted on
     eagle3: Eagle3Config | None = None  # of a draft for serve.method=eagle3; null: this is a whole model
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
@@ -327,16 +328,16 @@ class HTTPConfig:
     chat_template: str | None = None  # file of a chat template that replaces the checkpoint's
     chat_template_kwargs: Any = None  # mapping of template variables; a request can override them
     tool_calls: str | None = "auto"  # format: auto, by chat template, else model file; none, a name or a YAML file
-    max_queue: int = number(1024, 1)  # requests that may wait for each engine; further ones are answered with 429
-    max_input_length: int | None = number(None, 1)  # tokens of a prompt; null: what max_total_tokens leaves
-    max_total_tokens: int | None = number(None, 1)  # tokens of prompt and answer; null: max_model_len
-    max_stop_sequences: int = number(16, 0)  # stop strings of a request
+    max_queue: int = number(1024, 1, INT32)  # requests that may wait for each engine; further ones get 429
+    max_input_length: int | None = number(None, 1, INT32)  # tokens of a prompt; null: what max_total_tokens leaves
+    max_total_tokens: int | None = number(None, 1, INT32)  # tokens of prompt and answer; null: max_model_len
+    max_stop_sequences: int = number(16, 0, INT32)  # stop strings of a request
     max_top_n_tokens: int = number(20, 0, 20)  # logprobs that a request may ask for at each token
     best_of: int = number(16, 1, 128)  # answers that a request may ask for, n included
-    max_body: int = number(8 << 20, 1)  # bytes of a request's body
-    max_values: int = number(1_000_000, 1000)  # numbers, texts, lists and objects in a body; a token id is one
-    max_items: int = number(100_000, 1000)  # texts, names of fields, lists and objects in a body
-    max_header: int = number(64 << 10, 1024)  # bytes of a request's head
+    max_body: int = number(8 << 20, 1, MAX_BYTES)  # bytes of a request's body
+    max_values: int = number(1_000_000, 1000, INT32)  # numbers, texts, lists and objects in a body; a token id is one
+    max_items: int = number(100_000, 1000, INT32)  # texts, names of fields, lists and objects in a body
+    max_header: int = number(64 << 10, 1024, INT32)  # bytes of a request's head
     read_seconds: float = number(30.0, 0, above=True)  # seconds for a request to arrive
     write_seconds: float = number(60.0, 0, above=True)  # seconds for a client to read what was sent
     comment_seconds: float = number(15.0, 0, above=True)  # seconds of silence in a stream before empty lines
@@ -345,8 +346,8 @@ class HTTPConfig:
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
     notify_socket: str | None = None  # systemd's socket, which is told READY=1 and STOPPING=1; null: none
-    listen_fds: int = number(0, 0)  # sockets that systemd passes, at most one; 0: host and port are used
-    listen_pid: int = number(0, 0)  # process to which systemd passes them
+    listen_fds: int = number(0, 0, INT32)  # sockets that systemd passes, at most one; 0: host and port are used
+    listen_pid: int = number(0, 0, INT32)  # process to which systemd passes them
 
 
 @dataclass
@@ -358,15 +359,15 @@ class PoolerConfig:
 @dataclass
 class ServeConfig:
     kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, "fp8", "fp8_e4m3", later=("fp8_e5m2",))  # of KV; auto: dtype
-    block_size: int = number(16, 1)  # tokens of a KV block
-    num_kvcache_blocks: int | None = number(None, 1)  # KV blocks; null: as many as kv_cache_memory holds
-    kv_cache_memory: int = number(4 << 30, 1)  # bytes of an engine's KV pool on a CPU; a GPU gives it what is left
-    swap_space: int = number(0, 0)  # bytes of host memory a rank for KV that its pool has no room for; 0: none
+    block_size: int = number(16, 1, 1 << 16)  # tokens of a KV block
+    num_kvcache_blocks: int | None = number(None, 1, INT32)  # KV blocks; null: as many as kv_cache_memory holds
+    kv_cache_memory: int = number(4 << 30, 1, MAX_BYTES)  # bytes of an engine's KV on a CPU; a GPU gives what is left
+    swap_space: int = number(0, 0, MAX_BYTES)  # bytes of host memory a rank for KV that its pool cannot hold; 0: none
     kv_cache_dir: str | None = None  # folder of files for KV that leaves swap_space; they outlive the server
-    kv_cache_dir_bytes: int = number(64 << 30, 1)  # bytes of kv_cache_dir; the least recently used files are removed
-    max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
-    max_num_seqs: int = number(512, 1)  # sequences in a step
-    max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
+    kv_cache_dir_bytes: int = number(64 << 30, 1, MAX_BYTES)  # bytes of kv_cache_dir; the least recently used go
+    max_model_len: int | None = number(None, 1, INT32)  # tokens of prompt and answer; null: the model's
+    max_num_seqs: int = number(512, 1, 1 << 16)  # sequences in a step
+    max_num_batched_tokens: int = number(16384, 1, 1 << 24)  # tokens in a step
     enable_prefix_caching: bool = True  # share the KV of prompts that begin alike
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
     tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
@@ -380,7 +381,7 @@ class ServeConfig:
     method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3
-    max_verified_tokens: int | None = number(None, 1)  # decodes and drafts of a step; null: see docs/speculation.md
+    max_verified_tokens: int | None = number(None, 1, INT32)  # decodes and drafts of a step; null: docs/speculation.md
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; needs load_dummy=true
     prompt_lookup_min: int | None = number(None, 1, 16)  # the fewest last tokens that ngram looks up; null: 2
     prompt_lookup_max: int | None = number(None, 1, 16)  # the most, which are preferred; null: 4
@@ -390,8 +391,8 @@ class ServeConfig:
     lora_modules: Any = None  # mapping from names in requests to folders of LoRA adapters, as PEFT saves them
     allow_runtime_lora_updating: bool = False  # serve /v1/load_lora_adapter and /v1/unload_lora_adapter
     lora_experts: bool = False  # make room for adapters of experts too
-    max_loras: int = number(8, 1)  # adapters that are loaded at the same time
-    max_lora_rank: int = number(16, 1)  # rank of an adapter, at most; smaller ones take as much room
+    max_loras: int = number(8, 1, 1 << 10)  # adapters that are loaded at the same time
+    max_lora_rank: int = number(16, 1, 1 << 12)  # rank of an adapter, at most; smaller ones take as much room
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # traces have shapes, stacks and memory too
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
@@ -419,20 +420,20 @@ class JobConfig:
     export: str | None = of("cache", None)  # write an artifact and its pieces to this file
     import_from: str | None = of("cache", None)  # job.import=FILE takes in what job.export wrote
     trust: bool = of("cache", False)  # import what will run as you
-    num_prompts: int = of("bench profile", number(8, 1))  # requests, all at once
+    num_prompts: int = of("bench profile", number(8, 1, INT32))  # requests, all at once
     input_len: str = of("bench profile", "128")  # tokens of a prompt; 100-1024: any number of these, uniform
     output_len: str | None = of("bench profile", None)  # of an answer; null: the dataset's, or sampling.max_tokens
     dataset_path: str | None = of("bench profile", None)  # conversations in ShareGPT's JSON; null: random tokens
-    num_warmups: int = of("bench profile", number(1, 0))  # runs of all requests before those that count
-    num_iters: int = of("bench", number(1, 1))  # runs that count
-    num_steps: int = of("profile", number(16, 1))  # steps traced of prefill and, of another trace, of decode
+    num_warmups: int = of("bench profile", number(1, 0, INT32))  # runs of all requests before those that count
+    num_iters: int = of("bench", number(1, 1, INT32))  # runs that count
+    num_steps: int = of("profile", number(16, 1, INT32))  # steps traced of prefill and, of another trace, of decode
 
 
 @dataclass
 class GPUConfig:
     """A GPU of `job.gpu`: a file of conf/gpu or of the user."""
 
-    memory: int = number(0, 1)  # bytes
+    memory: int = number(0, 1, MAX_BYTES)  # bytes
     bandwidth: float = number(0.0, 0, above=True)  # bytes/s read
     rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of matrix products, dense
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)  # ranks -> bytes of a tensor -> seconds

@@ -52,7 +52,7 @@ def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
     names: of stored tensors; without any, a draft has what it cannot do without
     """
     eagle3 = model.eagle3
-    if eagle3 is None:
+    if eagle3 is None or "d2t" not in model.weights:
         return model.weights
     embedding, tokens = f"{model.weights['embedding']}.weight", model.weights["d2t"]
     has = {

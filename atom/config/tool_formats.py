@@ -19,9 +19,10 @@ from typing import Any
 
 import yaml
 
+from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import CONF
 from atom.config.spelling import did_you_mean
-from atom.errors import ConfigError
+from atom.errors import ConfigError, one_line
 from atom.plugins import package_folders
 
 FIELD = re.compile(r"\{(name|arguments|parameters|json|python|id|key|value|index)\}")
@@ -120,9 +121,9 @@ def read_format(name: str) -> ToolFormat:
         raise ConfigError(f"tool_calls={name}: there is no such format{did_you_mean(name, known)}; "
                           f"choices: {', '.join(known)}, {own}")  # fmt: skip
     try:
-        values = yaml.safe_load(path.read_text("utf-8"))
+        values = parse_yaml(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"tool_calls={path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"tool_calls={path}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     return make_format(values, f"tool_calls={path}")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from atom.checkpoint.address import parse_address
+from atom.config.bounded_yaml import parse_yaml
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_files
 from atom.entrypoints.args import (
@@ -378,7 +379,7 @@ def open_config(argv: list[str]) -> tuple[Path | None, list[str], list[str]]:
     if argv[at] == "--config":
         path, rest = Path(rest[0]), rest[1:]
     try:
-        values = yaml.safe_load(read_text(path.expanduser()))
+        values = parse_yaml(read_text(path.expanduser()))
     except yaml.YAMLError as error:
         raise ConfigError(f"--config={path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):

@@ -78,8 +78,11 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
             is_shown=launcher == "basic",
             pins_gpus=launcher not in SCHEDULERS,
         )
-        jobs.folder.mkdir(parents=True, exist_ok=True)
-        (folder / ASKED).write_text(json.dumps(fixed_part(texts)))
+        try:
+            jobs.folder.mkdir(parents=True, exist_ok=True)
+            (folder / ASKED).write_text(json.dumps(fixed_part(texts)))
+        except OSError as error:
+            raise ConfigError(f"hydra.sweep.dir={folder} cannot be written: {error.strerror}") from None
         say(f"what the sweep writes is in {folder}")
         own = [override("hydra.sweep.dir", str(folder)), "hydra.mode=MULTIRUN"]
         others = [text for text in texts if not text.startswith("hydra.sweep.dir=")]

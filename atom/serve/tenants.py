@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from atom.config import HTTPConfig
+from atom.config.bounded_yaml import parse_yaml
 from atom.config.spelling import did_you_mean
 from atom.errors import AtomError, ConfigError
 from atom.serve.signatures import load_public_key
@@ -226,10 +227,12 @@ def read_public_keys(stated: str | None) -> list[Tenant]:
 def read_mapping(at: str, path: Path) -> list[Tenant]:
     """The tenants of a YAML or JSON file."""
     try:
-        entries = yaml.safe_load(read_text(at, path))
+        entries = parse_yaml(read_text(at, path))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # the text itself has keys
-        raise ConfigError(f"{at}: no YAML" + (f" (line {mark.line + 1})" if mark else "")) from None
+        raise ConfigError(
+            f"{at}: no YAML, or a name is there twice" + (f" (line {mark.line + 1})" if mark else "")
+        ) from None
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"{at} holds no key; write NAME: {{key: KEY}}")
     found = [read_entry(f"{at}: {name}", str(name), entry) for name, entry in entries.items()]

@@ -16,7 +16,7 @@ from atom.config.load import load
 from atom.config.model_files import find_source
 from atom.config.schema import ServeConfig
 from atom.config.schema_keys import keys, plain_fields
-from atom.errors import ConfigError
+from atom.errors import AtomError, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +98,28 @@ def test_load_works_in_threads_and_leaves_nothing(tmp_path: Path, monkeypatch: p
         thread.join()
     assert sorted(seeds) == [0, 1, 2]
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model.mlp.alpha=1", r"model\.mlp\.alpha: model\.mlp is a list, and its entries are model\.mlp\.0 to model\.mlp\.0; write"),
+        ("model.mlp.7.alpha=1", r"model\.mlp\.7\.alpha: model\.mlp is a list"),
+        ("sampling.stop_strings.0=x", r"sampling\.stop_strings\.0: sampling\.stop_strings is null; write sampling\.stop_strings="),
+        ("model.eagle3.vocab=7", "name its checkpoint in serve.draft_model"),
+    ],
+)  # fmt: skip
+def test_a_key_that_goes_on_where_nothing_is_is_refused(text: str, message: str):
+    with pytest.raises(AtomError, match=message):
+        load([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("swap_space: 1\nswap_space: 2", "the key swap_space is set twice"), ("[" * 600, "nested deeper than 64")],
+)
+def test_a_file_of_a_config_dir_is_parsed_within_bounds(tmp_path: Path, text: str, message: str):
+    (tmp_path / "serve").mkdir()
+    (tmp_path / "serve" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/serve/mine\.yaml: .*{message}"):
+        load(["serve=mine"], config_dirs=[str(tmp_path)])

@@ -23,6 +23,8 @@ from atom.config.hydra import compose
 from atom.config.load import engine_overrides, load, load_gpu, show
 from atom.config.model_files import model_files
 from atom.config.resolve_quant import is_format
+from atom.config.schema import GPUConfig
+from atom.config.schema_keys import blocks
 from atom.config.spelling import override
 from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
@@ -1136,9 +1138,9 @@ def test_cuda_graphs_need_a_gpu_and_sizes_that_a_step_can_have():
 
 
 def test_any_number_of_heads_is_looked_at_in_no_time(write: Write):
-    heads = {"num_attention_heads": 1 << 62, "num_key_value_heads": 1 << 62, "head_dim": 64}
+    heads = {"num_attention_heads": 1 << 30, "num_key_value_heads": 1 << 30, "head_dim": 64}
     checkpoint = f"checkpoint={write(**heads)}"
-    assert load([checkpoint, "device=cpu"]).model.attention.heads == 1 << 62
+    assert load([checkpoint, "device=cpu"]).model.attention.heads == 1 << 30
     with pytest.raises(
         UnsupportedError, match=r"^parallel.tensor=3 does not divide \d+ heads .*; there is: 1, 2, 4, 8,"
     ):
@@ -1435,6 +1437,7 @@ def test_a_gpu_may_be_a_file(tmp_path: Path):
         ("[memory, 8]", "it is a list, not memory, bandwidth, rates"),
         ("", "memory=0 must be"),
         ("[", "while parsing a flow node"),
+        ("memory: 8\nmemory: 9", "the key memory is set twice"),
     ],
 )
 def test_a_wrong_gpu_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str):
@@ -1556,3 +1559,23 @@ def test_a_number_that_no_engine_holds_is_refused(name: str, value: int):
 def test_a_sampling_value_of_the_command_line_is_a_request_error():
     with pytest.raises(RequestError, match="n=0 must be a whole number from 1 to 128"):
         load(["sampling.n=0"])
+
+
+def test_every_whole_number_has_an_upper_bound_that_is_checked():
+    """10^25 tokens in a block mean nothing. Only sampling.seed takes any, as requests do."""
+    limits = {}
+    for at, block in (*blocks(Config), ("gpu.", GPUConfig)):
+        for each in dataclasses.fields(block):
+            if re.match(r"int\b", str(each.type)) and "built" not in each.metadata:
+                limits[f"{at}{each.name}"] = each.metadata.get("high", math.inf)
+    assert len(limits) > 70 and {key for key, high in limits.items() if high > 1 << 63} == {"sampling.seed"}
+    for key in (
+        "serve.block_size",
+        "serve.kv_cache_memory",
+        "serve.http.max_queue",
+        "job.num_prompts",
+        "parallel.tensor",
+    ):
+        job = ["job=bench"] if key.startswith("job.") else []
+        with pytest.raises(ConfigError, match=rf"^{key}={10**25} must be a whole number from 1 to {limits[key]}$"):
+            load([f"{key}={10**25}", *job])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.config.model_files import find_source
 from atom.config.overrides import parse, plain, rewrite, write_recipe
 from atom.config.recipes import read_recipe
 from atom.config.spelling import override
@@ -265,3 +266,57 @@ def test_a_recipe_that_cannot_be_written_is_one_line():
         ConfigError, match=r"^job.save_recipe=/nope/x.yaml cannot be written: No such file or directory$"
     ):
         write_recipe("/nope/x.yaml", ["seed=3"], {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "serve=null",
+        "+job=null",
+        "quant@x=NULL",
+        "parallel=1",
+        "serve=true",
+        "hydra/launcher=null",
+        "gpu=null",
+        f"quant={'x' * 300}",
+    ],
+)
+def test_what_cannot_be_a_choice_of_a_group_is_refused_with_its_name(text: str):
+    key = text.lstrip("+").partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{key}=\S+: it takes the name of a file; leave it out for its default$"):
+        rewrite([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"seed={'9' * 4301}", "seed: a number has more digits than any field takes; quote it if it is a text"),
+        (f"parallel=tp{'9' * 4301}", "parallel=tp999.*: it takes the name of a file"),
+        (f"prompts={'[' * 3000}1{']' * 3000}", "prompts: it is nested deeper than 64$"),
+        (f"prompts={'[' * 3000}", "prompts: it is nested deeper than 64$"),
+        (f"sampling.logit_bias={'{a: ' * 300}1{'}' * 300}", "sampling.logit_bias: it is nested deeper than 64$"),
+        (f"prompts=[{'1,' * 400_000}1]", r"prompts: there are more than 4,096 items; prompts=@FILE takes any number$"),
+        ("prompts=[" + "'a, b'," * 400_000 + "'c']", r"prompts: there are more than 4,096 items; prompts=@FILE takes any"),
+        (f"sampling.stop_token_ids=[{'1,' * 5000}1]", "sampling.stop_token_ids: there are more than 4,096 items$"),
+    ],
+)  # fmt: skip
+def test_what_hydra_would_not_come_to_the_end_of_is_refused(text: str, message: str):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        find_source([text])
+
+
+def test_commas_and_brackets_of_a_long_text_are_no_items():
+    text = ("a, [b, (c " * 10_000).strip()
+    assert plain(parse(rewrite([f"prompts={text}"])[0])) == text
+    assert plain(parse(rewrite([override("prompts", [text, "x"])])[0])) == [text, "x"]
+
+
+def test_a_number_of_bytes_has_any_number_of_digits():
+    assert rewrite([f"serve.swap_space={'9' * 400}GB"]) == [f"serve.swap_space={'9' * 400}GB"]  # which is no number
+
+
+@pytest.mark.parametrize("num_prompts", [5000, 400_000])
+def test_a_recipe_with_more_prompts_than_hydra_takes_names_their_file(tmp_path: Path, num_prompts: int):
+    (tmp_path / "r.yaml").write_text(f"prompts: [{'a,' * num_prompts}]")
+    with pytest.raises(ConfigError, match="prompts=@FILE"):
+        rewrite([f"recipe={tmp_path / 'r.yaml'}"])

@@ -86,7 +86,7 @@ def check_entry(composed: DictConfig, key: str) -> None:
             raise ConfigError(f"{key}: {at} is a list, and {entries}; write {at}=[…]")
         if node is None and part.isdecimal():
             raise ConfigError(f"{key}: {at} is null; write {at}=…")
-        if not isinstance(node, DictConfig | ListConfig):
+        if not isinstance(node, DictConfig | ListConfig) or OmegaConf.is_interpolation(node, part):
             return
         node = OmegaConf.select(node, part) if isinstance(node, DictConfig) else node[int(part)]
         at = f"{at}.{part}".lstrip(".")

@@ -114,6 +114,10 @@ def test_a_key_that_goes_on_where_nothing_is_is_refused(text: str, message: str)
         load([text])
 
 
+def test_a_value_that_the_checkpoint_brings_can_be_set():
+    assert load(["model=llama", "model.layers=4", "model.attention.heads=9"]).model.layers == 4
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("swap_space: 1\nswap_space: 2", "the key swap_space is set twice"), ("[" * 600, "nested deeper than 64")],

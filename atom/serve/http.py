@@ -5,8 +5,8 @@ A request that is too large or too slow is refused before the app sees it.
     uvicorn.Config(app, http=limited_protocol(config.serve.http, metrics))
 
 An Upgrade is ignored, as HTTP allows, by renaming its header: the parser would take no body with it, and Java's client
-asks for HTTP/2 so with each request. (It is not found where it begins a packet.) Two Host headers are refused: a proxy
-may have looked at the other.
+asks for HTTP/2 so with each request. (It is not found where it begins a packet.) A second Host or key is refused: a
+proxy may have looked at the other. So is HTTP/1.1 without Host (RFC 9112, 3.2).
 
 431 for a head of more than max_header bytes, 413 for a body of more than max_body, 408 for a request that has not
 arrived after read_seconds. A client that reads nothing for write_seconds is disconnected. Starlette has no such limits,
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from http import HTTPStatus
 
 from msgspec import json
@@ -32,6 +33,7 @@ from atom.serve.middleware import strip_root
 LOG = logging.getLogger("atom.http")
 LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at once would lose the response
 MAX_LATE = 0.1  # seconds that a timer may fire late
+SINGLE_HEADERS = (b"host", b"authorization", b"x-api-key")
 UPGRADE = re.compile(rb"(?i)(?<=\n)(?=upgrade[ \t]*:)")
 MESSAGES = {
     HTTPStatus.BAD_REQUEST: "this is not a valid HTTP request",
@@ -98,7 +100,9 @@ class LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header:
             self._fail_parsing(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        if sum(name == b"host" for name, _ in self.headers) > 1:
+        counts = Counter(name for name, _ in self.headers)
+        lacks_host = not counts[b"host"] and self.parser.get_http_version() == "1.1"
+        if lacks_host or any(counts[name] > 1 for name in SINGLE_HEADERS):
             self._fail_parsing(HTTPStatus.BAD_REQUEST)
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if length.isdigit() and int(length) > self.limits.max_body:

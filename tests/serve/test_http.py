@@ -150,11 +150,21 @@ CHUNKED = b"transfer-encoding: chunked\r\n"
         b"content-length: 5\r\nx: a\r\n b\r\n",
         b"content-length: 5\r\nx: a\rb: c\r\n",
         b"content-length: 5\r\nhost: other\r\n",
+        b"content-length: 5\r\nauthorization: Bearer a\r\nauthorization: Bearer b\r\n",
+        b"content-length: 5\r\nx-api-key: a\r\nx-api-key: b\r\n",
     ],
 )
 def test_what_a_proxy_may_read_otherwise_is_refused(strict: Server, fields: bytes):
     data = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n5\r\nhello\r\n0\r\n\r\n"
     assert_refused(answer_to(strict, data), 400, "this is not a valid HTTP request")
+
+
+def test_http_1_1_without_host_is_refused(strict: Server):
+    for path in (b"/v1/models", b"/health"):
+        assert_refused(
+            answer_to(strict, b"GET " + path + b" HTTP/1.1\r\n\r\n"), 400, "this is not a valid HTTP request"
+        )
+    assert answer_to(strict, b"GET /health HTTP/1.0\r\n\r\n").status == 200, "1.0 has none"
 
 
 def test_an_upgrade_is_ignored_and_its_body_read(strict: Server):

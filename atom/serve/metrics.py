@@ -2,7 +2,7 @@
 
     metrics = Metrics(engines)
     metrics.ttft.observe(0.12)                # seconds
-    metrics.render()                          # the text of /metrics
+    metrics.render(tenant)                    # the text of /metrics for who asks
 
 Counts of an engine come from its last heartbeat, those of HTTP are counted here. Of several replicas each has a sample
 with its number, `engine="0"`. What vLLM has too bears its label `model_name` and, with serve.http.vllm_metrics=true,
@@ -303,10 +303,8 @@ class Metrics:
             self.registry.register(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
 
     def set_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """Have the counts of these tenants collected too, and of no others."""
-        if tenants and not self._tenants:
-            self.registry.register(TenantCollector(self._tenants))
-        self._tenants[:] = tenants
+        """Have the counts of these tenants rendered too, and of no others."""
+        self._tenants = list(tenants)
 
     def record_request(self, num_prompt: int, params: Sequence[SamplingParams]) -> None:
         """Record a request. num_prompt: tokens of all its prompts; params: of each of them."""
@@ -329,8 +327,13 @@ class Metrics:
     def count_ends(self, reason: str, num_sequences: int = 1) -> None:
         self._requests.labels(self._model, reason).inc(num_sequences)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, tenant: Tenant) -> bytes:
+        """The metrics for a tenant: of the counts of keys an administrator gets all, others their own."""
+        shown = [each for each in self._tenants if tenant.is_admin or each is tenant]
+        counts = CollectorRegistry(auto_describe=False)
+        if shown:
+            counts.register(TenantCollector(shown))
+        return generate_latest(self.registry) + generate_latest(counts)
 
 
 def powers_1_2_5(most: int) -> list[int]:

@@ -149,7 +149,7 @@ class Guard:
             except SignatureError as error:
                 return await self._refuse_unauthorized(scope, str(error))(scope, receive, send)
             if tenant is None:
-                return await self._refuse_unauthorized(scope)(scope, receive, send)
+                return await self._refuse_unauthorized(scope, has_key=bool(find_key(headers)))(scope, receive, send)
             scope["state"]["tenant"] = tenant
             if tenant.name:
                 scope["state"]["log"]["key"] = tenant.name
@@ -188,11 +188,12 @@ class Guard:
         matches = [(hmac.compare_digest(sent, each), tenant) for each, tenant in self._digests]
         return next((tenant for is_equal, tenant in matches if is_equal), None)
 
-    def _refuse_unauthorized(self, scope: Scope, fault: str | None = None) -> ASGIApp:
-        """fault: of the request's signature"""
+    def _refuse_unauthorized(self, scope: Scope, fault: str | None = None, *, has_key: bool = False) -> ASGIApp:
+        """fault: of the request's signature. has_key: a wrong one"""
         header = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
         if fault is None:
-            body = error_body(401, f"a valid API key is missing: send {header}", code="invalid_api_key")
+            what = "the API key is invalid: this server has no such key" if has_key else "an API key is missing"
+            body = error_body(401, f"{what}{';' if has_key else ':'} send {header}", code="invalid_api_key")
         else:
             body = error_body(401, f"the signature does not count: {fault}", code="invalid_signature")
         # only Basic: Chromium reads the header as one challenge, and shows no prompt if another scheme follows

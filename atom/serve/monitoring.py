@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
@@ -69,10 +69,10 @@ def routes(context: Context) -> APIRouter:
         return json_response({"vllm_config": shown if config_format == "json" else str(shown)})
 
     @router.get("/metrics")
-    async def metrics() -> Response:
-        """The metrics, for Prometheus."""
+    async def metrics(request: Request) -> Response:
+        """The metrics, for Prometheus; an administrator's key gets the counts of all keys, another one its own."""
         context.metrics.tasks.set(len(asyncio.all_tasks()))
-        return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(context.metrics.render(request.state.tenant), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
     async def version() -> Response:

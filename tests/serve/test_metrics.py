@@ -13,6 +13,7 @@ from serving import Server, Start
 from atom.config.load import load
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Histogram, Metrics
+from atom.serve.tenants import Tenant
 
 
 @pytest.fixture(scope="module")
@@ -197,11 +198,14 @@ def test_vllms_names_are_left_out_where_nobody_asked(counted: Server):
 def test_a_reason_is_named_as_in_vllm(reason: str, name: str):
     metrics = Metrics(Replicas(load(["serve.http.vllm_metrics=true"])))
     metrics.count_ends(reason)
-    assert f'vllm:request_success_total{{engine="0",finished_reason="{name}",model_name="' in metrics.render().decode()
+    assert (
+        f'vllm:request_success_total{{engine="0",finished_reason="{name}",model_name="'
+        in metrics.render(Tenant()).decode()
+    )
 
 
 def test_every_metric_is_in_the_docs():
-    text = Metrics(Replicas(load([]))).render().decode()
+    text = Metrics(Replicas(load([]))).render(Tenant()).decode()
     names = set(re.findall(r"^# TYPE (atom:\w+?)(?:_created)? ", text, re.MULTILINE))
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     assert len(names) > 25

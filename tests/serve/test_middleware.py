@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def test_a_missing_key_is_an_error_in_openais_words(locked: Server):
     answer = wire.ask(locked.url, "GET", "/v1/models")
     assert answer.json == {
         "error": {
-            "message": "a valid API key is missing: send Authorization: Bearer KEY",
+            "message": "an API key is missing: send Authorization: Bearer KEY",
             "type": "authentication_error",
             "param": None,
             "code": "invalid_api_key",
@@ -175,6 +176,30 @@ def test_a_missing_key_is_an_error_in_openais_words(locked: Server):
     }
     assert answer.headers["www-authenticate"] == 'Basic realm="atom"'
     assert wire.ask(locked.url, "POST", "/v1/messages").json["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    "headers", [bearer("x"), {"x-api-key": "x"}, {"authorization": "Basic " + base64.b64encode(b"a:x").decode()}]
+)
+def test_a_wrong_key_is_called_invalid_in_both_dialects(locked: Server, headers: dict[str, str]):
+    what = "the API key is invalid: this server has no such key; send"
+    told = wire.ask(locked.url, "GET", "/v1/models", headers=headers).json["error"]
+    assert (told["message"], told["code"]) == (f"{what} Authorization: Bearer KEY", "invalid_api_key")
+    told = wire.ask(locked.url, "POST", "/v1/messages", headers=headers).json["error"]
+    assert told == {"type": "authentication_error", "message": f"{what} x-api-key: KEY"}
+
+
+def test_counts_of_other_keys_are_for_administrators(administered: Server):
+    def names(key: str) -> set[str]:
+        text = wire.ask(administered.url, "GET", "/metrics", headers=bearer(key)).body.decode()
+        assert "atom:http_requests_total{" in text, "the rest is for all"
+        return set(re.findall(r'key="(\w+)"', text))
+
+    assert {key: names(key) for key in ("apps", "clerks", "opss")} == {
+        "apps": {"app"},
+        "clerks": {"clerk"},
+        "opss": {"app", "clerk", "ops"},
+    }
 
 
 @pytest.mark.parametrize(

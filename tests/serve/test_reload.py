@@ -60,7 +60,7 @@ def test_keys_are_replaced_while_a_stream_goes_on_and_counts_stay(start_server: 
     stream = wire.Stream(server.url, BODY | {"max_tokens": 150}, **{"x-api-key": "old"})
     stream.read_events(1)
     assert status(server, "old") == 429
-    keys.write_text("app: {key: [new], max_concurrent: 2}\nclerk: {key: clerks}\nops: {key: opss}\n")
+    keys.write_text("app: {key: [new], max_concurrent: 2}\nclerk: {key: clerks, admin: true}\nops: {key: opss}\n")
     assert status(server, "new") == 401, "it has not been told yet"
     assert reload(server)["keys"] == ["app", "clerk", "ops"]
     assert [status(server, key) for key in ("old", "guests", "clerks", "new")] == [401, 401, 200, 200]
@@ -72,6 +72,23 @@ def test_keys_are_replaced_while_a_stream_goes_on_and_counts_stay(start_server: 
     events = stream.read_events()
     assert events[-1] == "[DONE]" and len(events) == 150
     wire.wait_until(lambda: wire.metrics(server.url, {"x-api-key": "new"})['atom:key_requests_open{key="app"}'] == 0)
+
+
+def test_a_model_that_a_key_may_use_no_more_is_refused_after_a_reload(start_server: Start, tmp_path: Path):
+    keys = tmp_path / "keys.yaml"
+    names = "serve.http.served_model_name=[talker,other]"
+    keys.write_text("app: {key: apps, models: [talker, other]}\nclerk: {key: clerks, models: [talker]}\n")
+    server = start_server(f"serve.http.api_keys=@{keys}", names, stub={})
+
+    def statuses(key: str) -> list[int]:
+        return [status(server, key, body=BODY | {"model": model}) for model in ("talker", "other")]
+
+    assert [statuses("apps"), statuses("clerks")] == [[200, 200], [200, 404]]
+    keys.write_text("app: {key: apps, models: [other]}\nclerk: {key: clerks}\n")
+    reload(server)
+    assert [statuses("apps"), statuses("clerks")] == [[404, 200], [200, 200]]
+    listed = wire.ask(server.url, "GET", "/v1/models", headers={"x-api-key": "apps"}).json["data"]
+    assert [each["id"] for each in listed] == ["other"]
 
 
 @pytest.mark.parametrize("text", ["", "app: {kee: x}", None])

@@ -420,7 +420,10 @@ def test_an_error_of_the_engine_is_the_answer_or_the_last_event(
 def test_the_door_is_closed_without_a_key(path: str, ask: Asker):
     response, seen = ask(HI, ASK, path=path, tenants=read_keys("right"), headers={"x-api-key": "wrong"})
     assert (response.status_code, seen) == (401, [])
-    error = {"type": "authentication_error", "message": "a valid API key is missing: send x-api-key: KEY"}
+    error = {
+        "type": "authentication_error",
+        "message": "the API key is invalid: this server has no such key; send x-api-key: KEY",
+    }
     assert response.json() == {"type": "error", "error": error, "request_id": response.headers["request-id"]}
 
 

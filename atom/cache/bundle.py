@@ -30,6 +30,7 @@ from atom.cache.files import (
     create_file,
     reason_of,
     seal,
+    sync_folder,
     unseal,
 )
 from atom.cache.temporary import temporary_folder
@@ -73,7 +74,10 @@ def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) 
                     with open(file, "rb") as stream:
                         size = os.fstat(stream.fileno()).st_size
                         bundle.addfile(_member(f"{each.kind}/{each.key}/{name}", size), stream)
+        with open(part, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(part, path)
+        sync_folder(path.parent)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be written: {reason_of(error)}") from None
     finally:

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atom.cache import Cache, export, open_bundle
-from atom.cache.files import seal
+from atom.cache.files import replace_file, seal
 from atom.errors import ArtifactError
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,54 @@ def test_a_file_may_be_given_as_a_path(cache: Cache, tmp_path: Path):
     folder = cache.publish("pieces", KEY, {"a": tmp_path / "big", "b": b"y"}, {})
     assert content(folder) == {"a": b"x" * 3_000_000, "b": b"y"}
     assert cache.find("pieces", KEY) == folder
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What is synced, by inode and size, and what is moved, in order."""
+    done: list[tuple[str, Any]] = []
+
+    def sync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        done.append(("sync", (status.st_ino, None if stat.S_ISDIR(status.st_mode) else status.st_size)))
+
+    def recorded(move: Callable[..., None]) -> Callable[..., None]:
+        def record(source: Path, target: Path) -> None:
+            done.append(("move", Path(target)))
+            move(source, target)
+
+        return record
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", recorded(os.rename))
+    monkeypatch.setattr(os, "replace", recorded(os.replace))
+    return done
+
+
+def assert_on_disk_first(disk: list[tuple[str, Any]], placed: Path) -> None:
+    """The whole content is synced before the name is there, and the name after that."""
+    at = disk.index(("move", placed))
+    paths = [placed, *placed.iterdir()] if placed.is_dir() else [placed]
+    needed = {(path.stat().st_ino, None if path.is_dir() else path.stat().st_size) for path in paths}
+    assert needed <= {what for kind, what in disk[:at] if kind == "sync"}
+    assert (placed.parent.stat().st_ino, None) in {what for kind, what in disk[at:] if kind == "sync"}
+
+
+def test_what_is_published_is_on_disk_before_it_has_its_name(cache: Cache, tmp_path: Path, disk: list[tuple[str, Any]]):
+    (tmp_path / "big").write_bytes(b"x" * 3_000_000)
+    assert_on_disk_first(disk, cache.publish("pieces", KEY, {**FILES, "big": tmp_path / "big"}, ABOUT))
+    folder = cache.begin("weights")
+    assert folder is not None
+    (folder / "model.safetensors").write_bytes(b"y" * 100)
+    cache.finish("weights", OTHER, folder, {})
+    assert_on_disk_first(disk, cache.folder / "weights" / OTHER)
+    replace_file(cache.folder / "tuned.json", b"{}")
+    assert_on_disk_first(disk, cache.folder / "tuned.json")
+
+
+def test_a_bundle_is_on_disk_before_it_has_its_name(cache: Cache, tmp_path: Path, disk: list[tuple[str, Any]]):
+    export(cache, make_artifact(cache), tmp_path / "bundle.tar", {})
+    assert_on_disk_first(disk, tmp_path / "bundle.tar")
 
 
 def test_an_entry_has_its_ingredients_files_and_builder(cache: Cache, entry: Path):

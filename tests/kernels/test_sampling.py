@@ -112,6 +112,12 @@ def test_equal_logits_are_cut_by_id(place: Place):
     assert sample(place, logits, rows) == expected(logits, rows)
 
 
+def test_min_p_of_1_is_greedy(place: Place):
+    logits = randn(3, 4, 150)
+    rows = [sequence(seed, min_p=1.0, **more) for seed, more in enumerate(({}, {"top_k": 5}, {"top_p": 0.9}, {}))]
+    assert sample(place, logits, rows) == logits.argmax(-1).tolist()
+
+
 def test_top_p_is_a_share_of_what_top_k_and_min_p_leave(place: Place):
     logits = torch.arange(70).neg().mul(0.05)  # of which far fewer are kept than count
     filters = [{"top_k": 64, "top_p": 0.3}, {"min_p": 0.1, "top_p": 0.4}, {"top_k": 50, "min_p": 0.3, "top_p": 0.5}]

@@ -180,6 +180,7 @@ def test_a_request_that_is_as_it_was_signed_counts(covered: list[str]):
         pytest.param({"key": Ed25519PrivateKey.generate()}, "of another key", id="another key"),
         ({"covered": ["@method", "@path"]}, "does not cover @authority$"),
         ({"covered": ["@authority"]}, "does not cover @method, @path$"),
+        ({"covered": ["@method", "@request-target"]}, "does not cover @authority$"),
         ({"covered": []}, "does not cover @authority, @method, @path$"),
         ({"parameters": {"keyid": "bob"}}, "keyid is not known"),
         ({"parameters": {"alg": "rsa-v1_5-sha256"}}, "alg is not ed25519"),

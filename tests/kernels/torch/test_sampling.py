@@ -198,6 +198,13 @@ def test_cuts_take_the_lower_ids_among_equals():
     assert set(draws([-0.0, -1.0, 0.0], 100, top_k=1)) == {0}
 
 
+@pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 2.0}], ids=str)
+def test_min_p_of_1_is_greedy(more):
+    """The likeliest token has a share of 1 of itself, and stays."""
+    assert set(draws(LOGITS, 20, min_p=1.0, **more)) == {4}
+    assert set(draws([0.0, 7.0, 1.0, 7.0], 40, min_p=1.0, **more)) == {1, 3}, "equals stay all"
+
+
 def test_a_batch_of_all_kinds_draws_what_each_row_draws_alone():
     kinds = [
         {"temperature": 0},

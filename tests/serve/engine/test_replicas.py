@@ -16,7 +16,7 @@ import wire
 
 from atom.compiler.artifact import launch_ingredients, recipe_of
 from atom.config.load import load
-from atom.errors import EngineDeadError
+from atom.errors import EngineDeadError, RequestError
 from atom.kernels import find_target
 from atom.liveness import Vitals
 from atom.sampling_params import SamplingParams
@@ -141,6 +141,32 @@ def test_with_nobody_that_serves_nobody_is_started_again(monkeypatch: pytest.Mon
         assert engines[0].num_restarts == engines[1].num_restarts == 0
         with pytest.raises(EngineDeadError, match="the engine is dead"):
             engines.submit([[1]], [ONE], id="late")
+
+    play(monkeypatch, [[True], [True]], body)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_adapter_that_one_engine_cannot_load_is_dropped_by_the_other(failing: int, monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[int, str]] = []
+
+    async def body(engines: Replicas) -> None:
+        await until(lambda: all(each.client.state is EngineState.READY for each in engines))
+        for engine in engines:
+
+            async def load_adapter(name: str, path: str, number: int = engine.number) -> None:
+                calls.append((number, f"load {name}"))
+                if number == failing:
+                    raise RequestError("there is no such folder")
+
+            async def unload_adapter(name: str, number: int = engine.number) -> None:
+                calls.append((number, f"unload {name}"))
+
+            monkeypatch.setattr(engine.client, "load_adapter", load_adapter)
+            monkeypatch.setattr(engine.client, "unload_adapter", unload_adapter)
+        with pytest.raises(RequestError, match="there is no such folder"):
+            await engines.load_adapter("sql", "/adapters/sql")
+        assert sorted(calls) == sorted([(0, "load sql"), (1, "load sql"), (1 - failing, "unload sql")])
+        assert "sql" not in engines.adapters
 
     play(monkeypatch, [[True], [True]], body)
 

@@ -63,6 +63,27 @@ def test_a_prompt_goes_where_more_than_half_of_it_is_cached():
     assert choose(router, A, loads=busy, salt=b"tenant") == 0  # another tenant's
 
 
+def test_the_last_block_of_a_prompt_that_ends_on_its_border_is_not_cached():
+    """The engine computes the last token anew, and so the block that it is in."""
+    router = make()
+    assert [len(router.hash([A[:size]]).chains[0]) for size in (4, 5, 8, 9)] == [0, 1, 1, 2]
+    send(router, 1, A)
+    send(router, 0, [7])
+    busy = {0: Load(0, 0), 1: Load(0, 1)}
+    assert choose(router, A[:8], loads=busy) == 0  # 4 of 8
+    assert choose(router, A[:9], loads=busy) == 1  # 8 of 9
+
+
+def test_an_answer_goes_on_where_a_prompt_ended_on_a_border():
+    router = make()
+    sent = send(router, 1, A[:8])
+    send(router, 0, [7])
+    router.finish(sent, 0, [1, 2, 3, 4, 5], num_cached=0)
+    busy = {0: Load(0, 0), 1: Load(0, 1)}
+    assert choose(router, [*A[:8], 1, 2, 3, 4, *range(9)], loads=busy) == 1  # 12 of 21
+    assert choose(router, [*A[:8], 1, 2, 3, 9, *range(9)], loads=busy) == 0  # 8 of 21
+
+
 def test_of_several_prompts_all_tokens_count():
     router = make()
     send(router, 1, A)

@@ -150,13 +150,19 @@ CHUNKED = b"transfer-encoding: chunked\r\n"
         b"content-length: 5\r\nx: a\r\n b\r\n",
         b"content-length: 5\r\nx: a\rb: c\r\n",
         b"content-length: 5\r\nhost: other\r\n",
-        b"content-length: 5\r\nauthorization: Bearer a\r\nauthorization: Bearer b\r\n",
-        b"content-length: 5\r\nx-api-key: a\r\nx-api-key: b\r\n",
     ],
 )
 def test_what_a_proxy_may_read_otherwise_is_refused(strict: Server, fields: bytes):
     data = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n5\r\nhello\r\n0\r\n\r\n"
     assert_refused(answer_to(strict, data), 400, "this is not a valid HTTP request")
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"x-api-key", b"host"])
+def test_a_second_key_or_host_is_refused(strict: Server, name: bytes):
+    head = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    assert answer_to(strict, head + b"authorization: Bearer a\r\nx-api-key: a\r\n\r\n").status == 200
+    twice = head + b"Authorization: Bearer a\r\nX-Api-Key: a\r\n" + name + b": b\r\n\r\n"
+    assert_refused(answer_to(strict, twice), 400, "this is not a valid HTTP request")
 
 
 def test_http_1_1_without_host_is_refused(strict: Server):

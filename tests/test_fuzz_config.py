@@ -1,4 +1,4 @@
-"""A config.json with a value of any kind in any place: it is described, or refused in one line."""
+"""A config.json or a command line with a value of any kind in any place: it is taken, or refused in one line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atom.checkpoint import open_checkpoint, stop_ids
+from atom.config import Config
 from atom.config.folders import CONF
 from atom.config.load import load
+from atom.config.schema_keys import keys
 from atom.errors import AtomError
 from atom.jobs import explain
+from atom.jobs.start import choose_job, load_job
 
 VALUES = [
     {},
@@ -50,6 +53,12 @@ ASKED = sorted(  # what the model files ask of a config.json
     }
     | {"architectures", "model_type", "eos_token_id", "torch_dtype", "rope_scaling", "quantization_config"}
 )
+
+
+STATED = ["null", "", "[]", "{}", "x", "-1", "0", "1.5", "true", "1" + "0" * 25, "9" * 4301, "1e400", "nan", "???", "${nope}",
+          "${oc.env:NOPE}", "${hf:x}", "[[[1]]]", "{a: {b: 1}}", "'x", "@x", "a,b", "\x00", "[" * 3000, "[null]", "[{}]"]  # fmt: skip
+GROUPS = ["serve", "model", "quant", "job", "parallel", "gpu", "hydra/launcher", "model.mlp.width", "serve.http"]
+KEYS = sorted({key.replace(".0.", ".1.") for key in keys(Config)} | set(keys(Config)) | set(GROUPS))
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -102,6 +111,26 @@ fuzz = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Heal
 @settings(fuzz, max_examples=20)
 def test_a_value_of_any_kind_in_any_place_is_taken_or_named(tmp_path: Path, configs: Any, data: st.DataObject) -> None:
     check(tmp_path, data.draw, configs)
+
+
+def check_override(sign: str, key: str, value: str) -> None:
+    try:
+        load_job(choose_job([f"{sign}{key}={value}", *([] if key == "job" else ["job=explain"])]))
+    except AtomError as error:
+        assert "\n" not in str(error) and error.exit_code == 2
+
+
+@given(st.sampled_from(["", "+", "++"]), st.sampled_from(KEYS), st.sampled_from(STATED))
+@settings(fuzz, max_examples=20)
+def test_an_override_of_any_key_and_value_is_taken_or_named(sign: str, key: str, value: str) -> None:
+    check_override(sign, key, value)
+
+
+@pytest.mark.slow
+@given(st.sampled_from(["", "+", "++"]), st.sampled_from(KEYS), st.sampled_from(STATED))
+@settings(fuzz, max_examples=3000)
+def test_many_overrides_of_any_key_and_value_are_taken_or_named(sign: str, key: str, value: str) -> None:
+    check_override(sign, key, value)
 
 
 @pytest.mark.slow

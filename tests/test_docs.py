@@ -63,7 +63,6 @@ STAND_INS = {  # for names in capitals, for plugins, which are not installed, an
     "hydra/sweeper=optuna": ["hydra/sweeper=basic"],
     "hydra/launcher=submitit_slurm": ["hydra/launcher=basic"],
     "hydra/launcher=joblib": ["hydra/launcher=basic"],
-    "job.resume=true": ["-m", "job=bench", "job.resume=true"],
     "job.gpu=NAME": ["job.gpu=h200"],
     "job.entry=3f2a": ["job.entry=artifacts/"],
     "job.objective=NAME": ["-m", "prompts=hi", "job.objective=tokens"],
@@ -166,6 +165,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (module,) = re.findall(r"```python\n# my_passes.py\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
     (here / "my_passes.py").write_text(module)
     (here / "questions.txt").write_text("Why?\nHow?\n")
+    (here / "questions.jsonl").write_text('{"id": 7, "prompt": "Why?"}\n')
     (here / "keys.txt").write_text("sesame\n")
     (here / "key").write_text("0123456789abcdef\n")
     (here / "key").chmod(0o600)
@@ -221,6 +221,8 @@ def run_line(line: str, here: Path) -> None:
     lexer.whitespace_split = True
     *before, command = split_list(list(lexer), "|")[:2]
     words, *target = split_list(command, ">") if ">" in command else split_list(command, ">>")
+    if words == ["atom-run", "job.resume=true"]:
+        words += ["-m", "job=bench"]
     words = [each for word in words for each in STAND_INS.get(word, [stand_in(word, here.parent)])]
     if "recipe=qwen3_30b_a3b_fp8" in words or "+recipe=laptop" in words:  # their checkpoints are on the hub
         words += [f"checkpoint={here.parent}/mixture", "device=cpu", "serve.max_model_len=4096"]

@@ -98,7 +98,7 @@ serve: enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lor
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds vllm_metrics otlp_traces_endpoint notify_socket listen_fds listen_pid
-job: kind output gpu chat system_prompt stage pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
+job: kind output output_file gpu chat system_prompt stage pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults

@@ -403,6 +403,7 @@ class ServeConfig:
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
     output: str = of("generate explain compile cache bench profile recipe", one_of(*OUTPUTS))  # html: a page
+    output_file: str | None = of("generate", None)  # append an object for each answer to this file; null: stdout
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     system_prompt: str | None = of("generate chat", None)  # begins each chat; of generate with job.chat=true
@@ -413,7 +414,7 @@ class JobConfig:
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
-    resume: bool = of("generate explain compile cache bench profile", False)  # skip what the last -m has done
+    resume: bool = of("generate explain compile cache bench profile", False)  # skip what is there already
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
     prune: str | None = of("cache", None)  # 30d: remove what was unused for longer; 2GiB: what is beyond, by last use
     verify: bool = of("cache", False)  # look at all checksums and owners

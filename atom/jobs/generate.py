@@ -2,22 +2,27 @@
 
 atom-run prompts='["What is the capital of France?"]' job.chat=true
 atom-run prompts=@questions.txt sampling.temperature=0 job.output=json
+atom-run prompts=@questions.jsonl job.output_file=answers.jsonl job.resume=true      # goes on where it was interrupted
 echo "Why is the sky blue?" | atom-run job.chat=true
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from atom.config import Config
 from atom.errors import ConfigError, RequestError
+from atom.jobs.prompt_file import Entry, read_prompts, without_answered
 from atom.llm import LLMEngine, answer
 from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.messages import say
@@ -30,54 +35,110 @@ OBJECTIVES = ("load_seconds", "first_token_seconds", "tokens", "tokens_per_secon
 def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
     """Answer the prompts: text as it comes, and a table of times; with job.output=json one object a prompt, in order.
 
-    A prompt that cannot be served is one line on stderr and does not stop the others; the exit code then is 2.
+    With job.output_file the objects are appended to a file instead, each as soon as it is complete. A prompt that
+    cannot be served is one line on stderr and does not stop the others; the exit code then is 2.
     report: is called with the numbers of OBJECTIVES.
     """
-    if config.job.chat and config.prompts is None and sys.stdin is not None and sys.stdin.isatty():
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if config.job.chat and config.prompts is None and config.job.output_file is None and is_terminal:
         from atom.jobs import chat
 
         return chat.run(config)
     if config.job.system_prompt is not None and not config.job.chat:
         raise ConfigError("job.system_prompt begins a chat, and prompts are sent as they are; set job.chat=true")
-    prompts = read_prompts(config.prompts)
     params = SamplingParams(**config.sampling.values())
+    entries = read_prompts(config.prompts, is_chat=config.job.chat)
+    if config.job.system_prompt is not None and (own := next(filter(_has_instructions, entries), None)):
+        raise ConfigError(f"{own.where} begins with a {own.content[0]['role']} message: leave out job.system_prompt")
+    file = None if config.job.output_file is None else Path(config.job.output_file)
+    if file is not None and config.job.resume:
+        num_prompts, entries = len(entries), without_answered(entries, file, params.n)
+        say(f"{file} has the answers to {num_prompts - len(entries)} of {num_prompts} prompts")
+        if not entries:
+            return 0
+    with open_output(file) if file else nullcontext(sys.stdout if config.job.output == "json" else None) as output:
+        return _answer(entries, params, output, config, report)
+
+
+def _answer(
+    entries: list[Entry],
+    params: SamplingParams,
+    output: TextIO | None,
+    config: Config,
+    report: Callable[[Mapping[str, Any]], None],
+) -> int:
+    """Answer the prompts; the exit code. output: of an object a line; None: text is shown."""
     started = time.perf_counter()
     engine = LLMEngine.from_config(config, PhaseClock({"imports": seconds_since_exec()}))
     loaded = time.perf_counter()
-    is_json = config.job.output == "json"
-    indices: dict[str, int] = {}  # request id -> index of the prompt
-    show = None if is_json else _Screen(indices, is_single=len(prompts) * params.n == 1)
-    for index, prompt in enumerate(prompts):
+    requests: dict[str, Entry] = {}
+    numbers: dict[str, int] = {}  # request id -> number of the prompt
+    show = None if output is not None else _Screen(numbers, is_single=len(entries) * params.n == 1)
+    for number, entry in enumerate(entries):
         try:
-            messages = [*first_messages(config), {"role": "user", "content": prompt}]
-            tokens = engine.encode_chat(messages) if config.job.chat else prompt
-            (request_id,) = engine.add_request([tokens], params, show)
-            indices[request_id] = index
+            prompt = engine.encode_chat(conversation(entry, config)) if config.job.chat else entry.content
+            (request_id,) = engine.add_request([prompt], params, show)
+            requests[request_id], numbers[request_id] = entry, number
         except RequestError as error:
-            say(f"RequestError: prompt {index}: {error}")
+            say(f"RequestError: {entry.where}: {error}")
     ended: list[Sequence] = []
-    for sequences in _answer_in_order(engine, list(indices), params.n):
+    completed = _completed(engine, params.n)
+    for sequences in completed if config.job.output_file else _in_order(list(requests), completed):
         ended += sequences
-        for sequence in sequences if is_json else ():
-            fields = {"prompt": prompts[indices[sequence.request_id]], **_plain(answer(sequence))}
-            print(json.dumps(fields), flush=True)
+        if output is not None:
+            fields = requests[sequences[0].request_id].fields
+            lines = [json.dumps({**fields, **_plain(answer(sequence))}) for sequence in sequences]
+            output.write("".join(f"{line}\n" for line in lines))
+            output.flush()
     if ended:
         times = _measure(ended, loaded - started)
         report(times)
-        if not is_json:
+        if config.job.output != "json":
             _show_times(times)
-    return 0 if len(indices) == len(prompts) else RequestError.exit_code
+    is_whole = len(requests) == len(entries) and not any(sequence.error for sequence in ended)
+    return 0 if is_whole else RequestError.exit_code
 
 
-def _answer_in_order(engine: LLMEngine, ids: list[str], num_answers: int) -> Iterator[list[Sequence]]:
-    """The answers of each request, once all before it are there too."""
-    done: dict[str, list[Sequence]] = {id: [] for id in ids}
-    waiting = deque(ids)
+def open_output(file: Path) -> TextIO:
+    """Open a file to append lines to."""
+    try:
+        output = file.open("a+b")
+        if output.tell() and os.pread(output.fileno(), 1, output.tell() - 1) != b"\n":
+            output.write(b"\n")
+    except OSError as error:
+        raise ConfigError(f"job.output_file={file}: {error.strerror}") from None
+    return io.TextIOWrapper(output, encoding="utf-8")
+
+
+def _completed(engine: LLMEngine, num_answers: int) -> Iterator[list[Sequence]]:
+    """The answers of each request, as soon as it has all of them."""
+    done: dict[str, list[Sequence]] = {}
     while not engine.is_finished():
         for sequence in engine.step():
-            done[sequence.request_id].append(sequence)
-        while waiting and len(done[waiting[0]]) == num_answers:
-            yield sorted(done.pop(waiting.popleft()), key=lambda sequence: sequence.index)
+            answers = done.setdefault(sequence.request_id, [])
+            answers.append(sequence)
+            if len(answers) == num_answers:
+                yield sorted(done.pop(sequence.request_id), key=lambda sequence: sequence.index)
+
+
+def _in_order(ids: list[str], completed: Iterable[list[Sequence]]) -> Iterator[list[Sequence]]:
+    """The same, each request after all that were added before it."""
+    done: dict[str, list[Sequence]] = {}
+    waiting = deque(ids)
+    for answers in completed:
+        done[answers[0].request_id] = answers
+        while waiting and waiting[0] in done:
+            yield done.pop(waiting.popleft())
+
+
+def conversation(entry: Entry, config: Config) -> list[dict[str, Any]]:
+    """The messages of a prompt, which is a user's unless it has messages of its own."""
+    own = entry.content if entry.is_conversation else [{"role": "user", "content": entry.content}]
+    return [*first_messages(config), *own]
+
+
+def _has_instructions(entry: Entry) -> bool:
+    return entry.is_conversation and entry.content[0]["role"] in ("system", "developer")
 
 
 def first_messages(config: Config) -> list[dict[str, Any]]:
@@ -86,55 +147,11 @@ def first_messages(config: Config) -> list[dict[str, Any]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
-def read_prompts(prompts: Any) -> list[Any]:
-    """Read the prompts of a configuration: a prompt (text or token ids), a list of prompts, @FILE, or null for stdin.
-
-    A file has a JSON list of prompts, or on each line a prompt as plain text, as JSON, or as an object with `prompt`.
-    """
-    if prompts is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError("there are no prompts: give prompts='[\"…\"]' or prompts=@FILE, or pipe them in")
-        prompts = _parse_prompts(sys.stdin.read(), "stdin")
-    elif isinstance(prompts, str) and prompts.startswith("@"):
-        try:
-            prompts = _parse_prompts(Path(prompts[1:]).read_text(), prompts[1:])
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompts={prompts}: {getattr(error, 'strerror', error)}") from None
-    if not isinstance(prompts, str) and not prompts:
-        raise ConfigError("there are no prompts: the list is empty")
-    if isinstance(prompts, str) or (all(isinstance(token, int) for token in prompts)):
-        return [prompts]
-    return list(prompts)
-
-
-def _parse_prompts(text: str, source: str) -> list[Any]:
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        whole = None
-    if isinstance(whole, list):
-        return whole
-    prompts = [_parse_line(line) for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise ConfigError(f"there are no prompts in {source}")
-    return prompts
-
-
-def _parse_line(line: str) -> Any:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return line
-    if isinstance(value, dict) and "prompt" in value:
-        return value["prompt"]
-    return value if isinstance(value, str | list) else line
-
-
 class _Screen:
     """Streams a single answer; shows each of several when it is done."""
 
-    def __init__(self, indices: Mapping[str, int], is_single: bool) -> None:
-        self.indices = indices
+    def __init__(self, numbers: Mapping[str, int], is_single: bool) -> None:
+        self.numbers = numbers
         self.is_single = is_single
         self.texts: dict[tuple[str, int], str] = {}
 
@@ -147,7 +164,7 @@ class _Screen:
         self.texts[key] = self.texts.get(key, "") + new
         if output.finished:
             answer = f", answer {output.index}" if output.index else ""
-            print(f"── prompt {self.indices[output.request_id]}{answer}\n{self.texts.pop(key).strip()}\n", flush=True)
+            print(f"── prompt {self.numbers[output.request_id]}{answer}\n{self.texts.pop(key).strip()}\n", flush=True)
 
 
 def _plain(value: Any) -> Any:

@@ -57,8 +57,8 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
         check_html(kind, is_sweep)
     if config.job.objective is not None and not is_sweep:
         raise ConfigError(f"job.objective={config.job.objective} is the number by which -m compares jobs: add -m")
-    if config.job.resume and not is_sweep:
-        raise ConfigError("job.resume=true goes on with a sweep: add -m")
+    if config.job.resume and not is_sweep and config.job.output_file is None:
+        raise ConfigError("job.resume=true continues a sweep, or answers in a file: add -m, or job.output_file=FILE")
     if config.job.objective is not None:
         check_objective(config.job.objective, kind)
     return config

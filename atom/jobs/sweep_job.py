@@ -44,7 +44,7 @@ PACKAGE = Path(__file__).parents[1]
 # values that no number of a job follows from
 UNRELATED = ("overrides", "recipe", "cache")
 UNRELATED_OF = {
-    "job": ("objective", "resume", "output", "save_recipe"),
+    "job": ("objective", "resume", "output", "output_file", "save_recipe"),
     "serve": ("http", "torch_profiler_dir"),
     "parallel": ("visible_devices", "torchrun"),
 }
@@ -105,7 +105,8 @@ def run_job(sweep: Sweep, number: int, overrides: Sequence[str]) -> Result:
         return result
     numbers, log = path.with_suffix(".numbers"), path.with_suffix(".err")
     numbers.unlink(missing_ok=True)
-    task = {"overrides": list(overrides), "config_dirs": sweep.config_dirs, "numbers": str(numbers)}
+    own = [text for text in overrides if not text.startswith("job.resume=")]  # it is the sweep that goes on
+    task = {"overrides": own, "config_dirs": sweep.config_dirs, "numbers": str(numbers)}
     with pinned_gpus(sweep.folder / "gpus", gpus, result.num_ranks) as environment:
         started = time.perf_counter()
         code = run_process(task, path, sweep, environment)

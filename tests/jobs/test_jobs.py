@@ -28,7 +28,8 @@ from atom.compiler.saved_graph import show_saved
 from atom.config.load import load
 from atom.graph import interpret, parse, show
 from atom.graph.recipes import leaves
-from atom.jobs.generate import read_prompts
+from atom.jobs.generate import conversation
+from atom.jobs.prompt_file import Entry
 from atom.weights import load as load_tensors
 
 GREEDY = [
@@ -115,27 +116,57 @@ def test_several_answers_are_shown_each_as_a_whole(run: Any, embedded_gguf: Path
     assert re.fullmatch(r"── prompt 0\n(.+\n)+\n── prompt 1\n(.+\n)+\n", out)
 
 
-@pytest.mark.parametrize(
-    ("text", "prompts"),
-    [
-        ('["a\\nb", [1, 2]]', ["a\nb", [1, 2]]),
-        ("one\n\n  two: [x]  \n", ["one", "  two: [x]  "]),
-        ('{"prompt": "a", "id": 3}\n"quoted"\n[4, 5]\n{"no": 1}\n17', ["a", "quoted", [4, 5], '{"no": 1}', "17"]),
-    ],
-)
-def test_prompts_come_from_a_file_and_from_stdin(
-    text: str, prompts: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "prompts").write_text(text)
-    assert read_prompts(f"@{tmp_path}/prompts") == prompts
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert read_prompts(None) == prompts
+def test_an_answer_has_the_fields_of_its_object(run: Any, checkpoints: Any, tmp_path: Path):
+    (tmp_path / "in").write_text('{"id": 7, "prompt": [1, 2]}\n[3]\n')
+    code, out, _ = run(f"checkpoint={checkpoints('llama')}", f"prompts=@{tmp_path}/in", "job.output=json", *GREEDY)
+    first, second = map(json.loads, out.splitlines())
+    assert code == 0
+    assert [*first][:3] == ["id", "prompt", "text"]
+    assert (first["id"], first["prompt"], second["prompt"]) == (7, [1, 2], [3])
+    assert "id" not in second
 
 
-def test_a_prompt_may_stand_alone():
-    assert read_prompts("one") == ["one"]
-    assert read_prompts([1, 2, 3]) == [[1, 2, 3]]
-    assert read_prompts([[1], "x"]) == [[1], "x"]
+def test_messages_are_rendered_by_the_chat_template(run: Any, checkpoints: Any, tmp_path: Path):
+    talk = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user")]
+    entries = [Entry("prompt 0", talk, {"messages": talk}), Entry("prompt 1", "hi", {"prompt": "hi"})]
+    plain, begun = (load(["job.chat=true", *more]) for more in ([], ["job.system_prompt=Be brief."]))
+    assert [conversation(each, plain) for each in entries] == [talk, talk[:1]]
+    assert conversation(entries[1], begun) == [{"role": "system", "content": "Be brief."}, *talk[:1]]
+    (tmp_path / "in").write_text(json.dumps({"messages": [{"role": "system", "content": "Be long."}, *talk]}))
+    code, _, err = run(f"prompts=@{tmp_path}/in", "job.chat=true", "job.system_prompt=Be brief.")
+    assert (code, err) == (
+        2,
+        f"atom-run: ConfigError: {tmp_path}/in begins with a system message: leave out job.system_prompt\n",
+    )
+
+
+def test_answers_are_appended_to_a_file_and_resumed(run: Any, checkpoints: Any, tmp_path: Path):
+    file, prompts = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
+    argv = [f"checkpoint={checkpoints('llama')}", f"prompts=@{prompts}", f"job.output_file={file}", *GREEDY]
+    prompts.write_text('{"id": "a", "prompt": [1, 2]}\n{"id": "b", "prompt": [999]}\n')
+    file.write_text("what was there")
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert f"RequestError: line 2 of {prompts}: 999 in the prompt is not a token id" in err
+    before, line = file.read_text().splitlines()
+    assert before == "what was there"
+    assert json.loads(line)["id"] == "a"
+    file.write_text(f'{line}\n{{"id": "b", "te')  # a process was killed here
+    prompts.write_text('{"id": "a", "prompt": [1, 2]}\n{"id": "b", "prompt": [4]}\n')
+    code, out, err = run(*argv, "job.resume=true")
+    assert (code, out) == (0, "")
+    assert f"{file} has the answers to 1 of 2 prompts\n" in err
+    kept, new = file.read_text().splitlines()
+    assert kept == line
+    assert (json.loads(new)["id"], json.loads(new)["prompt"]) == ("b", [4])
+    code, out, err = run(*argv, "job.resume=true")
+    assert (code, err) == (0, f"atom-run: {file} has the answers to 2 of 2 prompts\n"), "no model is loaded"
+
+
+def test_a_folder_that_is_not_there_takes_no_answers(run: Any, checkpoints: Any, tmp_path: Path):
+    argv = f"checkpoint={checkpoints('llama')}", "prompts=[[1]]", f"job.output_file={tmp_path}/no/out", *GREEDY
+    code, _, err = run(*argv)
+    assert (code, err) == (2, f"atom-run: ConfigError: job.output_file={tmp_path}/no/out: No such file or directory\n")
 
 
 @pytest.mark.parametrize("prompts", ["@/no/such/file", None, "[]"])

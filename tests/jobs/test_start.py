@@ -90,7 +90,7 @@ def test_a_saved_recipe_starts_the_same_job_again(tmp_path: Path):
 
 
 def test_a_run_that_is_no_sweep_resumes_nothing():
-    with pytest.raises(ConfigError, match=r"^job.resume=true goes on with a sweep: add -m$"):
+    with pytest.raises(ConfigError, match=r"^job.resume=true continues .*: add -m, or job.output_file=FILE$"):
         load_job(["job=generate", "job.resume=true"])
 
 

@@ -55,7 +55,7 @@ def test_a_sweep_goes_on_behind_a_failure_and_resumed_runs_only_what_is_not_done
     ]
     assert (
         results[1]["error"]
-        == "RequestError: prompt 0: 999 in the prompt is not a token id; they are numbers from 0 to 100"
+        == "RequestError: prompt 0 of other.txt: 999 in the prompt is not a token id; they are numbers from 0 to 100"
     )
     assert (tmp_path / "kept" / "jobs" / results[1]["log"]).read_text().endswith("they are numbers from 0 to 100\n")
     table = ended.stdout.splitlines()[-3:]

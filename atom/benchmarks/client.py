@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -36,6 +37,7 @@ T = TypeVar("T")
 LONGEST = 6 * 3600  # seconds that a request may take
 KEEP_ALIVE = 3  # seconds that an idle connection is kept: servers close theirs after 5
 RETRY = 1.0  # seconds between two attempts to reach a server
+LOADING_SECONDS = 1200.0  # that a server may load its model, as in ROCm/ATOM's scripts
 SPARE_FILES = 64  # descriptors beside those of the connections
 
 
@@ -78,6 +80,8 @@ async def measure(
 
         if args.ready_check_timeout_sec:
             await retry(lambda: send_test(warmups[0], send), args.ready_check_timeout_sec)
+        else:
+            await wait_while_loading(session, args.base_url)
         if args.num_warmups:
             await warm_up(warmups[: args.num_warmups], send)
         hardware, hardware_of = await ask_hardware(session, args.base_url)
@@ -117,6 +121,39 @@ async def retry(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
                 say(f"waiting {seconds:g} s for the server at most: {error}")
                 is_waiting = True
         await asyncio.sleep(RETRY)
+
+
+async def wait_while_loading(session: aiohttp.ClientSession, base_url: str) -> None:
+    """Return once /health says nothing of loading. BenchmarkError where that takes too long, or the server ends."""
+    import aiohttp
+
+    deadline, is_waiting = time.monotonic() + LOADING_SECONDS, False
+    while True:
+        try:
+            if not await is_loading(session, base_url):
+                return
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if not is_waiting:
+                return  # the first request says what is wrong
+            gone = f"{base_url} no longer answers, though it was loading"
+            raise BenchmarkError(f"{gone}: {one_line(str(error))}") from None
+        if time.monotonic() >= deadline:
+            raise BenchmarkError(f"{base_url} is still loading after {LOADING_SECONDS:g} s")
+        if not is_waiting:
+            say(f"the server is loading its model; waiting {LOADING_SECONDS:g} s at most")
+            is_waiting = True
+        await asyncio.sleep(RETRY)
+
+
+async def is_loading(session: aiohttp.ClientSession, base_url: str) -> bool:
+    """Whether /health says that the model is being loaded, as atom's does."""
+    import aiohttp
+
+    async with session.get(f"{base_url}/health", timeout=aiohttp.ClientTimeout(total=30)) as response:
+        with contextlib.suppress(ValueError):  # another server's answer
+            answer = json.loads(await response.text(errors="replace"))
+            return response.status == 503 and isinstance(answer, dict) and answer.get("status") == "loading"
+    return False
 
 
 async def warm_up(requests: Sequence[RequestFuncInput], send: Send) -> None:

@@ -314,6 +314,7 @@ class ParallelConfig:
 class HTTPConfig:
     host: str = "0.0.0.0"  # address to listen on
     port: int = number(8000, 0, 65535)  # 0: a free one
+    listen_when_ready: bool = False  # refuse connections until requests can be answered; false: /health says loading
     root_path: str = ""  # path in front of all routes, as /llm, where a proxy serves other programs too
     ssl_certfile: str | None = None  # PEM file of the certificates of HTTPS; null: HTTP
     ssl_keyfile: str | None = None  # PEM file of the private key of HTTPS; null: it is in ssl_certfile

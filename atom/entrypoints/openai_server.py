@@ -4,7 +4,7 @@ python -m atom.entrypoints.openai_server --model Qwen/Qwen3-0.6B --host 127.0.0.
 python -m atom.entrypoints.openai_server Qwen/Qwen3-0.6B --port 8000 --max-model-len 4k
 python -m atom.entrypoints.openai_server --model /models/llama --served-model-name llama default --api-key @keys.txt
 
-The errors, Ctrl-C and exit codes are those of `atom-run`.
+Its port is closed until the model is loaded. The errors, Ctrl-C and exit codes are those of `atom-run`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from atom.config.spelling import override
 from atom.entrypoints.args import ROCM, flag, json_text, read_object, run_command
 from atom.entrypoints.vllm_args import VLLMArgs, VLLMParser, vllm_flag
 
-MAX_TOKENS = 256  # default of max_tokens, as ROCm/ATOM's
+# ROCm/ATOM's default of max_tokens; and as there and in vLLM, who can connect will be answered: scripts wait for that
+DEFAULTS = ["sampling.max_tokens=256", "serve.http.listen_when_ready=true"]
 
 
 def write_keys(keys: Sequence[str]) -> list[str]:
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    return run(["job=serve", f"sampling.max_tokens={MAX_TOKENS}", *ServerArgs.from_cli_args(args).overrides()])
+    return run(["job=serve", *DEFAULTS, *ServerArgs.from_cli_args(args).overrides()])
 
 
 if __name__ == "__main__":

@@ -122,8 +122,12 @@ class Server:
         app = create_app(self._context, tenants)
         check_certificate(http)
         passed = adopt(http.listen_fds, http.listen_pid)
-        self._waits = passed is not None  # requests wait in the socket's queue until the engines are ready
-        self._socket = passed or listen(http.host, http.port)
+        self._is_passed = passed is not None  # requests wait in the socket's queue until the engines are ready
+        self._opens_late = self._is_passed or http.listen_when_ready
+        self._is_open = asyncio.Event()  # requests can come
+        self._socket = passed or bind(http.host, http.port)
+        if not self._opens_late:
+            listen(self._socket)
         if not tenants and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
             LOG.warning("whoever reaches port %d may use this server, as it has no API keys: %s", self._port, fix)
@@ -174,8 +178,8 @@ class Server:
         return self._code
 
     async def _serve(self) -> None:
-        """Accept connections, from the start or, of a socket that was passed, once requests can be answered."""
-        if self._waits:
+        """Accept connections: from the start, or where the port opens late, once requests can be answered."""
+        if self._opens_late:
             ready = asyncio.gather(self._engines.ready.wait(), self._context.has_tokenizer.wait())
             ending = asyncio.create_task(self._uvicorn.ended.wait())
             waited: list[asyncio.Future[Any]] = [ready, ending]
@@ -184,6 +188,11 @@ class Server:
             if not ready.done():
                 ready.cancel()
                 return
+            try:
+                listen(self._socket)
+            except ConfigError as error:  # another server has opened the port meanwhile
+                return self._fail(error)
+        self._is_open.set()
         await self._uvicorn.serve([self._socket])
 
     async def _end(self) -> str:
@@ -252,7 +261,7 @@ class Server:
         """Wait until no request runs, or the end is forced."""
         engines, seconds = self._engines, self._config.serve.http.drain_seconds
         engines.drain()
-        if self._waits:
+        if self._is_passed:
             self._uvicorn.stop_listening()  # what comes now waits in the socket's queue for the next server
         notify(self._config.serve.http.notify_socket, "STOPPING=1")
         LOG.info("draining", extra={"fields": {"seconds": seconds}})
@@ -328,6 +337,7 @@ class Server:
         """Print the server's address, and tell systemd, once it serves."""
         await self._engines.ready.wait()
         await self._context.has_tokenizer.wait()
+        await self._is_open.wait()
         settle()
         host, port = self._socket.getsockname()[0], self._port
         http = self._config.serve.http
@@ -380,19 +390,30 @@ class _Uvicorn(uvicorn.Server):
         self.ended.set()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. ConfigError where that fails."""
+def bind(host: str, port: int) -> socket.socket:
+    """Open a socket with an address. ConfigError where it is in use."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, proto)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
+        opened = socket.socket(family, kind, proto)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
     except OSError as error:
-        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        fix = f"choose another serve.http.{'port' if is_port else 'host'}"
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {fix}") from None
-    listening.listen(BACKLOG)
-    return listening
+        raise address_fault(host, port, error) from None
+    return opened
+
+
+def listen(opened: socket.socket) -> None:
+    """Let clients connect; until then they are refused. ConfigError where another process listens at the address."""
+    try:
+        opened.listen(BACKLOG)
+    except OSError as error:
+        raise address_fault(*opened.getsockname()[:2], error) from None
+
+
+def address_fault(host: str, port: int, error: OSError) -> ConfigError:
+    is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    fix = f"choose another serve.http.{'port' if is_port else 'host'}"
+    return ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {fix}")
 
 
 def check_certificate(http: HTTPConfig) -> None:

@@ -71,8 +71,8 @@ class Stub:
 
 
 @contextlib.contextmanager
-def serving(answer: Answer, *, version: bytes | None = None) -> Iterator[Stub]:
-    """Posts are answered by `answer`; GET with 404, or with the body `version`."""
+def serving(answer: Answer, *, version: bytes | None = None, health: Answer | None = None) -> Iterator[Stub]:
+    """Posts are answered by `answer`, /health by `health`; GET with 404, or with the body `version`."""
     stub, loop, ready = Stub(), asyncio.new_event_loop(), threading.Event()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -84,7 +84,9 @@ def serving(answer: Answer, *, version: bytes | None = None) -> Iterator[Stub]:
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 asked, reply = Asked(method, path, headers, body), Reply(writer)
                 stub.asked.append(asked)
-                if method == "GET":
+                if path == "/health" and health is not None:
+                    await health(asked, reply)
+                elif method == "GET":
                     await (reply.whole(404, b"") if version is None else reply.whole(200, version))
                 else:
                     await answer(asked, reply)

@@ -7,6 +7,7 @@ import resource
 import pytest
 from benchmarks.stub_server import Answer, Asked, Reply, obeying, serving
 
+from atom.benchmarks import client
 from atom.benchmarks.arguments import read_arguments
 from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.benchmarks.benchmark_utils import BenchmarkError
@@ -53,6 +54,44 @@ def test_a_failing_warm_up_ends_it_early():
         ):
             run_loop(measure(arguments(stub.url, "--num-warmups", "3"), inputs(stub.url, 5), inputs(stub.url, 3)))
         assert len(stub.of("POST")) == 1
+
+
+LOADING = b'{"status": "loading", "state": "loading", "doing": "loading weights: 40%"}'
+
+
+def test_a_server_that_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(client, "RETRY", 0.01)
+    answers = [(503, LOADING), (503, LOADING), (200, b'{"status": "ok"}')]
+
+    async def health(asked: Asked, reply: Reply) -> None:
+        assert not stub.of("POST"), "nothing is sent before"
+        await reply.whole(*answers.pop(0))
+
+    with serving(obeying(), health=health) as stub:
+        run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
+        assert (answers, len(stub.of("POST"))) == ([], 1 + 2)
+    assert capsys.readouterr().err.count("the server is loading its model; waiting 1200 s at most\n") == 1
+
+
+def test_a_server_that_loads_for_too_long_or_ends_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client, "RETRY", 0.01)
+
+    async def loads(asked: Asked, reply: Reply) -> None:
+        await reply.whole(503, LOADING)
+
+    async def cut(reply: Reply) -> None:
+        reply.cut()
+
+    async def ends(asked: Asked, reply: Reply) -> None:
+        await (reply.whole(503, LOADING) if len(stub.of("GET")) == 1 else cut(reply))
+
+    told = r"^http://[\d.:]+ no longer answers, though it was loading: "
+    with serving(obeying(), health=ends) as stub, pytest.raises(BenchmarkError, match=told):
+        run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
+    monkeypatch.setattr(client, "LOADING_SECONDS", 0.1)
+    told = r"^http://[\d.:]+ is still loading after 0.1 s$"
+    with serving(obeying(), health=loads) as stub, pytest.raises(BenchmarkError, match=told):
+        run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
 
 
 def test_as_many_connections_are_open_as_there_are_requests():

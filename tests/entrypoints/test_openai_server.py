@@ -20,7 +20,7 @@ import pytest
 from atom.config import Config
 from atom.entrypoints.openai_server import main
 from atom.errors import EngineDeadError
-from atom.serve.server import listen
+from atom.serve.server import bind
 
 ROOT = Path(__file__).parents[2]
 Job = Callable[[Config], int]
@@ -68,6 +68,12 @@ def test_without_flags_it_listens_on_the_port_of_the_guide(serve: Any):
     assert seen[0].sampling.max_tokens == 256, "ROCm/ATOM's own default"
     assert main(["--set", "sampling.max_tokens=null"]) == 0
     assert seen[1].sampling.max_tokens is None
+
+
+def test_its_port_opens_when_the_model_is_loaded(serve: Any):
+    seen = serve()
+    assert main([]) == main(["--set", "serve.http.listen_when_ready=false"]) == 0
+    assert [config.serve.http.listen_when_ready for config in seen] == [True, False]
 
 
 def test_dtype_seed_and_device_are_those_of_the_configuration(serve: Any):
@@ -167,7 +173,7 @@ def test_other_ends_are_those_of_atom_run(
 
 def test_a_port_that_is_taken_is_reported_by_its_flag(serve: Any, capsys: pytest.CaptureFixture[str]):
     def job(config: Config) -> int:
-        listen(config.serve.http.host, config.serve.http.port)
+        bind(config.serve.http.host, config.serve.http.port)
         return 0
 
     serve(job)

@@ -10,11 +10,15 @@ import serving
 import wire
 
 
-@pytest.mark.parametrize("last", ["draining", "dead"])
-def test_health_is_loading_then_ready_then_draining_or_dead(last: str, talker: Path, tmp_path: Path):
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("last", ["draining", "dead"])
+def test_health_is_loading_then_ready_then_draining_or_dead(last: str, talker: Path, tmp_path: Path):
+    port = free_port()
     stub = {"load_seconds": 3, "step_seconds": 0.02}
     server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub)
     url = f"http://127.0.0.1:{port}"
@@ -59,3 +63,46 @@ def test_health_is_loading_then_ready_then_draining_or_dead(last: str, talker: P
         server.process.terminate()
         server.process.wait(20)
     assert states == ["loading", "ready", last]
+
+
+def test_a_port_that_opens_when_ready_refuses_until_then(talker: Path, tmp_path: Path):
+    """ROCm/ATOM's benchmark waits by `curl -s $URL/health > /dev/null && break`, which takes any answer for yes."""
+    port, states = free_port(), list[str]()
+    fields = [f"serve.http.port={port}", "serve.http.listen_when_ready=true"]
+    server = serving.launch(talker, tmp_path, *fields, stub={"load_seconds": 3})
+
+    def look() -> str:
+        try:
+            state = str(wire.ask(f"http://127.0.0.1:{port}", "GET", "/health").json["state"])
+        except ConnectionRefusedError:
+            state = "refused"
+        states.append(state)
+        return state
+
+    try:
+        wire.wait_until(lambda: "loading nothing" in server.log.read_text())
+        assert look() == "refused"
+        wire.wait_until(lambda: look() == "ready")
+        assert set(states) == {"refused", "ready"}
+        serving.wait_for_url(server)
+    finally:
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+
+
+def test_a_port_that_another_server_opens_meanwhile_is_reported(talker: Path, tmp_path: Path):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        fields = [f"serve.http.port={port}", "serve.http.listen_when_ready=true"]
+        server = serving.launch(talker, tmp_path, *fields, stub={"load_seconds": 3})
+        try:
+            wire.wait_until(lambda: "loading nothing" in server.log.read_text())
+            other.listen()
+            assert server.process.wait(60) == 2
+        finally:
+            server.process.kill()
+            server.process.wait()
+    told = f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another serve.http.port"
+    assert told in server.log.read_text()

@@ -62,10 +62,33 @@ def test_without_the_hub_it_is_described_by_the_file_beside_it(monkeypatch: pyte
     monkeypatch.setattr(model_files_module, "open_checkpoint", unreachable)
     config = load(["model=deepseek_v3", "parallel=tp8_ep", "quant=fp8", "device=cpu"])
     assert (config.checkpoint, config.model.layers, config.parallel.experts) == ("deepseek-ai/DeepSeek-V3", 61, 8)
-    with pytest.raises(CheckpointError, match=r"^openai/gpt-oss-20b: the hub cannot be reached"):
-        load(["model=gpt_oss"])
     with pytest.raises(CheckpointError, match="the hub cannot be reached"):
         load(["model=deepseek_v3", "revision=another"])
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "experts", "fmt"),
+    [
+        ("deepseek_v3", 61, 256, "fp8[128, 128]"),
+        ("gpt_oss", 24, 32, "mxfp4"),
+        ("kimi_k2", 61, 384, "ct_packed_int4[1, 32]"),
+        ("qwen3_moe", 48, 128, None),
+    ],
+)
+def test_every_model_that_names_a_checkpoint_is_described_without_the_hub(
+    name: str, layers: int, experts: int, fmt: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(model_files_module, "open_checkpoint", unreachable)
+    config = load([f"model={name}", "device=cpu"])
+    mixture = next(mlp for mlp in config.model.mlp if mlp.kind == "moe")
+    assert (config.model.layers, mixture.experts) == (layers, experts)
+    assert config.model.fmt == fmt
+
+
+def test_those_are_all_that_name_a_checkpoint():
+    named = {file.name for file in model_files() if file.spec.get("usual")}
+    assert named == {"deepseek_v3", "gpt_oss", "kimi_k2", "qwen3_moe"}
+    assert all(file.spec["usual"].get("config") for file in model_files() if file.spec.get("usual"))
 
 
 def test_a_checkpoint_that_the_hub_refuses_is_not_described_by_another_file(monkeypatch: pytest.MonkeyPatch):

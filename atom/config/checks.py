@@ -9,7 +9,7 @@ from typing import Any
 
 from atom.config.schema import Config, HTTPConfig, PassesConfig, ServeConfig
 from atom.config.spelling import did_you_mean, spelled
-from atom.devices import is_built_for_amd
+from atom.devices import find_device, is_built_for_amd
 from atom.errors import ConfigError, UnsupportedError
 from atom.plugins import PASSES, check_module, naming
 from atom.sampling_params import out_of_range
@@ -47,6 +47,8 @@ def check_device(config: Config, device: str) -> None:
     """Check that torch has the device, and that it has what the level needs."""
     if config.device == "rocm" and config.job.kind != "explain" and not is_built_for_amd():
         raise UnsupportedError("device=rocm: the torch that is installed here is not built for AMD's GPUs")
+    if config.device == "rocm" and config.job.gpu is None and not (is_built_for_amd() and find_device() == "cuda"):
+        raise ConfigError("device=rocm: there is no such GPU here; name the one to explain, as in job.gpu=mi300x")
     enforces_eager = config.serve.enforce_eager
     if config.level == 3 and (device == "cpu" or enforces_eager):
         why = "serve.enforce_eager=true" if enforces_eager else f"device={device}"

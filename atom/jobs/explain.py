@@ -5,7 +5,7 @@ Reads no weights, compiles nothing.
 atom-run job=explain                                  # each pass: changes, time, diff of the text; then sizes
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
 atom-run job=explain job.gpu=h200                     # the sizes beside a GPU of conf/gpu
-atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text, whether or not there is one here
+atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text; without a GPU here job.gpu is h200 by default
 atom-run job=explain job.gpu=mi300x device=rocm       # of AMD's as well, by AITER
 atom-run job=explain parallel=tp4                     # the text and the sizes of each of 4 ranks
 atom-run job=explain job.output=json
@@ -43,11 +43,13 @@ from atom.jobs.explain_page import make_page
 from atom.jobs.explain_text import describe, folded_diff
 from atom.jobs.layouts import fit, kv_pool, layouts, prefill_limit
 from atom.kernels import Target, find_target, tuned
+from atom.messages import say
 from atom.passes import PassReport
 from atom.pieces import identity
 from atom.weights.quantize import is_calibrated
 
 OBJECTIVES = ("decode_limit", "prefill_limit", "weights_bytes", "active_weights_bytes")  # choices of job.objective
+DEFAULT_GPU = "h200"  # of device=cuda on a machine without a GPU
 
 
 class Stage(NamedTuple):
@@ -66,6 +68,10 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     """
     if config.job.stage is not None and config.job.output != "text":
         raise ConfigError(f"job.stage={config.job.stage} prints a text: leave out job.output={config.job.output}")
+    is_elsewhere = config.device == "cuda" and find_device() == "cpu"
+    if is_elsewhere and config.job.gpu is None:
+        say(f"there is no GPU here, so this is about {DEFAULT_GPU}; job.gpu=NAME takes another")
+        config = replace(config, job=replace(config.job, gpu=DEFAULT_GPU))
     gpu = None if config.job.gpu is None else load_gpu(config.job.gpu)
     has_texts = config.job.output != "json"
     stages = [Stage(WRITTEN, 0, 0.0, show(semantic_graph(config)) if has_texts else "")]
@@ -75,7 +81,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         stages.append(Stage(report.name, report.num_changes, report.seconds, text))
 
     target = None
-    if gpu is not None and config.device == "cuda" and find_device() == "cpu":
+    if gpu is not None and is_elsewhere:
         target = Target("cuda", frozenset(gpu.features))
     graph = compile_graph(config, watch, target, config.job.pipeline_rank)
     if config.job.stage is not None:

@@ -565,17 +565,14 @@ def test_the_text_for_a_gpu_that_is_not_here(run: Any, explain: Any, published: 
     monkeypatch.setattr("atom.jobs.explain.find_device", lambda: "cpu")
     monkeypatch.setitem(sys.modules, "triton", None)  # which a machine without a GPU need not have
     name = (published("qwen3_0.6b"), "model.layers=3")
-    assert run(*name, "device=cuda") == (
-        2,
-        "",
-        "atom-run: UnsupportedError: device=cuda: torch finds no GPU here; take device=cpu, or job=explain job.gpu= to ask about one\n",
-    )
-    code, out, _ = run(*name, "device=cuda", "job.gpu=h200", "job.stage=split_pieces")
-    assert code == 0 and "= triton.linear(" in out and "torch.linear(" not in out
+    code, out, err = run(*name, "device=cuda", "job.gpu=h200", "job.stage=split_pieces")
+    assert (code, err) == (0, "") and "= triton.linear(" in out and "torch.linear(" not in out
+    told = "atom-run: there is no GPU here, so this is about h200; job.gpu=NAME takes another\n"
+    assert run(*name, "device=cuda", "job.stage=split_pieces") == (0, out, told)
     result, here = (explain(*name, "job.gpu=h200", f"device={device}") for device in ("cuda", "cpu"))
     assert "pieces" in here and "pieces" not in result
     assert all(result[size] == here[size] for size in ("gpu", "parameters", "weights_bytes", "kv_tokens"))
-    assert "\nGPU  " in run(*name, "device=cuda", "job.gpu=h200")[1]
+    assert re.search(r"^GPU +h200: ", run(*name, "device=cuda")[1], re.MULTILINE)
 
 
 def test_an_unknown_gpu_is_one_line(run: Any, published: Any):
@@ -805,6 +802,12 @@ def test_amds_gpus_get_a_text_of_aiter_without_one_here(run: Any, published: Any
         assert "= aiter.add_norm_linear(" in out and "= aiter.norm_rope_attention(" in out
     code, out, err = run(*here, "job.gpu=h200")
     assert code == 0 and "aiter" not in out, err
+
+
+def test_amds_gpus_are_no_h200(run: Any, published: Any):
+    code, out, err = run(published("qwen3_0.6b"), "device=rocm")
+    told = "device=rocm: there is no such GPU here; name the one to explain, as in job.gpu=mi300x"
+    assert (code, out, err) == (2, "", f"atom-run: ConfigError: {told}\n")
 
 
 def test_rocm_is_refused_to_run_where_torch_is_for_others(capsys: pytest.CaptureFixture[str], checkpoints: Any):

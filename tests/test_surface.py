@@ -97,8 +97,8 @@ serve: scheduler_delay_factor method draft_model num_speculative_tokens max_veri
 serve: enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
-serve.http: drain_seconds heartbeat_seconds vllm_metrics otlp_traces_endpoint notify_socket listen_fds listen_pid
-job: kind output output_file gpu chat system_prompt stage pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
+serve.http: drain_seconds heartbeat_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint notify_socket listen_fds listen_pid
+job: kind output output_file gpu chat system_prompt stage save_tokenizer pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
@@ -151,7 +151,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
     "atom.entrypoints.openai_server": """
         host server-port served-model-name api-key chat-template default-chat-template-kwargs allowed-origins tool-calls max-queue drain-seconds
         config load-format quantization download-dir kv-cache-memory-bytes swap-space num-gpu-blocks-override max-logprobs
-        enable-sleep-mode enable-lora lora-modules max-loras max-lora-rank lora-dtype
+        enable-sleep-mode enable-tokenizer-info-endpoint enable-lora lora-modules max-loras max-lora-rank lora-dtype
         generation-config override-generation-config tool-call-parser reasoning-parser distributed-executor-backend
         enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales use-tqdm-on-load
         disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log

@@ -9,15 +9,17 @@ can be streamed.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atom.checkpoint.bounds import MAX_TOKEN, Bounds
 from atom.checkpoint.chat_template import compile_template, end_behind, find_variables, with_arguments
 from atom.checkpoint.encoder import EncoderProcess
-from atom.errors import RequestError, first_line
+from atom.errors import RequestError, UnsupportedError, first_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -133,6 +135,29 @@ class Tokenizer:
         """The text of its tokenizer.json; None where the tokenizer is code."""
         write = getattr(self._backend, "to_str", None)
         return None if write is None else str(write())
+
+    def describe(self) -> dict[str, Any]:
+        """What a tokenizer_config.json says of it: special tokens, the chat template, the class of transformers."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": None,
+            **self._special_tokens,
+            "chat_template": self.chat_template,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the files that transformers' AutoTokenizer reads. UnsupportedError for a tokenizer that is code."""
+        backend = self.to_json()
+        if backend is None:
+            raise UnsupportedError("the checkpoint's tokenizer is code, which has no tokenizer.json; use its own files")
+        others = {f"additional_chat_templates/{name}.jinja": text for name, text in self._templates.items()}
+        others.pop("additional_chat_templates/default.jinja", None)
+        config = {name: value for name, value in self.describe().items() if value is not None}
+        files = {"tokenizer.json": backend, "tokenizer_config.json": json.dumps(config, indent=2), **others}
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, "utf-8")
 
     def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
         """Render a chat to the prompt for the next answer. RequestError where the template refuses these messages.

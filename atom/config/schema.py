@@ -344,6 +344,7 @@ class HTTPConfig:
     comment_seconds: float = number(15.0, 0, above=True)  # seconds of silence in a stream before empty lines
     drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
     heartbeat_seconds: float = number(60.0, 0.5)  # seconds without answer or use of the CPU after which an engine hangs
+    enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info: special tokens and the chat template
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
     notify_socket: str | None = None  # systemd's socket, which is told READY=1 and STOPPING=1; null: none
@@ -409,6 +410,7 @@ class JobConfig:
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     system_prompt: str | None = of("generate chat", None)  # begins each chat; of generate with job.chat=true
     stage: str | None = of("explain", None)  # print the whole text after this pass
+    save_tokenizer: str | None = of("explain", None)  # only write the tokenizer here, as transformers reads it
     pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
     network: float = of("explain", number(12.5e9, 0, above=True))  # bytes/s from a rank to others on other hosts
     graph: str | None = of("serve generate chat explain compile bench profile", None)  # run this text, not the passes'

@@ -76,6 +76,9 @@ class ServerArgs(VLLMArgs):
     log_level: str | None = vllm_flag(
         "serve.http.log_level", "of lines on stderr, from which they are written: info, warning, error", read=str.lower
     )
+    enable_tokenizer_info_endpoint: bool | None = vllm_flag(
+        "serve.http.enable_tokenizer_info_endpoint", "serve /tokenizer_info: special tokens and the chat template"
+    )
     tool_calls: str | None = flag(
         "serve.http.tool_calls", "their format: auto, none, a name in conf/tool_calls, or a YAML file", of=()
     )

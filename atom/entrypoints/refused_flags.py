@@ -150,7 +150,6 @@ VLLM_REFUSED = {
     "a request says so itself: tools with tool_choice=none are left out of the prompt": """
         exclude-tools-when-tool-choice-none""",
     "a chat template is code, and comes from this command line alone: --chat-template": "trust-request-chat-template",
-    "a tokenizer's files are not served; fetch them from the hub": "enable-tokenizer-info-endpoint",
     "a completion's prompt may be token ids, and return_token_ids gives those of the answer; leave it out": """
         tokens-only enable-scale-out""",
     "there is no API of Cohere's; leave it out": "cohere-format cohere-is-reasoning-model",

@@ -8,6 +8,7 @@ atom-run job=explain job.gpu=h200                     # the sizes beside a GPU o
 atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text; without a GPU here job.gpu is h200 by default
 atom-run job=explain job.gpu=mi300x device=rocm       # of AMD's as well, by AITER
 atom-run job=explain parallel=tp4                     # the text and the sizes of each of 4 ranks
+atom-run job.save_tokenizer=FOLDER                    # only the tokenizer, for programs that read transformers' files
 atom-run job=explain job.output=json
 atom-run job=explain job.output=html > page.html      # one page: passes, pieces, kernels, memory, limits
 """
@@ -26,10 +27,12 @@ from typing import Any, NamedTuple
 
 from atom.build import cache_kinds, digest_of, formats_made, left_plain, limits_of, mtp_patterns
 from atom.cache import Cache, key_of
+from atom.checkpoint import RichProgress
 from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
 from atom.config import Config, GPUConfig
+from atom.config.checkpoint import open_for
 from atom.config.load import load_gpu
 from atom.config.parallel import find_mixture, sent_share
 from atom.devices import find_device
@@ -68,6 +71,9 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     """
     if config.job.stage is not None and config.job.output != "text":
         raise ConfigError(f"job.stage={config.job.stage} prints a text: leave out job.output={config.job.output}")
+    if config.job.save_tokenizer is not None:
+        save_tokenizer(config, Path(config.job.save_tokenizer))
+        return 0
     is_elsewhere = config.device == "cuda" and find_device() == "cpu"
     if is_elsewhere and config.job.gpu is None:
         say(f"there is no GPU here, so this is about {DEFAULT_GPU}; job.gpu=NAME takes another")
@@ -102,6 +108,24 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         case _:
             print_text(stages, result, config)
     return 0
+
+
+def save_tokenizer(config: Config, folder: Path) -> None:
+    """Write the checkpoint's tokenizer to a folder. ConfigError where that cannot be, or with what explains as well."""
+    if config.job.stage is not None or config.job.output != "text":
+        raise ConfigError("job.save_tokenizer explains nothing: leave out job.stage and job.output")
+    checkpoint = open_for(config, RichProgress(), weights=False)
+    try:
+        tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+    finally:
+        checkpoint.close()
+    if tokenizer is None:
+        raise ConfigError(f"job.save_tokenizer={folder}: the checkpoint has no tokenizer")
+    try:
+        tokenizer.save(folder)
+    except OSError as error:
+        raise ConfigError(f"job.save_tokenizer={folder}: {error.strerror}") from None
+    say(f"{folder} has the tokenizer")
 
 
 def numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ MEANS: dict[str, list[str]] = {
     "--kv-cache-memory-bytes 8GiB": ["serve.kv_cache_memory=8589934592"],
     "--swap-space 0.5": ["serve.swap_space=536870912"],
     "--enable-sleep-mode": ["serve.enable_sleep_mode=true"],
+    "--enable-tokenizer-info-endpoint": ["serve.http.enable_tokenizer_info_endpoint=true"],
     "--enable-lora --max-loras 2 --max-lora-rank 64": ["serve.enable_lora=true", "serve.max_loras=2", "serve.max_lora_rank=64"],
     """--lora-modules sql=/adapters/sql '{"name": "chat", "path": "/a=b"}'""": ["serve.lora_modules={sql:'/adapters/sql',chat:'/a=b'}"],
     "--num-gpu-blocks-override 7": ["serve.num_kvcache_blocks=7"],

@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import transformers
 
 from atom.build import cache_kinds, digest_of
 from atom.build.kv_blocks import plan_kv
 from atom.cache import Cache
+from atom.checkpoint import SilentProgress
 from atom.cli import main
 from atom.compiler import compile_graph
+from atom.config.checkpoint import open_for
 from atom.config.load import load, load_gpu
 from atom.errors import CapacityError
 from atom.kernels import tuned
@@ -108,6 +111,24 @@ def test_a_stage_is_a_text_and_no_json(run: Any):
     code, out, err = run("job.stage=semantic", "job.output=json")
     assert (code, out) == (2, "")
     assert err == "atom-run: ConfigError: job.stage=semantic prints a text: leave out job.output=json\n"
+
+
+def test_the_tokenizer_of_a_gguf_file_is_written_as_transformers_reads_it(
+    run: Any, embedded_gguf: Path, tmp_path: Path
+):
+    argv = [f"checkpoint={embedded_gguf}", f"job.save_tokenizer={tmp_path}/own"]
+    assert run(*argv) == (0, "", f"atom-run: {tmp_path}/own has the tokenizer\n")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "own")
+    ours = open_for(load([argv[0]]), SilentProgress(), weights=False).tokenizer()
+    assert ours is not None
+    for text in ("Hello world!", "  naïve <|im_end|>\n\n1234", "日本語"):
+        assert theirs.encode(text) == ours.encode(text)
+    messages = [{"role": "user", "content": "Why?"}]
+    assert theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == ours.encode_chat(messages)
+    assert (theirs.eos_token, theirs.bos_token) == ("<|im_end|>", "<|im_start|>")
+    code, _, err = run(*argv, "job.output=json")
+    told = "job.save_tokenizer explains nothing: leave out job.stage and job.output"
+    assert (code, err) == (2, f"atom-run: ConfigError: {told}\n")
 
 
 def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, checkpoints: Any, tmp_path: Path):

@@ -13,7 +13,7 @@ import asking
 import pytest
 import torch
 import transformers
-from serving import Server
+from serving import Server, Start
 
 pytestmark = pytest.mark.slow  # its imports alone take longer than the tests of a route
 
@@ -44,8 +44,15 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture(scope="module")
-def samples(server: Server, talker: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What lm_eval has logged of each task, by document."""
+def server(start_server: Start) -> Server:
+    return start_server("serve.http.enable_tokenizer_info_endpoint=true")
+
+
+@pytest.fixture(scope="module", params=["folder", "remote"])
+def samples(
+    request: pytest.FixtureRequest, server: Server, talker: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
+    """What lm_eval has logged of each task, by document, with the tokenizer of a folder and with the server's."""
     folder = tmp_path_factory.mktemp("lm_eval")
     data = folder / "docs.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
@@ -53,13 +60,12 @@ def samples(server: Server, talker: Path, tmp_path_factory: pytest.TempPathFacto
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + rest)
     settings = [
         "model=talker",
-        f"tokenizer={talker}",
         f"base_url={server.url}/v1/completions",
         "num_concurrent=4",
         "max_retries=1",
-        "tokenized_requests=False",
-        "tokenizer_backend=huggingface",
     ]
+    if request.param == "folder":
+        settings += [f"tokenizer={talker}", "tokenizer_backend=huggingface", "tokenized_requests=False"]
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", ",".join(settings)]
     command += ["--tasks", "choose,generate", "--include_path", str(folder)]
     command += ["--output_path", str(folder / "out"), "--log_samples"]

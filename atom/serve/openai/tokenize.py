@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, as vLLM has them.
+"""`POST /tokenize` and `/detokenize`, and `GET /tokenizer_info`, as vLLM has them.
 
 curl localhost:8000/tokenize -H "Content-Type: application/json" -d '{"prompt": "Hello"}'
 """
@@ -71,6 +71,15 @@ def routes(context: Context) -> APIRouter:
             return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
         return json_response({"prompt": await context.work(request.state.num_bytes, decode)})
+
+    if context.config.serve.http.enable_tokenizer_info_endpoint:
+
+        @router.get("/tokenizer_info")
+        async def tokenizer_info() -> Response:
+            """What a tokenizer_config.json would say: special tokens and the chat template."""
+            context.begin()
+            length = context.config.serve.max_model_len
+            return json_response({**context.need_tokenizer().describe(), "model_max_length": length})
 
     return router
 

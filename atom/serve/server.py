@@ -407,7 +407,8 @@ def listen(opened: socket.socket) -> None:
     try:
         opened.listen(BACKLOG)
     except OSError as error:
-        raise address_fault(*opened.getsockname()[:2], error) from None
+        host, port, *_ = opened.getsockname()
+        raise address_fault(host, port, error) from None
 
 
 def address_fault(host: str, port: int, error: OSError) -> ConfigError:

@@ -37,9 +37,11 @@ from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, S
 from atom.config.schema_keys import keys, types_of
 from atom.config.spelling import ALIASES, HIDDEN, did_you_mean, is_secret, override, spelled
 from atom.config.tool_formats import read_format
+from atom.devices import find_device
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, UnsupportedError, one_line
 from atom.sampling_params import GENERATION, SamplingParams, sampling_number
 
+DEFAULT_GPU = "h200"  # of job=explain device=cuda on a machine without a GPU
 ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: ((str,), "texts")}  # of typed lists
 
 
@@ -192,6 +194,12 @@ def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> di
         except RequestError as error:
             raise CheckpointError(f"{where}: {error}; {way_out}") from None
     return values | ({"temperature": 0.0} if do_sample is False else {})
+
+
+def gpu_of(config: Config) -> str | None:
+    """The GPU that job=explain is about: job.gpu, or DEFAULT_GPU where device=cuda is asked for and no GPU is here."""
+    is_elsewhere = config.job.kind == "explain" and config.device == "cuda" and find_device() == "cpu"
+    return config.job.gpu or (DEFAULT_GPU if is_elsewhere else None)
 
 
 def load_gpu(name: str) -> GPUConfig:

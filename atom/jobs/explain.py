@@ -33,7 +33,7 @@ from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
 from atom.config import Config, GPUConfig
 from atom.config.checkpoint import open_for
-from atom.config.load import load_gpu
+from atom.config.load import gpu_of, load_gpu
 from atom.config.parallel import find_mixture, sent_share
 from atom.devices import find_device
 from atom.errors import ConfigError
@@ -51,8 +51,10 @@ from atom.passes import PassReport
 from atom.pieces import identity
 from atom.weights.quantize import is_calibrated
 
-OBJECTIVES = ("decode_limit", "prefill_limit", "weights_bytes", "active_weights_bytes")  # choices of job.objective
-DEFAULT_GPU = "h200"  # of device=cuda on a machine without a GPU
+OBJECTIVES = (  # choices of job.objective; those of a GPU are None without one
+    *("decode_limit", "decode_limit_per_gpu", "prefill_limit", "prefill_limit_per_gpu", "fits", "kv_tokens"),
+    *("kv_sequences", "weights_bytes", "active_weights_bytes"),
+)
 
 
 class Stage(NamedTuple):
@@ -74,11 +76,11 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     if config.job.save_tokenizer is not None:
         save_tokenizer(config, Path(config.job.save_tokenizer))
         return 0
-    is_elsewhere = config.device == "cuda" and find_device() == "cpu"
-    if is_elsewhere and config.job.gpu is None:
-        say(f"there is no GPU here, so this is about {DEFAULT_GPU}; job.gpu=NAME takes another")
-        config = replace(config, job=replace(config.job, gpu=DEFAULT_GPU))
-    gpu = None if config.job.gpu is None else load_gpu(config.job.gpu)
+    name = gpu_of(config)
+    if name != config.job.gpu:
+        say(f"there is no GPU here, so this is about {name}; job.gpu=NAME takes another")
+        config = replace(config, job=replace(config.job, gpu=name))
+    gpu = None if name is None else load_gpu(name)
     has_texts = config.job.output != "json"
     stages = [Stage(WRITTEN, 0, 0.0, show(semantic_graph(config)) if has_texts else "")]
 
@@ -87,14 +89,14 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         stages.append(Stage(report.name, report.num_changes, report.seconds, text))
 
     target = None
-    if gpu is not None and is_elsewhere:
+    if gpu is not None and config.device == "cuda" and find_device() == "cpu":
         target = Target("cuda", frozenset(gpu.features))
     graph = compile_graph(config, watch, target, config.job.pipeline_rank)
     if config.job.stage is not None:
         sys.stdout.write(show_saved(config.job.stage, _find(stages, config.job.stage).text))
         return 0
     result = find_sizes(graph, gpu, target, config)
-    report(numbers_of(result))
+    report(numbers_of(result, mesh_of(config).num_ranks))
     match config.job.output:
         case "json":
             passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
@@ -128,11 +130,21 @@ def save_tokenizer(config: Config, folder: Path) -> None:
     say(f"{folder} has the tokenizer")
 
 
-def numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of OBJECTIVES; limits are None without a GPU."""
-    gpu = result.get("gpu", {"decode": [{"tokens_per_second": None}], "prefill_tokens_per_second": None})
-    rates = gpu["decode"][0]["tokens_per_second"], gpu["prefill_tokens_per_second"]
-    return dict(zip(OBJECTIVES, (*rates, result["weights_bytes"], result["active_weights_bytes"]), strict=True))
+def numbers_of(result: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """The numbers of OBJECTIVES; those of a GPU are None without one. num_ranks: GPUs among which limits are shared"""
+    numbers = dict.fromkeys(OBJECTIVES) | {name: result[name] for name in ("weights_bytes", "active_weights_bytes")}
+    if gpu := result.get("gpu"):
+        decode, prefill = gpu["decode"][0]["tokens_per_second"], gpu["prefill_tokens_per_second"]
+        numbers |= {
+            "decode_limit": decode,
+            "decode_limit_per_gpu": decode / num_ranks,
+            "prefill_limit": prefill,
+            "prefill_limit_per_gpu": None if prefill is None else prefill / num_ranks,
+            "fits": int(gpu["fits"]),
+            "kv_tokens": max(gpu["kv_tokens"].values(), default=None),
+            "kv_sequences": gpu["kv_sequences"],
+        }
+    return numbers
 
 
 def find_sizes(graph: Graph, gpu: GPUConfig | None, target: Target | None, config: Config) -> dict[str, Any]:
@@ -152,16 +164,16 @@ def find_sizes(graph: Graph, gpu: GPUConfig | None, target: Target | None, confi
 
 
 def print_text(stages: Sequence[Stage], result: dict[str, Any], config: Config) -> None:
-    """Print what each pass has changed, then the sizes."""
-    for before, after in pairwise(stages):
-        print(describe_stage(after))
-        for line in folded_diff(before.text, after.text):
-            print(f"  {line}")
-        print()
+    """Print what each pass has changed and the sizes, which come first if a GPU is asked about."""
     lines = list(describe(result, config))
     width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label:<{width}}  {text}".rstrip())
+    sizes = "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in lines)
+    passes = []
+    for before, after in pairwise(stages):
+        diff = "".join(f"  {line}\n" for line in folded_diff(before.text, after.text))
+        passes.append(f"{describe_stage(after)}\n{diff}")
+    for part in [sizes, "", *passes] if "gpu" in result else [*passes, sizes]:
+        print(part)
 
 
 def _find(stages: list[Stage], name: str) -> Stage:

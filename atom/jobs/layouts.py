@@ -39,7 +39,8 @@ CONTEXT = 1024  # tokens that each of these sees
 
 
 def kv_pool(kinds: list[CacheKind], config: Config, others: Sequence[list[CacheKind]] = ()) -> dict[str, Any]:
-    """The capacity of the configured pool: tokens by cache kind, and the longest sequence, up to max_model_len.
+    """The capacity of the configured pool: tokens by cache kind, the longest sequence, up to max_model_len, and how
+    many sequences of max_model_len it holds.
 
     others: the kinds of other stages, which have as many blocks
     """
@@ -48,10 +49,12 @@ def kv_pool(kinds: list[CacheKind], config: Config, others: Sequence[list[CacheK
     longest = bisect_left(lengths, True, key=lambda length: _plan(kinds_of, config, length) is None)
     num_blocks = _plan(kinds_of, config, longest) or {kind.name: 0 for kind in kinds_of_all(kinds_of)}
     num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
+    needed = _blocks_of_one(kinds_of, config, serve.max_model_len or 0)
     return {
         "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
         "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
         "kv_longest_sequence": longest,
+        "kv_sequences": min((num_usable[name] // num for name, num in needed.items() if num), default=0),
     }
 
 
@@ -62,9 +65,14 @@ def _plan(kinds_of: Sequence[list[CacheKind]], config: Config, length: int) -> d
         num_blocks = plan_stages(kinds_of, replace(config, serve=serve))
     except (CapacityError, ConfigError):
         return None
-    step = min(length, serve.max_num_batched_tokens)
-    needed = {kind.name: 1 + num_blocks_needed(kind, serve.block_size, length, step) for kind in kinds_of_all(kinds_of)}
-    return num_blocks if all(needed[name] <= num for name, num in num_blocks.items()) else None
+    needed = _blocks_of_one(kinds_of, config, length)
+    return num_blocks if all(needed[name] < num for name, num in num_blocks.items()) else None  # block 0 is padding's
+
+
+def _blocks_of_one(kinds_of: Sequence[list[CacheKind]], config: Config, length: int) -> dict[str, int]:
+    """The blocks by cache kind that a sequence of this length needs."""
+    size, step = config.serve.block_size, min(length, config.serve.max_num_batched_tokens)
+    return {kind.name: num_blocks_needed(kind, size, length, step) for kind in kinds_of_all(kinds_of)}
 
 
 def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
@@ -86,6 +94,7 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
         "fits": longest == config.serve.max_model_len,
         "kv_tokens": {name: num * mesh.data for name, num in fewest.items()},
         "kv_longest_sequence": longest,
+        "kv_sequences": min(pool["kv_sequences"] for pool in pools) * mesh.data,
         "gpus_for_weights": -(-max(weights_bytes) // gpu.memory),
         "decode": decode_limits(graphs, gpu, mesh),
     }

@@ -31,6 +31,7 @@ from filelock import FileLock, Timeout
 from atom.cache import digest, key_of
 from atom.child_process import end, exit_status, start_python
 from atom.config import Config
+from atom.config.load import gpu_of
 from atom.config.overrides import hide_secret
 from atom.devices import count_devices
 from atom.errors import AtomError
@@ -80,6 +81,7 @@ class Result:
     job: str | None = None  # None, as what follows: its configuration cannot be loaded
     output: str | None = None  # job.output
     device: str | None = None
+    gpu: str | None = None  # that job=explain is about
     num_ranks: int = 1
     objective_name: str | None = None  # job.objective
     is_resumed: bool = False  # what follows is of an earlier sweep
@@ -134,6 +136,7 @@ def describe_job(sweep: Sweep, number: int, overrides: Sequence[str]) -> tuple[R
         job=config.job.kind,
         output=config.job.output,
         device=config.device,
+        gpu=gpu_of(config),
         num_ranks=config.parallel.num_ranks,
         objective_name=config.job.objective,
     )

@@ -28,8 +28,11 @@ LOWER_IS_BETTER = re.compile(r".*(_ms|seconds|_bytes)|duration|failed|num_preemp
 COLUMNS = (  # of the table, where the jobs have them
     *("output_throughput", "median_tpot_ms", "mean_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "phases.all.share_of_limit"),
     *("tokens_per_second", "first_token_seconds", "load_seconds"),
-    *("decode_limit", "prefill_limit", "weights_bytes", "active_weights_bytes"),
+    *("decode_limit", "decode_limit_per_gpu", "prefill_limit", "prefill_limit_per_gpu"),
+    *("fits", "kv_tokens", "kv_sequences", "weights_bytes", "active_weights_bytes"),
 )
+FITS = "fits"  # 1 or 0
+PER_GPU = "_per_gpu"  # numbers that equal others where there is one
 LOAD = "job.num_prompts"  # the points of a line differ in it
 LENGTHS = ("job.input_len", "job.output_len")  # plots differ in them
 
@@ -59,13 +62,13 @@ def report_results(results: Sequence[Result], folder: Path) -> None:
 
 
 def sort_results(results: Sequence[Result]) -> list[Result]:
-    """The best by the objective first, and those that failed last."""
+    """The best by the objective first, then those that do not fit on their GPU, then those that failed."""
     name = table_numbers(results)[0]
     sign = 1 if LOWER_IS_BETTER.fullmatch(name) else -1
 
-    def rank(result: Result) -> tuple[bool, float, int]:
+    def rank(result: Result) -> tuple[bool, bool, float, int]:
         value = result.numbers.get(name, math.inf * sign)
-        return bool(result.code), sign * value, result.number
+        return bool(result.code), result.numbers.get(FITS) == 0, sign * value, result.number
 
     return sorted(results, key=rank)
 
@@ -73,7 +76,9 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
 def table_numbers(results: Sequence[Result]) -> list[str]:
     """The names of the numbers in the table: the objective, where none is stated a throughput, and others."""
     stated = [result.objective_name for result in results if result.objective_name]
-    return [name for name in dict.fromkeys([*stated, *COLUMNS]) if any(name in result.numbers for result in results)]
+    has_ranks = any(result.num_ranks > 1 for result in results)
+    columns = [name for name in COLUMNS if has_ranks or not name.endswith(PER_GPU)]
+    return [name for name in dict.fromkeys([*stated, *columns]) if any(name in result.numbers for result in results)]
 
 
 def overrides_of(result: Result) -> dict[str, str]:
@@ -94,16 +99,18 @@ def make_rows(results: Sequence[Result]) -> list[list[str]]:
     rows = [["job", *keys, *names]]
     for result in results:
         overrides = overrides_of(result)
-        numbers = [format_number(result.numbers.get(name)) for name in names]
+        numbers = [format_number(name, result.numbers.get(name)) for name in names]
         numbers[0] = "failed" if result.code else numbers[0]
         rows.append([str(result.number), *(overrides.get(key, "") for key in keys), *numbers])
     return rows
 
 
-def format_number(value: float | None) -> str:
-    """Four significant digits at least, none behind the point where there are as many before it."""
+def format_number(name: str, value: float | None) -> str:
+    """Format with 4 significant digits; no decimals from 1,000 up."""
     if value is None:
         return "-"
+    if name == FITS:
+        return "yes" if value else "no"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -135,10 +142,19 @@ def write_page(results: Sequence[Result], rows: Sequence[Sequence[str]], path: P
 
 
 def describe(results: Sequence[Result]) -> list[str]:
-    """What there is to know about the numbers: where they were measured, and which jobs failed."""
-    where = {f"{each.hardware} with torch {each.versions['torch']}" for each in results}
-    notes = [f"Measured on {' and on '.join(sorted(where))}, {results[0].sweep[:16].replace('T', ' ')}."]
+    """Describe the numbers: where they were measured or that they were computed, and which jobs failed."""
+    measured = {describe_hardware(each) for each in results if each.job != "explain"}
+    gpus = sorted({each.gpu or "this machine" for each in results if each.job == "explain"})
+    notes = []
+    if measured:
+        notes.append(f"Measured on {' and on '.join(sorted(measured))}, {results[0].sweep[:16].replace('T', ' ')}.")
+    if gpus:
+        notes.append(f"Computed for {' and '.join(gpus)} from config.json, not measured: no run exceeds a limit.")
     return notes + [f"Job {result.number} failed: {result.error}" for result in results if result.code]
+
+
+def describe_hardware(result: Result) -> str:
+    return f"{result.hardware} with torch {result.versions['torch']}"
 
 
 def make_series(results: Sequence[Result]) -> list[Series]:

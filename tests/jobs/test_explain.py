@@ -371,7 +371,7 @@ def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(publ
     piece_lines = re.findall(r"^  [0-9a-f]{8} +(\d+) times .* calls, not in the cache$", ended.stdout, re.MULTILINE)
     assert (len(piece_lines), sum(map(int, piece_lines))) == (6, 178)
     shown = re.sub(r"^  ([0-9a-f]{8}|[td]p\d+(_ep)?) .*\n", "", ended.stdout, flags=re.MULTILINE)
-    assert shown.endswith(f"\n\n{SUMMARY}")
+    assert shown.startswith(f"{SUMMARY}\n"), "the passes follow"
     listed = ["tp2", "tp4", "tp8", "tp8_ep", "dp8_ep"]
     assert re.findall(r"^  ([td]p\S+) ", ended.stdout, re.MULTILINE) == listed
     assert (
@@ -570,6 +570,7 @@ def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path
         return explain(*model, gpu_of(memory))["gpu"]
 
     assert (on(needed)["fits"], on(needed)["kv_tokens"]) == (True, {"full": 40960})
+    assert (on(needed)["kv_sequences"], on(needed + one)["kv_sequences"], on(needed - 1)["kv_sequences"]) == (1, 2, 0)
     less = on(needed - 1)
     assert (less["weights_fit"], less["fits"], less["kv_longest_sequence"]) == (True, False, 40960 - 16)
     assert (on(needed - one)["weights_fit"], on(needed - one - 1)["weights_fit"]) == (True, False)
@@ -583,7 +584,8 @@ def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path
 def test_the_text_for_a_gpu_that_is_not_here(run: Any, explain: Any, published: Any, monkeypatch: pytest.MonkeyPatch):
     """Its sizes are those of the CPU's text; what its pieces are called in the cache nobody knows."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("atom.jobs.explain.find_device", lambda: "cpu")
+    for module in ("jobs.explain", "config.load"):
+        monkeypatch.setattr(f"atom.{module}.find_device", lambda: "cpu")
     monkeypatch.setitem(sys.modules, "triton", None)  # which a machine without a GPU need not have
     name = (published("qwen3_0.6b"), "model.layers=3")
     code, out, err = run(*name, "device=cuda", "job.gpu=h200", "job.stage=split_pieces")
@@ -593,7 +595,8 @@ def test_the_text_for_a_gpu_that_is_not_here(run: Any, explain: Any, published: 
     result, here = (explain(*name, "job.gpu=h200", f"device={device}") for device in ("cuda", "cpu"))
     assert "pieces" in here and "pieces" not in result
     assert all(result[size] == here[size] for size in ("gpu", "parameters", "weights_bytes", "kv_tokens"))
-    assert re.search(r"^GPU +h200: ", run(*name, "device=cuda")[1], re.MULTILINE)
+    out = run(*name, "device=cuda")[1]
+    assert re.match(r"parameters .*^GPU +h200: .*^fuse_qkv: ", out, re.MULTILINE | re.DOTALL), "sizes come first"
 
 
 def test_an_unknown_gpu_is_one_line(run: Any, published: Any):

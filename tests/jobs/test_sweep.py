@@ -215,7 +215,30 @@ def test_explained_formats_are_a_table_of_their_bytes_and_limits(
     lines = (line.split() for line in capsys.readouterr().out.splitlines())
     header = next(line for line in lines if line[:2] == ["job", "quant"])
     assert header[2] == ("weights_bytes" if objective else "decode_limit")
-    assert {*header[2:]} == {"decode_limit", "prefill_limit", "weights_bytes", "active_weights_bytes"}
+    of_memory = {"fits", "kv_tokens", "kv_sequences", "weights_bytes", "active_weights_bytes"}
+    assert {*header[2:]} == {"decode_limit", "prefill_limit", *of_memory}
+
+
+def test_layouts_that_do_not_fit_come_last_and_their_page_says_that_it_is_computed(
+    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
+    weights = 2 * sum(each.numel() for each in load_file(checkpoints("llama") / "model.safetensors").values())
+    (tmp_path / "small.yaml").write_text(f"memory: {weights * 3 // 4}\nbandwidth: 1e12\n")
+    argv = ["-m", "job=explain", f"checkpoint={checkpoints('llama')}", "device=cpu", "dtype=bf16", "level=1"]
+    argv += ["serve.max_model_len=64"]
+    assert main([*argv, "job.gpu=small.yaml", "parallel=tp1,tp2"]) == 0
+    (folder,) = tmp_path.glob("multirun/*/*")
+    rows = [(row["parallel"], row["fits"]) for row in csv.DictReader((folder / "results.csv").open())]
+    assert rows == [("tp2", "1"), ("tp1", "0")]
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    head, two, one = table[table.index(next(line for line in table if line[:1] == ["job"])) :][:3]
+    assert head[:2] == ["job", "parallel"] and "decode_limit_per_gpu" in head
+    assert (two[head.index("fits")], one[head.index("fits")]) == ("yes", "no")
+    assert one[head.index("kv_sequences")] == "0" and int(two[head.index("kv_sequences")]) > 0
+    page = (folder / "results.html").read_text()
+    assert "Computed for small.yaml from config.json, not measured" in page and "Measured on" not in page
 
 
 def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):

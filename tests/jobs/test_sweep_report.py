@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atom.jobs.sweep_job import Result
-from atom.jobs.sweep_report import make_rows, make_series, report_results, sort_results
+from atom.jobs.sweep_report import describe, make_rows, make_series, report_results, sort_results
 
 
 def result(number: int, overrides: str, throughput: float, tpot: float | None, **changes: Any) -> Result:
@@ -35,6 +35,23 @@ def test_the_best_is_first_and_what_failed_is_last():
     assert [each.number for each in sort_results(JOBS)] == [1, 2, 0, 3], "the most output tokens a second"
     by_latency = [Result(**{**vars(each), "objective_name": "p99_ttft_ms"}) for each in JOBS]
     assert [each.number for each in sort_results(by_latency)] == [0, 1, 2, 3], "the fewest milliseconds"
+
+
+def test_what_does_not_fit_comes_after_what_does():
+    jobs = [
+        result(0, "parallel=tp1", 0.0, None, numbers={"decode_limit": 300.0, "fits": 0}),
+        result(1, "parallel=tp8", 0.0, None, numbers={"decode_limit": 100.0, "fits": 1}),
+        result(2, "parallel=tp4", 0.0, None, numbers={}, code=2),
+        result(3, "parallel=tp4_ep", 0.0, None, numbers={"decode_limit": 90.0, "fits": 1}),
+    ]
+    assert [each.number for each in sort_results(jobs)] == [1, 3, 0, 2]
+
+
+def test_numbers_that_were_computed_are_not_called_measured():
+    explained = [result(at, "job.gpu=x", 1.0, None, job="explain", gpu=gpu) for at, gpu in enumerate(("h200", "h100"))]
+    limit = "Computed for h100 and h200 from config.json, not measured: no run exceeds a limit."
+    assert describe(explained) == [limit]
+    assert describe(JOBS[:1]) == ["Measured on 4 x CPU Z with torch 9.9, 2026-01-02 03:04."]
 
 
 def test_a_row_has_what_a_job_differs_in_and_its_numbers():

@@ -10,7 +10,7 @@ import uvicorn
 import uvloop
 
 from atom.config import HTTPConfig
-from atom.serve.server import _Uvicorn, find_loop, is_loopback, listen, raise_file_limit, run_loop
+from atom.serve.server import _Uvicorn, bind, find_loop, is_loopback, raise_file_limit, run_loop
 
 
 def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
@@ -40,7 +40,7 @@ def test_a_server_that_does_not_listen_yet_can_stop_too():
     [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("127.1.2.3", True), ("0", False), ("0x0", False)],
 )
 def test_who_reaches_an_address(host: str, expected: bool):
-    with listen(host, 0) as listening:
+    with bind(host, 0) as listening:
         assert is_loopback(listening) is expected
 
 

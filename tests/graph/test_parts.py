@@ -48,6 +48,18 @@ def test_what_is_made_of_tensors_is_made_of_their_parts():
     assert blocks == Stack(W("e.{expert}_blocks", Type("u8", (3, 3, 16))), 2, 4)
 
 
+def test_a_slice_to_the_end_has_the_scale_of_a_last_block_that_is_not_full():
+    weight = W("w", Type("bf16", (576, 320), "fp8[128, 128]"))
+    values, scales = W("w", Type("fp8_e4m3", (576, 320))), W("w_scale_inv", Type("fp32", (5, 3)))
+    assert parts_of(weight) == {"values": values, "scales": scales}
+    assert parts_of(narrow(weight, 512, 576)) == {"values": Slice(values, 512, 576), "scales": Slice(scales, 4, 5)}
+    assert parts_of(narrow(weight, 128, 576)) == {"values": Slice(values, 128, 576), "scales": Slice(scales, 1, 5)}
+    assert parts_of(narrow(weight, 256, 320, 1)) == {
+        "values": Slice(values, 256, 320, 1),
+        "scales": Slice(scales, 2, 3, 1),
+    }
+
+
 MADE: dict[str, Recipe] = {
     "a tensor": UP,
     "rows of two tensors": Cat((UP, packed("gate", 2, 96))),

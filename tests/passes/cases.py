@@ -30,7 +30,7 @@ def random_weight(recipe: Recipe) -> torch.Tensor:
     if isinstance(recipe, Stack):
         return torch.stack([random_weight(recipe.of(expert)) for expert in range(recipe.start, recipe.stop)])
     if isinstance(recipe, Full):
-        return torch.full(recipe.type.shape, recipe.value)
+        return torch.full(recipe.type.shape, recipe.value, dtype=TORCH_DTYPES[recipe.type.dtype])
     assert isinstance(recipe, W | LoraStack)
     generator = torch.Generator().manual_seed(sum(map(ord, recipe.name)))
     return torch.randn(recipe.type.shape, generator=generator, dtype=torch.float32).to(TORCH_DTYPES[recipe.type.dtype])

@@ -50,6 +50,14 @@ def test_a_rope_that_only_q_has_stays():
     assert "norm_rope_write(q_2, k_2, v, None, None, None, None," in lowered
 
 
+def test_ropes_of_different_cos_and_sin_stay():
+    other = BEFORE.replace("sin: fp32[T, 2])", "sin: fp32[T, 2], cos_k: fp32[T, 2], sin_k: fp32[T, 2])")
+    for k_rope in ("rope(k_1, cos_k, sin_k)", "rope(k_1, cos, sin_k)", "rope(k_1, cos_k, sin)"):
+        lowered = text_of(lower_attention(parse(other.replace("rope(k_1, cos, sin)", k_rope))))
+        assert "q_2 = rope(q_1, cos, sin)" in lowered and f"k_2 = {k_rope}" in lowered
+        assert "norm_rope_write(q_2, k_2, v, None, None, None, None," in lowered
+
+
 def test_norms_of_different_eps_stay():
     lowered = text_of(
         lower_attention(parse(BEFORE.replace('W("k_norm", fp32[4]), eps=1e-06', 'W("k_norm", fp32[4]), eps=1e-05')))

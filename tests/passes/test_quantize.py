@@ -70,6 +70,19 @@ def test_what_a_kernel_takes_packed_stays_packed():
     assert (packed.fmt, plain.fmt) == ("mxfp4", None)
 
 
+def test_a_weight_that_one_of_its_readers_refuses_packed_is_plain_for_all():
+    def accepts(_target: Target, _x: Type, weight: Type, *_types: Type) -> str | None:
+        return None if weight.fmt == "mxfp4" else "takes mxfp4"
+
+    kernel = Kernel(ops.linear, "fast", accepts, lambda _: ops.linear.body)
+    context = replace(CONTEXT, backends=(Backend("fast", (kernel,)), *CONTEXT.backends))
+    weight = 'W("e", fp32[8, 32], fmt="mxfp4")'
+    text = f"def f(tokens: i64[T]):\n    x = embedding(tokens, {weight})\n    y = linear(x, {weight})\n    return y"
+    assert text_of(done(text, context)).strip() == text.replace(weight, f"dequantize({weight})")
+    alone = f"def f(x: fp32[T, 32]):\n    y = linear(x, {weight})\n    return y"
+    assert text_of(done(alone, context)).strip() == alone, "its only reader takes it"
+
+
 @pytest.mark.parametrize(
     ("weight", "kept"),
     [

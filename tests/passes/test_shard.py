@@ -11,16 +11,18 @@ import pytest
 import tiny
 import torch
 from law import assert_same_logits
+from passes.cases import random_weight
 
 from atom import weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
 from atom.config.checkpoint import open_for
 from atom.config.load import load
-from atom.graph import Graph, Mesh, interpret_ranks, ops, parse, show, verify
+from atom.graph import Graph, Mesh, interpret, interpret_ranks, ops, parse, show, verify
 from atom.kernels import Target
 from atom.passes.context import PassContext
 from atom.passes.shard import shard
+from atom.weights.localize import localize
 
 
 def sharded(graph: Graph, mesh: Mesh, dispatches: bool = False) -> Graph:
@@ -113,6 +115,30 @@ def test_tokens_are_sent_to_the_ranks_that_have_experts_for_them():
     assert lines["y_1"].startswith(f"collect(y, row_ids, {first}, {meeting}")
     whole = show(sharded(parse(MIXTURE), Mesh(tensor=2, data=2), dispatches=True))
     assert "gather_tokens" in whole and "dispatch" not in whole, "each rank has all experts, and a part of each"
+
+
+BIASED = """\
+def body(x: fp32[T, 8]):
+    up = linear(x, W("up", fp32[12, 8]), W("up_bias", fp32[12]))
+    m = activate(up, kind="relu")
+    down = linear(m, W("down", fp32[8, 12]), W("down_bias", fp32[8]))
+    weights, ids = router(down, W("gate", fp32[4, 8]), None, None, top_k=2)
+    y = experts(down, weights, ids, W("gate_up", fp32[4, 12, 8]), W("downs", fp32[4, 8, 6]), W("gate_up_bias", fp32[4, 12]), W("downs_bias", fp32[4, 8]), kind="silu")
+    return y
+"""
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(2, experts=2), Mesh(3), Mesh(4, experts=2)], ids=str)
+def test_biases_of_what_ranks_sum_are_added_once(mesh: Mesh):
+    x, whole = torch.randn(5, 8), parse(BIASED)
+    expected = interpret(whole, "body", {"x": x}, random_weight)
+    read = [
+        lambda recipe, rank=rank: random_weight(localize(recipe, mesh.coordinates(rank)))
+        for rank in range(mesh.num_ranks)
+    ]
+    made = interpret_ranks([sharded(parse(BIASED), mesh)], "body", [{"x": x}] * mesh.num_ranks, read, mesh)
+    for each in made:
+        assert (each - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 MIXTURE = """\

@@ -143,10 +143,13 @@ OTHER_HEAD = BEFORE.replace("def head(hidden: fp32[R, 4])", "def head(hidden: fp
     'W("head", fp32[7, 4])', 'W("head", fp32[7, 8])'
 )
 
+SENT = BEFORE.replace("return hidden\n", 'x_4 = send(hidden, axis="pipeline", to=1)\n    return x_4\n').replace(
+    'linear(hidden, W("head", fp32[7, 4]))', 'receive(hidden, axis="pipeline", source=1, columns=7, dtype="fp32")'
+)  # the next stage needs each token's row
 DRAFTS = f"{BEFORE}\n\ndef draft_in(hidden: fp32[T, 4]):\n    return hidden"  # of each token
 
 
-@pytest.mark.parametrize("text", [NO_ATTENTION, NOT_OF_A_TOKEN, NO_HEAD, OTHER_HEAD, DRAFTS])
+@pytest.mark.parametrize("text", [NO_ATTENTION, NOT_OF_A_TOKEN, NO_HEAD, OTHER_HEAD, SENT, DRAFTS])
 def test_it_declines(text: str):
     assert text != BEFORE
     graph = sink_into_head(parse(text))

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 
 import pytest
+import torch
 
 from atom.runtime import prefix_cache
 from atom.runtime.kv_cache import KVCache
+from atom.runtime.kv_files import Block, KVFiles
 from atom.runtime.kv_plan import num_blocks_needed
 from atom.runtime.types import CacheKind, Sequence
 from atom.sampling_params import SamplingParams
@@ -351,3 +354,55 @@ def test_what_fits_alone_is_known_before() -> None:
     cache = make_cache(num_blocks=1 + 5)
     assert cache.can_ever_fit(20)
     assert not cache.can_ever_fit(21)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[KVFiles]:
+    files = KVFiles(tmp_path / "kv", 1 << 20, {"full": 40})
+    yield files
+    files.close()
+
+
+def make_backed(files: KVFiles | None, num_blocks: int = 20) -> KVCache:
+    """A cache with host memory, and files if any."""
+    sizes, host = {"full": num_blocks}, {"full": 20}
+    return KVCache([FULL], sizes, 4, enable_prefix_caching=True, salt=b"model", num_host_blocks=host, files=files)
+
+
+def find_hits(cache: KVCache, tokens: SequenceOf[int], *salts: bytes) -> list[int]:
+    """The tokens of a prompt that are found with each salt, after its files were read."""
+    hits = []
+    for salt in salts:
+        sequence = make(tokens, salt)
+        if cache.files is not None:
+            cache.fetch(sequence)
+            cache.files.wait(60)
+            cache.take_fetched()
+        hits.append(start(cache, sequence))
+        cache.free(sequence)
+    return hits
+
+
+def test_blocks_of_files_are_found_with_the_salt_that_they_were_written_with(files: KVFiles) -> None:
+    cache = make_backed(files)
+    cache.free(compute(cache, make(range(12), salt=b"a")))
+    files.write([Block(key, kind, torch.zeros(40, dtype=torch.uint8)) for kind, _, _, key in cache.cached_blocks()])
+    files.flush(60)
+    prompt = [*range(12), 99]
+    assert find_hits(make_backed(files), prompt, b"b", b"") == [0, 0]
+    cache = make_backed(files)
+    assert find_hits(cache, prompt, b"a", b"b", b"") == [12, 0, 0]
+    assert files.num_read == 3
+    cache = make_backed(files)
+    cache.free(compute(cache, make(range(4), salt=b"a")))  # whose key the others continue
+    assert find_hits(cache, prompt, b"a", b"b", b"") == [12, 0, 0]
+    assert files.num_read == 3 + 2
+
+
+def test_blocks_of_host_memory_are_found_with_the_salt_that_they_were_computed_with() -> None:
+    cache = make_backed(None, num_blocks=1 + 4)
+    cache.free(compute(cache, make(range(12), salt=b"a")))
+    cache.free(compute(cache, make([7] * 16, salt=b"b")))  # takes all blocks
+    copies = cache.take_copies({})
+    assert copies is not None and len(copies.saves["full"]) >= 3
+    assert find_hits(cache, [*range(12), 99], b"b", b"", b"a") == [0, 0, 12]

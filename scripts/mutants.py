@@ -1,0 +1,174 @@
+"""Plant known faults in copies of the tree, and check that their tests fail.
+
+A fault is a patch of scripts/mutants.d. Lines before its diff name the tests that must fail and say what goes wrong:
+
+    # tests: tests/runtime/test_kv_cache.py::test_another_past_or_salt_is_no_hit
+    # why: a prefix is found without its salt, so one tenant's KV serves another
+    diff --git a/atom/runtime/kv_cache.py b/atom/runtime/kv_cache.py
+    …
+
+A fault is caught if each of its tests fails, or does not end. A survivor has a line `# survives: reason`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = Path("scripts/mutants.d")
+MIN_CAUGHT = 0.95
+TIMEOUT = 300  # seconds a fault's tests may take; a fault that hangs them is caught
+CAUGHT, SURVIVED, EXPLAINED = "caught", "survived", "survived, explained"
+STALE, NO_RUN, BROKEN = "does not apply", "its tests do not run", "its tests fail without it"
+PASSED, FAILED = 0, 1  # pytest's exit statuses
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    path: Path  # of its patch
+    tests: tuple[str, ...]  # node ids, of which each has to fail
+    why: str
+    survives: str  # why no test can fail, or ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: str
+    details: str = ""
+
+
+def read_mutant(path: Path) -> Mutant:
+    head = path.read_text().partition("diff --git ")[0]
+    lines = [line.removeprefix("# ").partition(": ") for line in head.splitlines()]
+    values = {key: value.strip() for key, _, value in lines}
+    tests = tuple(values.get("tests", "").split())
+    return Mutant(path.stem, path, tests, values.get("why", ""), values.get("survives", ""))
+
+
+def read_mutants(root: Path, only: Sequence[str] = ()) -> list[Mutant]:
+    mutants = [read_mutant(path) for path in sorted((root / FOLDER).glob("*.patch"))]
+    unknown = set(only) - {mutant.name for mutant in mutants}
+    if unknown:
+        raise SystemExit(f"mutants: there is no {FOLDER}/{min(unknown)}.patch")
+    return [mutant for mutant in mutants if not only or mutant.name in only]
+
+
+def apply(mutant: Mutant, tree: Path, *options: str) -> str:
+    """Apply a patch to a tree; why it does not apply, or ""."""
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}  # a copy is no repository, wherever it is
+    done = subprocess.run(["git", "apply", *options, mutant.path], cwd=tree, env=env, capture_output=True, text=True)
+    return done.stderr.strip()
+
+
+def copy_tree(root: Path, copy: Path) -> None:
+    """The files of a checkout that git does not ignore, as they are now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=root, check=True, capture_output=True, text=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (root / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy / name)
+
+
+def run_tests(tests: Iterable[str], tree: Path) -> tuple[int | None, str]:
+    """pytest's exit status, None where it did not end in time; and what it printed."""
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=line", "-m", "not slow"]
+    with subprocess.Popen(
+        [*command, *tests], cwd=tree, env=env, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            return None, process.communicate()[0]
+        return process.returncode, output
+
+
+def find_failed(tests: Iterable[str], output: str) -> set[str]:
+    """Those of the tests that failed, in one of their cases at least."""
+    failed = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return {test for test in tests if any(line == test or line.startswith((f"{test} ", f"{test}[")) for line in failed)}
+
+
+def judge(mutant: Mutant, base: Path) -> Verdict:
+    """Run a fault's tests in a copy of the tree that has it."""
+    with tempfile.TemporaryDirectory(prefix="atom-mutant-") as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(base, tree)  # with times, so that bytecode of what is not patched counts
+        if reason := apply(mutant, tree):
+            return Verdict(STALE, reason)
+        status, output = run_tests(mutant.tests, tree)
+    if status is None:
+        return Verdict(CAUGHT, f"no end within {TIMEOUT} s")
+    if status not in (PASSED, FAILED):
+        return Verdict(NO_RUN, "\n".join(output.splitlines()[-5:]))
+    passed = set(mutant.tests) - find_failed(mutant.tests, output)
+    if not passed:
+        return Verdict(CAUGHT)
+    if mutant.survives:
+        return Verdict(EXPLAINED, mutant.survives)
+    return Verdict(SURVIVED, "passed: " + " ".join(sorted(passed)))
+
+
+def find_broken(mutants: Sequence[Mutant], base: Path) -> dict[Mutant, Verdict]:
+    """The faults with a test that fails without them too."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    status, output = run_tests(tests, base)
+    if status not in (PASSED, FAILED):
+        raise SystemExit(f"mutants: the tests do not run\n{output}")
+    failed = find_failed(tests, output)
+    found = {mutant: " ".join(sorted(failed.intersection(mutant.tests))) for mutant in mutants}
+    return {mutant: Verdict(BROKEN, names) for mutant, names in found.items() if names}
+
+
+def summarize(verdicts: Sequence[Verdict]) -> tuple[str, bool]:
+    """A line, and whether all is well."""
+    counts = dict.fromkeys((CAUGHT, EXPLAINED, SURVIVED, NO_RUN, STALE, BROKEN), 0)
+    counts |= Counter(verdict.kind for verdict in verdicts)
+    share = counts[CAUGHT] / len(verdicts) if verdicts else 1.0
+    line = f"{share:.1%} of {len(verdicts)} caught: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return line, share >= MIN_CAUGHT and counts[CAUGHT] + counts[EXPLAINED] == len(verdicts)
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/mutants", description="Plant known faults; check that tests fail.")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="patches of scripts/mutants.d")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="tests of how many run at once")
+    options = parser.parse_args(arguments)
+    mutants = read_mutants(root, options.only)
+    with tempfile.TemporaryDirectory(prefix="atom-mutants-") as folder:
+        base = Path(folder) / "tree"
+        copy_tree(root, base)
+        broken = find_broken(mutants, base) if mutants else {}
+
+        def judge_timed(mutant: Mutant) -> Verdict:
+            begun = time.perf_counter()
+            verdict = broken.get(mutant) or judge(mutant, base)
+            seconds = time.perf_counter() - begun
+            print(f"{verdict.kind:8}  {mutant.name}  {seconds:.0f} s  {verdict.details}".rstrip(), flush=True)
+            return verdict
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            verdicts = list(pool.map(judge_timed, mutants))
+    line, is_well = summarize(verdicts)
+    print(line)
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -140,6 +140,18 @@ def test_all_damaged_files_of_a_prompt_are_written_again(files: KVFiles, tmp_pat
     assert read(files, 6) == [0, 1, 2, 3, 4, 5]
 
 
+def test_blocks_that_a_window_has_left_keep_their_places(files: KVFiles):
+    files.write([block(number) for number in range(4)])
+    files.flush(60)
+    content = b"".join(b"%04d" % number for number in range(4))
+    needs = lambda num: {"full": max(num - 2, 0)}  # noqa: E731
+    files.fetch(Fetch(b"root", content, 4, needs, 0, None, time.perf_counter() + 600))  # type: ignore[arg-type]
+    files.wait(60)
+    (fetch,) = files.take_fetched()
+    found = [{kind: int(row[0]) for kind, row in each.items()} for each in fetch.blocks]
+    assert found == [{}, {}, {"full": 2}, {"full": 3}]
+
+
 def test_a_file_under_the_name_of_another_is_missing(files: KVFiles, tmp_path: Path):
     files.write([block(0), block(1)])
     files.flush(10)

@@ -1147,6 +1147,27 @@ def test_any_number_of_heads_is_looked_at_in_no_time(write: Write):
         load([checkpoint, "device=cpu", "parallel=tp3"])
 
 
+def test_a_head_of_keys_and_values_is_not_divided_and_is_on_equally_many_ranks(write: Write):
+    folder = f"checkpoint={write(num_attention_heads=6, num_key_value_heads=3)}"
+    for ranks in (3, 6):
+        assert load([folder, "device=cpu", f"parallel.tensor={ranks}"]).parallel.tensor == ranks
+    reason = "parallel.tensor=2 does not divide 6 heads with 3 of keys and values; there is: 1, 3, 6"
+    with pytest.raises(UnsupportedError, match=f"^{reason}$"):
+        load([folder, "device=cpu", "parallel.tensor=2"])
+
+
+def test_no_more_ranks_divide_experts_than_a_layer_has(write: Write):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+    folder = write(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **heads, **moe)
+    fields = [f"checkpoint={folder}", "device=cpu", "parallel.tensor=8"]
+    assert load([*fields, "parallel.experts=4"]).parallel.experts == 4
+    with pytest.raises(
+        ConfigError, match=r"^parallel\.experts=8 .*: a layer has 4 experts; set parallel\.experts to as"
+    ):
+        load([*fields, "parallel.experts=8"])
+
+
 def test_drafts_are_looked_up_by_so_many_tokens():
     config = load(["serve.method=ngram", "serve.num_speculative_tokens=7", "device=cpu"])
     assert (config.serve.method, config.serve.num_speculative_tokens) == ("ngram", 7)

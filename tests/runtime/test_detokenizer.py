@@ -259,6 +259,12 @@ def test_a_possible_stop_string_is_held_and_released():
     assert shown_by("byte_level", ["a", "b", "c"], stop_strings=["abcd", "bc"]) == ["", "", "a", ""]
 
 
+def test_of_stop_strings_that_end_together_the_one_that_begins_first_ends_the_text():
+    for stops in (["bc", "abc"], ["abc", "bc"]):
+        assert shown_by("byte_level", ["a", "b", "c"], stop_strings=stops) == ["", "", "", ""]
+    assert shown_by("byte_level", ["c", "a", "b", "c"], stop_strings=["bc", "abc"]) == ["c", "", "", "", ""]
+
+
 def test_a_prompt_that_ends_within_a_character_gives_no_context():
     ids = codec("byte_level").ids("ð", "Ł", "ĺ", "Ģ", "b")
     detokenizer = Detokenizer(codec("byte_level"), ids[:2], SamplingParams())

@@ -273,6 +273,9 @@ def test_a_grammar_is_compiled_once_and_its_matchers_know_nothing_of_each_other(
     assert {a, c} <= set(second.allowed(49152).nonzero()[0]) and b not in second.allowed(49152).nonzero()[0]
     assert first.push(b)
     assert set(first.allowed(49152).nonzero()[0]) == {EOS}, "at the end nothing else"
+    second.push(c)
+    third = compiler.compile({"choice": ["ab", "cd"]})
+    assert {a, c} <= set(third.allowed(49152).nonzero()[0]), "nor of one that was known before"
 
 
 @pytest.mark.parametrize(

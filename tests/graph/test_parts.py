@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom.errors import UnsupportedError
-from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, Type, W
+from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Regroup, Repack, Shift, Slice, Stack, Transpose, Type, W
 from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipe_ranges import narrow
 from atom.graph.recipes import leaves
@@ -58,6 +58,15 @@ def test_a_slice_to_the_end_has_the_scale_of_a_last_block_that_is_not_full():
         "values": Slice(values, 256, 320, 1),
         "scales": Slice(scales, 2, 3, 1),
     }
+
+
+def test_smaller_blocks_have_the_scale_of_the_one_that_they_were_part_of():
+    scales = W("w_scale_inv", Type("fp32", (3, 2)))  # of 320 rows and 256 columns
+    made = Regroup(W("w", Type("bf16", (320, 256), "fp8[128, 128]")), "fp8[64, 128]")
+    assert parts_of(made)["scales"].type == Type("fp32", (5, 2))
+    stored = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    made_scales = evaluate(parts_of(made)["scales"], Memory({scales.name: stored}))
+    assert made_scales.tolist() == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6]]
 
 
 MADE: dict[str, Recipe] = {

@@ -189,6 +189,13 @@ def test_a_narrowed_recipe_is_a_range_of_the_tensor_and_reads_nothing_else(recip
             assert checkpoint.was_read == {leaf.name for leaf in leaves(part)}
 
 
+def test_a_range_of_a_range_counts_from_its_beginning():
+    rows, expert = W("rows", Type("fp32", (12, 4))), W("{expert}.up", Type("fp32", (2, 4)))
+    assert narrow(Slice(rows, 3, 9), 1, 4) == Slice(rows, 4, 7)
+    assert narrow(Slice(rows, 1, 11, 0, 2), 1, 3) == Slice(rows, 3, 7, 0, 2)  # rows 1, 3, 5, 7, 9, of which 3 and 5
+    assert narrow(Stack(expert, 2, 6), 1, 3) == Stack(expert, 3, 5)
+
+
 def test_narrowing_twice_is_narrowing_once():
     for recipe in NARROWED.values():
         for dim, size in enumerate(recipe.type.shape):

@@ -155,6 +155,7 @@ def test_what_is_a_result_of_the_program_stays(fuse: Fuse, text: str):
 
 def test_gates_with_a_limit_stay():
     assert_stays(fuse_linear_gate, GATE.replace('kind="silu"', 'kind="swigluoai", limit=7.0, alpha=1.702'))
+    assert_stays(fuse_linear_gate, GATE.replace('kind="silu"', 'kind="silu", limit=7.0'))
 
 
 def test_gates_of_anything_but_a_linear_stay():

@@ -84,6 +84,7 @@ def test_numbers_are_equal():
         ("return y_1", "return y_1, down"),
         ("return y_1", "return y_1, y"),
         ("[4, 6, 8]", "[4, 8, 8]"),
+        ("gate_up = linear(h, ", "x = add(h, h)\n    gate_up = linear(x, "),
     ],
 )  # fmt: skip
 def test_another_form_stays(old: str, new: str):

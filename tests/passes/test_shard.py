@@ -141,6 +141,34 @@ def test_biases_of_what_ranks_sum_are_added_once(mesh: Mesh):
         assert (each - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+GROUPED = """\
+def body(x: fp32[T, 8]):
+    q = linear(x, W("q", fp32[16, 8]))
+    q_1 = rms_norm(q, W("q_norm", fp32[16]), eps=1e-06)
+    k = linear(x, W("k", fp32[8, 8]))
+    v = linear(x, W("v", fp32[8, 8]))
+    q_2 = split_heads(q_1, heads=4)
+    k_1 = split_heads(k, heads=2)
+    v_1 = split_heads(v, heads=2)
+    a = attention(q_2, k_1, v_1, KV("0", fp32[2, 2, 4]), scale=0.5)
+    a_1 = merge_heads(a)
+    o = linear(a_1, W("o", fp32[8, 16]))
+    return o
+"""
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 1)])
+def test_heads_of_keys_and_values_are_on_several_ranks_where_these_are_more(ranks: int, kv_heads: int):
+    x, mesh = torch.randn(5, 8), Mesh(ranks)
+    graph = sharded(parse(GROUPED), mesh)
+    (cache,) = graph.caches()
+    assert cache.type.shape == (2, kv_heads, 4)
+    read = [lambda recipe, rank=rank: random_weight(localize(recipe, mesh.coordinates(rank))) for rank in range(ranks)]
+    expected = interpret(parse(GROUPED), "body", {"x": x}, random_weight)
+    for made in interpret_ranks([graph], "body", [{"x": x}] * ranks, read, mesh):
+        assert (made - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 MIXTURE = """\
 def body(tokens: i64[T], positions: i64[T]):
     h = embedding(tokens, W("embed.weight", fp32[50, 8]))

@@ -178,6 +178,17 @@ def test_a_slot_gets_its_sequence_once_and_blocks_that_are_new() -> None:
     assert told.counted == [Counted(2, each.prompt, [1])]
 
 
+def test_new_blocks_go_to_the_table_of_their_kind() -> None:
+    builder, each = StepBuilder(msgspec.structs.replace(CAPACITY, kinds=("full", "window"))), sequence(2, 5)
+    each.blocks["window"] = [0, 6]
+    step = admit(builder, each)
+    of_window = (PADDING + 1 + 2) * 10  # behind a row for each slot, and for nobody's
+    assert np.frombuffer(step.table_entries, np.int32).reshape(2, -1).tolist() == [
+        [20, of_window, of_window + 1],
+        [3, 0, 6],
+    ]
+
+
 def test_a_step_that_did_not_take_place_is_sent_again_but_for_what_the_runner_alone_knows() -> None:
     builder, known, ahead = StepBuilder(CAPACITY), sequence(0, 3), sequence(1, 3)
     for each in (known, ahead):

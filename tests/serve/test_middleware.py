@@ -21,10 +21,11 @@ from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
-from atom.serve.middleware import PUBLIC_PATHS, Guard
+from atom.serve.middleware import Guard
 from atom.serve.tenants import digest, read_keys
 
 KEYS = ("first-key", "second-key")
+PUBLIC_PATHS = ("/health", "/ping", "/.well-known/http-message-signatures-directory")
 
 
 @pytest.fixture(scope="module")

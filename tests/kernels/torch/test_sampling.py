@@ -205,6 +205,23 @@ def test_min_p_of_1_is_greedy(more):
     assert set(draws([0.0, 7.0, 1.0, 7.0], 40, min_p=1.0, **more)) == {1, 3}, "equals stay all"
 
 
+def test_min_p_keeps_what_has_that_share_of_the_best():
+    logits = [0.0, -1.0, -2.0, -3.0]  # 1, 0.37, 0.14 and 0.05 of the best
+    assert set(draws(logits, 300, min_p=0.3)) == {0, 1}
+    assert set(draws(logits, 300, min_p=0.1)) == {0, 1, 2}
+
+
+def test_a_row_keeps_its_own_top_k_beside_one_of_more():
+    rows = [sequence(seed, top_k=2 if seed % 2 else 5) for seed in range(400)]
+    tokens, _ = sample(torch.zeros(400, 8), rows)
+    assert (set(tokens[1::2]), set(tokens[::2])) == ({0, 1}, {0, 1, 2, 3, 4})
+
+
+def test_a_repetition_penalty_lowers_negative_logits():
+    row = sequence(num_prompt=1, temperature=0, repetition_penalty=2.0)  # its prompt is token 1
+    assert sample(torch.tensor([[-1.5, -1.0]]), [row])[0] == [0]
+
+
 def test_a_batch_of_all_kinds_draws_what_each_row_draws_alone():
     kinds = [
         {"temperature": 0},

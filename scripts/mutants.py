@@ -13,8 +13,10 @@ A fault is caught if each of its tests fails, or does not end. A survivor has a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,20 +85,25 @@ def copy_tree(root: Path, copy: Path) -> None:
             shutil.copy2(root / name, copy / name)
 
 
-def run_tests(tests: Iterable[str], tree: Path) -> tuple[int | None, str]:
+def run_tests(tests: Iterable[str], tree: Path, seconds: float | None = None) -> tuple[int | None, str]:
     """pytest's exit status, None where it did not end in time; and what it printed."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=line", "-m", "not slow"]
-    with subprocess.Popen(
-        [*command, *tests], cwd=tree, env=env, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output:  # no pipe, which what a test leaves behind would keep open
+        process = subprocess.Popen(
+            [*command, *tests], cwd=tree, env=env, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=TIMEOUT)
+            status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            return None, process.communicate()[0]
-        return process.returncode, output
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return status, output.read()
 
 
 def find_failed(tests: Iterable[str], output: str) -> set[str]:
@@ -112,7 +119,7 @@ def judge(mutant: Mutant, base: Path) -> Verdict:
         shutil.copytree(base, tree)  # with times, so that bytecode of what is not patched counts
         if reason := apply(mutant, tree):
             return Verdict(STALE, reason)
-        status, output = run_tests(mutant.tests, tree)
+        status, output = run_tests(mutant.tests, tree, TIMEOUT)
     if status is None:
         return Verdict(CAUGHT, f"no end within {TIMEOUT} s")
     if status not in (PASSED, FAILED):

@@ -144,7 +144,10 @@ def test_blocks_that_a_window_has_left_keep_their_places(files: KVFiles):
     files.write([block(number) for number in range(4)])
     files.flush(60)
     content = b"".join(b"%04d" % number for number in range(4))
-    needs = lambda num: {"full": max(num - 2, 0)}  # noqa: E731
+
+    def needs(num_blocks: int) -> dict[str, int]:
+        return {"full": max(num_blocks - 2, 0)}
+
     files.fetch(Fetch(b"root", content, 4, needs, 0, None, time.perf_counter() + 600))  # type: ignore[arg-type]
     files.wait(60)
     (fetch,) = files.take_fetched()

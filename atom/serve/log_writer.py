@@ -1,4 +1,4 @@
-"""Write log lines to a file descriptor in a thread, so that one which nobody reads blocks no caller.
+"""Write log lines in a thread, without blocking callers on a full pipe.
 
     writer = LogWriter(2, lambda count: f"{count} lines were dropped", 1 << 20)
     writer.put("a line")                 # never blocks

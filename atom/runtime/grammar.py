@@ -133,10 +133,6 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer. UnsupportedError without llguidance, RequestError where it does not fit."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        try:
-            import llguidance
-        except ImportError:
-            raise UnsupportedError("structured_outputs needs llguidance: pip install 'atom-run[structured]'") from None
         tokenizer = vocabulary.tokenizer
         text = None if tokenizer is None else tokenizer.to_json()
         if tokenizer is None or text is None:
@@ -144,6 +140,10 @@ class GrammarCompiler:
             raise RequestError(f"structured_outputs needs a tokenizer that can be read: {lack}")
         if not vocabulary.stop_ids:
             raise RequestError("structured_outputs needs a token that ends the answer, which the checkpoint has not")
+        try:
+            import llguidance
+        except ImportError:
+            raise UnsupportedError("structured_outputs needs llguidance: pip install 'atom-run[structured]'") from None
         size = max(vocabulary.size, tokenizer.vocab_size)
         try:
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=sorted(vocabulary.stop_ids))

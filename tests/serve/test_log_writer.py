@@ -49,11 +49,11 @@ def test_what_is_read_comes_out_whole_and_in_order(pipe: tuple[int, int], is_blo
 
 def test_what_has_no_room_is_counted_where_it_would_have_been(pipe: tuple[int, int]):
     reader, end = pipe
-    writer, line = LogWriter(end, describe, 10_000), "x" * 99  # 40 in the pipe, one is being written, the others wait
+    writer, line = LogWriter(end, describe, 10_000), "x" * 99  # 100 wait, and 40 may be in the pipe already
     for _ in range(500):
         writer.put(line)
     dropped = writer.num_dropped
-    assert 300 < dropped < 400
+    assert 300 < dropped <= 400
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_all, reader)
         writer.flush(60)

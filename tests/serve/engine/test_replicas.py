@@ -281,7 +281,7 @@ def test_a_process_that_was_started_before_is_the_first_engine_s_if_it_suits(is_
 
 @pytest.mark.parametrize(("num_replicas", "expected"), [(1, 6), (2, 3), (4, 1), (9, 1)])
 def test_replicas_share_the_cores(num_replicas: int, expected: int, monkeypatch: pytest.MonkeyPatch):
-    def open_engine(config: Any, progress: Any, *, replica: int, clock: Any) -> tuple[int, int]:
+    def open_engine(config: Any, progress: Any, *, replica: int, **_options: Any) -> tuple[int, int]:
         return torch.get_num_threads(), replica
 
     monkeypatch.setattr("atom.build.open_engine", open_engine)

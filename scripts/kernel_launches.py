@@ -1,0 +1,640 @@
+"""Record what launches our Triton and Gluon kernels on a GPU that is not here, for scripts/check-kernels.
+
+launches = record_launches("sm_90", folder)   # of the models of tests/configs, and calls that they do not make
+kernels = find_kernels()                      # all that are launched anywhere in atom/kernels
+launches = pick_launches(launches)            # fewer, which still have each value of each constexpr
+
+Models run on a CPU with weights that are one stretch of untouched memory; nothing is computed, and kernels record how
+they are launched. `use_gpu` must run before any other module of `atom.kernels.triton` is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from atom.kernels.triton import gpu as gpu_module
+from atom.kernels.triton.gpu import Gpu
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "tests" / "configs"
+GPUS = {  # by architecture: multiprocessors, and bytes of shared memory that a program may have
+    "sm_80": Gpu(108, 163 << 10, (8, 0), "NVIDIA A100"),
+    "sm_89": Gpu(58, 99 << 10, (8, 9), "NVIDIA L4"),
+    "sm_90": Gpu(132, 227 << 10, (9, 0), "NVIDIA H200"),
+    "sm_100": Gpu(148, 227 << 10, (10, 0), "NVIDIA B200"),
+    "sm_120": Gpu(170, 99 << 10, (12, 0), "NVIDIA GeForce RTX 5090"),
+}
+MEMORY = 1 << 40  # bytes of addresses, of which hardly any are touched
+NORESERVE = 0x4000  # of mmap on Linux; in Python's module from 3.13 on
+STORED = (
+    "awq_int4[1, 128]",
+    "int4[1, 32]",
+    "int8[1, 128]",
+    "ct_nvfp4",
+    "q4_1",
+)  # formats that checkpoints have besides
+K_QUANTS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}  # bytes of a block of 256 columns
+ROWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256, 1100)  # of products: one for each power of 2, and many
+WALKED = ("qwen3_8b", "qwen3_30b_a3b")  # which run in each format, and with all else that is optional
+MAX_TOKENS = 3000  # of a step
+TILES = re.compile("BLOCK_|(BOXES|STAGES|SPLITS|GROUPS|PARTS|PREFETCH)$")  # constexprs that are chosen together
+PRODUCTS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pointer:
+    """Stands for a tensor among a launch's arguments."""
+
+    dtype: torch.dtype
+    address: int  # modulo 16
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel and its arguments, which other processes can be sent."""
+
+    module: str
+    name: str
+    path: str | None  # of a piece, which cannot be imported by name
+    args: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def find(self) -> Any:
+        if self.path is None:
+            return getattr(importlib.import_module(self.module), self.name)
+        return getattr(load_piece(self.path), self.name)
+
+    def __str__(self) -> str:
+        values = [f"{name}={_name(value)}" for name, value in (self.args | self.options).items()]
+        return f"{self.name}({', '.join(values)})"
+
+
+@functools.cache
+def load_piece(path: str) -> Any:
+    from atom.kernels.triton.piece_compiler import load_module
+
+    return load_module(Path(path))
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, Pointer):
+        return str(value.dtype).removeprefix("torch.") + ("*" if value.address == 0 else "* at an odd address")
+    return f"tiles of {value.block_shape}" if hasattr(value, "block_shape") else repr(value)
+
+
+class Driver:
+    """Triton's driver of a GPU that is not here."""
+
+    def __init__(self, arch: str) -> None:
+        self._target = target_of(arch)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def target_of(arch: str) -> GPUTarget:
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+
+
+def use_gpu(arch: str) -> None:
+    """Have Triton and our kernels see this GPU."""
+    driver.set_active(Driver(arch))
+    gpu_module.find_gpu = lambda device: GPUS[arch]
+
+
+class Recorder:
+    """Takes the place of a `precompile.Walk`: records launches, each once."""
+
+    def __init__(self) -> None:
+        self.launches: dict[Any, Launch] = {}
+
+    def add(self, kernel: Any, args: Sequence[Any], options: dict[str, Any], _find: Callable[[], Any]) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        given |= {name: value for name, value in options.items() if name in kernel.arg_names}
+        given |= {p.name: p.default for p in kernel.params if p.name not in given}
+        given = {name: _freeze(given[name]) for name in kernel.arg_names}
+        rest = {name: value for name, value in options.items() if name not in kernel.arg_names}
+        # pieces of equal text have paths of their own
+        key = kernel.cache_key, *(_key(p, given[p.name]) for p in kernel.params), *sorted(rest.items())
+        if key not in self.launches:
+            path = None if kernel.__module__ in sys.modules else kernel.__globals__["__file__"]
+            self.launches[key] = Launch(kernel.__module__, kernel.__name__, path, given, rest)
+
+
+def _freeze(value: Any) -> Any:
+    return Pointer(value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value
+
+
+def _key(param: Any, value: Any) -> Any:
+    """What a binary depends on, of an argument."""
+    if param.is_constexpr:
+        return value if isinstance(value, int | float | str | None) else repr(value)
+    if isinstance(value, bool | float | None):
+        return type(value)
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, abs(value) < 1 << 31
+    return (value.base.dtype, *value.block_shape, repr(value.layout)) if hasattr(value, "block_shape") else value
+
+
+class NoMath(TorchDispatchMode):
+    """Operations on floating point give what was in memory, in the right shape; others are computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name.partition("::")[2] in PRODUCTS:
+            dtype = torch.int32 if args[0].dtype == torch.int8 else torch.bfloat16
+            return torch.empty(len(args[0]), args[1].shape[1], dtype=dtype)
+        results = [each.alias_info for each in func._schema.returns]
+        has_floats = any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves((args, kwargs)))
+        if not has_floats or any(each is not None and not each.is_write for each in results):
+            return func(*args, **kwargs)
+        if any(each is not None for each in results):
+            return kwargs.get("out", args[0])
+        on_meta = {name: "meta" if name == "device" else _to_meta(value) for name, value in kwargs.items()}
+        return tree_map(_from_meta, func(*tree_map(_to_meta, args), **on_meta))
+
+
+def _to_meta(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def _from_meta(x: Any) -> Any:
+    """Memory for a result; integers are ones, which are valid as tokens, slots, blocks and experts."""
+    if not isinstance(x, Tensor):
+        return x
+    return (torch.empty if x.is_floating_point() else torch.ones)(x.shape, dtype=x.dtype)
+
+
+@functools.cache
+def _memory() -> Tensor:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, MEMORY, flags=flags), dtype=torch.uint8)
+
+
+def make(dtype: torch.dtype, shape: Iterable[Any]) -> Tensor:
+    """A tensor of unset values, which takes no memory unless it is written."""
+    sizes = [int(dim) for dim in shape]
+    return _memory()[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+
+
+def make_weight(type: Any, layout: str | None) -> Any:
+    """A weight of this type in a kernel's layout."""
+    from atom.graph import TORCH_DTYPES, PackedWeight
+    from atom.kernels import shuffle
+    from atom.weights.quantize import part_types
+
+    if type.fmt is None:
+        return make(TORCH_DTYPES[type.dtype], type.shape)
+    *experts, rows, columns = map(int, type.shape)
+    # of one expert, since layouts of many take time
+    one = dataclasses.replace(type, shape=(*(1 for _ in experts), rows, columns))
+    if type.fmt in K_QUANTS:
+        shapes = {"values": ("u8", (rows, columns // 256, K_QUANTS[type.fmt]))}
+    else:
+        shapes = {name: (part.dtype, part.shape) for name, part in part_types(one).items()}
+    on_meta = {
+        name: torch.empty([int(dim) for dim in shape], dtype=TORCH_DTYPES[dtype], device="meta")
+        for name, (dtype, shape) in shapes.items()
+    }
+    weight: Any = PackedWeight(one, on_meta)
+    if layout is not None:
+        weight = shuffle(weight, layout)
+    weight = dataclasses.replace(weight, type=type)
+    if experts:
+        weight.parts.update({name: part.expand(*experts, *part.shape[1:]) for name, part in weight.parts.items()})
+    weight.parts.update({name: make(part.dtype, part.shape) for name, part in weight.parts.items()})
+    return weight
+
+
+def record_launches(arch: str, folder: Path) -> list[Launch]:
+    """The launches of all models and calls, recorded in processes. folder: for the code of pieces, which stays there"""
+    from atom.runtime import runner  # noqa: F401 before processes are forked, and after `use_gpu`
+
+    tasks = [(walk_and_multiply, (name, fields, arch, folder / str(at))) for at, (name, fields) in enumerate(models())]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
+        running = [pool.submit(record, call, *args) for call, args in (*tasks, (call_the_rest, (arch,)))]
+        found: dict[Any, Launch] = {}
+        for each in running:
+            found |= each.result()
+    return list(found.values())
+
+
+def record(call: Callable[..., None], *args: Any) -> dict[Any, Launch]:
+    """Run a call, and record its launches."""
+    from atom.kernels.triton.precompile import walking
+
+    recorder = Recorder()
+    token = walking.set(recorder)  # type: ignore[arg-type]
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode(), NoMath():
+            call(*args)
+    finally:
+        walking.reset(token)
+    return recorder.launches
+
+
+def walk_and_multiply(name: str, fields: dict[str, Any], arch: str, folder: Path) -> None:
+    """Run a model; and as it is stored, call its products with weights in all formats."""
+    graph = walk(name, fields, arch, folder)
+    if not fields:
+        multiply_by_weights(graph, (*STORED, *K_QUANTS) if name in WALKED else (), arch)
+
+
+def formats() -> list[str]:
+    """What `quant=` packs weights to."""
+    found = [yaml.safe_load(path.read_text())["fmt"] for path in sorted((ROOT / "conf" / "quant").glob("*.yaml"))]
+    return [each for each in found if each not in ("auto", "none")]
+
+
+def models() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names in tests/configs, with the fields of their configurations."""
+    for path in sorted(CONFIGS.glob("*.json")):
+        if "eagle" not in path.name:  # a draft model
+            yield path.stem, {}
+    for name, fmt in itertools.product(WALKED, formats()):
+        yield name, {"quant.fmt": fmt}
+    for name in ("qwen3_8b", "deepseek_v3"):
+        yield name, {"serve.kv_cache_dtype": "fp8"}
+    yield "qwen3_8b", {"method": "ngram", "dtype": "fp16"}
+
+
+def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
+    """Run each kind of step of a model, of which a few layers do; its graph."""
+    from atom import build
+    from atom.build.settings import drafting_of
+    from atom.compiler import compile_graph
+    from atom.config.load import engine_overrides, load
+    from atom.kernels.triton.codegen import write_source
+    from atom.kernels.triton.piece_compiler import TritonCompiler
+    from atom.pieces import find_pieces
+    from atom.runtime.model import Model
+    from atom.runtime.program import Bindings
+    from atom.runtime.runner import Runner
+    from atom.runtime.types import StepLimits
+
+    folder.mkdir()
+    described = json.loads((CONFIGS / f"{name}.json").read_text())
+    described["num_hidden_layers"] = layers = 2 + described.get("first_k_dense_replace", 0)
+    if "layer_types" in described:
+        described["layer_types"] = described["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(described))
+    options = {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True} | fields
+    config = load(engine_overrides(str(folder), options))
+    graph = compile_graph(config, target=target_features(arch))
+    code = {}
+    for number, piece in enumerate(piece for each in graph.programs.values() for piece in find_pieces(each)):
+        (folder / str(number)).mkdir()
+        (folder / str(number) / "piece.py").write_text(write_source(piece.text))
+        code[piece.text] = TritonCompiler().load(folder / str(number))
+    weights = {each: make_weight(each.type, getattr(each, "layout", None)) for each in graph.recipes()}
+    drafting = drafting_of(config)
+    model = Model(
+        graph, Bindings(weights, code), 16, StepLimits(40, MAX_TOKENS, 2048, 128), device="cpu", backend="triton",
+        drafting=drafting,
+    )  # fmt: skip
+    runner = Runner(model, run_ahead=2)
+    runner.bind({kind.name: 2 for kind in build.cache_kinds(graph)})
+    runner.graphs.compile([1, 2, 4, 8, 16, 24, 40], MAX_TOKENS)
+    return graph
+
+
+def target_features(arch: str) -> Any:
+    from atom.kernels import Target
+
+    return Target("cuda", frozenset({"nvidia", arch, *(("gluon",) if arch == "sm_90" else ())}))
+
+
+def multiply_by_weights(graph: Any, stored: Iterable[str], arch: str) -> None:
+    """Call a model's products with weights in each format and each number of rows; of those with equal tiles one.
+
+    stored: formats besides those of `quant=`"""
+    from atom.graph import ops
+    from atom.graph.graph import type_of
+
+    taken = ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear, ops.grouped_linear, ops.experts
+    seen = set[Any]()
+    for node in (node for program in graph.programs.values() for node in program.nodes if node.target in taken):
+        types = tuple(map(type_of, node.args))
+        given = {name: value for name, value in node.kwargs.items() if name not in ("act", "gives")}
+        for fmt in (None, *formats(), *stored):
+            packed = _pack(types, node.target.weights, fmt)
+            if (key := (node.target, str(packed), str(given))) not in seen:
+                seen.add(key)
+                _multiply(node.target, packed, given, fmt, arch, _chosen_tiles())
+
+
+@functools.cache
+def _chosen_tiles() -> ChosenTiles:
+    """Of all models that this process runs."""
+    return ChosenTiles()
+
+
+class ChosenTiles:
+    """Finds the tiles of linears, and ends calls of those that are known."""
+
+    def __init__(self) -> None:
+        self.call: Any = None  # what else a launch depends on
+        self._seen = set[Any]()
+
+    def find(self, shape: Any, gpu: Gpu) -> Any:
+        from atom.kernels.triton.linear.tiles import find
+
+        found = find(shape, gpu)
+        key = self.call, found
+        if key in self._seen:
+            raise KnownTiles
+        self._seen.add(key)
+        return found
+
+
+class KnownTiles(Exception):
+    pass
+
+
+def _pack(types: tuple[Any, ...], weights: Iterable[int], fmt: str | None) -> tuple[Any, ...]:
+    return tuple(dataclasses.replace(each, fmt=fmt) if place in weights else each for place, each in enumerate(types))
+
+
+def _multiply(
+    op: Any, types: tuple[Any, ...], given: dict[str, Any], fmt: str | None, arch: str, tiles: ChosenTiles
+) -> None:
+    from atom.errors import AtomError
+    from atom.graph.formats import act_of
+    from atom.kernels import find_kernel
+    from atom.kernels.backend import LoadContext
+
+    for backend, act in itertools.product(("hopper", "triton"), {None} if fmt is None else {None, act_of(fmt)}):
+        kernel, attributes = find_kernel(op, backend), given if act is None else given | {"act": act}
+        try:
+            if kernel.accepts(target_features(arch), *types, **attributes) is not None:
+                continue
+            layout = kernel.packed_layout if fmt in (kernel.packed_kinds or (fmt,)) and fmt else None
+            weights = {place: make_weight(types[place], layout) for place in op.weights}
+        except AtomError:  # sizes that are no multiple of blocks
+            continue
+        run = kernel.load(LoadContext())
+        is_linear = hasattr(run, "__self__") and type(run.__self__).__name__ == "Products"
+        for rows in ROWS:
+            tiles.call = op, backend, fmt, act, str(given)
+            finding = {"parameters": tiles.find} if is_linear else {}
+            with contextlib.suppress(KnownTiles):
+                args = [weights.get(place, _argument(each, rows)) for place, each in enumerate(types)]
+                run(*args, **attributes, **finding)
+
+
+def _argument(type: Any, rows: int) -> Any:
+    from atom.graph import TORCH_DTYPES
+
+    if type is None:
+        return None
+    return make(TORCH_DTYPES[type.dtype], [dim if isinstance(dim, int) else rows for dim in type.shape])
+
+
+def call_the_rest(arch: str) -> None:
+    """Call what no step of these models calls."""
+    attend(arch)
+    multiply_by_many_experts(arch)
+    expand_adapters()
+    sum_over_ranks()
+    copy_blocks()
+    draft_tokens()
+    number_tiles()
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+def attend(arch: str) -> None:
+    """Heads of each size, in each dtype, with and without sinks, windows and caps."""
+    from atom.graph import Batch, PagedCache
+    from atom.kernels.triton.attention import paged, rope
+
+    fp8, scale = torch.float8_e4m3fn, torch.ones(1)
+    numbers, angles = zeros(9, 9, dtype=torch.int32), zeros(9, 32, dtype=torch.float32)
+    for dtype, heads, dim, has_sinks, window, softcap in (
+        (torch.bfloat16, 32, 128, False, None, None), (torch.float16, 64, 64, True, 128, None),
+        (torch.bfloat16, 32, 128, False, 4096, 50.0), (torch.bfloat16, 16, 256, False, 1024, None),
+        (torch.bfloat16, 32, 80, False, None, None), (torch.float32, 8, 64, False, None, None),
+    ):  # fmt: skip
+        sinks = zeros(heads, dtype=dtype) if has_sinks else None
+        for kept in (dtype, fp8) if arch != "sm_80" and dtype != torch.float32 else (dtype,):
+            cache, scales = (
+                PagedCache(zeros(4, 16, 2, 8, dim, dtype=kept), "full"),
+                (scale if kept == fp8 else None,) * 2,
+            )
+            for tokens, decodes, queries in ((600, 0, 1), (4, 4, 1), (12, 4, 3)):
+                q, k = zeros(tokens, heads, dim, dtype=dtype), zeros(tokens, 8, dim, dtype=dtype)
+                slots, norm = zeros(tokens, dtype=torch.int64), zeros(dim, dtype=dtype)
+                batch = Batch({"full": numbers}, {"full": slots}, numbers[0], numbers[0], decodes, queries)
+                options = {"scale": 0.1, "window": window}
+                paged.PagedAttention()(q, cache, batch, sinks, *scales, **options, softcap=softcap)
+                angle = angles[:1].expand(tokens, 32).contiguous()
+                for turned, normed in ((angle, norm), (None, None)):
+                    args = q, k, k, turned, turned, normed, normed, cache, batch
+                    paged.NormRopeAttention()(*args, sinks, *scales, **options, eps=1e-6)
+                rope.norm_rope_write(q, k, k, angle, angle, norm, norm, cache, batch, *scales, eps=1e-6)
+                rope.norm_rope(q, k, angle, angle, norm, norm, eps=1e-6)
+
+
+def multiply_by_many_experts(arch: str) -> None:
+    """Products by experts of many rows each, with and without gates and biases."""
+    from atom.graph import Type
+    from atom.kernels.hopper.shuffle import LAYOUT
+    from atom.kernels.triton import grouping, moe
+    from atom.kernels.triton.activations import Gate
+
+    x, ends, bias = zeros(600, 512), zeros(4, dtype=torch.int64), zeros(4, 256)
+    gates = (None, Gate("silu"), Gate("swigluoai", 7.0, 1.7))
+    for fmt, own, gate in itertools.product((None, *formats(), *STORED), (None, bias), gates):
+        type = Type("bf16", (4, 256, 512), fmt)
+        moe.Experts().multiply(x, make_weight(type, None), ends, own, gate)
+        if arch == "sm_90" and fmt in (*formats(), STORED[0]) and fmt != "int8[1, *]":
+            moe.ShuffledExperts().multiply(x, make_weight(type, LAYOUT), ends, own, gate)
+    for tokens in (7, 1100):
+        pairs, weights = zeros(2 * tokens, 512), zeros(tokens, 2, dtype=torch.float32)
+        grouping.combine(pairs, weights, zeros(2 * tokens, dtype=torch.int64))
+        ids = zeros(tokens, 2, dtype=torch.int64)
+        for first in (None, ids[0, :1]):
+            grouping.group(pairs[:tokens], ids, first, experts=8)
+
+
+def expand_adapters() -> None:
+    from atom.kernels.triton import lora
+
+    for rows, rank, kind in itertools.product((5, 300), (16, 64), (None, "silu")):
+        sizes = [1024, 512, 512] if kind is None else [1024, 1024]
+        x = zeros(rows, sum(sizes) + len(sizes) * 8 * rank)
+        numbers = zeros(rows, dtype=torch.int64)
+        lora.expand_lora(x, zeros(sum(sizes), 8 * rank), numbers, rank=rank, sizes=sizes, kind=kind)
+
+
+def sum_over_ranks() -> None:
+    from atom.kernels.peers import collectives, tiles
+
+    for ranks, dtype in itertools.product((2, 4, 8), (torch.bfloat16, torch.float16, torch.float32)):
+        x = zeros(8, 1024 * ranks, dtype=dtype)
+        programs = zeros(128, dtype=torch.int32)
+        arena = collectives.Arena(zeros(ranks, dtype=torch.int64), programs, programs, programs[:1], 1)
+        for reduce in (collectives.all_reduce, collectives.all_reduce_in_parts, collectives.reduce_scatter,
+                       tiles.all_reduce):  # fmt: skip
+            reduce(x, arena)
+        collectives.all_gather(x, 1024 * ranks * ranks, arena)
+        collectives.gather_tokens([x, zeros(8, 2, dtype=torch.float32), zeros(8, 2, dtype=torch.int64)], arena)
+
+
+def copy_blocks() -> None:
+    """KV to host memory and back, and from fp8 for long prompts."""
+    from atom.kernels.triton.attention.context import Context
+    from atom.kernels.triton.blocks import BlockCopier
+
+    copier, blocks = BlockCopier([zeros(4, 1024)]), zeros(2, dtype=torch.int64)
+    rows = zeros(2, 2048, dtype=torch.uint8)
+    copier.gather(blocks, rows)
+    copier.scatter(rows, blocks)
+    cache, table = zeros(4, 16, 2, 8, 128, dtype=torch.float8_e4m3fn), zeros(2, 4, dtype=torch.int32)
+    Context(1 << 24).unpack(cache, table, table[0, :2], 0, torch.bfloat16)
+
+
+def draft_tokens() -> None:
+    """By a draft model, as `method=draft` does."""
+    from atom.graph import Batch
+    from atom.kernels.step import Inputs
+    from atom.kernels.triton import prepare_inputs, speculation
+    from atom.runtime.request_state import RequestState
+    from atom.runtime.step_input import PackedRows
+
+    state, rows, slots = RequestState(3, 500, "cpu", 3, 100), zeros(3, dtype=torch.int32), zeros(9, dtype=torch.int64)
+    keys, *noise = speculation.draw_noise(rows, state, 3)
+    for offsets, dtype in itertools.product((None, zeros(500, dtype=torch.int64)), (torch.bfloat16, torch.float32)):
+        speculation.gumbel_argmax(zeros(3, 500, dtype=dtype), keys[0], *noise, offsets)
+    speculation.keep_rows(zeros(4, 8, 128), rows, zeros(9, 8, 128), slots)
+    starts, tables = zeros(5, dtype=torch.int32), zeros(1, 3, 4, dtype=torch.int32)
+    batch = Batch({"full": tables[0]}, {"full": slots}, starts, rows, 3, 4)
+    inputs = Inputs(slots, slots, batch, slots[None], tables)
+    split = PackedRows(rows, starts, rows, rows, rows, slots.int(), slots.int(), rows)
+    for each in (None, split):
+        prepare_inputs.draft_inputs(rows, each, state, inputs)
+
+
+def number_tiles() -> None:
+    """Of experts for AMD's kernels, which are AITER's."""
+    from atom.kernels.aiter import mxfp4
+
+    mxfp4.number_tiles(collections.defaultdict(lambda: lambda *_: None), zeros(8, dtype=torch.int64), 100)
+
+
+def find_kernels() -> set[str]:
+    """The names of the functions of atom/kernels that something launches."""
+    import atom.kernels
+    from atom.kernels.triton.jit import JITFunction
+
+    kernels = set[str]()
+    for found in pkgutil.walk_packages(atom.kernels.__path__, "atom.kernels."):
+        module = importlib.import_module(found.name)
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+                function = getattr(module, node.value.id, None)
+                if isinstance(function, JITFunction):
+                    kernels.add(f"{function.__module__}.{function.__name__}")
+    return kernels
+
+
+def compile_launch(launch: Launch, arch: str, is_to_end: bool) -> None:
+    """Compile a launch to Triton's IR, or to a cubin, whose shared memory must fit."""
+    kernel = launch.find()
+    _, _, target, backend, binder = kernel.device_caches[0]
+    given = launch.options | {"debug": False}
+    options, *rest = kernel._pack_args(backend, given, *binder(**launch.args, **given))
+    source, stages, metadata = kernel.ASTSource(kernel, *rest), dict[str, Any](), {"target": target, **vars(options)}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    if is_to_end:
+        for compile in stages.values():
+            made = compile(made, metadata)
+        room, taken = GPUS[arch].shared_memory, metadata["shared"]
+        assert taken <= room, f"takes {taken} bytes of shared memory, of {room}"
+
+
+def pick_launches(launches: Iterable[Launch]) -> list[Launch]:
+    """Of each kernel, launches that have all values of each constexpr and option, types of each argument, and tiles.
+
+    Of sizes there is one for each power of 2 that divides them.
+    """
+    by_kernel: dict[str, list[Launch]] = {}
+    for each in launches:
+        by_kernel.setdefault(each.kernel, []).append(each)
+    return [each for same in by_kernel.values() for each in _pick(same)]
+
+
+def _pick(launches: Sequence[Launch]) -> Iterator[Launch]:
+    constant = {p.name for p in launches[0].find().params if p.is_constexpr}
+    tiles = [name for name in constant if TILES.match(name)]
+    left = list[tuple[set[Any], Launch]]()
+    for each in launches:
+        values = {name: _reduce(value) if name in constant else _type(value) for name, value in each.args.items()}
+        left.append(({*values.items(), *each.options.items(), tuple(values[name] for name in tiles)}, each))
+    missing = set[Any]().union(*(values for values, _ in left))
+    while missing:
+        values, best = max(left, key=lambda each: len(each[0] & missing))
+        missing -= values
+        yield best
+
+
+def _reduce(value: Any) -> Any:
+    if not isinstance(value, int) or value <= 64 or value & (value - 1) == 0:
+        return value if isinstance(value, int | float | str | None) else repr(value)
+    return f"a multiple of {min(value & -value, 512)}"
+
+
+def _type(value: Any) -> Any:
+    if isinstance(value, int | float | None):
+        return type(value), value == 1
+    return (value.base.dtype, *value.block_shape, repr(value.layout)) if hasattr(value, "block_shape") else repr(value)

@@ -278,7 +278,7 @@ def test_the_groups_jobs_and_commands():
         path.name: {file.stem for file in path.glob("*.yaml")} for path in (ROOT / "conf").iterdir() if path.is_dir()
     }
     assert groups == {
-        "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
+        "gpu": {"a100", "b200", "h100", "h200", "l4", "l40s", "mi300x", "mi355x", "rtx_4090", "rtx_5090"},
         "job": {"bench", "cache", "chat", "compile", "explain", "generate", "profile", "recipe", "serve"},
         "model": set(MODEL_FILES.split()),
         "tool_calls": set(TOOL_FORMATS.split()),

@@ -1471,7 +1471,9 @@ def test_a_wrong_gpu_file_is_one_line_that_names_it(tmp_path: Path, text: str, m
 def test_an_unknown_gpu_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"job\.gpu=h20: there is no such file and no such GPU, did you mean h200\?;"):
         load_gpu("h20")
-    with pytest.raises(ConfigError, match=r"GPUs: a100, h100, h200, l40s, mi300x, mi355x, rtx_4090$"):
+    with pytest.raises(
+        ConfigError, match=r"GPUs: a100, b200, h100, h200, l4, l40s, mi300x, mi355x, rtx_4090, rtx_5090$"
+    ):
         load_gpu("/nowhere")
 
 

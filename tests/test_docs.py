@@ -290,7 +290,7 @@ def run_script(path: str, argv: list[str], patch: pytest.MonkeyPatch) -> int:
         return 0
     patch.setattr(sys, "argv", [path, *argv])
     parse = argparse.ArgumentParser.parse_args
-    patch.setattr(argparse.ArgumentParser, "parse_args", lambda parser: parse(parser) and stop())
+    patch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, *given: parse(parser) and stop())
     spec = importlib.util.spec_from_file_location("script", program)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

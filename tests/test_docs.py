@@ -69,11 +69,11 @@ STAND_INS = {  # for names in capitals, for plugins, which are not installed, an
     "job.objective=phases.decode.share_of_limit": ["-m", "job=bench", "job.objective=phases.decode.share_of_limit"],
 }
 TINY: dict[str, Any] = {
-    "hidden_size": 48,
+    "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "intermediate_size": 80,
+    "intermediate_size": 96,
     "vocab_size": 300,
     "max_position_embeddings": 4096,
     "torch_dtype": "float32",

@@ -101,7 +101,7 @@ def instead_of(path: str) -> str:
         return f"write {meant}"
     plain = re.sub("^(/v1)+(?=/v1/)", "", re.sub("/+", "/", path))  # clients add their own /v1 to a base URL's
     if plain != path:
-        return f"write {shown(plain)}: the base URL has /v1 once, and no slash behind it"
+        return f"write {shown(plain)}: the base URL has /v1 once, and no slash after it"
     return "/docs lists what there is"
 
 

@@ -35,8 +35,9 @@ LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at 
 MAX_LATE = 0.1  # seconds that a timer may fire late
 SINGLE_HEADERS = (b"host", b"authorization", b"x-api-key")
 UPGRADE = re.compile(rb"(?i)(?<=\n)(?=upgrade[ \t]*:)")
+INVALID = "this is not a valid HTTP request"
 MESSAGES = {
-    HTTPStatus.BAD_REQUEST: "this is not a valid HTTP request",
+    HTTPStatus.BAD_REQUEST: INVALID,
     HTTPStatus.REQUEST_TIMEOUT: "the request did not arrive in time",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "the body is larger than this server takes (serve.http.max_body)",
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "the headers are larger than this server takes (serve.http.max_header)",
@@ -55,6 +56,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.url = b""  # no URL yet
         self._refusal_status = HTTPStatus.BAD_REQUEST  # the status that a parser error is answered with
+        self._refusal_message: str | None = None  # None: that of its status
         self._is_in_head, self._num_header_bytes, self._num_body_bytes = True, 0, 0
         self._is_in_body = False
         self._is_refused = False
@@ -101,9 +103,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > self.limits.max_header:
             self._fail_parsing(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         counts = Counter(name for name, _ in self.headers)
-        lacks_host = not counts[b"host"] and self.parser.get_http_version() == "1.1"
-        if lacks_host or any(counts[name] > 1 for name in SINGLE_HEADERS):
-            self._fail_parsing(HTTPStatus.BAD_REQUEST)
+        if not counts[b"host"] and self.parser.get_http_version() == "1.1":
+            self._fail_parsing(HTTPStatus.BAD_REQUEST, f"{INVALID}: HTTP/1.1 needs a Host header")
+        for name in SINGLE_HEADERS:
+            if counts[name] > 1:
+                self._fail_parsing(HTTPStatus.BAD_REQUEST, f"{INVALID}: it has more than one {name.decode()} header")
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if length.isdigit() and int(length) > self.limits.max_body:
             self._fail_parsing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
@@ -129,20 +133,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for every error of the parser."""
-        self._refuse(self._refusal_status)
+        self._refuse(self._refusal_status, self._refusal_message)
 
-    def _fail_parsing(self, status: HTTPStatus) -> None:
-        self._refusal_status = status
+    def _fail_parsing(self, status: HTTPStatus, message: str | None = None) -> None:
+        self._refusal_status, self._refusal_message = status, message
         raise _ParsingStopped
 
-    def _refuse(self, status: HTTPStatus) -> None:
+    def _refuse(self, status: HTTPStatus, message: str | None = None) -> None:
         """Send an error response, unless a response has started, and close the connection."""
         self._is_refused = True
         self._stop_read_timer()
         path = strip_root(self.url.partition(b"?")[0].decode("latin-1"), self.limits.root_path)
         request_id = request_id_of(dict(self.headers or ()))
         fields = {"request_id": request_id, "path": shown(path), "status": int(status), "client": self.client}
-        fields["error"] = MESSAGES[status]
+        fields["error"] = message = message or MESSAGES[status]
         LOG.warning("refused a request: %d", status, extra={"fields": fields})
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -152,7 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self.metrics.http.labels("other", str(int(status))).inc()  # it reached no route
-            body = json.encode(body_at(path, status, error_body(status, MESSAGES[status]), request_id))
+            body = json.encode(body_at(path, status, error_body(status, message), request_id))
             head = f"HTTP/1.1 {status} {status.phrase}\r\ncontent-type: application/json\r\n"
             for name in request_id_headers(is_anthropic=is_anthropic(path)):
                 head += f"{name}: {request_id}\r\n"

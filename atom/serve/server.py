@@ -128,6 +128,8 @@ class Server:
         self._socket = passed or bind(http.host, http.port)
         if not self._opens_late:
             listen(self._socket)
+        fields = {"version": atom.__version__, "checkpoint": config.checkpoint or config.model.name}
+        LOG.info("starting", extra={"fields": {**fields, "pid": os.getpid(), "port": self._port}})
         if not tenants and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
             LOG.warning("whoever reaches port %d may use this server, as it has no API keys: %s", self._port, fix)
@@ -144,8 +146,6 @@ class Server:
     async def run(self) -> int:
         """Serve until a signal or the engines' death; return the exit code. AtomError where none can start."""
         loop = asyncio.get_running_loop()
-        fields = {"version": atom.__version__, "checkpoint": self._config.checkpoint or self._config.model.name}
-        LOG.info("starting", extra={"fields": {**fields, "pid": os.getpid(), "port": self._port}})
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
         if not sys.stderr.isatty():

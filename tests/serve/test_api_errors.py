@@ -70,7 +70,7 @@ def test_a_route_of_llama_cpp_or_ollama_names_ours(server: Server, method: str, 
 )
 def test_a_base_url_with_too_much_is_told_from_an_unknown_route(server: Server, method: str, path: str, meant: str):
     message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
-    told = f"write {meant}: the base URL has /v1 once, and no slash behind it"
+    told = f"write {meant}: the base URL has /v1 once, and no slash after it"
     assert message == f"there is no {method} {path} here; {told}"
 
 

@@ -226,24 +226,29 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def warnings_of(talker: Path, folder: Path, *overrides: str) -> list[str]:
+def log_of(talker: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     server = serving.launch(talker, folder, *overrides, stub={})
     wire.wait_until(lambda: " at http://" in server.log.read_text())
     server.process.kill()
     server.process.wait()
-    lines = map(json.loads, server.log.read_text().splitlines())
-    return [line["message"] for line in lines if line["level"] == "warning"]
+    return [json.loads(line) for line in server.log.read_text().splitlines()]
+
+
+def warnings_of(log: list[dict[str, Any]]) -> list[str]:
+    return [line["message"] for line in log if line["level"] == "warning"]
 
 
 def test_an_open_door_is_one_warning(talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("ATOM_API_KEYS", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    (line,) = warnings_of(talker, tmp_path, "serve.http.host=0.0.0.0")
+    lines = log_of(talker, tmp_path, "serve.http.host=0.0.0.0")
+    assert lines[0]["message"] == "starting", "before the warning"
+    (line,) = warnings_of(lines)
     assert re.match(
         r"whoever reaches port \d+ may use this server, as it has no API keys: set serve.http.api_keys", line
     )
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    assert warnings_of(talker, tmp_path, "serve.http.host=0.0.0.0") == []
+    assert warnings_of(log_of(talker, tmp_path, "serve.http.host=0.0.0.0")) == []
 
 
 def test_lines_that_a_process_printed_are_logged_by_their_origin(caplog: pytest.LogCaptureFixture):

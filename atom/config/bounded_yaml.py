@@ -90,6 +90,13 @@ def fault(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
+def _with_place(error: yaml.MarkedYAMLError) -> str:
+    """An error's message, after the line and column that it is about: PyYAML names a <unicode string>."""
+    mark = error.problem_mark or error.context_mark
+    at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return at + "; ".join(filter(None, (error.context, error.problem)))
+
+
 def parse_yaml(text: str) -> Any:
     """Parse one document. yaml.YAMLError for what is none, a duplicate key, and what is beyond the bounds."""
     try:
@@ -98,5 +105,7 @@ def parse_yaml(text: str) -> Any:
             return loader.get_single_data()
         finally:
             loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        raise yaml.YAMLError(_with_place(error)) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of PyYAML's constructors
         raise yaml.YAMLError(f"a value is malformed: {first_line(error).partition(';')[0]}") from None

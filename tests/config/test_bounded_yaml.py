@@ -56,7 +56,7 @@ def billion_laughs(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1\nlevel: 2\nseed: 3", "the key seed is set twice; in .*line 3"),
+        ("seed: 1\nlevel: 2\nseed: 3", "^line 3, column 1: the key seed is set twice$"),
         ("a: {b: 1, b: 1}", "the key b is set twice"),
         ("a: &x [*x]", r"the alias \*x refers to nothing before it"),
         ("a: &x\n  b: *x", r"the alias \*x refers to nothing before it"),
@@ -80,4 +80,4 @@ def billion_laughs(levels: int) -> str:
 def test_what_has_no_bound_or_no_single_meaning_is_refused(text: str, message: str):
     with pytest.raises(yaml.YAMLError) as raised:
         parse_yaml(text)
-    assert re.match(message, one_line(raised.value)), one_line(raised.value)
+    assert re.search(message, one_line(raised.value)), one_line(raised.value)

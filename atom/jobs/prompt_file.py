@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 from atom.errors import ConfigError
 
+OBJECT_START = re.compile(r'\s*\{\s*"')
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's batches
 # fields of an answer, which an object in the file may not have too: one of the two would be lost
 ANSWER_FIELDS = frozenset({
@@ -86,7 +88,7 @@ def _parse_prompts(text: str, source: str) -> list[tuple[str, Any]]:
     whole = _read_json(text)
     if isinstance(whole, list):
         return _number(whole, f" of {source}")
-    if isinstance(whole, dict):
+    if isinstance(whole, dict) and "\n" in text.strip():
         return [(source, whole)]
     lines = [(f"line {at} of {source}", line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
@@ -101,7 +103,7 @@ def _number(prompts: Any, of: str = "") -> list[tuple[str, Any]]:
 
 def _parse_line(line: str, where: str) -> Any:
     value = _read_json(line)
-    if value is None and line.lstrip().startswith('{"'):
+    if value is None and OBJECT_START.match(line):
         raise ConfigError(f'{where} begins like an object and is not valid JSON; as a text, write it as "…" in JSON')
     return value if isinstance(value, str | list | dict) else line
 
@@ -119,12 +121,12 @@ def _make_entry(where: str, value: Any, is_chat: bool) -> Entry:
         return Entry(where, value, {"prompt": value})
     if value.keys() >= BATCH_FIELDS:
         raise ConfigError(
-            f"{where} is of an OpenAI batch file (custom_id, method, url, body), which is not supported; "
+            f"{where} is an OpenAI batch request (custom_id, method, url, body), which is not supported; "
             'give the body\'s "messages" or "prompt" as an object, with an "id" if you like'
         )
     if ("prompt" in value) == ("messages" in value):
-        which = "both" if "prompt" in value else "neither"
-        raise ConfigError(f'{where} has {which} of "prompt" and "messages"; an object needs one of them')
+        which = 'both "prompt" and' if "prompt" in value else 'neither "prompt" nor'
+        raise ConfigError(f'{where} has {which} "messages"; an object needs one of them')
     if lost := sorted(ANSWER_FIELDS & value.keys()):
         raise ConfigError(f"{where} has the field {lost[0]}, which its answer has too; rename it or leave it out")
     if "prompt" in value:

@@ -59,21 +59,28 @@ BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "bod
 @pytest.mark.parametrize(
     ("line", "is_chat", "why"),
     [
-        ('{"no": 1}', True, 'has neither of "prompt" and "messages"; an object needs one of them'),
-        ('{"prompt": "a", "messages": []}', True, 'has both of "prompt" and "messages"; an object needs one of them'),
+        ('{"no": 1}', True, 'has neither "prompt" nor "messages"; an object needs one of them'),
+        ('{"prompt": "a", "messages": []}', True, 'has both "prompt" and "messages"; an object needs one of them'),
         ('{"messages": [{"role": "user", "content": "a"}]}', False, "add job.chat=true"),
         ('{"messages": []}', True, '"messages" is []; give a list of objects such as {"role": "user", "content": "…"}'),
         ('{"messages": [{"content": "a"}]}', True, "give a list of objects"),
         ('{"prompt": null}', False, '"prompt" is None; give a text or a list of token ids'),
         ('{"prompt": "a", "text": "b"}', False, "has the field text, which its answer has too; rename it"),
         ('{"prompt": "a"', False, "begins like an object and is not valid JSON"),
-        (json.dumps(BATCH), True, "is of an OpenAI batch file (custom_id, method, url, body), which is not supported"),
+        ('{ "prompt": "a", }', False, "begins like an object and is not valid JSON"),
+        (json.dumps(BATCH), True, "is an OpenAI batch request (custom_id, method, url, body), which is not supported"),
     ],
 )
 def test_other_lines_are_refused_by_their_number(line: str, is_chat: bool, why: str, tmp_path: Path):
     (tmp_path / "in").write_text(f"a text\n\n{line}\n")
     with pytest.raises(ConfigError, match=f"^line 3 of {re.escape(str(tmp_path))}/in.*{re.escape(why)}"):
         read_prompts(f"@{tmp_path}/in", is_chat=is_chat)
+
+
+def test_a_file_of_one_line_is_refused_by_its_number_too(tmp_path: Path):
+    (tmp_path / "in").write_text('{"no": 1}\n')
+    with pytest.raises(ConfigError, match=r"^line 1 of "):
+        read_prompts(f"@{tmp_path}/in")
 
 
 def test_the_fields_of_an_answer_are_those_that_an_object_may_not_have():

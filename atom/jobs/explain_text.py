@@ -109,7 +109,7 @@ def _describe_drafts(result: dict[str, Any]) -> Iterator[Line]:
             measured = ", ".join(f"{time / 1e3:.3f}" for time in times)
             yield f"  {gpu}", f"{measured} ms a step of {size} sequences with 0, 1, … drafts of each"
     for name in result["left_out"]:
-        yield "left out", f"{name}, stored behind the last layer to predict further tokens"
+        yield "left out", f"{name}, stored after the last layer to predict further tokens"
 
 
 def _describe_kv(result: dict[str, Any], config: Config) -> Iterator[Line]:
@@ -127,15 +127,18 @@ def _describe_gpu(gpu: dict[str, Any], weights_bytes: int, config: Config) -> It
     if gpu["weights_fit"]:
         yield "  weights", f"fit: {weights_bytes / gpu['memory_bytes']:.1%} of its memory"
         does = "fits" if gpu["fits"] else "does not fit"
-        yield "  KV", f"{_longest(config)} {does}: behind the weights is room for {_each(gpu['kv_tokens'], 'tokens')}"
+        yield (
+            "  KV",
+            f"{_longest(config)} {does}: after the weights there is room for {_each(gpu['kv_tokens'], 'tokens')}",
+        )
     else:
-        yield "  weights", f"do not fit: they alone take {gpu['gpus_for_weights']} such GPUs at least"
+        yield "  weights", f"do not fit: they need at least {gpu['gpus_for_weights']} such GPUs"
     yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over weights and KV"
     if times := [each["collective_seconds"] for each in gpu["decode"] if each["collective_seconds"]]:
         shown = ", ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
         yield "  collectives", f"{shown} of these steps, by the times in the GPU's file"
     if rate := gpu["prefill_tokens_per_second"]:
-        yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the products of layers, without attention"
+        yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the layers' GEMMs, without attention"
     for layout in gpu.get("layouts", ()):
         yield f"  {layout['name']}", _layout(layout)
 

@@ -350,13 +350,13 @@ weights          627.9 GiB in all, 36.0 GiB active
   fp8[128, 128]  623.3 GiB, 624.2 GiB in memory
   bf16           3.7 GiB
   fp32           58.0 KiB
-left out         model.layers.61.*, stored behind the last layer to predict further tokens
+left out         model.layers.61.*, stored after the last layer to predict further tokens
 KV a token       70,272 bytes (latent)
 
 GPU              h200: 139.8 GiB of memory, 4.47 TB/s
-  weights        do not fit: they alone take 5 such GPUs at least
+  weights        do not fit: they need at least 5 such GPUs
   decode         at most 115 tokens/s for one request of 1,024 tokens, 327 for 32: its bandwidth over weights and KV
-  prefill        at most 20,606 tokens/s: its rate over the products of layers, without attention
+  prefill        at most 20,606 tokens/s: its rate over the layers' GEMMs, without attention
 """
 
 
@@ -519,7 +519,7 @@ def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     share = result["weights_bytes"] / gpu.memory
     assert f"\n  weights   fit: {share:.1%} of its memory\n" in out
     assert (
-        f"\n  KV        one sequence of max_model_len=40,960 fits: behind the weights is room for {(blocks - 1) * 16:,} tokens (full)\n"
+        f"\n  KV        one sequence of max_model_len=40,960 fits: after the weights there is room for {(blocks - 1) * 16:,} tokens (full)\n"
         in out
     )
     rates = f"{one['tokens_per_second']:,.0f} tokens/s for one request of 1,024 tokens, {many['tokens_per_second']:,.0f} for 32: "
@@ -531,7 +531,7 @@ def test_the_pool_of_a_gpu_is_what_its_memory_leaves_unless_it_is_set(run: Any, 
     model = (published("deepseek_v3"), "model.layers=6")
     default, on_gpu, set_to = (run(*model, *more)[1] for more in ((), ("job.gpu=h200",), ("job.gpu=h200", SMALL_POOL)))
     assert [out.count("\nKV pool ") for out in (default, on_gpu, set_to)] == [1, 0, 1]
-    assert "too few" not in on_gpu and "of max_model_len=163,840 fits: behind the weights is room for" in on_gpu
+    assert "too few" not in on_gpu and "of max_model_len=163,840 fits: after the weights there is room for" in on_gpu
     assert re.search(r"\nKV pool  +6[34]\.\d MiB .*: too few for one sequence of max_model_len=163,840\n", set_to)
 
 
@@ -577,7 +577,8 @@ def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path
     assert (on(needed - one)["gpus_for_weights"], on(needed - one - 1)["gpus_for_weights"]) == (1, 2)
     _, out, _ = run(*model, gpu_of(needed - 1))
     assert (
-        "one sequence of max_model_len=40,960 does not fit: behind the weights is room for 40,944 tokens (full)" in out
+        "one sequence of max_model_len=40,960 does not fit: after the weights there is room for 40,944 tokens (full)"
+        in out
     )
 
 
@@ -792,7 +793,7 @@ def test_the_page_has_passes_sizes_kernels_and_their_reasons(run: Any, published
     assert code == 0, err
     _, text, _ = run(*given)
     page = html.unescape(re.sub(r"<[^>]+>", "\n", out))
-    for line in (f"{total:,} in all, {active:,} active", "fits: behind the weights is room for"):
+    for line in (f"{total:,} in all, {active:,} active", "fits: after the weights there is room for"):
         assert line in text and line in page
     folded = re.findall(r"<summary>(\w+): (\d+) changes?", out)
     assert ("sink_into_head", "1") in folded and ": 1 changes" not in out

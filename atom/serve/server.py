@@ -79,6 +79,7 @@ def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], http: HTTPConfig) ->
     with contextlib.ExitStack() as opened:
         if log.is_captured(http.log):
             opened.enter_context(log.capture())
+        opened.callback(log.flush)  # the command line's error comes after the log
         runner = opened.enter_context(asyncio.Runner(loop_factory=find_loop()))
         try:
             return runner.run(serve())
@@ -178,7 +179,7 @@ class Server:
         return self._code
 
     async def _serve(self) -> None:
-        """Accept connections: from the start, or where the port opens late, once requests can be answered."""
+        """Accept connections: from the start or, if the port opens late, once requests can be answered."""
         if self._opens_late:
             ready = asyncio.gather(self._engines.ready.wait(), self._context.has_tokenizer.wait())
             ending = asyncio.create_task(self._uvicorn.ended.wait())
@@ -391,7 +392,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Open a socket with an address. ConfigError where it is in use."""
+    """Open a socket with an address. ConfigError if it is in use."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.socket(family, kind, proto)
@@ -403,7 +404,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(opened: socket.socket) -> None:
-    """Let clients connect; until then they are refused. ConfigError where another process listens at the address."""
+    """Let clients connect; until then they are refused. ConfigError if another process listens at the address."""
     try:
         opened.listen(BACKLOG)
     except OSError as error:

@@ -4,6 +4,8 @@ import asyncio
 import importlib.util
 import logging
 import resource
+import subprocess
+import sys
 
 import pytest
 import uvicorn
@@ -29,6 +31,28 @@ def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
         logging.getLogger("atom").handlers, logging.getLogger().handlers = kept
         logging.getLogger("atom").propagate = True
         logging.captureWarnings(False)
+
+
+def test_the_log_is_written_before_the_error_of_the_command_line():
+    program = """
+import logging
+from atom.config import HTTPConfig
+from atom.errors import ConfigError
+from atom.serve.server import run_loop
+
+async def serve():
+    for number in range(20000):
+        logging.getLogger("atom").info("line")
+    raise ConfigError("it cannot")
+
+try:
+    run_loop(serve, HTTPConfig())
+except ConfigError as error:
+    os.write(2, str(error).encode())
+"""
+    done = subprocess.run([sys.executable, "-c", f"import os{program}"], capture_output=True, text=True)
+    *lines, last = done.stderr.splitlines()
+    assert last == "it cannot" and all('"message":"line"' in line for line in lines) and len(lines) > 100
 
 
 def test_a_server_that_does_not_listen_yet_can_stop_too():

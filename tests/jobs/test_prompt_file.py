@@ -109,6 +109,8 @@ def test_a_line_that_was_cut_off_leaves_the_file_and_one_of_another_kind_is_refu
     file.write_text(done(prompt="a") + done(prompt="b")[:-9])
     assert without_answered(entries, file, 1) == entries[1:]
     assert file.read_text() == done(prompt="a")
+    file.write_text((done(prompt="a") + done(prompt="b")).rstrip())
+    assert without_answered(entries, file, 1) == [], "an editor has removed the last line's end"
     for text in (done(prompt="a") + "notes\n", done(prompt="a") + "notes"):
         file.write_text(text)
         with pytest.raises(ConfigError, match="line 2 is not an answer of job=generate; name another file"):

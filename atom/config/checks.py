@@ -45,14 +45,21 @@ def check_passes(passes: PassesConfig) -> None:
 
 def check_device(config: Config, device: str) -> None:
     """Check that torch has the device, and that it has what the level needs."""
-    if config.device == "rocm" and config.job.kind != "explain" and not is_built_for_amd():
-        raise UnsupportedError("device=rocm: the torch that is installed here is not built for AMD's GPUs")
-    if config.device == "rocm" and config.job.gpu is None and not (is_built_for_amd() and find_device() == "cuda"):
-        raise ConfigError("device=rocm: there is no such GPU here; name the one to explain, as in job.gpu=mi300x")
+    if config.device == "rocm":
+        check_rocm(config)
     enforces_eager = config.serve.enforce_eager
     if config.level == 3 and (device == "cpu" or enforces_eager):
         why = "serve.enforce_eager=true" if enforces_eager else f"device={device}"
         raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
+
+
+def check_rocm(config: Config) -> None:
+    """Check that torch is built for AMD's GPUs, or that job=explain knows which of them it is about."""
+    is_built, is_explain = is_built_for_amd(), config.job.kind == "explain"
+    if not is_explain and not is_built:
+        raise UnsupportedError("device=rocm: the torch that is installed here is not built for AMD's GPUs")
+    if is_explain and config.job.gpu is None and not (is_built and find_device() == "cuda"):
+        raise ConfigError("device=rocm: there is no such GPU here; name the one to explain, as in job.gpu=mi300x")
 
 
 def check_http(http: HTTPConfig) -> None:

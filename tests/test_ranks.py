@@ -299,7 +299,7 @@ def test_a_rank_that_neither_beats_nor_uses_the_cpu_ends_the_engine():
 
 
 def test_a_rank_that_computes_with_the_lock_held_is_waited_for():
-    with closing(Ranks([RankProcess(HELD)], [b"5"])) as ranks:
+    with closing(Ranks([RankProcess(HELD)], [b"3.5"])) as ranks:
         ranks.limit_silence(2.0)
         assert ranks.receive(1) == b"done" and ranks.await_fault(0) is None
 

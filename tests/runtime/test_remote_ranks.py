@@ -247,6 +247,7 @@ def test_a_rank_or_supervisor_that_dies_is_a_fault_at_once_and_leaves_nothing(wh
     assert time.monotonic() - since < limit
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("which", ["rank", "supervisor", "both"])
 def test_a_rank_or_supervisor_that_is_stopped_ends_nothing_and_goes_on(which: str, supervised: Supervised):
     ranks, rank, supervisor = supervised.ranks, supervised.rank, supervised.supervisor.pid

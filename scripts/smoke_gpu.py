@@ -28,7 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 NAMES = (  # of smoke_paths.PATHS, which is imported by the processes of paths only; the longest first
     "fp8-block-experts", "mxfp4-experts", "latents", "mtp", "fp8", "int4-zeros", "lora", "fp8-kv", "dense", "windows",
-    "ngram", "sleep", "level-3", "level-0", "grammar", "scaled-product",
+    "ngram", "sleep", "level-3", "level-0", "grammar", "scaled-gemm",
 )  # fmt: skip
 SECONDS = 300.0  # after which a path is taken to hang
 LOG_LINES = 25  # of a failed path's output that are shown
@@ -89,13 +89,13 @@ def run_process(name: str, command: Command, threads: int, seconds: float, runni
             finally:
                 end_group(process)
                 running.remove(process)
-        elapsed, told = time.monotonic() - began, "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        elapsed, tail = time.monotonic() - began, "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         if hung:
-            return Outcome(name, "failed", elapsed, f"has not ended in {seconds:g} s", told)
+            return Outcome(name, "failed", elapsed, f"has not ended in {seconds:g} s", tail)
         if not result.exists():
-            return Outcome(name, "failed", elapsed, f"its process ended with {process.returncode}", told)
+            return Outcome(name, "failed", elapsed, f"its process ended with {process.returncode}", tail)
         status, about, machine = json.loads(result.read_text())
-        return Outcome(name, status, elapsed, about, told if status == "failed" else "", machine)
+        return Outcome(name, status, elapsed, about, tail if status == "failed" else "", machine)
 
 
 def end_group(process: Process) -> None:
@@ -121,9 +121,8 @@ def run_path(name: str, device: str, cache: str | None) -> tuple[str, str]:
         except Exception as error:
             traceback.print_exc()
             reason = (str(error).splitlines() or [""])[0]
-            return "failed", reason if isinstance(
-                error, AssertionError
-            ) and reason else f"{type(error).__name__}: {reason}"
+            is_verdict = isinstance(error, AssertionError) and reason
+            return "failed", reason if is_verdict else f"{type(error).__name__}: {reason}"
 
 
 def describe_machine(device: str) -> str:

@@ -61,7 +61,7 @@ def watch() -> set[str]:
     for module, function, names in (
         (packed_hopper, "multiply", split("packed linear")),
         (packed_hopper, "multiply_grouped", split("grouped experts")),
-        (linear, "multiply_quantized", named("scaled product")),
+        (linear, "multiply_quantized", named("scaled GEMM")),
         (gate_hopper, "gated_linear", named("gates in Gluon")),
         (few_hopper, "multiply_few", named("few experts")),
         (grouped_packed_hopper, "multiply", named("many experts")),

@@ -137,8 +137,8 @@ def write_adapter(base: Path, adapter: Path, merged: Path, seed: int) -> None:
         folder.mkdir()
     save_file(factors, adapter / "adapter_model.safetensors")
     targets = sorted({name.split(".")[-3] for name in factors})
-    stated = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": targets, "bias": "none"}
-    (adapter / "adapter_config.json").write_text(json.dumps(stated))
+    config = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": targets, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     shutil.copy(base / "config.json", merged)
     save_file(tensors, merged / "model.safetensors", {"format": "pt"})
 

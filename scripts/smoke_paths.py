@@ -301,14 +301,14 @@ def dense(session: Session) -> str:
 def fp8(session: Session) -> str:
     """Wide enough that linears of few rows are split, and those of a prompt multiplied in fp8."""
     folder = session.write(qwen3(hidden_size=2048, intermediate_size=4096))
-    runs = ("packed linear", "split packed linear", "scaled product")
+    runs = ("packed linear", "split packed linear", "scaled GEMM")
     fields, rounding = {"quant": "fp8"}, {"quant.act": "fp8"}
     return session.compare(Check(folder, fields=fields, rounding=rounding, runs=runs))
 
 
 def fp8_block_experts(session: Session) -> str:
     folder = session.write(qwen3_moe())
-    runs = ("packed linear", "split packed linear", "scaled product", "few experts", "split few experts",
+    runs = ("packed linear", "split packed linear", "scaled GEMM", "few experts", "split few experts",
             "grouped experts", "split grouped experts", "many experts", "fp8 experts")  # fmt: skip
     fields, rounding = {"quant": "fp8_block"}, {"quant.act": "fp8"}  # which on a CPU leaves those of experts in bf16
     return session.compare(Check(folder, (600, 1100), fields=fields, rounding=rounding, runs=runs, bounds=FP8_EXPERTS))
@@ -452,10 +452,10 @@ def level_3(session: Session) -> str:
     return session.compare(Check(folder, (100,), dtype="fp32"))
 
 
-def scaled_product(session: Session) -> str:
-    """The library's product of fp8 by blocks of 128 x 128, whose scales atom pads to a multiple of 4 a row."""
+def scaled_gemm(session: Session) -> str:
+    """torch._scaled_mm with blocks of 128 x 128, whose scales atom pads to a multiple of 4 a row."""
     if not session.is_hopper:
-        raise Skipped("the library multiplies by such blocks on Hopper only")
+        raise Skipped("torch._scaled_mm takes such blocks on Hopper only")
     from gpu.scaled import COLUMNS, LARGEST_ERROR, relative_error
 
     errors = {columns: relative_error(columns, is_shuffled=True) for columns in COLUMNS}
@@ -479,5 +479,5 @@ PATHS: dict[str, Callable[[Session], str]] = {
     "sleep": sleep,
     "level-0": level_0,
     "level-3": level_3,
-    "scaled-product": scaled_product,
+    "scaled-gemm": scaled_gemm,
 }

@@ -1,4 +1,4 @@
-"""The library's product of fp8 in blocks of 128 x 128, against float64 on the CPU of the same numbers unpacked.
+"""torch._scaled_mm of fp8 in blocks of 128 x 128, against float64 on the CPU of the same numbers unpacked.
 
 The rounding of activations is plain torch's, each 128 columns of a row by a scale of their own.
 """

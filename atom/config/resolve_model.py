@@ -209,7 +209,8 @@ def check_mlp_types(model: ModelConfig) -> None:
     kinds = {"sparse" if mlp.kind == "moe" else "dense" for mlp in model.mlp}
     for kind in listed:
         if kind not in kinds:
-            raise UnsupportedError(f"{at}: {kind} is not built for this model; there is: {', '.join(sorted(kinds))}")
+            supported = ", ".join(sorted(kinds))
+            raise UnsupportedError(f"{at}: {kind} is not supported for this model (supported: {supported})")
 
 
 def check_stacked(model: ModelConfig) -> None:

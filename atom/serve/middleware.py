@@ -192,8 +192,8 @@ class Guard:
         """fault: of the request's signature. has_key: a wrong one"""
         header = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
         if fault is None:
-            what = "the API key is invalid: this server has no such key" if has_key else "an API key is missing"
-            body = error_body(401, f"{what}{';' if has_key else ':'} send {header}", code="invalid_api_key")
+            what = "the API key is invalid, this server has no such key" if has_key else "an API key is missing"
+            body = error_body(401, f"{what}: send {header}", code="invalid_api_key")
         else:
             body = error_body(401, f"the signature does not count: {fault}", code="invalid_signature")
         # only Basic: Chromium reads the header as one challenge, and shows no prompt if another scheme follows

@@ -230,9 +230,8 @@ def read_mapping(at: str, path: Path) -> list[Tenant]:
         entries = parse_yaml(read_text(at, path))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # the text itself has keys
-        raise ConfigError(
-            f"{at}: no YAML, or a name is there twice" + (f" (line {mark.line + 1})" if mark else "")
-        ) from None
+        line = f" (line {mark.line + 1})" if mark else ""
+        raise ConfigError(f"{at} is not valid YAML, or has a name twice{line}") from None
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"{at} holds no key; write NAME: {{key: KEY}}")
     found = [read_entry(f"{at}: {name}", str(name), entry) for name, entry in entries.items()]

@@ -33,8 +33,12 @@ def test_layers_have_the_mlps_that_a_checkpoint_lists(variant: str, tmp_path: Pa
     ("variant", "types", "message"),
     [
         ("mellum", ["sparse"], "model.mlp_layer_types names only 1 layers, the model has 3"),
-        ("mellum", ["hash"] * 3, "model.mlp_layer_types: hash is not built for this model; there is: dense, sparse"),
-        ("llama", TYPES, "model.mlp_layer_types: sparse is not built for this model; there is: dense"),
+        (
+            "mellum",
+            ["hash"] * 3,
+            "model.mlp_layer_types: hash is not supported for this model (supported: dense, sparse)",
+        ),
+        ("llama", TYPES, "model.mlp_layer_types: sparse is not supported for this model (supported: dense)"),
         ("llama", "sparse", "model.mlp_layer_types=sparse is not a list of texts"),
     ],
 )

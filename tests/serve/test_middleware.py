@@ -183,7 +183,7 @@ def test_a_missing_key_is_an_error_in_openais_words(locked: Server):
     "headers", [bearer("x"), {"x-api-key": "x"}, {"authorization": "Basic " + base64.b64encode(b"a:x").decode()}]
 )
 def test_a_wrong_key_is_called_invalid_in_both_dialects(locked: Server, headers: dict[str, str]):
-    what = "the API key is invalid: this server has no such key; send"
+    what = "the API key is invalid, this server has no such key: send"
     told = wire.ask(locked.url, "GET", "/v1/models", headers=headers).json["error"]
     assert (told["message"], told["code"]) == (f"{what} Authorization: Bearer KEY", "invalid_api_key")
     told = wire.ask(locked.url, "POST", "/v1/messages", headers=headers).json["error"]

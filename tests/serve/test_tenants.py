@@ -128,7 +128,7 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         ("a: {key: b, tokens_per_second: true}", "tokens_per_second=True is not a number"),
         ("a: {key: sesame}\nb: {key: [c, sesame], admin: true}", "a and b have the same key; give each its own"),
         ("a: {public_key: nope}", "a.public_key is not a public key of Ed25519"),
-        ("a: {key: sesame, : [", r"no YAML, or a name is there twice \(line 1\)$"),
+        ("a: {key: sesame, : [", r" is not valid YAML, or has a name twice \(line 1\)$"),
         ("a: {key: sesame}\nb: {key: c}\na: {key: d}", r"or a name is there twice \(line 3\)$"),
         ("a: {key: sesame, key: c}", r"or a name is there twice \(line 1\)$"),
     ],

@@ -422,7 +422,7 @@ def test_the_door_is_closed_without_a_key(path: str, ask: Asker):
     assert (response.status_code, seen) == (401, [])
     error = {
         "type": "authentication_error",
-        "message": "the API key is invalid: this server has no such key; send x-api-key: KEY",
+        "message": "the API key is invalid, this server has no such key: send x-api-key: KEY",
     }
     assert response.json() == {"type": "error", "error": error, "request_id": response.headers["request-id"]}
 

@@ -58,7 +58,7 @@ def test_the_worked_example_gives_the_tokens_of_transformers(
 
 @pytest.fixture
 def nanochat(tmp_path: Path) -> tuple[Path, Any]:
-    """The second file of the page, in `conf`, and a checkpoint beside it; its model."""
+    """The second file of the page, in `conf`, and a checkpoint next to it; its model."""
     (text,) = re.findall(r"```yaml\n# nanochat.yaml\n(.*?)```", DOC.read_text(), re.DOTALL)
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "nanochat.yaml").write_text(text)

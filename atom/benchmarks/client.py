@@ -124,7 +124,7 @@ async def retry(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
 
 
 async def wait_while_loading(session: aiohttp.ClientSession, base_url: str) -> None:
-    """Return once /health says nothing of loading. BenchmarkError where that takes too long, or the server ends."""
+    """Wait until /health no longer reports loading. BenchmarkError if that takes too long or the server ends."""
     import aiohttp
 
     deadline, is_waiting = time.monotonic() + LOADING_SECONDS, False

@@ -57,14 +57,12 @@ def _describe_host(host: HostBlocks, block_size: int) -> str:
 
 
 def _describe_unread_rope(config: Config) -> str:
-    """Say that heads are rotated whole, though config.json has a part; empty where the model has that part, or none."""
-    rope, stated = config.model.attention.rope, (config.hf.get("rope_parameters") or {}).get("partial_rotary_factor")
-    if rope.kind == "none" or rope.partial != 1 or stated in (None, 1):
+    """Say that whole heads are rotated though config.json gives a part; empty if the model reads it or has no rope."""
+    rope, part = config.model.attention.rope, (config.hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if rope.kind == "none" or rope.partial != 1 or part in (None, 1):
         return ""
-    unread = (
-        f"rope_parameters.partial_rotary_factor={stated} of config.json is not applied by model={config.model.name}"
-    )
-    return f"{unread}, as in most families of transformers; model.attention.rope.partial={stated} applies it"
+    unread = f"rope_parameters.partial_rotary_factor={part} of config.json is not applied by model={config.model.name}"
+    return f"{unread}, as in most families of transformers; model.attention.rope.partial={part} applies it"
 
 
 def _describe_sampling(config: Config) -> str:

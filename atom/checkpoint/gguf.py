@@ -68,7 +68,7 @@ BARE = {  # names that have neither .weight nor .bias on the hub
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
-SCALES = (".scale", ".input_scale")  # beside a weight
+SCALES = (".scale", ".input_scale")  # next to a weight
 BESIDE_POST_NORM = {"ffn_norm": "pre_feedforward_layernorm"}  # in a layer with a post_attention_norm
 PART = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
@@ -179,9 +179,9 @@ def with_scales(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTen
     of an input is of activations in 4 bits, which stay in the model's dtype here.
     """
     weights = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
-    beside = {name for name in tensors if name.endswith(SCALES) and name.rpartition(".")[0] in weights}
-    scaled = {name: tensor for name, tensor in tensors.items() if name not in beside}
-    for name in sorted(name for name in beside if name.endswith(".scale")):
+    scales = {name for name in tensors if name.endswith(SCALES) and name.rpartition(".")[0] in weights}
+    scaled = {name: tensor for name, tensor in tensors.items() if name not in scales}
+    for name in sorted(name for name in scales if name.endswith(".scale")):
         weight, scale = f"{name.rpartition('.')[0]}.weight", tensors[name]
         counts = (1, tensors[weight].shape[0]) if len(tensors[weight].shape) == 3 else (1,)
         if scale.type is not Type.F32 or math.prod(scale.shape) not in counts:

@@ -197,7 +197,7 @@ def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> di
 
 
 def gpu_of(config: Config) -> str | None:
-    """The GPU that job=explain is about: job.gpu, or DEFAULT_GPU where device=cuda is asked for and no GPU is here."""
+    """The GPU that job=explain is about: job.gpu, or DEFAULT_GPU for device=cuda on a machine without one."""
     is_elsewhere = config.job.kind == "explain" and config.device == "cuda" and find_device() == "cpu"
     return config.job.gpu or (DEFAULT_GPU if is_elsewhere else None)
 
@@ -211,10 +211,10 @@ def load_gpu(name: str) -> GPUConfig:
         raise ConfigError(f"job.gpu={name}: {no_such('file and no such GPU', name, names, 'GPUs: ')}")
     try:
         with one_line_errors(GPUConfig):
-            stated, typed = parse_yaml(path.read_text("utf-8")) or {}, OmegaConf.structured(GPUConfig)
-            if not isinstance(stated, dict):
+            given, typed = parse_yaml(path.read_text("utf-8")) or {}, OmegaConf.structured(GPUConfig)
+            if not isinstance(given, dict):
                 raise ConfigError(f"it is a list, not {', '.join(each.name for each in fields(GPUConfig))}")
-            for key, value in stated.items():
+            for key, value in given.items():
                 typed[key] = value
             gpu = cast(GPUConfig, OmegaConf.to_object(typed))
         check(gpu)

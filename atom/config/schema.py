@@ -343,7 +343,7 @@ class HTTPConfig:
     write_seconds: float = number(60.0, 0, above=True)  # seconds for a client to read what was sent
     comment_seconds: float = number(15.0, 0, above=True)  # seconds of silence in a stream before empty lines
     drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
-    heartbeat_seconds: float = number(60.0, 0.5)  # seconds without answer or use of the CPU after which an engine hangs
+    heartbeat_seconds: float = number(60.0, 0.5)  # seconds of silence without CPU use after which an engine is hung
     enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info: special tokens and the chat template
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
@@ -417,7 +417,7 @@ class JobConfig:
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate explain bench", None)  # the number of a run by which -m compares jobs
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
-    resume: bool = of("generate explain compile cache bench profile", False)  # skip what is there already
+    resume: bool = of("generate explain compile cache bench profile", False)  # skip what is done already
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
     prune: str | None = of("cache", None)  # 30d: remove what was unused for longer; 2GiB: what is beyond, by last use
     verify: bool = of("cache", False)  # look at all checksums and owners

@@ -19,7 +19,7 @@ from atom.config.spelling import override
 from atom.entrypoints.args import ROCM, flag, json_text, read_object, run_command
 from atom.entrypoints.vllm_args import VLLMArgs, VLLMParser, vllm_flag
 
-# ROCm/ATOM's default of max_tokens; and as there and in vLLM, who can connect will be answered: scripts wait for that
+# ROCm/ATOM's default of max_tokens; and as there and in vLLM, the port opens when ready: scripts wait for that
 DEFAULTS = ["sampling.max_tokens=256", "serve.http.listen_when_ready=true"]
 
 

@@ -113,7 +113,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
 
 
 def save_tokenizer(config: Config, folder: Path) -> None:
-    """Write the checkpoint's tokenizer to a folder. ConfigError where that cannot be, or with what explains as well."""
+    """Write the checkpoint's tokenizer to a folder. ConfigError if that fails or an explanation is asked for too."""
     if config.job.stage is not None or config.job.output != "text":
         raise ConfigError("job.save_tokenizer explains nothing: leave out job.stage and job.output")
     checkpoint = open_for(config, RichProgress(), weights=False)

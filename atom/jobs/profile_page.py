@@ -28,8 +28,8 @@ def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) ->
         parts.append(page.bars([make_bar(row, about["steps"]) for row in rows if row["seconds"]]))
         parts.append(
             page.paragraph(
-                "Times are of a step, as a mean of all. A mark is the least time that this machine's limits allow, "
-                "where it is known."
+                "Times are of a step, as a mean of all. A mark, if there is one, is the shortest time that this "
+                "machine's limits allow."
             )
         )
     return page.write_page(f"Profile of {result['model']}, {result['dtype']}", parts)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# colors of a page, whose places in an SVG get its variables; what they color
+# colors that stand for a page's CSS variables, which replace them in the SVG; and matplotlib's settings for each
 PLACEHOLDERS = {name: f"#00ff{at:02x}" for at, name in enumerate(("text", "line", "ground", "c0", "c1", "c2", "c3"))}
 OF_THE_PAGE = {
     "text": "text.color axes.edgecolor axes.labelcolor xtick.color ytick.color grid.color",
@@ -81,7 +81,7 @@ def draw_svg(series: Sequence[Series], unit: str) -> str:
 
 
 def import_matplotlib() -> None:
-    """ModuleNotFoundError with what to install where it is missing."""
+    """ModuleNotFoundError that says what to install if it is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:

@@ -83,7 +83,7 @@ class Told(msgspec.Struct, tag=True):
 
 
 class Limit(msgspec.Struct, tag=True):
-    """What a supervisor is told of its rank."""
+    """What the driver sends to the supervisor of a rank."""
 
     seconds: float  # without a sign of life after which it is hung
 

@@ -11,7 +11,7 @@ In that of a rank:
     code = supervise(find_driver("tcp://10.0.0.1:7000", key, rank=3), hello=b"…")
 
 `supervise` starts the rank as a child and passes frames on. So a rank is killed where the connection to the driver
-ends, even if it is stopped. A supervisor watches its rank, and tells the driver when that stops, continues or hangs.
+ends, even if it is stopped. A supervisor watches its rank and reports when that stops, continues or hangs.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _answer(process: RankProcess, connection: Connection, has_failed: threading.
 
 
 def _watch(process: RankProcess, connection: Connection, ended: threading.Event) -> None:
-    """Tell the driver when the rank stops, continues or hangs."""
+    """Report to the driver when the rank stops, continues or hangs."""
     before = Life.RUNNING
     with contextlib.suppress(OSError):
         while not ended.wait(LOOK_SECONDS):

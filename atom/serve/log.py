@@ -60,7 +60,7 @@ def time_of(record: logging.LogRecord) -> str:
 
 
 class _Handler(logging.Handler):
-    """Has the lines written by a thread. logging flushes it when the process ends."""
+    """Passes lines to a thread that writes them. logging flushes it when the process ends."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ def routes(context: Context) -> APIRouter:
 
 
 def list_formats(config: Config) -> list[str]:
-    """The formats that weights are packed in, that of the most modules first; none where all are plain."""
+    """The formats of packed weights, that of the most modules first; empty if all weights are plain."""
     model, fmt = config.model, config.quant.fmt
     named = (model.fmt, *model.formats.values()) if fmt == "auto" else (fmt,)
     counts = Counter(each.partition("[")[0] for each in named if each is not None and each != "none")

@@ -182,7 +182,7 @@ def test_new_blocks_go_to_the_table_of_their_kind() -> None:
     builder, each = StepBuilder(msgspec.structs.replace(CAPACITY, kinds=("full", "window"))), sequence(2, 5)
     each.blocks["window"] = [0, 6]
     step = admit(builder, each)
-    of_window = (PADDING + 1 + 2) * 10  # behind a row for each slot, and for nobody's
+    of_window = (PADDING + 1 + 2) * 10  # after a row for each slot, and for nobody's
     assert np.frombuffer(step.table_entries, np.int32).reshape(2, -1).tolist() == [
         [20, of_window, of_window + 1],
         [3, 0, 6],

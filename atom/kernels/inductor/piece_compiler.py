@@ -46,7 +46,7 @@ class InductorCompiler(PieceCompiler):
         except RuntimeError as error:
             raise ArtifactError(f"{folder}: this piece cannot be loaded: {str(error).splitlines()[0]}") from None
         run = runner.run
-        lock = threading.Lock()  # the runner has one too, for which a thread would wait with the interpreter's
+        lock = threading.Lock()  # the runner has one too, but threads would wait for it while they hold the GIL
 
         def call(*tensors: Tensor) -> list[Tensor]:
             inputs = [

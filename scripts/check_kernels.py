@@ -1,4 +1,4 @@
-"""Compile all our Triton and Gluon kernels with the oldest and the newest Triton that pyproject.toml allows.
+"""Compile all our kernels with the oldest and the newest Triton allowed.
 
 Each variant goes through the front end, to Triton's IR; the first of each kernel, or with --to-end all, to a cubin. A
 kernel that no recorded launch reaches is an error, too.
@@ -55,7 +55,7 @@ def main() -> int:
         return 1
     fetched = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        launches, missing = record(given.arch, Path(folder))
+        launches, missing = record(given.arch, Path(folder), given.to_end)
         failures = compile_all(launches, given.arch, tritons, given.to_end)
     for each in missing:
         print(f"{each}: scripts/kernel_launches.py has no call that launches it", file=sys.stderr)
@@ -115,7 +115,7 @@ def _run_pip(*args: str, pattern: str) -> list[str]:
     return re.findall(pattern, done.stdout, re.MULTILINE)
 
 
-def record(arch: str, folder: Path) -> tuple[list[Launch], list[str]]:
+def record(arch: str, folder: Path, is_thorough: bool = False) -> tuple[list[Launch], list[str]]:
     """The launches to compile, and the kernels that none is of."""
     import kernel_launches
 
@@ -123,7 +123,7 @@ def record(arch: str, folder: Path) -> tuple[list[Launch], list[str]]:
     launches = kernel_launches.record_launches(arch, folder)
     # those in Gluon, and some that give them their inputs, are Hopper's
     missing = kernel_launches.find_kernels() - {each.kernel for each in launches} if arch == "sm_90" else set()
-    return kernel_launches.pick_launches(launches), sorted(missing)
+    return kernel_launches.pick_launches(launches, is_thorough), sorted(missing)
 
 
 def compile_all(

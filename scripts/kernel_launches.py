@@ -1,4 +1,4 @@
-"""Record what launches our Triton and Gluon kernels on a GPU that is not here, for scripts/check-kernels.
+"""Record the launches of our kernels, for GPUs that are not here.
 
 launches = record_launches("sm_90", folder)   # of the models of tests/configs, and calls that they do not make
 kernels = find_kernels()                      # all that are launched anywhere in atom/kernels
@@ -67,6 +67,7 @@ WALKED = ("qwen3_8b", "qwen3_30b_a3b")  # which run in each format, and with all
 MAX_TOKENS = 3000  # of a step
 TILES = re.compile("BLOCK_|(BOXES|STAGES|SPLITS|GROUPS|PARTS|PREFETCH)$")  # constexprs that are chosen together
 PRODUCTS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")
+EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +188,8 @@ class NoMath(TorchDispatchMode):
             return torch.empty(len(args[0]), args[1].shape[1], dtype=dtype)
         results = [each.alias_info for each in func._schema.returns]
         has_floats = any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves((args, kwargs)))
+        if func._schema.name in EMPTY:
+            return _from_meta(func(*args, **kwargs))
         if not has_floats or any(each is not None and not each.is_write for each in results):
             return func(*args, **kwargs)
         if any(each is not None for each in results):
@@ -203,6 +206,8 @@ def _from_meta(x: Any) -> Any:
     """Memory for a result; integers are ones, which are valid as tokens, slots, blocks and experts."""
     if not isinstance(x, Tensor):
         return x
+    if x.device.type != "meta":
+        return x if x.is_floating_point() else x.fill_(1)
     return (torch.empty if x.is_floating_point() else torch.ones)(x.shape, dtype=x.dtype)
 
 
@@ -251,7 +256,7 @@ def record_launches(arch: str, folder: Path) -> list[Launch]:
     """The launches of all models and calls, recorded in processes. folder: for the code of pieces, which stays there"""
     from atom.runtime import runner  # noqa: F401 before processes are forked, and after `use_gpu`
 
-    tasks = [(walk_and_multiply, (name, fields, arch, folder / str(at))) for at, (name, fields) in enumerate(models())]
+    tasks = [(walk_and_multiply, (*each, arch, folder / str(at))) for at, each in enumerate(models(arch))]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
         running = [pool.submit(record, call, *args) for call, args in (*tasks, (call_the_rest, (arch,)))]
         found: dict[Any, Launch] = {}
@@ -288,14 +293,14 @@ def formats() -> list[str]:
     return [each for each in found if each not in ("auto", "none")]
 
 
-def models() -> Iterator[tuple[str, dict[str, Any]]]:
+def models(arch: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names in tests/configs, with the fields of their configurations."""
     for path in sorted(CONFIGS.glob("*.json")):
         if "eagle" not in path.name:  # a draft model
             yield path.stem, {}
     for name, fmt in itertools.product(WALKED, formats()):
         yield name, {"quant.fmt": fmt}
-    for name in ("qwen3_8b", "deepseek_v3"):
+    for name in ("qwen3_8b", "deepseek_v3") if arch != "sm_80" else ():  # which has no fp8
         yield name, {"serve.kv_cache_dtype": "fp8"}
     yield "qwen3_8b", {"method": "ngram", "dtype": "fp16"}
 
@@ -603,24 +608,25 @@ def compile_launch(launch: Launch, arch: str, is_to_end: bool) -> None:
         assert taken <= room, f"takes {taken} bytes of shared memory, of {room}"
 
 
-def pick_launches(launches: Iterable[Launch]) -> list[Launch]:
+def pick_launches(launches: Iterable[Launch], is_thorough: bool = False) -> list[Launch]:
     """Of each kernel, launches that have all values of each constexpr and option, types of each argument, and tiles.
 
-    Of sizes there is one for each power of 2 that divides them.
+    Of sizes there is one for each power of 2 that divides them. is_thorough: all tiles in all formats
     """
     by_kernel: dict[str, list[Launch]] = {}
     for each in launches:
         by_kernel.setdefault(each.kernel, []).append(each)
-    return [each for same in by_kernel.values() for each in _pick(same)]
+    return [each for same in by_kernel.values() for each in _pick(same, is_thorough)]
 
 
-def _pick(launches: Sequence[Launch]) -> Iterator[Launch]:
+def _pick(launches: Sequence[Launch], is_thorough: bool) -> Iterator[Launch]:
     constant = {p.name for p in launches[0].find().params if p.is_constexpr}
-    tiles = [name for name in constant if TILES.match(name)]
     left = list[tuple[set[Any], Launch]]()
     for each in launches:
         values = {name: _reduce(value) if name in constant else _type(value) for name, value in each.args.items()}
-        left.append(({*values.items(), *each.options.items(), tuple(values[name] for name in tiles)}, each))
+        is_size = {name: name in constant and isinstance(each.args[name], int) for name in values}
+        together = [name for name in values if TILES.match(name) or (is_thorough and not is_size[name])]
+        left.append(({*values.items(), *each.options.items(), tuple((name, values[name]) for name in together)}, each))
     missing = set[Any]().union(*(values for values, _ in left))
     while missing:
         values, best = max(left, key=lambda each: len(each[0] & missing))

@@ -352,6 +352,13 @@ def test_what_is_chosen_for_k_quants_keeps_a_gpu_busy():
     assert tiles.choose(wide, H200) is None
 
 
+def test_tiles_of_k_quants_have_fewer_stages_where_a_program_has_less_memory():
+    shape = Shape(65, 4096, 4096, style=style_of("q4_k", 4096))
+    for gpu in (Gpu(58, 99 << 10, (8, 9)), Gpu(170, 99 << 10, (12, 0))):
+        assert tiles.choose(shape, gpu).stages == 2
+        assert tiles.choose(shape._replace(rows=64), gpu).stages == 4
+
+
 REASONS = {
     "ct_packed_int4_ordered[1, 32]": "columns are not in the order of their blocks",
     "fp8[128, 48]": "no multiple of 32 columns",

@@ -216,10 +216,13 @@ def choose_words(shape: Shape, gpu: Gpu) -> Vector | None:
 
 def choose_scaled(shape: Shape, gpu: Gpu) -> Matrix | None:
     """`choose` for rows by a packed weight whose numbers are scaled first: tiles whose sums fit into registers."""
-    rows, out, inner = shape[:3]
+    rows, out, inner, _, element_size, style = shape
     if rows > 128:
         return None
     tile, programs = (Matrix(64, 128, 4, 4, 1, 1, 4), 4) if rows <= 64 else (Matrix(128, 128, 8, 3, 1, 1, 4), 2)
+    stage = tile.block_inner * (tile.block_out * style.bits // 8 + next_power_of_2(rows) * element_size)
+    if tile.stages * stage > gpu.shared_memory:
+        tile = tile._replace(stages=2)
     tiles, splits = -(-out // tile.block_out), 1
     while splits < 8 and 2 * splits * tiles <= programs * gpu.units and inner >= 4 * splits * tile.block_inner:
         splits *= 2

@@ -129,8 +129,8 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         ("a: {key: sesame}\nb: {key: [c, sesame], admin: true}", "a and b have the same key; give each its own"),
         ("a: {public_key: nope}", "a.public_key is not a public key of Ed25519"),
         ("a: {key: sesame, : [", r" is not valid YAML, or has a name twice \(line 1\)$"),
-        ("a: {key: sesame}\nb: {key: c}\na: {key: d}", r"or a name is there twice \(line 3\)$"),
-        ("a: {key: sesame, key: c}", r"or a name is there twice \(line 1\)$"),
+        ("a: {key: sesame}\nb: {key: c}\na: {key: d}", r"or has a name twice \(line 3\)$"),
+        ("a: {key: sesame, key: c}", r"or has a name twice \(line 1\)$"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_without_its_keys(tmp_path: Path, text: str, message: str):

@@ -120,10 +120,10 @@ def test_an_engine_in_bf16_may_be_as_far_off_as_the_reference_in_bf16():
         return Part(what, exact * (1 + error), exact, exact * 1.01)
 
     said = judge([part("prompt of 64 from 0 on", 0.01), part("answer 1 of 1 at a time", 0.012)])
-    assert said == "prompts 1.00% (CPU 1.00%), answers 1.20% (CPU 1.00%)"
-    with pytest.raises(AssertionError, match=r"^answers: 1\.30% is over 1\.25 times the CPU's 1\.00%$"):
+    assert said == "prompts 1.00% (CPU 1.00%), answers 1.20% (CPU 1.00%), answer 1 of 1 at a time 1.20 times"
+    with pytest.raises(AssertionError, match=r"answers 1\.30% \(CPU 1\.00%\): over 1\.25 times$"):
         judge([part("prompt of 64 from 0 on", 0.01), part("answer 1 of 1 at a time", 0.013)])
-    with pytest.raises(AssertionError, match=r"^answer 2 of 4 at a time: 3\.00% is over 2 times the CPU's 1\.00%$"):
+    with pytest.raises(AssertionError, match=r"answer 2 of 4 at a time 3\.00 times: over 2 times$"):
         judge([part(f"answer {place} of 4 at a time", 0.03 if place == 2 else 0.01) for place in (1, 2, 3, 4)])
     wrong = part("answer 1 of 1 at a time", 0.01)
     wrong.ours[3, 4] = float("nan")

@@ -129,10 +129,8 @@ def test_an_engine_that_is_stopped_ends_nothing_and_goes_on(start_server: Start)
     assert told == ["the engine is stopped, and its requests wait", "the engine is not stopped any more"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "later"),
-    [(1.0, 3.5), pytest.param(12.0, 0.0, marks=pytest.mark.slow), pytest.param(12.0, 10.0, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "later"), [(1.0, 3.5), (12.0, 0.0), (12.0, 10.0)])
 def test_processes_that_are_all_stopped_go_on_though_the_engine_continues_later(
     seconds: float, later: float, start_server: Start
 ):

@@ -90,6 +90,7 @@ def test_a_port_that_opens_when_ready_refuses_until_then(talker: Path, tmp_path:
         assert server.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_a_port_that_another_server_opens_meanwhile_is_reported(talker: Path, tmp_path: Path):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -86,9 +86,10 @@ def check_entry(composed: DictConfig, key: str) -> None:
             raise ConfigError(f"{key}: {at} is a list, and {entries}; write {at}=[…]")
         if node is None and part.isdecimal():
             raise ConfigError(f"{key}: {at} is null; write {at}=…")
-        if not isinstance(node, DictConfig | ListConfig) or OmegaConf.is_interpolation(node, part):
+        index = int(part) if isinstance(node, ListConfig) else part
+        if not isinstance(node, DictConfig | ListConfig) or OmegaConf.is_interpolation(node, index):
             return
-        node = OmegaConf.select(node, part) if isinstance(node, DictConfig) else node[int(part)]
+        node = node[index] if isinstance(node, ListConfig) else OmegaConf.select(node, part)
         at = f"{at}.{part}".lstrip(".")
 
 

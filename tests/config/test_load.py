@@ -1060,7 +1060,7 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
         ),
         ("parallel=tp2ep", r"parallel=tp2ep: .*, did you mean tp2_ep\?; .*tp8_ep, and others with any numbers, as tp3"),
         ("model=lama", r"model=lama: there is no such choice, did you mean llama\?; choices: .*auto, .*llama,"),
-        ("model=null", "model=None: it takes the name of one file"),
+        ("model=null", "model=null: it takes the name of a file; leave it out for its default"),
         ("hf.vocab_size=3", "hf.*"),
         ("+hf.vocab_size=3", "hf is the checkpoint's config.json and cannot be set"),
         ("job.output=jsn", r"job.output=jsn: there is no such choice, did you mean json\?; choices: text, json"),
@@ -1435,7 +1435,7 @@ def test_what_is_loaded_has_only_plain_values():
 @pytest.mark.parametrize("path", sorted((CONF / "gpu").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_gpu_loads(path: Path):
     gpu = load_gpu(path.stem)
-    assert 16e9 < gpu.memory < 1e12 and 0.5e12 < gpu.bandwidth < 20e12
+    assert 16e9 < gpu.memory < 1e12 and 0.2e12 < gpu.bandwidth < 20e12
     assert {"bf16"} <= gpu.rates.keys() <= {"bf16", "fp8"} and all(1e14 < rate < 1e16 for rate in gpu.rates.values())
     assert gpu.rates.get("fp8", math.inf) > 1.7 * gpu.rates["bf16"]
 

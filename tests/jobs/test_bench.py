@@ -268,7 +268,7 @@ def test_a_request_that_fails_is_counted_reported_and_an_exit_code(
         ("job.input_len=x", "job.input_len=x: write a number of tokens, as in 128, or a range, as in 100-1024"),
         ("job.output_len=9-3", "job.output_len=9-3: it goes from 1 upwards"),
         ("job.input_len=0", "job.input_len=0: it goes from 1 upwards"),
-        ("job.num_prompts=0", "job.num_prompts=0 must be a whole number from 1"),
+        ("job.num_prompts=0", "job.num_prompts=0 must be a whole number from 1 to 2147483647"),
         (
             "job.output_len=1-200",
             "job.input_len and job.output_len are 328 tokens, more than serve.max_model_len=256; lower one",

@@ -376,7 +376,8 @@ def find_hits(cache: KVCache, tokens: SequenceOf[int], *salts: bytes) -> list[in
         sequence = make(tokens, salt)
         if cache.files is not None:
             cache.fetch(sequence)
-            cache.files.wait(60)
+            if cache.is_fetching(sequence):
+                cache.files.wait(60)
             cache.take_fetched()
         hits.append(start(cache, sequence))
         cache.free(sequence)

@@ -19,9 +19,8 @@ def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) ->
     for phase, about in result["phases"].items():
         each = about["timeline_seconds"] / about["steps"]
         parts.append(page.heading(f"{phase}: {each * 1e3:,.3f} ms a step on the {about['timeline']}'s timeline"))
-        parts.append(
-            page.paragraph(f"{about['steps']:,} steps, {about['tokens']:,} tokens; below, the one in the middle")
-        )
+        steps = "1 step" if about["steps"] == 1 else f"{about['steps']:,} steps; below, the one in the middle"
+        parts.append(page.paragraph(f"{about['tokens']:,} tokens in {steps}"))
         boxes = make_boxes(windows[phase])
         parts.append(page.timeline(boxes, max(box.stop for box in boxes)))
         rows = [*about["kinds"], *about["products"], *(row for row in about["rows"] if row["share"] >= LEAST_SHARE)]

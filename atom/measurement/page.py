@@ -47,7 +47,7 @@ svg text.inside {{ fill: var(--ground) }}
 </body></html>
 """
 NUM_COLORS = 5
-WIDTH, LABEL, NOTE = 1100, 308, 240  # of bars and timelines; of the texts on both sides of bars
+WIDTH, LABEL, NOTE = 1100, 308, 240  # of bars and timelines; of texts before bars; of those after them, at least
 CHARACTER = 7.5  # the width of a character of these texts, about
 NARROWEST = 0.1  # of a box that is drawn
 
@@ -117,7 +117,8 @@ def diff(lines: Iterable[str]) -> str:
 def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:
     """Bars from one zero, a line where the limit of all is, and marks of their own limits."""
     most = max([limit or 0.0, *(max(each.value, each.least or 0.0) for each in shown)]) or 1.0
-    scale, lines = (WIDTH - LABEL - NOTE) / most, []
+    longest = max((16 + CHARACTER * len(join_texts(each)) for each in shown), default=0.0)
+    scale, lines = (WIDTH - LABEL - min(max(NOTE, longest), (WIDTH - LABEL) / 2)) / most, []
     for at, each in enumerate(shown):
         y, width = 24 * at + 4, max(each.value * scale, 0.5)
         label = shorten(each.label, int((LABEL - 8) / CHARACTER))
@@ -134,6 +135,10 @@ def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:
         x = LABEL + limit * scale
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" stroke="var(--bad)" stroke-width="2"/>')
     return svg(WIDTH, height, lines)
+
+
+def join_texts(bar: Bar) -> str:
+    return ", ".join(filter(None, (bar.text, bar.mark)))
 
 
 def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[str]:
@@ -154,7 +159,7 @@ def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[s
             return [text(bar.text, end + 8), *after]
         if own + 16 < end - LABEL:
             return [text(bar.text, end - 8, 'class="inside" text-anchor="end"'), *after]
-    right, both = max(end, mark) + 8, ", ".join(filter(None, (bar.text, bar.mark)))
+    right, both = max(end, mark) + 8, join_texts(bar)
     if limit is not None and right - 8 <= (line := LABEL + limit * scale) < right + CHARACTER * len(both):
         right = line + 8  # the line would strike the text out
     return [text(both, right)]

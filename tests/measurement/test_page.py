@@ -53,6 +53,13 @@ def test_bars_and_marks_share_one_scale():
     assert texts["two"] < page.WIDTH, "it is not cut off"
 
 
+def test_the_text_of_the_longest_bar_has_room():
+    text = "11,696.250 ms, 59.7%; 65% of its limit"
+    drawn = parsed(page.bars([Bar("matrix", 11.7, text, least=7.6)]))
+    (note,) = (each for each in drawn.iter("text") if each.text == text)
+    assert float(note.attrib["x"]) + 7.5 * len(text) < page.WIDTH
+
+
 def test_each_text_of_a_bar_stands_at_its_own_end():
     bars = [
         Bar("far", 10.0, "10, 10% of the limit", least=100.0, mark="limit 100"),

@@ -183,6 +183,8 @@ class NoMath(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(str(getattr(each, "device", each)) == "meta" for each in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)  # of a weight, whose parts get memory once they have their shapes
         if func._schema.name.partition("::")[2] in PRODUCTS:
             dtype = torch.int32 if args[0].dtype == torch.int8 else torch.bfloat16
             return torch.empty(len(args[0]), args[1].shape[1], dtype=dtype)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -114,7 +115,9 @@ def test_chats_embeddings_and_scores_are_those_of_one_engine(talker: Path):
         return outputs[-1], await engine.embed(texts), await engine.score("France", texts)
 
     answer, embedded, scores = asyncio.run(run())
-    assert not engine._requests and not engine._engine.has_work
+    assert not engine._requests
+    while engine._engine.has_work:  # a step of the request that was left may be running
+        time.sleep(0.01)
     engine.shutdown()
     plain = LLMEngine(str(talker), **fields)
     (expected,) = plain.chat(chat, GREEDY, chat_template_kwargs={"enable_thinking": False})

@@ -331,7 +331,8 @@ class KillingProgress(SilentProgress):
     def advance(self, amount: int, /) -> None:
         self.done += amount
         for pid in rank_processes():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since, by an earlier kill
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
 
 

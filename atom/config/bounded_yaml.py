@@ -97,6 +97,14 @@ def _with_place(error: yaml.MarkedYAMLError) -> str:
     return at + "; ".join(filter(None, (error.context, error.problem)))
 
 
+class PlacedError(yaml.YAMLError):
+    """What is wrong with a document, with its place in the message."""
+
+    def __init__(self, message: str, line: int | None) -> None:
+        super().__init__(message)
+        self.line = line  # from 1; None if unknown
+
+
 def parse_yaml(text: str) -> Any:
     """Parse one document. yaml.YAMLError for what is none, a duplicate key, and what is beyond the bounds."""
     try:
@@ -106,6 +114,7 @@ def parse_yaml(text: str) -> Any:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        raise yaml.YAMLError(_with_place(error)) from None
+        mark = error.problem_mark or error.context_mark
+        raise PlacedError(_with_place(error), mark.line + 1 if mark else None) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of PyYAML's constructors
         raise yaml.YAMLError(f"a value is malformed: {first_line(error).partition(';')[0]}") from None

@@ -229,8 +229,8 @@ def read_mapping(at: str, path: Path) -> list[Tenant]:
     try:
         entries = parse_yaml(read_text(at, path))
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)  # the text itself has keys
-        line = f" (line {mark.line + 1})" if mark else ""
+        number = getattr(error, "line", None)  # the text itself has keys
+        line = f" (line {number})" if number else ""
         raise ConfigError(f"{at} is not valid YAML, or has a name twice{line}") from None
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"{at} holds no key; write NAME: {{key: KEY}}")

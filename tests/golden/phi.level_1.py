@@ -1,5 +1,5 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
-    cos, sin = reference.rotary(positions, rope_freqs(64, 100000.0))    # fp32[T, 32], fp32[T, 32]
+    cos, sin = reference.rotary(positions, rope_freqs(32, 100000.0))    # fp32[T, 16], fp32[T, 16]
     x = cpp.embedding(tokens, shuffle(W("model.embed_tokens.weight", bf16[49152, 576], fmt="q8_0"), "panels"))    # bf16[T, 576]
     h = reference.layer_norm(x, W("model.layers.0.input_layernorm.weight", bf16[576]), W("model.layers.0.input_layernorm.bias", bf16[576]), eps=1e-05)    # bf16[T, 576]
     qkv = cpp.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[576, 576], fmt="q4_1"), W("model.layers.0.self_attn.k_proj.weight", bf16[192, 576], fmt="q4_1"), W("model.layers.0.self_attn.v_proj.weight", bf16[192, 576], fmt="q4_1")]), "panels"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[576]), W("model.layers.0.self_attn.k_proj.bias", bf16[192]), W("model.layers.0.self_attn.v_proj.bias", bf16[192])]))    # bf16[T, 960]

@@ -136,7 +136,7 @@ def test_messages_are_rendered_by_the_chat_template(run: Any, checkpoints: Any, 
     code, _, err = run(f"prompts=@{tmp_path}/in", "job.chat=true", "job.system_prompt=Be brief.")
     assert (code, err) == (
         2,
-        f"atom-run: ConfigError: {tmp_path}/in begins with a system message: leave out job.system_prompt\n",
+        f"atom-run: ConfigError: line 1 of {tmp_path}/in begins with a system message: leave out job.system_prompt\n",
     )
 
 

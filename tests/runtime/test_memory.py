@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +116,8 @@ def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
 def test_counts_of_penalties_that_do_not_fit_beside_the_weights_are_refused(
     checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=1, max_num_seqs=3_000_000)
+    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=1)
+    config = replace(config, serve=replace(config.serve, max_num_seqs=3_000_000))
     graph = compile_graph(config, target=Target("cuda"))
     monkeypatch.setattr(weights, "num_bytes", lambda graph: 3 * GIB)
     gpu(4, 4)

@@ -54,19 +54,13 @@ GPUS = {  # by architecture: multiprocessors, and bytes of shared memory that a 
 }
 MEMORY = 1 << 40  # bytes of addresses, of which hardly any are touched
 NORESERVE = 0x4000  # of mmap on Linux; in Python's module from 3.13 on
-STORED = (
-    "awq_int4[1, 128]",
-    "int4[1, 32]",
-    "int8[1, 128]",
-    "ct_nvfp4",
-    "q4_1",
-)  # formats that checkpoints have besides
+STORED = ("awq_int4[1, 128]", "int4[1, 32]", "int8[1, 128]", "ct_nvfp4", "q4_1")  # formats that checkpoints have, too
 K_QUANTS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}  # bytes of a block of 256 columns
 ROWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256, 1100)  # of products: one for each power of 2, and many
 WALKED = ("qwen3_8b", "qwen3_30b_a3b")  # which run in each format, and with all else that is optional
 MAX_TOKENS = 3000  # of a step
 TILES = re.compile("BLOCK_|(BOXES|STAGES|SPLITS|GROUPS|PARTS|PREFETCH)$")  # constexprs that are chosen together
-PRODUCTS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")
+PRODUCTS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")  # of the vendor's library, which a CPU has not or not so
 EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 
 

@@ -97,7 +97,7 @@ def _with_place(error: yaml.MarkedYAMLError) -> str:
     return at + "; ".join(filter(None, (error.context, error.problem)))
 
 
-class PlacedError(yaml.YAMLError):
+class PlacedError(yaml.YAMLError):  # type: ignore[misc]  # PyYAML has no types
     """What is wrong with a document, with its place in the message."""
 
     def __init__(self, message: str, line: int | None) -> None:

@@ -118,6 +118,7 @@ class SamplingParams:
     structured_outputs: dict[str, Any] | None = None  # {kind: value} of json, json_object, regex, grammar or choice
     stop: list[str] | None = None  # the same as stop_strings, by vLLM's name
     reasoning: dict[str, str] | None = None  # before what structured_outputs constrains: {begin, end, then}
+    tool_calls: str | None = None  # a grammar in Lark's notation, in which @answer is what structured_outputs say
 
     def __post_init__(self) -> None:
         if self.stop is not None:
@@ -159,6 +160,8 @@ class SamplingParams:
             check_reasoning(self.reasoning)
             if self.structured_outputs is None:
                 raise RequestError("reasoning says what structured_outputs do not constrain; give both")
+        if self.tool_calls is not None and (self.structured_outputs is None or not isinstance(self.tool_calls, str)):
+            raise RequestError("tool_calls is a grammar of calls in place of structured_outputs; give both")
         if self.structured_outputs is not None:
             self.structured_outputs = structured_outputs(self.structured_outputs)
 

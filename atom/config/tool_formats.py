@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Channels:
     reasoning: str  # the channel of what is thought; others are content
     content: str  # the channel of a constrained answer
     recipient: str  # in the header of a call, behind to=, with {name} in it
+    constrain: str = ""  # what a call's header may end with: the type of its body
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ def read_keys(kind: type, values: Any, at: str) -> dict[str, Any]:
     if unknown := next((key for key in values if key not in types), None):
         known = ", ".join(types)
         raise ConfigError(f"{at}: there is no key {unknown}{did_you_mean(str(unknown), types)}; there is: {known}")
-    if kind is Channels and (missing := [name for name in types if name not in values]):
+    needed = [each.name for each in fields(kind) if each.default is MISSING]
+    if missing := [name for name in needed if name not in values]:
         raise ConfigError(f"{at}: {', '.join(missing)} is missing")
     return {key: read_value(types[key], value, f"{at}: {key}") for key, value in values.items()}
 

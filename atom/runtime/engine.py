@@ -395,8 +395,8 @@ class Engine:
         """A matcher for each of the n sequences; none where the answer is not constrained."""
         if params.structured_outputs is None:
             return []
-        compiler = self.grammars.open()
-        return [compiler.compile(params.structured_outputs, params.reasoning) for _ in range(params.n)]
+        compiler, wanted = self.grammars.open(), params.structured_outputs
+        return [compiler.compile(wanted, params.reasoning, params.tool_calls) for _ in range(params.n)]
 
     def _take_token(self, sequence: Sequence) -> str | None:
         """Detokenize a sequence's newest token; its finish reason, if any."""

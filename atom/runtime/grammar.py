@@ -162,14 +162,16 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of these
 
     def compile(
-        self, wanted: Mapping[str, Any], reasoning: Mapping[str, str] | None = None
+        self, wanted: Mapping[str, Any], reasoning: Mapping[str, str] | None = None, tool_calls: str | None = None
     ) -> GrammarMatcher | ReasoningMatcher:
-        """Compile a matcher for structured_outputs behind reasoning. RequestError where these are wrong."""
-        matcher = self._compile(wanted)
+        """Compile a matcher for structured_outputs after reasoning. RequestError if these are wrong.
+
+        tool_calls: a grammar whose @answer is what structured_outputs say; None: the answer is that and nothing else
+        """
+        matcher = self._compile(self._write(wanted) if tool_calls is None else self._join(wanted, tool_calls))
         return matcher if reasoning is None else ReasoningMatcher(matcher, self._vocabulary, reasoning)
 
-    def _compile(self, wanted: Mapping[str, Any]) -> GrammarMatcher:
-        grammar = self._write(wanted)
+    def _compile(self, grammar: str) -> GrammarMatcher:
         with self._lock:
             known = self._known.get(grammar)
             if known is not None:
@@ -181,6 +183,12 @@ class GrammarCompiler:
             while len(self._known) > NUM_KEPT or (len(self._known) > 1 and sum(map(len, self._known)) > MAX_KEPT):
                 self._known.popitem(last=False)
             return matcher.copy()
+
+    def _join(self, wanted: Mapping[str, Any], tool_calls: str) -> str:
+        """The grammar of calls, with what is wanted as its @answer."""
+        _check_size("the grammar of tool calls", tool_calls, MAX_SCHEMA)
+        (answer,) = json.loads(self._write(wanted))["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": tool_calls}, answer | {"name": "answer"}]})
 
     def _write(self, wanted: Mapping[str, Any]) -> str:
         """The grammar in the library's form."""

@@ -24,6 +24,7 @@ from atom.runtime.detokenizer import MARK
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import AllowedChoice, NamedTool, Tool
+from atom.serve.output.call_grammar import call_grammar
 from atom.serve.output.channel_parser import ChannelReader, ChannelSplitter
 from atom.serve.output.output_parser import (
     Answer,
@@ -102,13 +103,13 @@ class Talk:
         if isinstance(choice, AllowedChoice):
             tools, choice = allowed_tools(tools or (), choice), choice.allowed_tools.mode
         name = choose_format(config, tokenizer)
-        self._format = read_format(name) if name not in (None, "none") else None
+        self._format = self._plain_format = read_format(name) if name not in (None, "none") else None
         if choice in (None, "auto") and self._format is None and has_called:
             choice = "none"
         self.tools = None if choice == "none" else tools or None  # the tools in the prompt
         self._channels = self._format if self._format and self._format.channels else find_channels(config, tokenizer)
         self._reasoning = (config.model.reasoning[0], config.model.reasoning[1]) if config.model.reasoning else None
-        self._is_parallel, self._new_id = is_parallel, new_id
+        self._is_parallel, self._new_id, self._tokenizer = is_parallel, new_id, tokenizer
         self._named = choice.function.name if isinstance(choice, NamedTool) else None
         self._plain = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         self._schema: dict[str, Any] | None = None
@@ -149,10 +150,13 @@ class Talk:
 
     def constrain(self, params: SamplingParams, prompt: str) -> SamplingParams:
         """Add the constraint of a forced call, behind reasoning, and the markers to decode."""
+        constraint = params.structured_outputs
         if self._schema is not None:
-            if params.structured_outputs is not None:
+            if constraint is not None and not {"json", "json_object"} & set(constraint):
                 raise FieldError("tool_choice", "a forced tool call and a constraint both say what the answer is")
             params = replace(params, structured_outputs={"json": self._schema})
+        elif self.tools and constraint is not None:
+            params = replace(params, tool_calls=self._call_grammar())
         if params.structured_outputs is not None:
             params = replace(params, reasoning=self._reasoning_before(prompt))
         if not self._visible:
@@ -164,7 +168,8 @@ class Talk:
         if self._channels and (each := self._channels.channels):
             header = f"{each.channel}{{}}{each.body}"
             parts = {"begin": header.format(each.reasoning), "end": each.end[0]}
-            parts["then"] = each.prompt + header.format(each.content)
+            has_calls = self._schema is None and self.tools and self._format and self._format.channels
+            parts["then"] = each.prompt if has_calls else each.prompt + header.format(each.content)
             return {name: text.replace(MARK, "") for name, text in parts.items()}
         if not self._reasoning:
             return None
@@ -172,6 +177,16 @@ class Talk:
         if prompt.rstrip().endswith(last):
             return None
         return {"begin": "" if is_opened(prompt, (first, last)) else first, "end": last}
+
+    def _call_grammar(self) -> str:
+        """The grammar of an answer that calls tools or is what a constraint says."""
+        assert self._plain_format is not None, "calls that are not forced have a format"
+        return call_grammar(self._plain_format, self._schemas, self._token_id, is_parallel=self._is_parallel)
+
+    def _token_id(self, text: str) -> int | None:
+        """The token that is this text, if there is one."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False) if self._tokenizer else []
+        return ids[0] if len(ids) == 1 else None
 
     def parser(self, prompt: str, *, is_streamed: bool = True) -> OutputParser | None:
         """The parser of an answer to a rendered prompt; None where all of it is content."""

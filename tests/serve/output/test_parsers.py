@@ -193,6 +193,27 @@ def test_a_forced_call_of_a_model_with_channels_is_in_the_last_of_them(config: C
     assert (answer.content, answer.reasoning, answer.calls[0][:2]) == ("", "hm", ("f", '{"x": 1}'))
 
 
+def test_a_format_leaves_a_model_with_channels_room_for_a_call(config: Config):
+    tokenizer = harmony_tokenizer()
+    params = SamplingParams(structured_outputs={"json_object": True})
+    alone = Talk(config, None, None, tokenizer).constrain(params, "<|start|>assistant")
+    assert alone.tool_calls is None and alone.reasoning
+    assert alone.reasoning["then"] == "<|start|>assistant<|channel|>final<|message|>"
+    talk = Talk(config, [tool("f")], None, tokenizer)
+    params = talk.constrain(params, "<|start|>assistant")
+    assert params.reasoning and params.reasoning["then"] == "<|start|>assistant", "the grammar has the headers"
+    assert params.tool_calls and '"final"' in params.tool_calls and "functions.f" in params.tool_calls
+    called = Talk(config, [tool("f")], "none", tokenizer).constrain(params=SamplingParams(), prompt="")
+    assert called.tool_calls is None
+
+
+def test_a_forced_call_wins_over_a_schema(config: Config):
+    talk = Talk(config, [tool("f")], "required")
+    params = talk.constrain(SamplingParams(structured_outputs={"json": {"type": "object"}}), "prompt")
+    assert params.structured_outputs and params.structured_outputs["json"]["type"] == "array"
+    assert params.tool_calls is None
+
+
 def test_channels_are_separated_without_tools(config: Config):
     for stated in ("auto", "none"):
         told = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls=stated)))

@@ -62,6 +62,7 @@ SAMPLING = {
     "mark_visible_tokens": False,
     "structured_outputs": None,
     "reasoning": None,
+    "tool_calls": None,
 }
 
 CONFIG = """
@@ -102,7 +103,7 @@ job: kind output output_file gpu chat system_prompt stage save_tokenizer pipelin
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
-sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs reasoning
+sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs reasoning tool_calls
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides draft
 """
 

@@ -1,4 +1,4 @@
-"""Write the grammar of an answer that is either text of a response format or tool calls.
+"""Write the grammar of an answer: a response format's text, or tool calls.
 
     text = call_grammar(read_format("tagged_json"), ["f"], {"f": None}, token_id)
     SamplingParams(structured_outputs={"json": schema}, tool_calls=text)

@@ -238,6 +238,11 @@ def test_queries_and_a_stage_of_entries_fit_in_shared_memory(rows, queries, shar
     assert held <= shared or (element_size, tiles.num_stages) == (4, 1)
 
 
+def test_tiles_have_fewer_rows_where_64_do_not_fit():
+    assert latent.choose_tiles(128, 512 + 64, 2, 227 << 10) == (64, 64, 8, 2)
+    assert latent.choose_tiles(128, 512 + 64, 2, 227 << 10, takes_64=False) == (32, 32, 8, 3)
+
+
 COMPILE = """
 import re, torch, triton
 from triton.backends.compiler import GPUTarget

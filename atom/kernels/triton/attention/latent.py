@@ -48,15 +48,18 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(rows: int, entry: int, element_size: int, shared: int, queries: int = 1) -> Tiles:
+def choose_tiles(
+    rows: int, entry: int, element_size: int, shared: int, queries: int = 1, takes_64: bool = True
+) -> Tiles:
     """Choose tiles for sequences of so many rows, with up to 3 stages, as fit beside the queries in shared memory.
 
-    entry: padded dims of a cache entry. queries: of each decode"""
+    entry: padded dims of a cache entry. queries: of each decode. takes_64: whether tiles of 64 rows fit, of which Triton
+    keeps further copies in shared memory for Blackwell's tensor cores: 345 KiB in all"""
     if element_size == 4:
         tile = 16, 16, 4
     elif rows <= 16 or shared < 200 << 10:
         tile = 16, 32, 4
-    elif rows <= 32 and queries > 1:
+    elif (rows <= 32 and queries > 1) or not takes_64:
         tile = 32, 32, 8
     else:
         tile = 64, 64, 8
@@ -252,7 +255,8 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     element_size = max(q.element_size(), cache.element_size())
     queries = tokens // sequences if starts is None else 0  # 0: each sequence has its own number
     rows = heads * tokens // sequences
-    tiles = choose_tiles(rows, block_l + block_r, element_size, gpu.shared_memory, queries)
+    takes_64 = gpu.capability < (10, 0)
+    tiles = choose_tiles(rows, block_l + block_r, element_size, gpu.shared_memory, queries, takes_64)
     num_splits = 1
     if starts is None:
         num_tiles = sequences * -(-heads * queries // tiles.rows)

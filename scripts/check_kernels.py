@@ -49,7 +49,7 @@ def main() -> int:
     given = arguments.parse_args()
     began = time.monotonic()
     try:
-        tritons = dict(find_tritons()[-1 if given.newest else 0 :])
+        tritons = find_tritons(given.newest)
     except LookupError as error:
         print(f"check-kernels: {error}", file=sys.stderr)
         return 1
@@ -71,7 +71,7 @@ def main() -> int:
     return 1 if failures or missing else 0
 
 
-def find_tritons() -> list[tuple[str, Path | None]]:
+def find_tritons(is_newest: bool = False) -> dict[str, Path | None]:
     """The oldest and the newest Triton that pyproject.toml allows, with their folders; None: that of .venv.
 
     LookupError if one is neither here nor can be fetched.
@@ -88,14 +88,15 @@ def find_tritons() -> list[tuple[str, Path | None]]:
             "check-kernels: cannot ask which versions of Triton there are; takes those that are here", file=sys.stderr
         )
     newest = max(allowed.filter({*here, *offered}), key=Version)
-    return [(each, None if each == installed else fetch_triton(each)) for each in dict.fromkeys((oldest, newest))]
+    wanted = [newest] if is_newest else [oldest, newest]
+    return {each: None if each == installed else fetch_triton(each) for each in wanted}
 
 
 def fetch_triton(version: str) -> Path:
     """The folder of a version, which is fetched unless it is here."""
     folder = WHEELS / version
     if not folder.exists():
-        WHEELS.mkdir(exist_ok=True)
+        WHEELS.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=WHEELS, prefix=".") as part:
             options = "--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", f"{part}/triton"
             done = subprocess.run([*_pip(), "install", *options, f"triton=={version}"], capture_output=True, text=True)

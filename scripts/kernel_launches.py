@@ -221,31 +221,34 @@ def make(dtype: torch.dtype, shape: Iterable[Any]) -> Tensor:
 
 def make_weight(type: Any, layout: str | None) -> Any:
     """A weight of this type in a kernel's layout."""
+    from atom.graph import TORCH_DTYPES
+
+    if type.fmt is None:
+        return make(TORCH_DTYPES[type.dtype], type.shape)
+    weight = _make_on_meta(dataclasses.replace(type, shape=(*(1 for _ in type.shape[:-2]), *type.shape[-2:])), layout)
+    # layouts are of one expert, since those of many take time
+    shapes = {name: (*type.shape[:-2], *part.shape[len(type.shape) - 2 :]) for name, part in weight.parts.items()}
+    parts = {name: make(part.dtype, shapes[name]) for name, part in weight.parts.items()}
+    return dataclasses.replace(weight, type=type, parts=parts)
+
+
+@functools.cache
+def _make_on_meta(type: Any, layout: str | None) -> Any:
     from atom.graph import TORCH_DTYPES, PackedWeight
     from atom.kernels import shuffle
     from atom.weights.quantize import part_types
 
-    if type.fmt is None:
-        return make(TORCH_DTYPES[type.dtype], type.shape)
-    *experts, rows, columns = map(int, type.shape)
-    # of one expert, since layouts of many take time
-    one = dataclasses.replace(type, shape=(*(1 for _ in experts), rows, columns))
     if type.fmt in K_QUANTS:
+        rows, columns = map(int, type.shape)
         shapes = {"values": ("u8", (rows, columns // 256, K_QUANTS[type.fmt]))}
     else:
-        shapes = {name: (part.dtype, part.shape) for name, part in part_types(one).items()}
-    on_meta = {
+        shapes = {name: (part.dtype, part.shape) for name, part in part_types(type).items()}
+    parts = {
         name: torch.empty([int(dim) for dim in shape], dtype=TORCH_DTYPES[dtype], device="meta")
         for name, (dtype, shape) in shapes.items()
     }
-    weight: Any = PackedWeight(one, on_meta)
-    if layout is not None:
-        weight = shuffle(weight, layout)
-    weight = dataclasses.replace(weight, type=type)
-    if experts:
-        weight.parts.update({name: part.expand(*experts, *part.shape[1:]) for name, part in weight.parts.items()})
-    weight.parts.update({name: make(part.dtype, part.shape) for name, part in weight.parts.items()})
-    return weight
+    weight = PackedWeight(type, parts)
+    return weight if layout is None else shuffle(weight, layout)
 
 
 def record_launches(arch: str, folder: Path) -> list[Launch]:

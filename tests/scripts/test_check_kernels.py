@@ -150,5 +150,6 @@ def test_without_a_network_it_takes_what_is_here_or_says_what_is_missing(
     assert not [*tmp_path.iterdir()], "nothing half done stays"
     for version in ("3.6.0", "3.8.9", "3.9.0"):
         (tmp_path / version).mkdir()
-    assert find_tritons() == [("3.6.0", tmp_path / "3.6.0"), ("3.8.9", tmp_path / "3.8.9")]
+    assert find_tritons() == {"3.6.0": tmp_path / "3.6.0", "3.8.9": tmp_path / "3.8.9"}
+    assert find_tritons(is_newest=True) == {"3.8.9": tmp_path / "3.8.9"}
     assert "takes those that are here" in capfd.readouterr().err

@@ -28,14 +28,15 @@ CODE = "from atom.checkpoint.encoder import work; work()"
 SECONDS = 8.0  # for a text: less than a request waits
 START_SECONDS = 60.0  # to read the tokenizer
 MEMORY = 4 << 30  # bytes of address space
+DEFINITION = struct.Struct("<?Q")  # whether special tokens are split, bytes of the tokenizer
 REQUEST, ANSWER = struct.Struct("<?Q"), struct.Struct("<q")  # special tokens, bytes of text | number of ids or -1
 
 
 class EncoderProcess:
-    """definition: returns the text of the tokenizer.json."""
+    """definition: returns the text of the tokenizer.json, which does not say whether special tokens are split."""
 
-    def __init__(self, definition: Callable[[], str]) -> None:
-        self._definition = definition
+    def __init__(self, definition: Callable[[], str], *, split_special_tokens: bool = False) -> None:
+        self._definition, self._split_special_tokens = definition, split_special_tokens
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], Any] | None = None
@@ -58,7 +59,7 @@ class EncoderProcess:
 
     def _ask(self, request: bytes) -> list[int] | None:
         if self._process is None:
-            self._process = start(self._definition())
+            self._process = start(self._definition(), self._split_special_tokens)
             self._end = weakref.finalize(self, end, self._process)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(request)
@@ -71,14 +72,14 @@ class EncoderProcess:
         return ids.tolist()
 
 
-def start(definition: str) -> subprocess.Popen[bytes]:
+def start(definition: str, split_special_tokens: bool) -> subprocess.Popen[bytes]:
     """Start a process and send it the tokenizer."""
     # the Rust library prints its panics to stderr
     process = start_python(CODE, stderr=subprocess.DEVNULL, TOKENIZERS_PARALLELISM="false")
     assert process.stdin is not None
     data = definition.encode()
     try:
-        process.stdin.write(struct.pack("<Q", len(data)) + data)
+        process.stdin.write(DEFINITION.pack(split_special_tokens, len(data)) + data)
         process.stdin.flush()
     except OSError:
         end(process)
@@ -92,8 +93,9 @@ def work() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # its signal ends the process in any state
     try:
-        (size,) = struct.unpack("<Q", read_exactly(source, 8))
+        split_special_tokens, size = DEFINITION.unpack(read_exactly(source, DEFINITION.size))
         backend = tokenizers.Tokenizer.from_buffer(read_exactly(source, size))
+        backend.encode_special_tokens = split_special_tokens
         while True:
             signal.setitimer(signal.ITIMER_REAL, 0)
             add_special_tokens, size = REQUEST.unpack(read_exactly(source, REQUEST.size))

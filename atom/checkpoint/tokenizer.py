@@ -64,7 +64,11 @@ class Tokenizer:
         self._render = render
         self._control = control or control_texts(backend)
         self._bounds = bounds
-        self._encoder_process = EncoderProcess(lambda: str(getattr(backend, "to_str")()))  # noqa: B009
+        self._splits_special = bool(getattr(backend, "encode_special_tokens", False))
+        self._encoder_process = EncoderProcess(
+            lambda: str(getattr(backend, "to_str")()),  # noqa: B009
+            split_special_tokens=self._splits_special,
+        )
         bos, eos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         self.bos_id: int | None = bos
         self.eos_ids: list[int] = [] if eos is None else [eos]
@@ -138,11 +142,14 @@ class Tokenizer:
 
     def describe(self) -> dict[str, Any]:
         """What a tokenizer_config.json says of it: special tokens, the chat template, the class of transformers."""
+        others = {name: token for name, token in self._special_tokens.items() if not name.endswith("_token")}
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
+            **({"split_special_tokens": True} if self._splits_special else {}),
+            **({"extra_special_tokens": others} if others else {}),
             "eos_token": None,
-            **self._special_tokens,
+            **{name: token for name, token in self._special_tokens.items() if name not in others},
             "chat_template": self.chat_template,
         }
 
@@ -238,7 +245,9 @@ class Tokenizer:
 
 
 def control_texts(backend: TokenizerBackend) -> re.Pattern[str] | None:
-    """A pattern of the backend's special tokens, the longest first; None where it has none."""
+    """A pattern of the backend's special tokens, the longest first; None if it encodes none as such."""
+    if getattr(backend, "encode_special_tokens", False):
+        return None
     added = backend.get_added_tokens_decoder().values()
     texts = sorted(
         (token.content for token in added if token.special and len(token.content) > 1), key=len, reverse=True

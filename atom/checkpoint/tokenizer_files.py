@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
+from atom.checkpoint.added_tokens import read_declared
 from atom.checkpoint.base import read_json
 from atom.checkpoint.bounds import find_bounds
 from atom.checkpoint.chat_template import named_templates
@@ -42,14 +42,16 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
             )
         return load_with_transformers(folder, code)
 
-    if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():
-        config |= read_json(folder / "special_tokens_map.json")
-    special_tokens = {key: text for key, value in config.items() if key.endswith("_token") and (text := content(value))}
     try:
-        backend = read_backend(folder / "tokenizer.json", config, special_tokens)
-        templates = read_templates(folder, config)
+        backend = read_backend(folder / "tokenizer.json")
+        declared = read_declared(folder, config, backend.get_added_tokens_decoder())
+        declared.add_to(backend)
+        backend.encode_special_tokens = config.get("split_special_tokens") is True
         return Tokenizer(
-            backend, special_tokens=special_tokens, templates=templates, bounds=find_bounds(backend, folder)
+            backend,
+            special_tokens=declared.special_tokens,
+            templates=read_templates(folder, config),
+            bounds=find_bounds(backend, folder),
         )
     except CheckpointError:
         raise
@@ -60,12 +62,11 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
         raise CheckpointError(f"cannot read the tokenizer files of {folder} ({reason}); download them again") from error
 
 
-def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
+def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json, which alone decides the tokens around a text: the config's add_bos_token is ignored."""
     backend = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER))
     backend.no_truncation()
     backend.no_padding()
-    add_tokens(backend, config, special_tokens)
     return backend
 
 
@@ -79,29 +80,9 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return named_templates(config.get("chat_template"))
 
 
-def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Add the tokens that only tokenizer_config.json has, and make the named ones special."""
-    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        if entry["content"] not in added:
-            backend.add_tokens([AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra = extra.values() if isinstance(extra, dict) else extra
-    for token in (*special_tokens.values(), *filter(None, map(content, extra))):
-        if backend.token_to_id(token) is not None and not (token in added and added[token].special):
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-
-
 def find_code(config: Mapping[str, Any]) -> str | None:
     """The class "module.Name" of a tokenizer in tokenizer_config.json: the fast one, else the other."""
     named = config.get("auto_map")
     classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
     names = classes if isinstance(classes, list) else [classes]
     return next((name for name in reversed(names) if isinstance(name, str)), None)
-
-
-def content(token: Any) -> str | None:
-    """The text of a token that is stored as text or as an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None

@@ -18,7 +18,7 @@ from atom.build.checks import check_same_tokens, check_weights
 from atom.build.compiling import compile_with, digest_of
 from atom.build.kv_blocks import cache_kinds, kinds_of_all
 from atom.build.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
-from atom.build.loading import load_weights, open_checked
+from atom.build.loading import has_own_heads, load_weights, open_checked, settle_heads
 from atom.build.ranks import (
     RankModel,
     check_placed,
@@ -84,7 +84,7 @@ def open_engine(
         placement = place_ranks(config, started)
         processes = start_processes(config, replica, started)  # which import torch meanwhile
         model = load_model(config, progress, compiled, placement or processes, started, clock, opens_grammars)
-        graph, ranks = model.compiled.graph, model.ranks
+        config, graph, ranks = model.config, model.compiled.graph, model.ranks
         runner, num_blocks, stages, scales = open_runners(model, config, progress, placement, clock)
         if model.plan.tokens:
             keep_kv_scales(model.store, scales, model.scales.num_tokens)
@@ -124,6 +124,7 @@ def open_engine(
 class LoadedModel(NamedTuple):
     """A compiled model with its weights, of which a runner is opened."""
 
+    config: Config  # with what only the weights decide
     compiled: Compiled
     ranks: Ranks | None  # the others; None: there are none
     tensors: dict[Recipe, Loaded]
@@ -158,6 +159,10 @@ def load_model(
         graph = compiled.graph
         if checkpoint is None:
             checkpoint = open_checked(config, progress, opened)
+            config, previous = settle_heads(config, checkpoint), config
+            if has_own_heads(config) != has_own_heads(previous):  # by weights that were not here before
+                compiled = compile_with(config, waited_for, checkpoint)
+                graph = compiled.graph
             check_weights(graph, checkpoint, config)
         report_unused(checkpoint.generation_config, config)
         clock.stop("model")
@@ -179,7 +184,9 @@ def load_model(
         store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, cache)
         plan = plan_kv_scales(store, vocabulary, config)
         stored = [f"seed {config.seed}"] if config.load_dummy else list(map(describe_file, checkpoint.files()))
-    return LoadedModel(compiled, ranks, tensors, adapters, vocabulary, grammars, scales, store, plan, stored, memories)
+    return LoadedModel(
+        config, compiled, ranks, tensors, adapters, vocabulary, grammars, scales, store, plan, stored, memories
+    )
 
 
 def open_runners(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 from atom import weights
 from atom.build import settings
 from atom.build.calibration import plan_calibration
-from atom.build.checks import check_draft_tokens, check_kv_scales
+from atom.build.checks import check_draft_tokens, check_kv_scales, models_of
 from atom.cache import Cache
 from atom.checkpoint import Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
 from atom.compiler import mesh_of
 from atom.config import Config
 from atom.config.checkpoint import open_with_draft
+from atom.config.tied_head import settle_head
 from atom.graph import Graph, Recipe
 from atom.messages import say
 from atom.pieces import sources_of
@@ -31,6 +33,20 @@ def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Check
             weights.check_counts(config.draft, checkpoint.other.tensors)
     stop_ids(checkpoint, None)
     return checkpoint
+
+
+def settle_heads(config: Config, checkpoint: Checkpoint) -> Config:
+    """The configuration with the heads that the checkpoint, opened with its weights, decides on; see `settle_head`."""
+    if config.load_dummy:
+        return config
+    other = checkpoint.other if isinstance(checkpoint, JoinedCheckpoint) else None
+    draft = None if config.draft is None else settle_head(config.draft, other)
+    return replace(config, model=settle_head(config.model, checkpoint, config.overrides), draft=draft)
+
+
+def has_own_heads(config: Config) -> list[bool]:
+    """Whether the model, and its draft model if there is one, have a head that is not the embedding."""
+    return [not model.tied for model in models_of(config).values()]
 
 
 def load_weights(

@@ -1,11 +1,12 @@
-"""Merge the tokens that a tokenizer's files declare, by the rules of transformers 5 (`TokenizersBackend`).
+"""Merge the tokens that a tokenizer's files declare, by the rules of transformers 5.
 
     declared = read_declared(folder, config, backend.get_added_tokens_decoder())
     declared.add_to(backend)
     declared.special_tokens         # the named ones, for templates: {"bos_token": "<s>", "image_token": "<img>"}
 
-tokenizer_config.json wins: the flags in its `added_tokens_decoder` replace those of tokenizer.json. Only without one
-do special_tokens_map.json, which overrides the config's own names, and added_tokens.json count.
+As in its `TokenizersBackend`, tokenizer_config.json wins: the flags in its `added_tokens_decoder` replace those of
+tokenizer.json. Only without one do special_tokens_map.json, which overrides the config's names, and added_tokens.json
+count.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class GGUFFacts(NamedTuple):
 
 
 NO_FACTS = GGUFFacts()
+CHUNK = 64 << 10  # bytes that are compared at once: they stay in a core's cache
 
 
 class FileRange(NamedTuple):
@@ -88,6 +89,17 @@ class Checkpoint(ABC):
         whole = self.read(name)
         size = len(whole) // count
         return whole[index * size : (index + 1) * size]
+
+    def is_same(self, one: str, other: str) -> bool:
+        """Whether two names have tensors of one type, shape and content."""
+        if self.tensors.get(one) != self.tensors.get(other):
+            return False
+        data, others = self.read(one), self.read(other)
+        return all(bytes(data[at : at + CHUNK]) == bytes(others[at : at + CHUNK]) for at in range(0, len(data), CHUNK))
+
+    def with_tensors(self) -> Checkpoint | None:
+        """This checkpoint with its tensors, if only its description was opened; None if they are not on this disk."""
+        return self
 
     def locate(self, name: str) -> FileRange | None:
         """The file range of the bytes that read() gives; None where the file has them in another form."""

@@ -91,6 +91,14 @@ class FolderCheckpoint(Checkpoint):
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return load_tokenizer(self._folder, trust_remote_code=trust_remote_code)
 
+    def with_tensors(self) -> Checkpoint | None:
+        if self.tensors:
+            return self
+        try:
+            return FolderCheckpoint(self._folder, location=self.location)
+        except CheckpointError:  # of a hub id, a part may be here; what is wrong with a folder is said when it is read
+            return None
+
     def close(self) -> None:
         self._stored = {}  # a file stays mapped until its last view is gone
 

@@ -36,6 +36,7 @@ from atom.config.resolve import derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig
 from atom.config.schema_keys import keys, types_of
 from atom.config.spelling import ALIASES, HIDDEN, did_you_mean, is_secret, override, spelled
+from atom.config.tied_head import settle_head
 from atom.config.tool_formats import read_format
 from atom.devices import find_device
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, UnsupportedError, one_line
@@ -104,7 +105,8 @@ def load_source(source: Source, config_dirs: Sequence[str]) -> Config:
         )
     check_tool_calls(config)
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
-    model = replace(config.model, embedded=embedded, usual=None)
+    described = None if config.load_dummy else source.described
+    model = settle_head(replace(config.model, embedded=embedded, usual=None), described, source.overrides)
     return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
 
 

@@ -23,7 +23,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
 
-from atom.checkpoint import open_checkpoint
+from atom.checkpoint import Checkpoint, open_checkpoint
 from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import CONF
 from atom.config.overrides import parse, plain, rewrite
@@ -77,6 +77,7 @@ class Source(NamedTuple):
     generation: dict[str, Any]  # the checkpoint's generation_config.json
     names: frozenset[str] = frozenset()  # of the checkpoint's tensors, where they matter and are known
     files: tuple[ModelFile, ...] = ()  # the model file, and those that it inherits from
+    described: Checkpoint | None = None  # closed
 
     @property
     def file(self) -> str:
@@ -101,7 +102,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         return plain(by_key[key]) if key in by_key else default
 
     files = model_files(search_path_of(texts, config_dirs))
-    name, checkpoint, embedded = value("model", "auto"), value("checkpoint"), None
+    name, checkpoint, embedded, described = value("model", "auto"), value("checkpoint"), None, None
     names: frozenset[str] = frozenset()
     usual = usual_file(files, name) if checkpoint is None else None
     stated = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
@@ -129,7 +130,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
     stated += [override("model", name), override("model.name", name)]
-    return Source(stated, hf, embedded, generation, names, tuple(with_inherited(name, files)))
+    return Source(stated, hf, embedded, generation, names, tuple(with_inherited(name, files)), described)
 
 
 def with_inherited(name: str, files: Sequence[ModelFile]) -> Iterator[ModelFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
@@ -16,7 +17,7 @@ import tiny
 import torch
 from law import assert_same_logits
 from plugin import vllm_double as vllm
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_fp8_kv import NAMES, scales_of_layer, with_scales
 from test_quantized import LAYOUTS, write
 from thread_ranks import Meeting, ThreadCommunicator
@@ -171,6 +172,30 @@ def test_weights_come_again_into_the_same_memory(make: Make, checkpoints: Any, t
     assert {recipe: tensor.data_ptr() for recipe, tensor in model._tensors.items()} == places and len(places) > 10
     for prompt, logits in zip(PROMPTS, logits_of(model, PROMPTS), strict=True):
         assert_same_logits(logits, tiny.logits(other, prompt))
+
+
+def test_a_head_that_arrives_with_the_embedding_it_is_tied_to_has_to_equal_it(
+    make: Make, checkpoints: Any, tmp_path: Path
+):
+    """The weights are not on this disk yet when the model is made."""
+    folder = checkpoints("llama_tied")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    model = make(tmp_path, load_config=SimpleNamespace(load_format="dummy"))
+    model._tensors = {}
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    model.load_weights({**tensors, "lm_head.weight": embedding.clone()}.items())
+    with pytest.raises(CheckpointError, match=r"^config.json ties lm_head.weight to .*another head is stored, .*again"):
+        model.load_weights({**tensors, "lm_head.weight": embedding + 1}.items())
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_loaded(make: Make, checkpoints: Any, tmp_path: Path):
+    folder = shutil.copytree(checkpoints("llama_tied"), tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    other = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).contiguous()}
+    save_file(other, folder / "model.safetensors", {"format": "pt"})
+    for prompt, logits in zip(PROMPTS, logits_of(make(folder), PROMPTS), strict=True):
+        assert_same_logits(logits, tiny.logits(tiny.reference(folder), prompt))
 
 
 def test_random_weights_need_no_files(make: Make, checkpoints: Any, tmp_path: Path):

@@ -35,6 +35,7 @@ from atom.plugin.vllm.communicator import GroupCommunicator, NoCommunicator
 from atom.plugin.vllm.config import overrides_of
 from atom.plugin.vllm.layers import AttentionLayers
 from atom.plugin.vllm.ops import attention_layer, mla_attention_layer
+from atom.plugin.vllm.tied_head import without_copy
 from atom.runtime.program import Bindings, Executable, Kernels, score
 from atom.runtime.tune import measured_kernels
 from atom.weights.arriving import load_arriving
@@ -84,6 +85,7 @@ class AtomForCausalLM(nn.Module):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load what vLLM reads; a second time into the same memory, which CUDA graphs hold. The parameters' names."""
         stacked, ignore = stacked_parts(self._config.model), left_out(self._config)
+        tensors = without_copy(tensors, self._config.model)
         with naming_the_way_out(), defaults_of_torch():
             arriving = load_arriving(self._graph.recipes(), tensors, stacked, self._device, self._coordinates, ignore)
             if self._tensors:

@@ -38,4 +38,4 @@ def without_copy(tensors: Iterable[tuple[str, Tensor]], model: ModelConfig) -> I
 
 def digest_of(tensor: Tensor) -> bytes:
     """A digest of a tensor's bytes, since whoever reads it may use its memory again."""
-    return hashlib.sha256(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())).digest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()

@@ -30,6 +30,7 @@ from atom.serve.middleware import Guard
 from atom.serve.openai import chat, completions, embeddings, models, responses, tokenize
 from atom.serve.signatures import load_signing_key
 from atom.serve.tenants import Tenant
+from atom.serve.vllm import instead_of_route
 
 TITLE = "atom"
 ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
@@ -102,7 +103,7 @@ def instead_of(path: str) -> str:
     plain = re.sub("^(/v1)+(?=/v1/)", "", re.sub("/+", "/", path))  # clients add their own /v1 to a base URL's
     if plain != path:
         return f"write {shown(plain)}: the base URL has /v1 once, and no slash after it"
-    return "/docs lists what there is"
+    return instead_of_route(path) or "/docs lists what there is"
 
 
 def explain(request: Request, error: HTTPException) -> str:

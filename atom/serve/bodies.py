@@ -105,9 +105,8 @@ def instead_of(fault: Any, model: type[BaseModel]) -> str | None:
 
 
 def unknown_field(fault: Any) -> str | None:
-    """The name of a field of the body that its model does not have."""
-    _, name, *within = [*map(str, fault["loc"]), ""]
-    return name if fault["type"] == "extra_forbidden" and within == [""] else None
+    """The name of a field that the body's model does not have; dotted, if it is a field of a field."""
+    return ".".join(map(str, fault["loc"][1:])) if fault["type"] == "extra_forbidden" else None
 
 
 def hint(fault: Any, model: type[BaseModel]) -> str:
@@ -116,6 +115,8 @@ def hint(fault: Any, model: type[BaseModel]) -> str:
         return ""
     if instead := INSTEAD.get(name):
         return f"; {instead}"
+    if "." in name:
+        return ""
     if name.startswith(GUIDED) and "structured_outputs" in model.model_fields:
         return f', take structured_outputs: {{"{name.removeprefix(GUIDED)[:16]}": …}}'
     if (other := FIELDS.get(name)) in model.model_fields:

@@ -146,6 +146,7 @@ def test_store_and_labels_change_nothing(client: openai.OpenAI):
         "max_tool_calls": 1,
         "safety_identifier": "somebody",
         "prompt_cache_key": "mine",
+        "prompt_cache_options": {"mode": "implicit"},
         "text": {"verbosity": "low"},
         "reasoning": {"effort": "low", "summary": "auto"},
     }

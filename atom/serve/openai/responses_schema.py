@@ -200,3 +200,4 @@ class ResponsesRequest(Sampling):
     service_tier: Word | None = Field(None, description=LABEL)
     prompt_cache_key: Word | None = Field(None, description=HINT)
     prompt_cache_retention: Word | None = Field(None, description=HINT)
+    prompt_cache_options: JSONObject | None = Field(None, description=HINT)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -24,7 +24,10 @@ from omegaconf import OmegaConf
 from atom.config.bounded_yaml import MAX_DEPTH
 from atom.config.folders import CONF, check_config_dirs
 from atom.config.recipes import format_recipe, read_recipe
+from atom.config.schema import Config
+from atom.config.schema_keys import blocks, types_of
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
+from atom.config.typed_json import parse_values
 from atom.config.words import as_overrides
 from atom.errors import ConfigError, one_line
 
@@ -42,6 +45,9 @@ UNITS = {
 }
 MAX_NAME = 250  # characters of a file's, without its ending
 MAX_ITEMS = 4096  # of an override; Hydra parses as many in a second or two, and four times as many in half a minute
+JSON = re.compile(
+    r'\s*(?:\{\s*"|\[(?!.*\$\{))', re.DOTALL
+)  # what may be JSON: an object, or a list without interpolations
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*(?:'|\Z)|\"(?:\\.|[^\"\\])*(?:\"|\Z)", re.DOTALL)
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
          "serve.kv_cache_dir",
@@ -51,8 +57,8 @@ TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "reci
 def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multirun: bool = False) -> list[str]:
     """Rewrite overrides in Hydra's grammar, with recipes opened in their order and put before the rest.
 
-    A value is plain text unless it is quoted, a list or, with `multirun`, the choices of a sweep. ConfigError for what
-    is no override, no recipe or no config dir.
+    A value is plain text unless it is quoted, a list or, with `multirun`, the choices of a sweep. An object or a list
+    may be JSON. ConfigError for what is no override, no recipe or no config dir.
     """
     check_config_dirs(config_dirs)
     result: list[str] = []
@@ -68,6 +74,10 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
         if key == "model" and value and value[0] in "~/.":
             raise no_model(value)
+        if value is not None and key not in TEXTS and JSON.match(value):
+            value = respell(key, value)
+        if value is not None and not sign and key in mappings():
+            sign = "++"  # Hydra adds no key to a mapping without it
         if value is not None and is_group(key):
             check_choice(key, value)
         if key == "parallel" and value and (sizes := ranks_of(value)):
@@ -90,6 +100,17 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         else:
             result.append(f"{sign}{key}" if value is None else f"{sign}{key}={value}")
     return [*rewrite(recipes), *result] if recipes else result
+
+
+@functools.cache
+def mappings() -> frozenset[str]:
+    """The fields that are mappings with keys of their own."""
+    return frozenset(
+        f"{at}{name}"
+        for at, block in blocks(Config)
+        for name, kind in types_of(block).items()
+        if get_origin(kind) is dict
+    )
 
 
 def is_group(key: str) -> bool:
@@ -143,6 +164,17 @@ def quote(key: str, value: str, multirun: bool) -> str:
     if (text[0] in "'\"[" or multirun or is_interpolation) and is_value(key, text, multirun):
         result = text
     return f"[{result}]" if key in LISTS_OF_TEXT[1:] and result[0] in "'\"" else result
+
+
+def respell(key: str, value: str) -> str:
+    """JSON in Hydra's grammar, as `k={"a": false}`, also several choices of a sweep; another text as it is."""
+    check_size(key, value)
+    try:
+        return ",".join(map(spell, parse_values(key, value)))
+    except ValueError:
+        return value
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def is_value(key: str, text: str, multirun: bool) -> bool:

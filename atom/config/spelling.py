@@ -54,11 +54,20 @@ def spell(value: Any) -> str:
     raise TypeError(f"a value of type {type(value).__name__} cannot be written as an override")
 
 
+TYPED = re.compile(r"true|false|null|[+-]?(?:nan|inf|[\d_.]+(?:e[+-]?[\d_]+)?)", re.IGNORECASE)  # of Hydra: no texts
+
+
 def spell_key(key: Any) -> str:
     """A key of a dict, which Hydra's grammar cannot quote."""
-    if isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII)):
+    if isinstance(key, int) and not isinstance(key, bool):
         return str(key)
-    raise TypeError(f"the key {key!r} cannot be written as an override: only whole numbers and names can")
+    if (
+        isinstance(key, str)
+        and re.fullmatch(r"[\w/+.$%*@?|()\[\]{}:=, \t\\-]+", key, re.ASCII)
+        and not TYPED.fullmatch(key)
+    ):
+        return re.sub(r"([()\[\]{}:=, \t\\])", r"\\\1", key)
+    raise TypeError(f"the key {key!r} cannot be written as an override: only whole numbers, names and patterns can")
 
 
 def spelled(value: Any) -> str:

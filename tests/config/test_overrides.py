@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.config.load import load
 from atom.config.model_files import find_source
 from atom.config.overrides import parse, plain, rewrite, write_recipe
 from atom.config.recipes import read_recipe
 from atom.config.spelling import override
 from atom.errors import ConfigError
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.text(alphabet="$\\{}'\"\n =,[]:?ab").map(lambda s: s * 2)
 JSON = st.recursive(
     TEXT | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),
@@ -40,6 +43,65 @@ def test_rewriting_leaves_what_override_wrote(prompts: list[str]):
     assert rewrite([text]) == [text]
     single = override("prompts", prompts[0])
     assert value_of(single) == prompts[0]
+
+
+KEYS = st.text(alphabet="ab_ -.:=,()[]{}$*?|/+@%\\\t", min_size=1, max_size=6).map(lambda s: f"k{s}")
+
+
+@settings(max_examples=120)
+@given(st.lists(JSON, max_size=2) | st.dictionaries(KEYS, JSON, max_size=3))
+def test_json_that_is_typed_is_its_value(value: object):
+    text = json.dumps(value)
+    meant = plain(parse(override("x", value)))
+    assert meant == value
+    is_hydras = isinstance(value, list) and "${" in text  # may be an interpolation
+    assert is_hydras or value_of(f"serve.http.chat_template_kwargs={text}") == value
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ('serve.http.chat_template_kwargs={"enable_thinking": false}', {"enable_thinking": False}),
+        ('serve.http.chat_template_kwargs={\n  "a": {"b c": [1, null, "x, ${y} \\n"]}\n}', {"a": {"b c": [1, None, "x, ${y} \n"]}}),
+        ("serve.http.chat_template_kwargs={enable_thinking: false}", {"enable_thinking": False}),
+        ('serve.http.cors=["http://a:1", "b"]', ["http://a:1", "b"]),
+        ('model.mlp=[{"kind": "moe"}]', [{"kind": "moe"}]),
+        ('sampling.logit_bias={"50256": -100, "7": 1.5}', {50256: -100, 7: 1.5}),
+        ('+model.formats={"re:.*gate$": "fp8"}', {"re:.*gate$": "fp8"}),
+        ('model.formats={"re:.*gate$": "fp8"}', {"re:.*gate$": "fp8"}),
+        ("cache=${oc.decode:'/tmp'}", "/tmp"),
+        ("serve.http.cors=[${oc.decode:'x'}]", ["x"]),
+    ],
+)  # fmt: skip
+def test_json_is_read_as_vllm_reads_it(typed: str, meant: object):
+    assert value_of(typed) == meant
+
+
+def test_choices_of_a_sweep_may_be_json():
+    texts = rewrite(['serve.http.chat_template_kwargs={"a": false}, {"a": true}'], multirun=True)
+    assert texts == ["serve.http.chat_template_kwargs={a:false},{a:true}"]
+
+
+def test_a_mapping_takes_keys_without_a_plus(tmp_path: Path):
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3_0.6b.json").read_text())
+    config = load([f"checkpoint={tmp_path}", 'model.formats={"re:.*gate_proj$": "fp8[1, *]"}'])
+    assert config.model.formats == {"re:.*gate_proj$": "fp8[1, *]"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ('x={"a": 1', r"'x=\{\"a\": 1' is not an override"),
+        ('x={"a": 1} b', r"'x=\{\"a\": 1\} b' is not an override"),
+        ('x={"true": 1}', "x: the key 'true' cannot be written as an override"),
+        ('x={"größe": 1}', "x: the key 'größe' cannot be written as an override"),
+        ('x={"a": ' + "[" * 30_000 + "]" * 30_000 + "}", "x: it is nested deeper than 64$"),
+        ('x={"a": [' + "1," * 5000 + "1]}", "x: there are more than 4,096 items$"),
+    ],
+)
+def test_json_that_cannot_be_read_is_refused(typed: str, message: str):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        find_source([typed])
 
 
 @pytest.mark.parametrize(
@@ -175,8 +237,9 @@ def test_in_a_sweep_each_job_opens_the_recipe_unless_the_recipe_is_of_the_sweep(
 def test_what_cannot_be_written_as_an_override_is_refused():
     with pytest.raises(ConfigError, match="prompts: a value of type object"):
         override("prompts", object())
-    with pytest.raises(ConfigError, match="the key 'a b'"):
-        override("x", {"a b": 1})
+    for key in ("a#b", "null", "1e5", ".5", "-inf", True):
+        with pytest.raises(ConfigError, match=f"the key {key!r}"):
+            override("x", {key: 1})
 
 
 def test_paths_and_numbers_of_other_libraries_are_written_plainly():

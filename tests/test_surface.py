@@ -145,7 +145,7 @@ ENGINE_FLAGS = """
 help model trust-remote-code pipeline-parallel-size tensor-parallel-size data-parallel-size enforce-eager enable-prefix-caching port kv-cache-dtype
 block-size max-model-len max-num-batched-tokens max-num-seqs gpu-memory-utilization scheduler-delay-factor
 cudagraph-capture-sizes level load-dummy enable-expert-parallel enable-dp-attention torch-profiler-dir method draft-model
-speculative-config num-speculative-tokens spec-decode-acceptance-length set dtype seed revision device
+speculative-config num-speculative-tokens spec-decode-acceptance-length set online-quant-config dtype seed revision device
 """
 
 COMMANDS = {  # ROCm/ATOM's -> their own flags

@@ -28,6 +28,8 @@ import atom
 from atom.config import Config
 from atom.config.schema_keys import fields_along, keys, types_of
 from atom.config.spelling import did_you_mean, override, spelled
+from atom.config.typed_json import parse_value, read_object
+from atom.entrypoints.online_quant import FIELDS, write_online_quant
 from atom.entrypoints.refused_flags import refusal_of
 from atom.errors import AtomError, ConfigError, UnsupportedError
 from atom.jobs.report import report
@@ -122,20 +124,9 @@ def set_field(values: dict[str, Any], path: str, text: str) -> None:
             values[name] = {}
         values = values[name]
     try:
-        values[last] = json.loads(text)
+        values[last] = parse_value(path, text)
     except ValueError:
         values[last] = text
-
-
-def read_object(name: str, text: str) -> dict[str, Any]:
-    """The JSON object that a flag or a file has. ConfigError where it is none."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} is no JSON object")
-    return found
 
 
 def read_method(name: str) -> str:
@@ -169,9 +160,7 @@ class EngineArgs:
     device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one", of=(VLLM,))
     seed: int | None = flag("seed", "of what is drawn", of=(VLLM,))
     tensor_parallel_size: int | None = flag("parallel.tensor", "ranks that a layer is divided among", "-tp")
-    pipeline_parallel_size: int | None = flag(
-        "parallel.pipeline", "stages that layers are divided into", "-pp", of=(VLLM,)
-    )
+    pipeline_parallel_size: int | None = flag("parallel.pipeline", "stages that layers are divided into", "-pp")
     data_parallel_size: int | None = flag("parallel.replicas", "engines behind one server", "-dp")
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
     enable_prefix_caching: bool | None = flag(
@@ -243,6 +232,14 @@ class EngineArgs:
         of=(VLLM,),
         read=json_text,
         write=read_speculative,
+    )
+    online_quant_config: str | None = flag(
+        "quant.fmt",
+        f"JSON of {', '.join(FIELDS)}: what weights are packed to while they load",
+        null="auto, as the checkpoint",
+        of=(ROCM,),
+        read=json_text,
+        write=write_online_quant,
     )
     settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
@@ -461,7 +458,7 @@ def open_lists(texts: Sequence[str]) -> tuple[str, ...]:
     values: list[str] = []
     for text in texts:
         try:
-            values += map(str, json.loads(text)) if text.startswith("[") else [text]
+            values += map(str, parse_value("a list", text)) if text.startswith("[") else [text]
         except ValueError as error:
             raise ConfigError(f"'{text}' is no JSON list ({error})") from None
     return tuple(values)

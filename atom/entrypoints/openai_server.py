@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from atom.cli import run
 from atom.config.spelling import override
-from atom.entrypoints.args import ROCM, flag, json_text, read_object, run_command
+from atom.config.typed_json import read_object
+from atom.entrypoints.args import BOTH, ROCM, flag, json_text, run_command
 from atom.entrypoints.vllm_args import VLLMArgs, VLLMParser, vllm_flag
 
 # ROCm/ATOM's default of max_tokens; and as there and in vLLM, the port opens when ready: scripts wait for that
@@ -47,7 +48,7 @@ class ServerArgs(VLLMArgs):
     ssl_certfile: str | None = vllm_flag("serve.http.ssl_certfile", "of HTTPS: a PEM file of certificates", null="HTTP")
     ssl_keyfile: str | None = vllm_flag("serve.http.ssl_keyfile", "its key, unless that is in the same file")
     served_model_name: tuple[str, ...] | None = vllm_flag(
-        "serve.http.served_model_name", "what requests may call the model", null="the checkpoint's name"
+        "serve.http.served_model_name", "what requests may call the model", null="the checkpoint's name", of=BOTH
     )
     api_key: tuple[str, ...] | None = vllm_flag(
         "serve.http.api_keys",
@@ -56,7 +57,7 @@ class ServerArgs(VLLMArgs):
         write=write_keys,
     )
     chat_template: str | None = vllm_flag(
-        "serve.http.chat_template", "a file with a jinja template", null="the checkpoint's"
+        "serve.http.chat_template", "a file with a jinja template", null="the checkpoint's", of=BOTH
     )
     default_chat_template_kwargs: str | None = flag(
         "serve.http.chat_template_kwargs",

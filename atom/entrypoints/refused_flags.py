@@ -165,8 +165,28 @@ VLLM_REFUSED = {
     "--set serve.http.max_header=BYTES limits the head of a request": """
         h11-max-incomplete-event-size h11-max-header-count""",
 }
-ROCM_REFUSED = {
+ROCM_REFUSED = {  # those of November 2026 that vLLM has not
     "no client's words are logged: the line of each request has its counts, times and error": "request-log",
+    "a request goes to the engine that has most of its prompt cached, or to the one with the fewest; leave it out": """
+        dp-load-balance""",
+    "write --level: 3 captures CUDA graphs of whole steps, 2 and below none": "cudagraph-mode",
+    "how experts are placed and exchanged follows from --enable-expert-parallel; leave it out": """
+        enable-tbo eplb-enable""",
+    "experts are those that the router chooses, with --load-dummy too; leave it out": "fake-eplb",
+    "one engine is one host's, or its ranks are started by torchrun, srun or Ray: see docs/parallel.md": """
+        data-parallel-master-ip data-parallel-master-port data-parallel-base-port""",
+    "a sequence's KV is not divided; leave it out": "dcp-config",
+    "the KV of every layer has the dtype of --kv-cache-dtype; leave it out": "index-cache-dtype",
+    "attention takes the tokens of a step at once: write --max-num-batched-tokens": "attn-prefill-chunk-size",
+    "models with such a state are not built; leave it out": """
+        state-checkpoint-interval-tokens state-checkpoint-demand""",
+    "prompts and decodes share a step: write --max-num-batched-tokens, which bounds both": """
+        enable-rapidserve disagg-prefill-max-num-seqs disagg-constrained""",
+    "drafts are made by --method, --draft-model and --num-speculative-tokens alone; leave it out": "dspark-config",
+    "write --spec-decode-acceptance-length: 1 + the rate times --num-speculative-tokens": "spec-decode-acceptance-rate",
+    "no statistics are logged; /metrics has them": "enable-log-stats throughput-log-interval cache-hit-rate-window",
+    "--torch-profiler-dir and job=profile show the time of every kernel; leave it out": "mark-trace",
+    "an idle connection is kept for 65 s; leave it out": "timeout-keep-alive",
 }
 
 

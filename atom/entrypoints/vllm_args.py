@@ -25,7 +25,9 @@ from atom.checkpoint.address import parse_address
 from atom.config.bounded_yaml import parse_yaml
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_files
+from atom.config.typed_json import read_object
 from atom.entrypoints.args import (
+    BOTH,
     VLLM,
     EngineArgs,
     Parser,
@@ -34,7 +36,6 @@ from atom.entrypoints.args import (
     read_count,
     read_gib,
     read_method,
-    read_object,
 )
 from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
@@ -68,8 +69,8 @@ QUANTIZATIONS = {  # vLLM's name -> the quant_method in a checkpoint; others are
 
 
 def vllm_flag(key: str, about: str, **options: Any) -> Any:
-    """A field for a flag of vLLM's alone; without a key, `accepted` are the values that change nothing here."""
-    return flag(key, about, of=(VLLM,), **options)
+    """A field for a flag of vLLM's, with `of` of ROCm/ATOM's too; without a key, `accepted` changes nothing here."""
+    return flag(key, about, of=options.pop("of", (VLLM,)), **options)
 
 
 def write_collectives(is_nccl: bool) -> list[str]:
@@ -232,6 +233,7 @@ class VLLMArgs(EngineArgs):
         "serve.http.tool_calls",
         f"{', '.join(sorted({*TOOL_PARSERS, *format_files()}))}, or a YAML file",
         null="auto",
+        of=BOTH,
         write=write_tool_parser,
     )
     reasoning_parser: str | None = vllm_flag(
@@ -287,7 +289,9 @@ class VLLMArgs(EngineArgs):
 
     # flags whose one meaning is what is done here anyway
     enable_auto_tool_choice: bool | None = vllm_flag("", "calls are read in every chat with tools", accepted=(True,))
-    enable_chunked_prefill: bool | None = vllm_flag("", "long prompts are always computed in chunks", accepted=(True,))
+    enable_chunked_prefill: bool | None = vllm_flag(
+        "", "long prompts are always computed in chunks", of=BOTH, accepted=(True,)
+    )
     async_scheduling: bool | None = vllm_flag("", "a GPU's steps are always planned ahead", accepted=(True,))
     calculate_kv_scales: bool | None = vllm_flag(
         "", "scales of an fp8 cache are measured where the checkpoint has none", accepted=(True,)
@@ -296,7 +300,7 @@ class VLLMArgs(EngineArgs):
     disable_log_requests: bool | None = vllm_flag("", "no prompt is ever logged", accepted=(True,))
     disable_log_stats: bool | None = vllm_flag("", "no statistics are logged; /metrics has them", accepted=(True,))
     disable_uvicorn_access_log: bool | None = vllm_flag(
-        "", "uvicorn logs nothing; the line of each request stays", accepted=(True,)
+        "", "uvicorn logs nothing; the line of each request stays", of=BOTH, accepted=(True,)
     )
     enable_prompt_tokens_details: bool | None = vllm_flag("", "usage always has them", accepted=(True,))
     enable_request_id_headers: bool | None = vllm_flag("", "answers always bear X-Request-Id", accepted=(True,))
@@ -314,10 +318,10 @@ class VLLMArgs(EngineArgs):
     response_role: str | None = vllm_flag("", "answers are the assistant's", accepted=("assistant",))
     chat_template_content_format: str | None = vllm_flag("", "contents are texts", accepted=("auto", "string"))
     decode_context_parallel_size: int | None = vllm_flag(
-        "", "a sequence's KV is not divided", short="-dcp", accepted=(1,)
+        "", "a sequence's KV is not divided", short="-dcp", of=BOTH, accepted=(1,)
     )
     prefill_context_parallel_size: int | None = vllm_flag(
-        "", "a prompt is not divided among ranks", short="-pcp", accepted=(1,)
+        "", "a prompt is not divided among ranks", short="-pcp", of=BOTH, accepted=(1,)
     )
     api_server_count: int | None = vllm_flag("", "one process speaks HTTP", short="-asc", accepted=(1,))
     cpu_offload_gb: float | None = vllm_flag("", "weights are not moved between devices", accepted=(0.0,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from entrypoints.rocm_flags import FLAGS
 from generated import check_block
 
 from atom.config.schema import Config
@@ -10,10 +11,20 @@ from atom.config.schema_keys import keys
 from atom.config.transformers_words import FROM_TRANSFORMERS
 from atom.entrypoints.args import ROCM, VLLM, describe
 from atom.entrypoints.openai_server import ServerArgs
-from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED, with_dashes
+from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED, refused, with_dashes
 from atom.jobs.flags import LLAMA_CPP
 
-PAGES = {"from-vllm.md": (VLLM, VLLM_REFUSED), "from-rocm-atom.md": (ROCM, ROCM_REFUSED)}
+
+def refused_of_rocm() -> dict[str, str]:
+    """Its own flags that are refused, and those of its that vLLM has, too; by reason."""
+    reasons: dict[str, str] = {}
+    for name, reason in [*refused(ROCM_REFUSED), *refused(VLLM_REFUSED)]:
+        if name in FLAGS.split():
+            reasons[reason] = f"{reasons.get(reason, '')} {name}"
+    return reasons
+
+
+PAGES = {"from-vllm.md": (VLLM, VLLM_REFUSED), "from-rocm-atom.md": (ROCM, refused_of_rocm())}
 
 
 def tables(of: str, reasons: dict[str, str]) -> str:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from entrypoints import rocm_flags
 from entrypoints.vllm_flags import ADDED, FLAGS
 from vllm_sources import sources, tree, version
 
 from atom.config import Config
 from atom.config.load import load
 from atom.entrypoints import openai_server
-from atom.entrypoints.args import EngineArgs, Parser
+from atom.entrypoints.args import ROCM, EngineArgs, Parser
 from atom.entrypoints.openai_server import ServerArgs
 from atom.entrypoints.refused_flags import REFUSED, ROCM_REFUSED, VLLM_REFUSED, refusal_of, refused, with_dashes
 from atom.entrypoints.vllm_args import VLLMParser
@@ -111,6 +112,21 @@ MEANS: dict[str, list[str]] = {
     "--default-chat-template-kwargs.a.b 1 --default-chat-template-kwargs.a.c=x=y": [
         "serve.http.chat_template_kwargs={a:{b:1,c:'x=y'}}"
     ],
+    "--default-chat-template-kwargs '{\"a b\": [null, \"x\"], \"c\": {\"d\": 1}}'": [
+        "serve.http.chat_template_kwargs={a\\ b:[null,'x'],c:{d:1}}"
+    ],
+    """--online_quant_config '{"global_quant_config": "ptpc_fp8", "exclude_layer": ["lm_head", "*expert*"]}'""": [
+        "quant.fmt='fp8'",
+        "quant.plain=['*expert*']",
+    ],
+    """--online-quant-config '{"layer_quant_config": {"*mlp.experts*": "mxfp4", "lm_head": "ptpc_fp8"}}'""": [
+        "quant.experts='mxfp4'",
+        "quant.head='fp8'",
+    ],
+    "--online_quant_config.global_quant_config mxfp4 --online_quant_config.exclude_layer model.layers.0": [
+        "quant.fmt='mxfp4'",
+        "quant.plain=['model.layers.0']",
+    ],
     "--max-model-len auto": [],
     "--max-model-len -1": [],
     "--max-model-len 4k --max-model-len=-1": [],
@@ -126,6 +142,16 @@ WRONG = {
     "--speculative-config.method --seed 1": "argument --speculative-config.method: expected one argument",
     "--speculative-config.method ngram -sc x": "--speculative-config=x is no JSON",
     "--override-generation-config.temprature=1": "temprature is not read, did you mean temperature?",
+    f"--speculative-config {'[' * 30_000}": "--speculative-config: it is nested deeper than 64",
+    f"--served-model-name {'[' * 30_000}": "a list: it is nested deeper than 64",
+    f"--default-chat-template-kwargs.a {'[' * 30_000}": "a: it is nested deeper than 64",
+    """--online_quant_config '{"global_quant_config": "int4"}'""": "there is no format int4; there is: ptpc_fp8, mxfp4",
+    """--online_quant_config '{"exclude_layers": []}'""": "there is no exclude_layers, did you mean exclude_layer?",
+    """--online_quant_config '{"layer_quant_config": {"*o_proj": "mxfp4"}}'""": "*o_proj has a format of its own, which only",
+    "--enable-log-stats": "--enable-log-stats: no statistics are logged; /metrics has them",
+    "--enable-tbo all": "--enable-tbo: how experts are placed and exchanged follows from --enable-expert-parallel",
+    "--cudagraph-mode NONE": "--cudagraph-mode: write --level: 3 captures CUDA graphs",
+    "--dp-load-balance=round_robin": "--dp-load-balance: a request goes to the engine that has most of its prompt",
     "--block-size.x 5": "unrecognized arguments: --block-size.x",
     "--compilation-config.mode 3": "--compilation-config.mode: write --level 0, 1, 2 or 3",
     "--profiler-config.profiler=torch": "--profiler-config.profiler: write --torch-profiler-dir",
@@ -214,6 +240,14 @@ def test_every_flag_of_vllm_is_taken_or_refused():
     assert find_unanswered((FLAGS + ADDED).split()) == []
 
 
+def test_every_flag_of_rocm_atom_is_taken_or_refused():
+    names = rocm_flags.FLAGS.split()
+    assert find_unanswered(names) == []
+    assert find_unanswered(name.replace("-", "_") for name in names if not name.startswith("-")) == []
+    assert {name.replace("_", "-") for name, _, flag in ServerArgs.flags() if ROCM in flag.of} <= set(names)
+    assert {name for name, _ in refused(ROCM_REFUSED)} <= set(names)
+
+
 def test_these_are_vllms_flags():
     """Every flag of its sources has an answer; those of 0.26 are the list."""
     found = {
@@ -276,6 +310,17 @@ def test_a_folder_has_the_generation_config(tmp_path: Path):
     config = load(overrides)
     assert (config.sampling.temperature, config.sampling.top_p, config.sampling.max_tokens) == (0.5, 0.5, 7)
     assert config.sampling.defaults == "none"
+
+
+def test_rocm_atoms_online_quantization_is_quant(tmp_path: Path):
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3_30b_a3b.json").read_text())
+    stated = {
+        "global_quant_config": "ptpc_fp8",
+        "layer_quant_config": {"*expert*": "mxfp4"},
+        "exclude_layer": ["lm_head", "model.embed_tokens", "*o_proj"],
+    }
+    quant = load(parse([str(tmp_path), "--online_quant_config", json.dumps(stated)]).overrides()).quant
+    assert (quant.fmt, quant.experts, quant.head, quant.plain) == ("fp8[1, *]", "mxfp4", "plain", ["*o_proj"])
 
 
 def load_yaml(folder: Path, text: str, *argv: str) -> Config:

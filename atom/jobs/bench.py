@@ -34,14 +34,13 @@ from atom.jobs.experts_read import count_experts, describe_experts
 from atom.jobs.roofline import PRODUCTS, Costs, Limits, acts_of, least_seconds, measure_limits, read_costs
 from atom.jobs.tables import make_table
 from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
-from atom.measurement.cores import core_seconds
+from atom.measurement.cores import core_seconds, warn_of
 from atom.measurement.hardware import describe_cpus
 from atom.measurement.metrics import METRICS, RequestFuncOutput, calculate_metrics, finish_outputs, flatten_metrics
 from atom.messages import say
 from atom.runtime.engine import Engine
 
 PERCENTILES = (50, 90, 99)
-MAX_WAITED = 0.1  # share of the time in which threads waited for a core; above it, results are said to be too low
 OF_PHASE = (
     "steps",
     "tokens",
@@ -57,6 +56,7 @@ OBJECTIVES = (
     "num_preemptions",
     "num_prefix_hit_tokens",
     "output_throughput_limit",
+    "share_waited_for_cores",
     *(f"phases.{phase}.{name}" for phase in ("prefill", "decode", "all") for name in OF_PHASE),
 )
 
@@ -109,16 +109,6 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
         failed = next(output.error for run in runs for output in run.outputs if not output.success)
         say(f"{result['failed']} requests failed, the first one with {failed}")
     return 1 if result["failed"] else 0
-
-
-def warn_of(waited: float | None) -> list[str]:
-    """What makes the numbers of a run doubtful. waited: the share of the time in which threads waited for a core"""
-    if waited is None or waited <= MAX_WAITED:
-        return []
-    return [
-        f"this machine was busy: threads waited for a core {waited:.0%} of the time, so the numbers are too low; "
-        "end other programs, or lower OMP_NUM_THREADS"
-    ]
 
 
 def open_warm(config: Config) -> tuple[Draw, Compiled, dict[str, Costs], Limits, Engine]:

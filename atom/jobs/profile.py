@@ -32,6 +32,8 @@ from atom.jobs.tables import make_table
 from atom.jobs.trace import KINDS, Event, Summary, has_events, middle_step, summarize
 from atom.jobs.workload import Record, Step, recording, submit
 from atom.kernels import find_piece_compiler
+from atom.measurement.cores import core_seconds, warn_of
+from atom.messages import say
 from atom.pieces import find_pieces
 from atom.runtime.engine import Engine
 from atom.runtime.program import Executable
@@ -51,6 +53,7 @@ def run(config: Config) -> int:
     phases: dict[str, Any] = {}
     windows: dict[str, list[Event]] = {}  # of a phase, the events of about one step
     engine.scheduler.drop_kv()  # of the runs that have warmed it up
+    before = core_seconds()
     with recording(engine) as record:
         ids = submit(engine, draw(engine), config)
         for name, path, steps in trace_phases(engine, record, config):
@@ -63,10 +66,13 @@ def run(config: Config) -> int:
             phases[name] = {"trace": str(path), **describe(summary, steps, costs, limits, pieces)}
         for id in ids:
             engine.abort(id)
+    waited = core_seconds().share_waited(before)
     result = {
         **describe_run(config, compiled.level),
         **({"stages": num_stages} if num_stages > 1 else {}),
         "limits": limits.measured(),
+        "share_waited_for_cores": waited,
+        "warnings": warn_of(waited),
         "phases": phases,
     }
     if config.job.output == "json":
@@ -75,6 +81,8 @@ def run(config: Config) -> int:
         print(make_page(result, windows))
     else:
         show(result)
+    for warning in result["warnings"]:
+        say(warning)
     return 0
 
 

@@ -15,7 +15,8 @@ LEAST_SHARE = 0.001  # of a row that has a bar
 
 def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) -> str:
     """windows: of each phase, the events of about one step, sorted by their start."""
-    parts = [page.paragraph(f"level {result['level']}, on {result['hardware']}, {result['date']}"), page.legend(COLORS)]
+    about = f"level {result['level']}, on {result['hardware']}, {result['date']}"
+    parts = [page.paragraph(about), page.notes(result["warnings"]), page.legend(COLORS)]
     for phase, about in result["phases"].items():
         each = about["timeline_seconds"] / about["steps"]
         parts.append(page.heading(f"{phase}: {each * 1e3:,.3f} ms a step on the {about['timeline']}'s timeline"))
@@ -56,10 +57,13 @@ def make_bar(row: Mapping[str, Any], num_steps: int) -> Bar:
     text = f"{seconds * 1e3:,.3f} ms, {row['share']:.1%}"
     if limit is not None:
         text += f"; {describe_share(row['share_of_limit'])} its limit"
-    color = COLORS.get(
-        row.get("kind") or row["name"], COLORS["matrix" if row["name"].startswith("weight ") else "other"]
-    )
-    return Bar(row["name"], seconds, text, color, limit and limit / num_steps)
+    return Bar(row["name"], seconds, text, COLORS[kind_of_row(row)], limit and limit / num_steps)
+
+
+def kind_of_row(row: Mapping[str, Any]) -> str:
+    """The name in COLORS of a kernel, a piece, a weight's products, or a kind itself."""
+    name: str = row["name"]
+    return row.get("kind") or (name if name in COLORS else "matrix" if name.startswith("weight ") else color_of(name))
 
 
 def describe_share(share: float) -> str:

@@ -21,10 +21,13 @@ from rich.console import Console
 
 from atom.jobs.sweep_job import Result
 from atom.jobs.tables import make_table
+from atom.measurement.cores import warn_of
 from atom.measurement.plot import Point, Series, write_html
 from atom.messages import say
 
-LOWER_IS_BETTER = re.compile(r".*(_ms|seconds|_bytes)|duration|failed|num_preemptions|phases\.\w+\.steps")
+LOWER_IS_BETTER = re.compile(
+    r".*(_ms|seconds|_bytes)|duration|failed|num_preemptions|share_waited_for_cores|phases\.\w+\.steps"
+)
 COLUMNS = (  # of the table, where the jobs have them
     *("output_throughput", "median_tpot_ms", "mean_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "phases.all.share_of_limit"),
     *("tokens_per_second", "first_token_seconds", "load_seconds"),
@@ -142,7 +145,7 @@ def write_page(results: Sequence[Result], rows: Sequence[Sequence[str]], path: P
 
 
 def describe(results: Sequence[Result]) -> list[str]:
-    """Describe the numbers: where they were measured or that they were computed, and which jobs failed."""
+    """Describe the numbers: where they were measured or computed, and which jobs were slowed by others or failed."""
     measured = {describe_hardware(each) for each in results if each.job != "explain"}
     gpus = sorted({each.gpu or "this machine" for each in results if each.job == "explain"})
     notes = []
@@ -150,6 +153,8 @@ def describe(results: Sequence[Result]) -> list[str]:
         notes.append(f"Measured on {' and on '.join(sorted(measured))}, {results[0].sweep[:16].replace('T', ' ')}.")
     if gpus:
         notes.append(f"Computed for {' and '.join(gpus)} from config.json, not measured: no run exceeds a limit.")
+    waited = [(result.number, result.numbers.get("share_waited_for_cores")) for result in results]
+    notes += [f"Job {number}: {warning}." for number, share in waited for warning in warn_of(share)]
     return notes + [f"Job {result.number} failed: {result.error}" for result in results if result.code]
 
 

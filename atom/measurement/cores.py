@@ -1,7 +1,8 @@
 """Measure how long this process's threads waited for a core that others had.
 
     before = core_seconds()
-    core_seconds().share_waited(before)     # 0.6: of the time in which they wanted to run
+    waited = core_seconds().share_waited(before)     # 0.6: of the time in which they wanted to run
+    warn_of(waited)     # ["this machine was busy: …"]
 
 Linux counts both times for each thread; elsewhere, and where a sandbox leaves the counts out, nothing is known.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import NamedTuple
+
+MAX_WAITED = 0.1  # share of the time in which threads waited for a core; above it, a run is said to be too slow
 
 
 class CoreSeconds(NamedTuple):
@@ -33,3 +36,13 @@ def core_seconds(root: Path = Path("/")) -> CoreSeconds:
             counts += [[int(count) for count in path.read_text().split()[:2]] or [0, 0]]  # a sandbox's may be empty
     ran, waited = map(sum, zip(*counts, strict=True)) if counts else (0, 0)
     return CoreSeconds(ran / 1e9, waited / 1e9)
+
+
+def warn_of(waited: float | None) -> list[str]:
+    """What makes the numbers of a run doubtful. waited: the share of the time in which threads waited for a core"""
+    if waited is None or waited <= MAX_WAITED:
+        return []
+    return [
+        f"this machine was busy: threads waited for a core {waited:.0%} of the time, so the run was too slow; "
+        "end other programs, or lower OMP_NUM_THREADS"
+    ]

@@ -127,7 +127,7 @@ def test_a_busy_machine_is_named(
     monkeypatch.setattr(bench, "core_seconds", lambda: next(counts))
     sizes = ["job.num_prompts=1", "job.input_len=3", "job.output_len=2", f"job.output={output}"]
     code, out, err = run(f"checkpoint={checkpoints('llama')}", *sizes)
-    line = "this machine was busy: threads waited for a core 60% of the time, so the numbers are too low"
+    line = "this machine was busy: threads waited for a core 60% of the time, so the run was too slow"
     assert code == 0 and (f"atom-run: {line}" in err) is (line in out) is (waited == 0.6)
     if output == "json":
         result = json.loads(out)

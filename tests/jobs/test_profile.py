@@ -18,12 +18,14 @@ from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.graph import Type, parse
+from atom.jobs import profile
 from atom.jobs.profile import describe, find_piece_kernels, match_products, name_calls
-from atom.jobs.profile_page import make_bar, make_boxes
+from atom.jobs.profile_page import COLORS, make_bar, make_boxes
 from atom.jobs.roofline import Costs, Limits, Product
 from atom.jobs.trace import Row, Summary, middle_step
 from atom.jobs.workload import Step
 from atom.kernels import Target
+from atom.measurement.cores import CoreSeconds
 from atom.passes import lower
 
 SMALL = ["level=1", "serve.kv_cache_memory=4194304"]
@@ -241,6 +243,36 @@ def test_the_page_has_the_timeline_of_a_step_and_limits(run: Any, checkpoints: A
     assert out.count("<title>cpp.paged_attention: ") >= 3 + 3, "a box for each layer, in either phase"
     limits = re.findall(r"ms, [\d.]+%; (\d+% of|no slower than) its limit", out)
     assert len(limits) >= 4 and not re.search(r"[1-9]\d\d% of its limit", out), "attention and matrix of each phase"
+
+
+@pytest.mark.parametrize("output", ["json", "html"])
+@pytest.mark.parametrize("waited", [0.05, 0.6])
+def test_a_busy_machine_is_named(
+    waited: float, output: str, run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    counts = iter([CoreSeconds(10, 3), CoreSeconds(10 + 1 - waited, 3 + waited)])
+    monkeypatch.setattr(profile, "core_seconds", lambda: next(counts))
+    sizes = ["job.num_prompts=1", "job.input_len=3", "job.num_steps=1", f"job.output={output}"]
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", *sizes, f"serve.torch_profiler_dir={tmp_path}")
+    line = "this machine was busy: threads waited for a core 60% of the time, so the run was too slow"
+    assert code == 0 and (f"atom-run: {line}" in err) is (line in out) is (waited == 0.6)
+    if output == "json":
+        assert json.loads(out)["share_waited_for_cores"] == pytest.approx(waited)
+
+
+@pytest.mark.parametrize(
+    ("row", "color"),
+    [
+        ({"name": "piece 3", "kind": None}, "piece"),
+        ({"name": "piece 3: triton_red", "kind": "piece"}, "piece"),
+        ({"name": "weight [8, 4]"}, "matrix"),
+        ({"name": "attention"}, "attention"),
+        ({"name": "gap"}, "other"),
+        ({"name": "aten::add", "kind": None}, "other"),
+    ],
+)
+def test_a_bar_has_the_color_of_its_kind(row: dict[str, Any], color: str):
+    assert make_bar({"seconds": 1.0, "share": 0.5, **row}, 1).color == COLORS[color]
 
 
 def test_the_bars_of_a_page_are_of_one_step_as_its_heading_is():

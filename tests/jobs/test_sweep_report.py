@@ -54,6 +54,15 @@ def test_numbers_that_were_computed_are_not_called_measured():
     assert describe(JOBS[:1]) == ["Measured on 4 x CPU Z with torch 9.9, 2026-01-02 03:04."]
 
 
+def test_jobs_that_waited_for_cores_are_named():
+    shares = {0: 0.05, 1: 0.6, 2: None}
+    jobs = [result(at, "seed=1", 1.0, 10.0, numbers={} if share is None else {"share_waited_for_cores": share})
+            for at, share in shares.items()]  # fmt: skip
+    _, *notes = describe(jobs)
+    busy = "this machine was busy: threads waited for a core 60% of the time, so the run was too slow"
+    assert notes == [f"Job 1: {busy}; end other programs, or lower OMP_NUM_THREADS."]
+
+
 def test_a_row_has_what_a_job_differs_in_and_its_numbers():
     assert make_rows(sort_results(JOBS)) == [
         ["job", "quant", "job.num_prompts", "output_throughput", "median_tpot_ms", "p99_ttft_ms"],

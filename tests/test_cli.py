@@ -86,7 +86,7 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
             "atom-run: UnsupportedError: parallel.tensor=8 does not divide 9 heads with 3 of",
         ),
         (["sampling.n=0"], "atom-run: RequestError: n=0 must be a whole number from 1 to 128"),
-        (["job=explian"], "atom-run: ConfigError: job=explian: there is no such choice, did you mean explain?"),
+        (["job=explian"], "atom-run: ConfigError: job=explian: there is no such choice (did you mean explain?)"),
         (["level=0,1"], "atom-run: ConfigError: 'level=0,1' is a sweep: add -m"),
         (
             ["--port", "80"],

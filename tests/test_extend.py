@@ -293,7 +293,7 @@ def test_the_numbers_are_the_same_without_any_fusion(checkpoints: Any) -> None:
         ),
         (":f", ConfigError, "^passes.extra: :f: :f is not an entry point"),
         ("clip", ConfigError, r"clip is not an entry point of atom\.passes .*; or write module:function"),
-        ("my_passes:clip_gates@fuse_qvk", ConfigError, "there is no pass fuse_qvk, did you mean fuse_qkv"),
+        ("my_passes:clip_gates@fuse_qvk", ConfigError, r"there is no pass fuse_qvk \(did you mean fuse_qkv"),
         ("my_passes:gone", PassError, "gone returned NoneType, not the graph"),
         ("my_passes:falls", PassError, r"falls: ZeroDivisionError: division by zero \(.*my_passes\.py, line \d+\)"),
         ("my_passes:fuse_qkv", ConfigError, "there is a pass fuse_qkv already; rename it"),

@@ -130,7 +130,7 @@ def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tens
     ("override", "reason"),
     [
         ("quant.fmt=fp9", r"quant.fmt=fp9: there is no such choice; choices: auto, none, fp8, "),
-        ("quant.head=fp88", r"quant.head=fp88: there is no such choice, did you mean fp8\?;"),
+        ("quant.head=fp88", r"quant.head=fp88: there is no such choice \(did you mean fp8\?\);"),
         ("quant.plain=['re:(']", r"quant.plain: re:\( is not a regular expression"),
         ("quant.plain=[lm_heads]", r"quant.plain: the model has no module lm_heads; mend it, or leave it out"),
         ("quant.experts=int4", r"quant.experts=int4: the model has no experts; leave it out"),

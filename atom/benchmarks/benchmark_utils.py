@@ -67,7 +67,7 @@ class FlagParser(argparse.ArgumentParser):
         if flag in self.elsewhere:
             raise UsageError(f"{flag}: {self.elsewhere[flag]}")
         near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
-        hint = f", did you mean {near[0]}?" if near else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:

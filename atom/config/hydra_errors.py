@@ -111,7 +111,7 @@ def unknown_key(key: str, schema: Any) -> ConfigError:
         return ConfigError(f"{key}: there is no such key; +{key}=… adds one to a mapping")
     elsewhere = {name.rpartition(".")[2]: name for name in reversed(known) if not name.startswith("model.")}
     if not did_you_mean(last, siblings) and (near := difflib.get_close_matches(last, elsewhere, 1, 0.8)):
-        return ConfigError(f"{key}: there is no such field, did you mean {elsewhere[near[0]]}?")
+        return ConfigError(f"{key}: there is no such field (did you mean {elsewhere[near[0]]}?)")
     return ConfigError(f"{key}: {no_such('field', last, siblings, f'{parent} has: ' if parent else 'there are: ')}")
 
 

@@ -78,7 +78,7 @@ def spelled(value: Any) -> str:
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of an error's message: the known name that may be meant."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
-    return f", did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def is_secret(value: Any) -> bool:

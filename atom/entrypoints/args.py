@@ -364,7 +364,7 @@ class Parser(argparse.ArgumentParser):
         name = unknown[1].replace("_", "-") if unknown else ""
         swapped = [each for each in names if sorted(each) == sorted(name)]
         near = difflib.get_close_matches(name, names, 1, 0.85) or swapped
-        hint = f", did you mean --{near[0]}?" if near else ""
+        hint = f" (did you mean --{near[0]}?)" if near else ""
         raise ConfigError(f"{message}{hint}; {self.prog} --help shows what there is")
 
 

@@ -120,7 +120,7 @@ def hint(fault: Any, model: type[BaseModel]) -> str:
     if name.startswith(GUIDED) and "structured_outputs" in model.model_fields:
         return f', take structured_outputs: {{"{name.removeprefix(GUIDED)[:16]}": …}}'
     if (other := FIELDS.get(name)) in model.model_fields:
-        return f", did you mean {other}?"
+        return f" (did you mean {other}?)"
     return did_you_mean(name[:64], model.model_fields)
 
 

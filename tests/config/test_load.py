@@ -702,12 +702,12 @@ def test_a_folder_named_like_a_field_does_no_harm(write: Write, tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mlp: [{kind: moe, router: {methd: a}}]", r"parent\.yaml: model\.mlp\.0\.router\.methd: there is no such field, did you mean method\?; model\.mlp\.router has: method, score,"),
-        ("mlp: [{width: 3}, {widht: 4}]", r"parent\.yaml: model\.mlp\.1\.widht: there is no such field, did you mean width\?; model\.mlp has: kind, width"),
-        ("mlp: [{kind: plan}]", r"parent\.yaml: model\.mlp\.0\.kind=plan: there is no such choice, did you mean plain\?; choices: gated, plain, moe$"),
+        ("mlp: [{kind: moe, router: {methd: a}}]", r"parent\.yaml: model\.mlp\.0\.router\.methd: there is no such field \(did you mean method\?\); model\.mlp\.router has: method, score,"),
+        ("mlp: [{width: 3}, {widht: 4}]", r"parent\.yaml: model\.mlp\.1\.widht: there is no such field \(did you mean width\?\); model\.mlp has: kind, width"),
+        ("mlp: [{kind: plan}]", r"parent\.yaml: model\.mlp\.0\.kind=plan: there is no such choice \(did you mean plain\?\); choices: gated, plain, moe$"),
         ("mlp: [{width: wide}]", r"parent\.yaml: model\.mlp\.0\.width=wide is not a whole number$"),
         ("stacked: {a: [nope]}", r"parent\.yaml: model.stacked: a holds nope, there is no such role; roles: embedding, .*router"),
-        ("stacked: {a: [rooter.weight]}", r"there is no such role, did you mean router\?; roles: "),
+        ("stacked: {a: [rooter.weight]}", r"there is no such role \(did you mean router\?\); roles: "),
         ("stacked: {a: [router]}", r"parent\.yaml: model.stacked: a holds router, the role router names a module; choices: router.weight, router.bias"),
         ("stacked: {a: [experts_up.weight]}", "the role experts_up names a tensor already; write experts_up"),
         ("embedded: {confg: x}", r"mine\.yaml: embedded\.config has no value"),
@@ -726,7 +726,7 @@ def test_a_wrong_line_of_a_model_file_is_one_line(conf: Callable[[str, str], str
 
 def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str, str], str]):
     folder = conf("mine", "defaults: [llama, _self_]\nattention: {headz: 3}\n")
-    told = r"model/mine\.yaml: model\.attention\.headz: there is no such field, did you mean heads\?"
+    told = r"model/mine\.yaml: model\.attention\.headz: there is no such field \(did you mean heads\?\)"
     with pytest.raises(ConfigError, match=told):
         load(["model=mine"], config_dirs=[folder])
     with pytest.raises(ConfigError, match=r"^model\.attention\.headz: there is no such field"):
@@ -796,7 +796,7 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
         ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ct_fp8,"),
         ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
         ("model.plain=['re:((']", r"model.plain: re:\(\( is not a regular expression .*; mend it"),
-        ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field, did you mean theta\?"),
+        ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field \(did you mean theta\?\)"),
         ("model.embedded.sha256=5", "model.embedded.sha256: only a model file brings a checkpoint; set checkpoint"),
         ("model.usual.checkpoint=a/b", "model.usual.checkpoint: only a model file brings a checkpoint; set checkpoint"),
         ("model.embedded={sha256: 5}", "model.embedded: only a model file brings a checkpoint; set checkpoint"),
@@ -1030,17 +1030,17 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
     [
         ("foo=1", "foo: there is no such field; there are: checkpoint,"),
         ("+foo=1", "foo: there is no such field"),
-        ("modle=llama", r"modle: there is no such field, did you mean model\?"),
+        ("modle=llama", r"modle: there is no such field \(did you mean model\?\)"),
         (
             "sampling.temprature=1",
-            r"sampling.temprature: there is no such field, did you mean temperature\?; sampling has: ",
+            r"sampling.temprature: there is no such field \(did you mean temperature\?\); sampling has: ",
         ),
-        ("port=8080", r"port: there is no such field, did you mean serve\.http\.port\?$"),
+        ("port=8080", r"port: there is no such field \(did you mean serve\.http\.port\?\)$"),
         ("threads=2", "threads: there is no such field; there are: checkpoint,"),
-        ("block_size=1", r"block_size: there is no such field, did you mean serve.block_size\?"),
+        ("block_size=1", r"block_size: there is no such field \(did you mean serve.block_size\?\)"),
         (
             "model.mlp.0.widht=1",
-            r"model.mlp.0.widht: there is no such field, did you mean width\?; model.mlp has: kind, width",
+            r"model.mlp.0.widht: there is no such field \(did you mean width\?\); model.mlp has: kind, width",
         ),
         ("model.weights.foo=1", r"model.weights.foo: there is no such key; \+model.weights.foo="),
         ("sampling.temperature=hot", "^sampling.temperature=hot is not a number$"),
@@ -1056,14 +1056,17 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
         ("cache=${nope}/x", "cache: Interpolation key 'nope' not found"),
         (
             "job=explian",
-            r"job=explian: there is no such choice, did you mean explain\?; choices: bench, cache, chat, compile, explain, generate",
+            r"job=explian: there is no such choice \(did you mean explain\?\); choices: bench, cache, chat, compile, explain, generate",
         ),
-        ("parallel=tp2ep", r"parallel=tp2ep: .*, did you mean tp2_ep\?; .*tp8_ep, and others with any numbers, as tp3"),
-        ("model=lama", r"model=lama: there is no such choice, did you mean llama\?; choices: .*auto, .*llama,"),
+        (
+            "parallel=tp2ep",
+            r"parallel=tp2ep: .* \(did you mean tp2_ep\?\); .*tp8_ep, and others with any numbers, as tp3",
+        ),
+        ("model=lama", r"model=lama: there is no such choice \(did you mean llama\?\); choices: .*auto, .*llama,"),
         ("model=null", "model=null: it takes the name of a file; leave it out for its default"),
         ("hf.vocab_size=3", "hf.*"),
         ("+hf.vocab_size=3", "hf is the checkpoint's config.json and cannot be set"),
-        ("job.output=jsn", r"job.output=jsn: there is no such choice, did you mean json\?; choices: text, json"),
+        ("job.output=jsn", r"job.output=jsn: there is no such choice \(did you mean json\?\); choices: text, json"),
         ("dtype=int4", "dtype=int4: there is no such choice; choices: auto, bf16, fp16, fp32"),
         ("level=7", "level=7: there is no such choice; choices: null, 0, 1, 2, 3$"),
         ("serve.block_size=0", "serve.block_size=0 must be a whole number from 1"),
@@ -1298,7 +1301,7 @@ def test_keyword_arguments_of_the_engine_are_overrides():
         load(engine_overrides(None, {"kv_cache_block_size": 32, "sampling.logit_bias": {5: 1}})).serve.block_size == 32
     )
     assert load(engine_overrides(None, {"data_parallel_size": 2})).parallel.replicas == 2
-    with pytest.raises(ConfigError, match=r"max_num_seq: there is no such field, did you mean serve.max_num_seqs\?"):
+    with pytest.raises(ConfigError, match=r"max_num_seq: there is no such field \(did you mean serve.max_num_seqs\?\)"):
         load(engine_overrides(None, {"max_num_seq": 2}))
 
 
@@ -1449,7 +1452,10 @@ def test_a_gpu_may_be_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("memory: 8\nbandwith: 1", r"bandwith: there is no such field, did you mean bandwidth\?; there are: memory,"),
+        (
+            "memory: 8\nbandwith: 1",
+            r"bandwith: there is no such field \(did you mean bandwidth\?\); there are: memory,",
+        ),
         ("memory: big\nbandwidth: 1", "memory=big is not a whole number$"),
         ("memory: 8\nbandwidth: 1\nrates: {bf16: fast}", "rates.bf16=fast is not a number$"),
         ("memory: 8\nbandwidth: 1\nrates: [1]", "rates: Invalid type assigned: list"),
@@ -1469,7 +1475,9 @@ def test_a_wrong_gpu_file_is_one_line_that_names_it(tmp_path: Path, text: str, m
 
 
 def test_an_unknown_gpu_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"job\.gpu=h20: there is no such file and no such GPU, did you mean h200\?;"):
+    with pytest.raises(
+        ConfigError, match=r"job\.gpu=h20: there is no such file and no such GPU \(did you mean h200\?\);"
+    ):
         load_gpu("h20")
     with pytest.raises(
         ConfigError, match=r"GPUs: a100, b200, h100, h200, l4, l40s, mi300x, mi355x, rtx_4090, rtx_5090$"

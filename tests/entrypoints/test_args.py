@@ -85,11 +85,11 @@ REFUSED = {
 }
 
 WRONG = {
-    "--max-num-seq 4": "unrecognized arguments: --max-num-seq 4, did you mean --max-num-seqs?; prog --help shows",
-    "--max_num_seq=4": "unrecognized arguments: --max_num_seq=4, did you mean --max-num-seqs?; prog --help shows",
+    "--max-num-seq 4": "unrecognized arguments: --max-num-seq 4 (did you mean --max-num-seqs?); prog --help shows",
+    "--max_num_seq=4": "unrecognized arguments: --max_num_seq=4 (did you mean --max-num-seqs?); prog --help shows",
     "--tensor 1": "unrecognized arguments: --tensor 1",
     "-t 1": "unrecognized arguments: -t; prog --help",
-    "--kv-cache-dtyp x": "unrecognized arguments: --kv-cache-dtyp x, did you mean --kv-cache-dtype?",
+    "--kv-cache-dtyp x": "unrecognized arguments: --kv-cache-dtyp x (did you mean --kv-cache-dtype?)",
     "--sequences 8": "unrecognized arguments: --sequences 8; prog --help",
     "--num-blocks 8": "unrecognized arguments: --num-blocks 8; prog --help",
     "--tp 1": "unrecognized arguments: --tp 1; prog --help",
@@ -104,7 +104,7 @@ WRONG = {
     "--set level=5": "level=5: there is no such choice",
     "--set serve.max_num_seqs=0": "serve.max_num_seqs=0 must be a whole number from 1",
     "--set nonsense": "'nonsense' is not an override; write key=value",
-    "--set serve.max_num_seq=4": "serve.max_num_seq: there is no such field, did you mean max_num_seqs?",
+    "--set serve.max_num_seq=4": "serve.max_num_seq: there is no such field (did you mean max_num_seqs?)",
 }
 
 
@@ -147,7 +147,10 @@ def test_vllms_speculative_config_is_our_fields():
 @pytest.mark.parametrize(
     ("stated", "reason"),
     [
-        ('{"metod": "ngram"}', "--speculative-config: there is no such field metod, did you mean method?; there are: "),
+        (
+            '{"metod": "ngram"}',
+            "--speculative-config: there is no such field metod (did you mean method?); there are: ",
+        ),
         ('{"draft_tensor_parallel_size": 2}', "there is no such field draft_tensor_parallel_size; there are: method, "),
         ("{", "--speculative-config={ is no JSON (Expecting property name"),
         ("[1]", "--speculative-config=[1] is no JSON object"),

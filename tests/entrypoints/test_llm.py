@@ -53,7 +53,7 @@ def test_arguments_are_flags(arguments: dict[str, Any], overrides: list[str]):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"max_num_sqs": 1}, ConfigError, "max_num_sqs=1, did you mean max_num_seqs?; docs/from-vllm.md lists them"),
+        ({"max_num_sqs": 1}, ConfigError, "max_num_sqs=1 (did you mean max_num_seqs?); docs/from-vllm.md lists them"),
         ({"max_num_seqs": "x"}, ConfigError, "argument max_num_seqs: invalid int value: 'x'; docs/from-vllm.md"),
         ({"help": True}, UnsupportedError, "help: flags of a command, which show something and end it"),
         ({"tokenizer": "x"}, UnsupportedError, "tokenizer: it is the checkpoint's own"),

@@ -120,7 +120,7 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
     [
         (
             "--sever-port 1",
-            "atom-run: ConfigError: unrecognized arguments: --sever-port, did you mean --server-port?",
+            "atom-run: ConfigError: unrecognized arguments: --sever-port (did you mean --server-port?)",
         ),
         ("--server-port 99999", "atom-run: ConfigError: --server-port=99999 must be a whole number from 0 to 65535"),
         (

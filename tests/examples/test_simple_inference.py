@@ -87,7 +87,7 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     [
         (["--temperature", "-1"], "atom-run: RequestError: temperature=-1.0 must be a finite number from 0\n"),
         (["--temperature=warm"], "atom-run: ConfigError: argument --temperature: invalid float value: 'warm'; python"),
-        (["--temprature=1"], "atom-run: ConfigError: unrecognized arguments: --temprature=1, did you mean --temper"),
+        (["--temprature=1"], "atom-run: ConfigError: unrecognized arguments: --temprature=1 (did you mean --temper"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(

@@ -124,7 +124,7 @@ def test_a_sweeper_gets_the_objective_and_what_it_finds_is_shown_and_kept(run: A
     ("typed", "message"),
     [
         ([], "hydra/sweeper=better compares jobs by a number: give job.objective=NAME, a number that job=generate reports"),
-        (["job.objective=tokns"], "job.objective=tokns: job=generate reports no such number, did you mean tokens?; there are: load_s"),
+        (["job.objective=tokns"], "job.objective=tokns: job=generate reports no such number (did you mean tokens?); there are: load_s"),
         (["job.objective=?"], "job.objective=?: job=generate reports no such number; there are: load_seconds, first_token_seconds,"),
     ],
 )  # fmt: skip
@@ -175,11 +175,11 @@ def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_s
         ("sweeper=optuna", " is a plugin of Hydra that is not installed: pip install hydra-optuna-sweeper"),
         (
             "launcher=jobliv",
-            ": there is no such choice, did you mean joblib?; choices: basic, joblib (pip install "
+            ": there is no such choice (did you mean joblib?); choices: basic, joblib (pip install "
             "hydra-joblib-launcher), submitit_local (pip install hydra-submitit-launcher), ",
         ),
-        ("launcher=submitit", ": there is no such choice, did you mean submitit_slurm?; choices: "),
-        ("sweeper=optun", ": there is no such choice, did you mean optuna?; choices: basic, optuna (pip "),
+        ("launcher=submitit", ": there is no such choice (did you mean submitit_slurm?); choices: "),
+        ("sweeper=optun", ": there is no such choice (did you mean optuna?); choices: basic, optuna (pip "),
     ],
 )
 @pytest.mark.skipif(find_spec("hydra_plugins") is not None, reason="plugins are installed")
@@ -267,7 +267,7 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
         (["job=compile", "job.objective=tokens"], "job.objective is a field of job=generate, explain, bench, and this is job=com"),
         (["prompts=hi", "hydra.sweep.dir=/dev/null/x"], "hydra.sweep.dir=/dev/null/x cannot be written: Not a directory"),
         (["prompts=hi", "serve=null"], "serve=null: it takes the name of a file; leave it out for its default"),
-        (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate reports no such number, did you mean tokens?"),
+        (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate reports no such number (did you mean tokens?)"),
     ],
 )  # fmt: skip
 def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], message: str, capsys: Any):

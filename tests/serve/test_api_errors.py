@@ -265,8 +265,8 @@ def test_a_fault_is_named_without_the_alternatives_of_a_union():
 @pytest.mark.parametrize(
     ("field", "hint"),
     [
-        ("max_token", ", did you mean max_tokens?"),
-        ("n_predict", ", did you mean max_tokens?"),
+        ("max_token", " (did you mean max_tokens?)"),
+        ("n_predict", " (did you mean max_tokens?)"),
         ("guided_json", ', take structured_outputs: {"json": …}'),
         ("guided_choice", ', take structured_outputs: {"choice": …}'),
         ("chat_template", "; a template is code, and comes from the server's command line: serve.http.chat_template"),

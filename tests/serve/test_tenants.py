@@ -114,7 +114,7 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         ("a: {weight: 2}", "a has neither key nor public_key"),
         ("a: {key: 5}", "a.key is neither a word nor a list of words"),
         ("a: {key: 'b c'}", "a.key is neither a word nor a list of words"),
-        ("a: {key: b, wieght: 2}", "there is no wieght, did you mean weight"),
+        ("a: {key: b, wieght: 2}", r"there is no wieght \(did you mean weight"),
         ("a: {key: b, admin: maybe}", "a.admin=maybe is neither true nor false"),
         ("a: {key: b, admin: 1}", "a.admin=1 is neither true nor false"),
         ("a: {key: b, models: sql}", "a.models=sql is not a list of names"),

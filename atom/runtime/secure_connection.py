@@ -42,6 +42,7 @@ HEAD = struct.Struct(f"<I{PROOF_BYTES}s")
 NUMBER = struct.Struct("<Q")
 MAX_BODY = 1 << 28  # bytes: a step's masks of a grammar for 512 sequences of 152k tokens are 78 MB
 HANDSHAKE_SECONDS = 5.0
+MIN_LOSS_SECONDS = 10.0  # without an acknowledgment
 BACKLOG = 1024  # connections that wait to be accepted
 USER = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
@@ -104,11 +105,13 @@ class Connection:
     def limit_loss(self, seconds: float) -> None:
         """Have the system end the connection once the other host has acknowledged nothing for so long.
 
-        It acknowledges for a process that is stopped, unless that leaves more unread than it keeps.
+        It acknowledges for a process that is stopped, unless that leaves more unread than it keeps. seconds: at least
+        MIN_LOSS_SECONDS count, since a network that loses packets needs some to send them again.
         """
         if self._socket.family == socket.AF_UNIX:
             return
-        probes = max(round(seconds / 4), 1)
+        seconds = max(seconds, MIN_LOSS_SECONDS)
+        probes = round(seconds / 4)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         options = {"TCP_KEEPIDLE": probes, "TCP_KEEPINTVL": probes, "TCP_KEEPCNT": 3}
         for name, value in (options | {"TCP_USER_TIMEOUT": round(seconds * 1000)}).items():

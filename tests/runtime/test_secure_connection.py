@@ -70,12 +70,19 @@ def peer() -> Iterator[Peer]:
     made.socket.close()
 
 
-def test_the_system_ends_a_connection_whose_other_host_acknowledges_nothing_for_so_long():
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(20.0, [5, 5, 3, 20_000]), (0.5, [2, 2, 3, 10_000]), (9.9, [2, 2, 3, 10_000]), (0.0, [2, 2, 3, 10_000])],
+)
+def test_the_system_ends_a_connection_whose_other_host_acknowledges_nothing_for_so_long(
+    seconds: float, expected: list[int]
+):
+    """Or for 10 s, if that is longer."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connected:
-        Connection(connected, KEY, KEY).limit_loss(20.0)
+        Connection(connected, KEY, KEY).limit_loss(seconds)
         options = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT]
         assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert [connected.getsockopt(socket.IPPROTO_TCP, each) for each in options] == [5, 5, 3, 20_000]
+        assert [connected.getsockopt(socket.IPPROTO_TCP, each) for each in options] == expected
 
 
 def test_both_sides_prove_the_key_and_sign_numbered_frames(peer: Peer):

@@ -94,7 +94,7 @@ def encode_plain(
         if "tool_call_id" in message:
             message["tool_call_id"] = template_id(message["tool_call_id"])
     if tools:
-        values["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        values["tools"] = [plain_tool(tool) for tool in tools]
     return Conversation(
         *tokenizer.prepare_chat(
             messages, prefill=prefill, is_continued=is_continued, cut=cut, check=context.check_count, **values
@@ -102,9 +102,23 @@ def encode_plain(
     )
 
 
+EMPTY_SCHEMA = {"type": "object", "properties": {}}
+
+
+def plain_tool(tool: Tool) -> dict[str, Any]:
+    """A tool in the template's form, with the description and the schema that templates read of each."""
+    function = tool.function
+    schema = function.parameters or {}
+    schema = schema | {name: value for name, value in EMPTY_SCHEMA.items() if name not in schema}
+    return {
+        "type": "function",
+        "function": {"name": function.name, "description": function.description or "", "parameters": schema},
+    }
+
+
 def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
     """A message in the template's form: one text, and the arguments of calls as objects."""
-    content = message.content
+    content = message.refusal if message.content is None else message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     if content is None and not message.tool_calls:

@@ -55,6 +55,7 @@ class Context:
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
+        self._logged: set[str] = set()  # what `log_once` has logged
 
     @property
     def names(self) -> list[str]:
@@ -192,6 +193,12 @@ class Context:
         if status_of(error) == 500:
             LOG.error("request failed", exc_info=error)
         return body_of(error)
+
+    def log_once(self, text: str) -> None:
+        """Log what many requests would repeat."""
+        if text not in self._logged:
+            self._logged.add(text)
+            LOG.warning("%s", text)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

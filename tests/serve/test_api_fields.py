@@ -132,11 +132,12 @@ def reaches_template(more: dict[str, Any], num_tokens: int) -> Row:
     return check
 
 
-def hints(field: str, one: Any, other: Any) -> Row:
-    """A field of a chat that is a label or a hint: the answer is that without it."""
+def hints(field: str, one: Any, other: Any, path: str = CHAT) -> Row:
+    """A field of a chat or a completion that is a label or a hint: the answer is that without it."""
+    model, base = (schema.ChatRequest, TALK) if path == CHAT else (schema.CompletionRequest, COMPLETION)
     return both(
-        is_label(CHAT, schema.ChatRequest, field, TALK | {field: one}, TALK | {field: other}),
-        is_same(CHAT, TALK, TALK | {field: one}),
+        is_label(path, model, field, base | {field: one}, base | {field: other}),
+        is_same(path, base, base | {field: one}),
     )
 
 
@@ -443,6 +444,18 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
             refuses(path, base | {"regex": "a", "response_format": schema_of(a=words)}, "response_format"),
         ),
         "grammar": makes(path, base | {"grammar": 'start: "a" "b"'}, base | {"grammar": 'start: "c"'}, text, "ab", "c"),
+        "store": hints("store", True, False, path),
+        "metadata": both(
+            hints("metadata", {"team": "a"}, {str(number): "b" for number in range(16)}, path),
+            refuses(path, base | {"metadata": {"team": 1}}, "metadata"),
+            refuses(path, base | {"metadata": {str(number): "b" for number in range(17)}}, "metadata"),
+        ),
+        "client_metadata": hints("client_metadata", {"turn_id": "a"}, {"turn_id": "b"}, path),
+        "service_tier": hints("service_tier", "auto", "priority", path),
+        "safety_identifier": hints("safety_identifier", "a", "b", path),
+        "prompt_cache_key": hints("prompt_cache_key", "a", "b", path),
+        "prompt_cache_retention": hints("prompt_cache_retention", "in_memory", "24h", path),
+        "prompt_cache_options": hints("prompt_cache_options", {"mode": "implicit"}, {"ttl": "30m"}, path),
     }
 
 
@@ -478,6 +491,17 @@ def called(**more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call | more]}
 
 
+def called_custom(**more: Any) -> dict[str, Any]:
+    """What the assistant said: a call of a custom tool."""
+    call = {"id": "call-1", "type": "custom", "custom": {"name": "edit", "input": "a b"}}
+    return {"role": "assistant", "content": None, "tool_calls": [call | more]}
+
+
+def called_both(first: int, second: int) -> dict[str, Any]:
+    (one,), (other,) = called(index=first)["tool_calls"], called_custom(index=second)["tool_calls"]
+    return {"role": "assistant", "tool_calls": [one, other]}
+
+
 def called_twice(first: int, second: int) -> dict[str, Any]:
     (one,), (other,) = (called(id=f"call-{place}", index=place)["tool_calls"] for place in (first, second))
     return {"role": "assistant", "tool_calls": [one | {"id": "call-1"}, other | {"id": "call-2"}]}
@@ -493,7 +517,9 @@ def structured(one: dict[str, Any], other: dict[str, Any], *expected: Any) -> Ro
     return makes(COMPLETIONS, bodies[0], bodies[1], text, *expected)
 
 
+PATCH = {"name": "edit", "arguments": '{"input": "a b"}'}
 TALK_ALONE = {"messages": TALK["messages"]}
+BASES = {CHAT: TALK, TOKENIZE: TALK_ALONE}
 OPENAIS = {  # an answer of OpenAI's as its SDK sends it back
     "role": "assistant",
     "content": "a",
@@ -594,7 +620,10 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         "tools": reads_differ(CHAT, TALK, TALK | {"tools": [tool()]}, tokens_in),
         "tool_choice": both(
             makes(CHAT, FORCED | {"tool_choice": "auto"}, FORCED, lambda it: len(calls(it)) > 0, False, True),
-            refuses(CHAT, TALK | {"tool_choice": "auto"}, "tool_choice"),
+            *(is_same(CHAT, TALK, TALK | {"tool_choice": choice, "tools": []}) for choice in ("auto", "none")),
+            *(is_same(CHAT, TALK, TALK | {"tool_choice": choice}) for choice in ("auto", "none")),
+            refuses(CHAT, TALK | {"tool_choice": "required"}, "tool_choice"),
+            refuses(CHAT, TALK | {"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
             refuses(CHAT, TALK | {"tool_choice": allowed("look_up")}, "tool_choice"),
         ),
         "parallel_tool_calls": makes(
@@ -647,17 +676,6 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             refuses(CHAT, TALK | {"prediction": {"type": "file", "content": "Hello"}}, "prediction"),
         ),
         "verbosity": both(hints("verbosity", "low", "high"), refuses(CHAT, TALK | {"verbosity": "no"}, "verbosity")),
-        "store": hints("store", True, False),
-        "metadata": both(
-            hints("metadata", {"team": "a"}, {str(number): "b" for number in range(16)}),
-            refuses(CHAT, TALK | {"metadata": {"team": 1}}, "metadata"),
-            refuses(CHAT, TALK | {"metadata": {str(number): "b" for number in range(17)}}, "metadata"),
-        ),
-        "service_tier": hints("service_tier", "auto", "priority"),
-        "safety_identifier": hints("safety_identifier", "a", "b"),
-        "prompt_cache_key": hints("prompt_cache_key", "a", "b"),
-        "prompt_cache_retention": hints("prompt_cache_retention", "in_memory", "24h"),
-        "prompt_cache_options": hints("prompt_cache_options", {"mode": "implicit"}, {"ttl": "30m"}),
     },
     schema.Prediction: {
         "type": refuses(CHAT, TALK | {"prediction": {"type": "file", "content": "Hello"}}, "prediction"),
@@ -768,8 +786,21 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         ),
         **{
             name: refuses(TOKENIZE, says({"role": "assistant", "content": "a", name: {"a": 1}}), "messages")
-            for name in ("refusal", "audio", "function_call")
+            for name in ("audio", "function_call")
         },
+        "refusal": is_same(
+            TOKENIZE,
+            says({"role": "assistant", "content": "a"}),
+            says({"role": "assistant", "content": None, "refusal": "a"}),
+        ),
+        "id": is_label(TOKENIZE, schema.ChatMessage, "id", says(user("a", id="msg_1")), says(user("a"))),
+        "cache_control": is_label(
+            TOKENIZE,
+            schema.ChatMessage,
+            "cache_control",
+            says(user("a", cache_control={"type": "ephemeral"})),
+            says(user("a")),
+        ),
         "annotations": both(
             is_label(TOKENIZE, schema.ChatMessage, "annotations", says(OPENAIS), says(OPENAIS | {"annotations": [{}]})),
             refuses(TOKENIZE, says(OPENAIS | {"annotations": {"a": 1}}), "messages"),
@@ -778,12 +809,40 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
     schema.TextPart: {
         "type": refuses(TOKENIZE, says(user([{"type": "image_url", "text": "a"}])), "messages"),
         "text": shown(says(user([{"type": "text", "text": "a"}])), says(user([{"type": "text", "text": "b"}]))),
+        **{
+            name: is_label(
+                TOKENIZE,
+                schema.TextPart,
+                name,
+                says(user([{"type": "text", "text": "a"}])),
+                says(user([{"type": "text", "text": "a", name: {"type": "ephemeral"}}])),
+            )
+            for name in ("cache_control", "prompt_cache_breakpoint")
+        },
+    },
+    schema.RefusalPart: {
+        name: is_same(
+            TOKENIZE,
+            says({"role": "assistant", "content": "a"}),
+            says({"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}]}),
+        )
+        for name in ("type", "refusal")
     },
     schema.ToolCallMessage: {
         "id": shown(says(called()), says(called(id="call-2"))),
-        "type": refuses(TOKENIZE, says(called(type="custom")), "messages"),
+        "type": refuses(TOKENIZE, says(called(type="computer")), "messages"),
         "function": shown(says(called()), says(called(function={"name": "look_up", "arguments": "{}"}))),
         "index": shown(says(called_twice(0, 1)), says(called_twice(1, 0))),
+    },
+    schema.CustomCallMessage: {
+        "id": shown(says(called_custom()), says(called_custom(id="call-2"))),
+        "type": refuses(TOKENIZE, says(called(type="custom")), "messages"),
+        "custom": is_same(TOKENIZE, says(called_custom()), says(called(function=PATCH))),
+        "index": shown(says(called_both(0, 1)), says(called_both(1, 0))),
+    },
+    schema.CustomCall: {
+        "name": shown(says(called_custom()), says(called_custom(custom={"name": "other", "input": "a b"}))),
+        "input": shown(says(called_custom()), says(called_custom(custom={"name": "edit", "input": "c"}))),
     },
     schema.FunctionCall: {
         "name": shown(says(called()), says(called(function={"name": "other", "arguments": '{"word": "cat"}'}))),
@@ -795,10 +854,21 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
     schema.Tool: {
         "type": both(
             *(
-                refuses(path, TALK_ALONE | {"tools": [{"type": kind, kind: {"name": "f"}}]}, "tools")
-                for path in (CHAT, TOKENIZE)
+                refuses(path, base | {"tools": [{"type": "functions", "function": {"name": "f"}}]}, "tools")
+                for path, base in BASES.items()
+            ),
+            *(
+                is_same(path, base, base | {"tools": [{"type": kind, kind: {"name": "f"}}]})
+                for path, base in BASES.items()
                 for kind in ("custom", "web_search")
-            )
+            ),
+        ),
+        "cache_control": is_label(
+            TOKENIZE,
+            schema.Tool,
+            "cache_control",
+            says(user("a"), tools=[tool()]),
+            says(user("a"), tools=[tool() | {"cache_control": {"type": "ephemeral"}}]),
         ),
         "function": shown(says(user("a"), tools=[tool()]), says(user("a"), tools=[tool("other")])),
     },
@@ -964,7 +1034,13 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
 # those that the other server shows
 AT_ODD = {"cache_salt", "priority", "add_special_tokens", "reasoning_effort"} | {
     f"{model.__name__}.{name}"
-    for model in (schema.ChatMessage, schema.ToolCallMessage, schema.Function)
+    for model in (
+        schema.ChatMessage,
+        schema.ToolCallMessage,
+        schema.CustomCallMessage,
+        schema.CustomCall,
+        schema.Function,
+    )
     for name in model.model_fields
 }
 NAMES = [f"{model.__name__}.{name}" for model, rows in ROWS.items() for name in rows]

@@ -131,10 +131,11 @@ def test_what_would_need_a_stored_response_is_refused_by_name(client: openai.Ope
     with pytest.raises(openai.BadRequestError, match="input_image blocks are not supported here"):
         image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
         client.responses.create(**ASK | {"input": image})
-    with pytest.raises(openai.BadRequestError, match="item_reference blocks are not supported here"):
-        client.responses.create(**ASK | {"input": [{"type": "item_reference", "id": "msg_1"}]})
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        client.responses.create(**ASK, tools=[{"type": "web_search"}])
+    for reference in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
+        with pytest.raises(openai.BadRequestError, match=r"input\.0: no item is stored.* store: false"):
+            client.responses.create(**ASK | {"input": [reference]})
+    with pytest.raises(openai.BadRequestError, match=r"tools\.0: functions tools are not supported here"):
+        client.responses.create(**ASK, tools=[{"type": "functions"}])
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
 

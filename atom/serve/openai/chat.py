@@ -22,6 +22,7 @@ from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import sampling_params
 from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import ChatRequest
+from atom.serve.openai.tools import offered_tools
 from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest
 
@@ -49,7 +50,7 @@ def talk_of(context: Context, body: ChatRequest) -> Talk:
     """What turns the tools of a chat into a prompt, and its answer into calls. FieldError for tools that are wrong."""
     return Talk(
         context.config,
-        body.tools,
+        offered_tools(context, body.tools, body.tool_choice),
         body.tool_choice,
         context.tokenizer,
         is_parallel=body.parallel_tool_calls is not False,

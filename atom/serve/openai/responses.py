@@ -9,7 +9,7 @@ parsers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -30,9 +30,11 @@ from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
     LOGPROBS,
     AllowedFunctions,
+    CallOutput,
+    CustomCall,
     FunctionCall,
     FunctionChoice,
-    FunctionOutput,
+    FunctionTool,
     InputText,
     Message,
     PlainFormat,
@@ -48,10 +50,13 @@ from atom.serve.openai.schema import (
     Function,
     NamedFunction,
     NamedTool,
+    OtherTool,
+    RefusalPart,
     ResponseFormat,
     Sampling,
     Tool,
     ToolCallMessage,
+    function_call,
 )
 from atom.serve.openai.schema import FunctionCall as ChatCall
 from atom.serve.output.content_tokens import ContentTokens
@@ -178,7 +183,7 @@ class ResponsesResponder(Responder):
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+        body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input", "tools"})
         reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
         return {name: body.get(name) for name in REPEATED} | {
             "id": self.id,
@@ -195,7 +200,7 @@ class ResponsesResponder(Responder):
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
             "top_logprobs": body.get("top_logprobs", 0),
-            "tools": body.get("tools", []),
+            "tools": [each.model_dump(exclude_none=True) for each in self._body.tools or () if each.type == "function"],
             "tool_choice": body.get("tool_choice", "auto"),
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "text": {"format": {"type": "text"}} | body.get("text", {}),
@@ -222,15 +227,9 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     reasoning, has_logprobs = body.reasoning, LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise FieldError("top_logprobs", f'top_logprobs needs include=["{LOGPROBS}"]')
-    tools = [
-        Tool.model_construct(
-            type="function", function=Function.model_construct(**each.model_dump(exclude={"type"}, exclude_none=True))
-        )
-        for each in body.tools or ()
-    ]
     return ChatRequest.model_construct(
         messages=chat_messages(body),
-        tools=tools or None,
+        tools=[chat_tool(each) for each in body.tools or ()] or None,
         tool_choice=tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
@@ -243,13 +242,20 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     )
 
 
+def chat_tool(tool: FunctionTool | OtherTool) -> Tool | OtherTool:
+    if isinstance(tool, OtherTool):
+        return tool
+    function = Function.model_construct(**tool.model_dump(exclude={"type"}, exclude_none=True))
+    return Tool.model_construct(type="function", function=function)
+
+
 def tool_choice(choice: str | FunctionChoice | AllowedFunctions | None) -> str | NamedTool | AllowedChoice | None:
     match choice:
         case FunctionChoice():
             function = NamedFunction.model_construct(name=choice.name)
             return NamedTool.model_construct(type="function", function=function)
         case AllowedFunctions():
-            named = [tool_choice(each) for each in choice.tools]
+            named = [each if isinstance(each, OtherTool) else tool_choice(each) for each in choice.tools]
             allowed = AllowedTools.model_construct(mode=choice.mode, tools=named)
             return AllowedChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
     return choice
@@ -275,28 +281,34 @@ def chat_messages(body: ResponsesRequest) -> list[ChatMessage]:
                 last.content = f"{last.content}\n\n{text}"  # templates take one system message, in front
             else:
                 messages.append(ChatMessage.model_construct(role=item.role, content=text))
-        elif isinstance(item, FunctionOutput):
+        elif isinstance(item, CallOutput):
             text = join(item.output)
             messages.append(ChatMessage.model_construct(role="tool", content=text, tool_call_id=item.call_id))
-        else:
+        elif not isinstance(item, Reasoning) or item.content:  # another server's reasoning is empty here
             if not messages or messages[-1].role != "assistant":
                 messages.append(ChatMessage.model_construct(role="assistant", content=""))
             add_to_turn(messages[-1], item)
     return messages
 
 
-def add_to_turn(message: ChatMessage, item: Message | FunctionCall | Reasoning) -> None:
+def add_to_turn(message: ChatMessage, item: Message | FunctionCall | CustomCall | Reasoning) -> None:
     """Add an item of the assistant's to the message of its turn."""
     match item:
         case Message():
             message.content = f"{message.content}{join(item.content)}"
         case Reasoning():
             message.reasoning_content = (message.reasoning_content or "") + join(item.content or [])
-        case FunctionCall():
-            function = ChatCall.model_construct(name=item.name, arguments=item.arguments)
-            call = ToolCallMessage.model_construct(id=item.call_id, type="function", function=function)
+        case FunctionCall() | CustomCall():
+            call = ToolCallMessage.model_construct(id=item.call_id, type="function", function=chat_call(item))
             message.tool_calls = [*(message.tool_calls or ()), call]
 
 
-def join(content: str | list[InputText]) -> str:
+def chat_call(item: FunctionCall | CustomCall) -> ChatCall:
+    name = item.name if item.namespace is None else f"{item.namespace}__{item.name}"
+    if isinstance(item, CustomCall):
+        return function_call(name, item.input)
+    return ChatCall.model_construct(name=name, arguments=item.arguments)
+
+
+def join(content: str | Sequence[InputText | RefusalPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

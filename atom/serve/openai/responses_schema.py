@@ -15,10 +15,12 @@ from typing import Annotated, Any, Literal, LiteralString
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from atom.serve.content import without_images
 from atom.serve.openai.schema import (
     CHOICES,
     HINT,
     LABEL,
+    LEFT_OUT,
     TOOLS,
     Body,
     Count,
@@ -26,7 +28,9 @@ from atom.serve.openai.schema import (
     JSONObject,
     JSONSchema,
     List,
+    OtherTool,
     Positive,
+    RefusalPart,
     Sampling,
     TemplateKwargs,
     Text,
@@ -34,6 +38,7 @@ from atom.serve.openai.schema import (
     must_be_null,
     of_types,
     tag_of,
+    tool_type,
 )
 
 Id = Annotated[str, Field(max_length=256)]
@@ -47,10 +52,13 @@ class InputText(Body):
     text: Text
     annotations: List[JSONObject] | None = Field(None, description=LABEL)
     logprobs: List[JSONObject] | None = Field(None, description=LABEL)
+    prompt_cache_breakpoint: JSONObject | None = Field(None, description=HINT)
 
 
-TextContent = Annotated[InputText, of_types("input_text", "output_text", "reasoning_text")]
+TEXTS = ("input_text", "output_text", "reasoning_text")
+TextContent = Annotated[InputText | RefusalPart, Discriminator("type"), of_types(*TEXTS, also=("refusal",))]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[List[TextContent], Tag("a-list")], Discriminator(tag_of)]
+Result = Annotated[Content, BeforeValidator(lambda content: without_images(content, "input_image", "input_text"))]
 
 
 class Message(Body):
@@ -67,14 +75,29 @@ class FunctionCall(Body):
     call_id: Id
     name: str = Field(max_length=256)
     arguments: Text
+    namespace: Id | None = Field(None, description="the model reads it before the name")
+    caller: JSONObject | None = Field(None, description=LABEL)
     id: Id | None = Field(None, description=LABEL)
     status: Status | None = Field(None, description=LABEL)
 
 
-class FunctionOutput(Body):
-    type: Literal["function_call_output"]
+class CustomCall(Body):
+    type: Literal["custom_tool_call"]
     call_id: Id
-    output: Content
+    name: str = Field(max_length=256)
+    input: Text = Field(description="the model reads it as the argument of that name")
+    namespace: Id | None = Field(None, description="the model reads it before the name")
+    caller: JSONObject | None = Field(None, description=LABEL)
+    id: Id | None = Field(None, description=LABEL)
+    status: Status | None = Field(None, description=LABEL)
+
+
+class CallOutput(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Id
+    output: Result = Field(description="a text stands in place of an image")
+    name: Id | None = Field(None, description=LABEL)
+    caller: JSONObject | None = Field(None, description=LABEL)
     id: Id | None = Field(None, description=LABEL)
     status: Status | None = Field(None, description=LABEL)
 
@@ -83,23 +106,37 @@ class Reasoning(Body):
     type: Literal["reasoning"]
     content: List[InputText] | None = None
     summary: List[JSONObject] | None = Field(None, description=LABEL)
-    encrypted_content: Annotated[None, must_be_null("reasoning is plain text here; leave it out")] = None
+    encrypted_content: Text | None = Field(None, description="a label: no other server's reasoning is read")
     id: Id | None = Field(None, description=LABEL)
     status: Status | None = Field(None, description=LABEL)
 
 
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
 def item_type(item: Any) -> str:
     """The type of an input item; a message need not say it."""
-    return str(item.get("type", "message")) if isinstance(item, dict) else "message"
+    kind = str(item.get("type", "message")) if isinstance(item, dict) else "message"
+    return "an-output" if kind in OUTPUTS else kind
+
+
+def refuse_reference(item: Any) -> Any:
+    if isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"}):
+        raise PydanticCustomError(
+            "reference", "no item is stored here to be referred to; send the items themselves, and store: false"
+        )
+    return item
 
 
 Item = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionOutput, Tag("function_call_output")]
+    | Annotated[CustomCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("an-output")]
     | Annotated[Reasoning, Tag("reasoning")],
     Discriminator(item_type),
-    of_types("message", "function_call", "function_call_output", "reasoning"),
+    of_types("message", "function_call", "custom_tool_call", *OUTPUTS, "reasoning"),
+    BeforeValidator(refuse_reference),
 ]
 
 
@@ -126,17 +163,27 @@ class FunctionTool(Body):
     strict: bool | None = Field(None, description="a label: a forced call keeps to its schema, a free one may not")
 
 
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("a-function")] | Annotated[OtherTool, Tag("a-label")],
+    Discriminator(tool_type),
+    of_types("function", also=LEFT_OUT, fault=TOOLS),
+]
+
+
 class FunctionChoice(Body):
     type: Literal["function"]
     name: str = Field(max_length=64)
 
 
+AnyNamed = Annotated[
+    Annotated[FunctionChoice, Tag("a-function")] | Annotated[OtherTool, Tag("a-label")], Discriminator(tool_type)
+]
+
+
 class AllowedFunctions(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: List[FunctionChoice] = Field(
-        min_length=1, max_length=512, description="those of the tools that the model reads"
-    )
+    tools: List[AnyNamed] = Field(min_length=1, max_length=512, description="those of the tools that the model reads")
 
 
 class PlainFormat(Body):
@@ -157,6 +204,7 @@ class TextOptions(Body):
 
 class ReasoningOptions(Body):
     effort: Effort | None = Field(None, description="goes to a chat template that reads it, a hint to others")
+    context: Word | None = Field(None, description="a hint: the chat template decides which reasoning the model reads")
     summary: Word | None = Field(None, description="a hint: reasoning comes whole, and no summary of it")
     generate_summary: Word | None = Field(None, description=HINT)
 
@@ -172,7 +220,7 @@ class ResponsesRequest(Sampling):
     ]
     instructions: Text | None = Field(None, description="a system message in front")
     max_output_tokens: Positive | None = Field(None, description="what remains of the context where nobody says it")
-    tools: List[Annotated[FunctionTool, of_types("function", fault=TOOLS)]] | None = Field(None, max_length=512)
+    tools: List[AnyTool] | None = Field(None, max_length=512)
     tool_choice: Annotated[
         Literal["none", "auto", "required"]
         | Annotated[FunctionChoice | AllowedFunctions, Discriminator("type")]
@@ -184,7 +232,6 @@ class ResponsesRequest(Sampling):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     stream_options: ResponseStreamOptions | None = None
-    store: bool | None = Field(None, description="a label: nothing is stored")
     previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
     conversation: Stored = Field(None, description="is refused: send the whole conversation as input")
     prompt: Annotated[None, must_be_null("no prompt is stored here; send instructions and input")] = None
@@ -195,9 +242,3 @@ class ResponsesRequest(Sampling):
         None, max_length=16, description=f"{LOGPROBS}; others are hints: an answer has all that there is of them"
     )
     top_logprobs: Count | None = Field(None, description=f"with {LOGPROBS} in include")
-    metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
-    safety_identifier: Word | None = Field(None, description=LABEL)
-    service_tier: Word | None = Field(None, description=LABEL)
-    prompt_cache_key: Word | None = Field(None, description=HINT)
-    prompt_cache_retention: Word | None = Field(None, description=HINT)
-    prompt_cache_options: JSONObject | None = Field(None, description=HINT)

@@ -10,11 +10,14 @@ checks the limits of the configuration.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal, LiteralString, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
+
+from atom.serve.content import without_images
 
 MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
 MAX_DEPTH = 100  # of JSON in a body, since later readers recurse
@@ -22,6 +25,11 @@ MAX_FIELDS = 100  # of an object with fields of any name
 MAX_TOKENS = 1024  # in logit_bias or stop_token_ids of a request
 BLOCKS: LiteralString = "{stated} blocks are not supported here; there is: {known}"
 TOOLS: LiteralString = "{stated} tools are not supported here; send tools of the type {known}, which the client runs"
+LEFT_OUT = (  # tools of OpenAI's API that no model here is shown: its servers run them, or a call is no function's
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
+    "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
+    "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
+)  # fmt: skip
 CHOICES: LiteralString = "{stated} choices are not supported here; there is: none, auto, required, {known}"
 INT_LIMITS = (-(1 << 63), 1 << 64)  # integers that a message to the engine can hold
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -98,12 +106,15 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def of_types(*known: str, fault: LiteralString = BLOCKS) -> BeforeValidator:
-    """Refuse objects of other types by name: images, documents, and what only the servers of others run."""
+def of_types(*known: str, also: tuple[str, ...] = (), fault: LiteralString = BLOCKS) -> BeforeValidator:
+    """Refuse objects of other types by name: images, documents, and what only the servers of others run.
+
+    also: types that pass, but are not offered
+    """
 
     def check(block: object) -> object:
         stated = block.get("type") if isinstance(block, dict) else None
-        if isinstance(stated, str) and stated not in known:
+        if isinstance(stated, str) and stated not in (*known, *also):
             raise PydanticCustomError("type", fault, {"stated": stated[:64], "known": ", ".join(known)})
         return block
 
@@ -123,6 +134,11 @@ def must_be_null(fault: LiteralString) -> BeforeValidator:
 def tag_of(content: object) -> str:
     """The form of a content, text or blocks, so that an error is about that form only."""
     return "a-text" if isinstance(content, str) else "a-list"
+
+
+def type_of(value: object) -> object:
+    """The type that an object of a body says, also one that is read."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 JSONObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
@@ -201,6 +217,14 @@ class Sampling(Body):
     priority: Priority = None
     user: User = None
     structured_outputs: StructuredOutputs | None = None
+    store: bool | None = Field(None, description="a label: nothing is stored")
+    metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
+    client_metadata: JSONObject | None = Field(None, description=LABEL)
+    safety_identifier: Word | None = Field(None, description=LABEL)
+    service_tier: Word | None = Field(None, description=LABEL)
+    prompt_cache_key: Word | None = Field(None, description=f"{HINT}, and cache_salt alone separates caches")
+    prompt_cache_retention: Word | None = Field(None, description=HINT)
+    prompt_cache_options: JSONObject | None = Field(None, description=HINT)
 
 
 class Generation(Sampling):
@@ -231,9 +255,20 @@ class CompletionRequest(Generation):
 class TextPart(Body):
     type: Literal["text"]
     text: Text
+    cache_control: JSONObject | None = Field(None, description=HINT)
+    prompt_cache_breakpoint: JSONObject | None = Field(None, description=HINT)
 
 
-TextParts = List[Annotated[TextPart, of_types("text")]]
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: Text = Field(description="a text as others")
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+TextParts = List[Annotated[TextPart | RefusalPart, Discriminator("type"), of_types("text", also=("refusal",))]]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextParts, Tag("a-list")], Discriminator(tag_of)]
 
 
@@ -249,19 +284,60 @@ class ToolCallMessage(Body):
     index: Int32 | None = Field(None, description="the place among the message's calls")
 
 
+class CustomCall(Body):
+    name: str = Field(max_length=256)
+    input: Text = Field(description="the model reads it as the argument of that name")
+
+
+class CustomCallMessage(Body):
+    id: str = Field(max_length=256)
+    type: Literal["custom"]
+    custom: CustomCall
+    index: Int32 | None = Field(None, description="the place among the message's calls")
+
+    @property
+    def function(self) -> FunctionCall:
+        return function_call(self.custom.name, self.custom.input)
+
+
+def function_call(name: str, input: str) -> FunctionCall:
+    """A call of a custom tool, whose input is a text, as that of a function."""
+    return FunctionCall.model_construct(name=name, arguments=json.dumps({"input": input}))
+
+
+def call_type(call: object) -> str:
+    return "a-custom" if type_of(call) == "custom" else "a-function"
+
+
+AnyCall = Annotated[
+    Annotated[ToolCallMessage, Tag("a-function")] | Annotated[CustomCallMessage, Tag("a-custom")],
+    Discriminator(call_type),
+]
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: List[ToolCallMessage] | None = None
+    tool_calls: List[AnyCall] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: Text | None = None
     reasoning: Text | None = Field(None, description="the same, as newer versions of vLLM name it")
     type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
+    id: Word | None = Field(None, description=LABEL)
+    cache_control: JSONObject | None = Field(None, description=HINT)
     annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
-    refusal: Annotated[None, must_be_null("put its text into content")] = None  # this and the next: such fields too
-    audio: Annotated[None, must_be_null("models read text alone here; leave it out")] = None
-    function_call: Annotated[None, must_be_null("send tool_calls")] = None
+    refusal: Text | None = Field(None, description="the content where there is no other")
+    audio: Annotated[None, must_be_null("models read text alone here; leave it out")] = None  # of such an answer, too
+    function_call: Annotated[None, must_be_null("send tool_calls")] = None  # the same
+
+    @model_validator(mode="before")
+    @classmethod
+    def replace_images(cls, value: Any) -> Any:
+        """A tool's result with a text in place of each image."""
+        if isinstance(value, dict) and value.get("role") == "tool" and "content" in value:
+            return value | {"content": without_images(value["content"], "image_url", "text")}
+        return value
 
 
 class Function(Body):
@@ -274,9 +350,24 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: JSONObject | None = Field(None, description=HINT)
 
 
-AnyTool = Annotated[Tool, of_types("function", fault=TOOLS)]
+class OtherTool(BaseModel):
+    """A tool that no model here is shown, whatever it has besides its type."""
+
+    type: Literal[LEFT_OUT]  # type: ignore[valid-type]
+
+
+def tool_type(tool: object) -> str:
+    return "a-label" if type_of(tool) in LEFT_OUT else "a-function"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("a-function")] | Annotated[OtherTool, Tag("a-label")],
+    Discriminator(tool_type),
+    of_types("function", also=LEFT_OUT, fault=TOOLS),
+]
 
 
 class NamedFunction(Body):
@@ -288,9 +379,14 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+AnyNamed = Annotated[
+    Annotated[NamedTool, Tag("a-function")] | Annotated[OtherTool, Tag("a-label")], Discriminator(tool_type)
+]
+
+
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: List[NamedTool] = Field(min_length=1, max_length=512, description="those of the tools that the model reads")
+    tools: List[AnyNamed] = Field(min_length=1, max_length=512, description="those of the tools that the model reads")
 
 
 class AllowedChoice(Body):
@@ -334,13 +430,6 @@ class ChatRequest(Generation):
     )
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
     prediction: Prediction | None = Field(None, description=HINT)
-    store: bool | None = Field(None, description=LABEL)
-    metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
-    service_tier: Word | None = Field(None, description=LABEL)
-    safety_identifier: Word | None = Field(None, description=LABEL)
-    prompt_cache_key: Word | None = Field(None, description=f"{HINT}, and cache_salt alone separates caches")
-    prompt_cache_retention: Word | None = Field(None, description=HINT)
-    prompt_cache_options: JSONObject | None = Field(None, description=HINT)
 
 
 class EmbeddingRequest(Body):

@@ -16,6 +16,7 @@ from atom.serve.context import Context
 from atom.serve.errors import FieldError, json_response
 from atom.serve.openai.params import check_tokens
 from atom.serve.openai.schema import DetokenizeRequest, TokenizeRequest
+from atom.serve.openai.tools import offered_tools
 
 
 def routes(context: Context) -> APIRouter:
@@ -35,7 +36,7 @@ def routes(context: Context) -> APIRouter:
                 encode_conversation,
                 context,
                 body.messages,
-                body.tools,
+                offered_tools(context, body.tools),
                 body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final_message=bool(body.continue_final_message),

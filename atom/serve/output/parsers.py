@@ -98,7 +98,7 @@ class Talk:
         has_called: the messages have calls or results. Without a format they are of a forced call, behind which the
         model answers in words.
         """
-        if choice not in (None, "none") and not tools:
+        if choice not in (None, "none", "auto") and not tools:
             raise FieldError("tool_choice", "tool_choice needs tools")
         if isinstance(choice, AllowedChoice):
             tools, choice = allowed_tools(tools or (), choice), choice.allowed_tools.mode
@@ -264,7 +264,10 @@ class Talk:
 
 def allowed_tools(tools: Sequence[Tool], choice: AllowedChoice) -> list[Tool]:
     """The tools that a choice allows. FieldError where it names one that there is not."""
-    known, names = [tool.function.name for tool in tools], {each.function.name for each in choice.allowed_tools.tools}
+    known, names = (
+        [tool.function.name for tool in tools],
+        {each.function.name for each in choice.allowed_tools.tools if isinstance(each, NamedTool)},
+    )
     if lacking := names - set(known):
         fault = f"tool_choice: there is no function {shown(min(lacking))} in tools; there is: {', '.join(known)}"
         raise FieldError("tool_choice", fault)

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted
+from scripted import Said
 from transformers import AutoTokenizer
 
 from atom.checkpoint import Tokenizer
@@ -163,3 +165,50 @@ def test_reasoning_has_the_name_that_a_template_reads():
     assert name_thoughts(message, template) == message | {"thinking": "Hm."}
     called = message | {"tool_calls": [{}]}
     assert name_thoughts(called, template) == called | {"content": "", "thinking": "Hm.\nI look."}
+
+
+READS_ALL = """{% for tool in tools %}{% set f = tool.function %}{{ f.name + ": " + f.description }}
+{% for name, value in f.parameters.properties.items() %}{{ name }} {% endfor %}{{ f.parameters.type + "." }}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "f: \nobject.\n"),
+        ({"parameters": {}}, "f: \nobject.\n"),
+        ({"parameters": {"type": "object"}, "description": "Does it."}, "f: Does it.\nobject.\n"),
+        ({"parameters": {"properties": {"x": {}}}}, "f: \nx object.\n"),
+    ],
+    ids=["neither", "empty", "no properties", "no type"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_template_reads_the_description_and_the_schema_of_every_tool(
+    path: str, fields: dict[str, Any], expected: str, talker: Path, tokenizer: Tokenizer
+):
+    function = {"name": "f", **fields}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+    if path == "/v1/chat/completions":
+        body["tools"] = [{"type": "function", "function": function}]
+    elif path == "/v1/responses":
+        body = {"input": "Hi", "tools": [{"type": "function", **function}]}
+    else:
+        schema = {"type": "object"} | function.pop("parameters", {})
+        body |= {"model": "talker", "max_tokens": 8, "tools": [function | {"input_schema": schema}]}
+    config = load(
+        [
+            f"checkpoint={talker}",
+            "job=serve",
+            "serve.http.served_model_name=[talker]",
+            "serve.http.tool_calls=tagged_json",
+        ]
+    )
+    answer, seen = scripted.post(
+        config,
+        Said(["Hi"]),
+        body,
+        path,
+        before=lambda context: setattr(context, "tokenizer", tokenizer.with_template(READS_ALL)),
+    )
+    assert answer.status_code == 200, answer.text
+    assert tokenizer.decode(seen[0].prompt) == expected

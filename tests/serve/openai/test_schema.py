@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pydantic
 import pytest
+from openai.types.chat import ChatCompletionCustomToolParam
+from openai.types.responses import ToolParam
 
 from atom.serve.anthropic import schema as messages_schema
 from atom.serve.openai import schema
+from atom.serve.openai.responses_schema import ResponsesRequest
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, find_fault
 
 
@@ -90,3 +93,17 @@ def test_of_a_million_faults_a_few_are_reported(model: type[pydantic.BaseModel],
     with pytest.raises(pydantic.ValidationError) as refused:
         model.model_validate(body)
     assert refused.value.error_count() < 10
+
+
+def test_every_tool_that_the_sdk_knows_is_a_function_or_left_out():
+    kinds = {
+        kind
+        for tool in (*get_args(ToolParam), ChatCompletionCustomToolParam)
+        for kind in get_args(get_type_hints(tool)["type"])
+    }
+    assert kinds == {"function", *schema.LEFT_OUT}
+
+
+def test_an_item_of_a_tool_that_is_left_out_is_not_kept():
+    body = ResponsesRequest.model_validate({"input": "Hi", "tools": [{"type": "namespace", "name": "n", "tools": [1]}]})
+    assert body.model_dump()["tools"] == [{"type": "namespace"}]

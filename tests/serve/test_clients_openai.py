@@ -191,6 +191,23 @@ def test_a_call_and_its_result_go_back_to_the_model(client: openai.OpenAI):
         assert answer.usage.prompt_tokens > first.usage.prompt_tokens + len(message.tool_calls[0].function.arguments)
 
 
+def test_an_image_in_a_tools_result_is_read_as_a_text_that_says_so(client: openai.OpenAI):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+    said = {"type": "text", "text": "[image: not shown to this model]"}
+    call = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked: list[Any] = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answers = [
+        client.chat.completions.create(
+            **TALK | {"messages": [*asked, {"role": "tool", "tool_call_id": "call-1", "content": [part]}]}
+        )
+        for part in (image, said)
+    ]
+    assert answers[0].choices == answers[1].choices
+    assert len({answer.usage.prompt_tokens for answer in answers if answer.usage}) == 1
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.0: image_url blocks are not supported"):
+        client.chat.completions.create(**TALK | {"messages": [{"role": "user", "content": [image]}]})
+
+
 def test_what_is_wrong_raises_the_error_of_its_status(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:
         client.chat.completions.create(**TALK | {"temperature": -1})

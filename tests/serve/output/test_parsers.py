@@ -141,10 +141,19 @@ def test_what_cannot_be_is_refused_by_field(config: Config):
     with pytest.raises(FieldError, match=r"^this model was not trained for tools: neither .*; force a call") as refused:
         Talk(plain, [tool("f")], None)
     assert refused.value.param == "tools"
-    with pytest.raises(FieldError, match="tool_choice needs tools"):
-        Talk(config, None, "required")
+    for choice in ("required", NamedTool.model_validate({"type": "function", "function": {"name": "f"}})):
+        with pytest.raises(FieldError, match="tool_choice needs tools"):
+            Talk(config, None, choice)
     with pytest.raises(FieldError, match="both say what the answer is"):
         Talk(config, [tool("f")], "required").constrain(SamplingParams(structured_outputs={"regex": "a"}), "prompt")
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_a_choice_that_forces_nothing_needs_no_tools(config: Config, choice: str | None):
+    for tools in (None, []):
+        talk = Talk(config, tools, choice)
+        assert talk.tools is None and talk.constrain(SamplingParams(), "prompt").tool_calls is None
+        assert talk.read("<tool_call>{}</tool_call>", "prompt").content == "<tool_call>{}</tool_call>"
 
 
 HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]

@@ -165,7 +165,8 @@ def test_a_history_is_that_of_a_chat(prompt_of: Callable[..., str]):
         {"type": "custom_tool_call_output", "id": "ctco_1", "call_id": "call_2", "output": "Done."},
         {"type": "message", "id": "msg_3", "role": "assistant", "status": "completed",
          "content": [{"type": "refusal", "refusal": "No more."}]},
-        {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "gAAAA"},
+        ASKED,
+        {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "gAAAA"},  # of a turn that was stopped
         ASKED,
     ]  # fmt: skip
     user = {"role": "user", "content": "fix the test"}
@@ -179,6 +180,7 @@ def test_a_history_is_that_of_a_chat(prompt_of: Callable[..., str]):
          "tool_calls": [{"id": "call_2", "type": "function", "function": patched}]},
         {"role": "tool", "tool_call_id": "call_2", "content": "Done."},
         {"role": "assistant", "content": "No more."},
+        user,
         user,
     ]  # fmt: skip
     prompt = prompt_of(FIRST | {"input": items})

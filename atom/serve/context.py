@@ -24,7 +24,6 @@ from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.replicas import Replicas
 from atom.serve.errors import ContextLengthError, FieldError, ModelNotFoundError, body_of, shown, status_of
-from atom.serve.left_out import LeftOut
 from atom.serve.metrics import Metrics
 from atom.serve.tenants import Tenant
 from atom.serve.traces import open_traces
@@ -49,7 +48,6 @@ class Context:
         self.engines = engines
         self.metrics = metrics
         self.traces = open_traces(config.serve.http.otlp_traces_endpoint)
-        self.left_out = LeftOut()
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
         self.are_several = False  # several tenants, who take turns
         self.admit: Callable[[Sequence[Tenant]], None]  # changes who may use the server; the app sets it

@@ -25,6 +25,7 @@ from atom.serve.tenants import LimitError
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES = "/v1/messages"
 ANTHROPIC_TYPES = TYPES | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+ERROR_CODES = ("thread_unsupported_request",)  # that Anthropic's SDKs know
 MAX_SHOWN = 200  # characters of a client's text in an error or a log line
 MAX_MESSAGE = 1000  # of an error
 
@@ -35,15 +36,18 @@ def shown(text: str, most: int = MAX_SHOWN) -> str:
 
 
 class FieldError(RequestError):
-    """A field of a body is wrong."""
+    """A field of a body is wrong. code: by which clients know what to do"""
 
-    def __init__(self, param: str, message: str) -> None:
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class ContextLengthError(FieldError):
     """A prompt is too long."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(param, message, "context_length_exceeded")
 
 
 def constraint_error(field: str, message: str) -> FieldError:
@@ -86,8 +90,8 @@ def body_of(error: Exception) -> dict[str, Any]:
     code = {404: "model_not_found", 503: "unavailable"}.get(status)
     if isinstance(error, QueueFullError | LimitError):
         code = error.limit
-    elif isinstance(error, ContextLengthError):
-        code = "context_length_exceeded"
+    elif isinstance(error, FieldError):
+        code = error.code
     return error_body(status, message, getattr(error, "param", None), code)
 
 
@@ -95,14 +99,17 @@ def is_anthropic(path: str) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
-def anthropic_body(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+def anthropic_body(status: int, message: str, request_id: str | None, code: str | None = None) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    details = {"details": {"error_code": code}} if code in ERROR_CODES else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request_id}
 
 
 def body_at(path: str, status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
     """Convert an OpenAI error body to the form of the API on this path."""
-    return anthropic_body(status, body["error"]["message"], request_id) if is_anthropic(path) else body
+    if not is_anthropic(path):
+        return body
+    return anthropic_body(status, body["error"]["message"], request_id, body["error"]["code"])
 
 
 def refuse(scope: Scope, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

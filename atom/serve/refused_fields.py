@@ -1,7 +1,10 @@
 """Say what to send in place of OpenAI's and Anthropic's fields that are refused."""
 
-REFUSED = {  # of requests that may have tools
+from typing import LiteralString
+
+REFUSED: dict[str, LiteralString] = {  # of requests that may have tools
     "audio": "answers are text alone here; leave it out",
+    "compaction": "no conversation is summarized here; ask for a summary in a message",
     "container": "no code is run here; leave it out",
     "function_call": "this is not supported here; send tool_choice, beside tools",
     "functions": 'this is not supported here; send tools, as in [{"type": "function", "function": {"name": "f"}}]',

@@ -28,6 +28,11 @@ from atom.serve.openai.schema import Generation, StructuredOutputs
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
 from atom.serve.sse import event
 
+NO_THREADS = (
+    "thread: conversations are not kept here; send all messages, without thread. The SDK's thread() does so with "
+    'unsupported_request_behavior="continue_unthreaded"'
+)
+
 
 def routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["Anthropic"], route_class=body_route(context))
@@ -59,6 +64,8 @@ class MessageResponder(Responder):
         self._finish: Finish | None = None
 
     def make_request(self) -> EngineRequest:
+        if self._body.thread is not None:
+            raise FieldError("thread", NO_THREADS, "thread_unsupported_request")  # the SDK then sends all messages
         params = self._params()
         self._talk, conversation = prepare(self.context, self._body)
         params = self._talk.constrain(params, conversation.text)

@@ -18,18 +18,19 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from atom.serve.anthropic.schema import (
+from atom.serve.anthropic.message_schema import (
     Block,
-    CountRequest,
-    FreeChoice,
     Message,
-    MessageTool,
-    OneTool,
+    ServerCallBlock,
+    ServerResultBlock,
+    SilentBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from atom.serve.anthropic.schema import CountRequest, FreeChoice, HostedTool, MessageTool, OneTool
+from atom.serve.anthropic.stand_ins import readable_text
 from atom.serve.chat_template import Conversation, encode_plain
 from atom.serve.context import Context
 from atom.serve.errors import FieldError, shown
@@ -39,7 +40,11 @@ from atom.serve.output.output_parser import is_opened
 from atom.serve.output.parsers import Talk
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
-BLOCKS = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock)}  # of each role
+BLOCKS = {  # of each role
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, SilentBlock, ServerCallBlock, ServerResultBlock),
+}
+CALLS, RESULTS = (ToolUseBlock, ServerCallBlock), (ToolResultBlock, ServerResultBlock)
 
 
 class Prepared(NamedTuple):
@@ -51,7 +56,8 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     """Prepare the prompt of a request. FieldError, or another RequestError, where that fails."""
     choice = body.tool_choice
     is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
-    tools = [openai_tool(tool) for tool in body.tools or ()]
+    tools = [openai_tool(tool) for tool in body.tools or () if isinstance(tool, MessageTool)]
+    leave_out(context, body)
     new_call_id = partial(new_id, "toolu", "_")
     choice_of_tools = openai_choice(body)
     turns = list(read_turns(body))
@@ -61,7 +67,7 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
         choice_of_tools,
         context.tokenizer,
         is_parallel=is_parallel,
-        has_called=any(isinstance(block, ToolUseBlock | ToolResultBlock) for _, blocks in turns for block in blocks),
+        has_called=any(isinstance(block, CALLS + RESULTS) for _, blocks in turns for block in blocks),
         new_id=new_call_id,
     )
     prefill = take_prefill(turns)
@@ -72,6 +78,19 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
         fix = 'end with a message of the user, or send thinking={"type": "disabled"}'
         raise FieldError("messages", f"an answer of this model begins with its thinking, not with a given text; {fix}")
     return Prepared(talk, conversation)
+
+
+def leave_out(context: Context, body: CountRequest) -> None:
+    """Leave out the tools that Anthropic defines or runs. FieldError where nothing else can be called, and must be."""
+    hosted = [tool for tool in body.tools or () if isinstance(tool, HostedTool)]
+    choice = body.tool_choice
+    for tool in hosted:
+        is_only = isinstance(choice, FreeChoice) and choice.type == "any" and len(hosted) == len(body.tools or ())
+        if is_only or (isinstance(choice, OneTool) and choice.name == tool.name):
+            fix = "leave tool_choice out, or give a tool with an input_schema, which the client runs"
+            fault = f"tool_choice forces {tool.type}, a tool of Anthropic's own, which is not run here"
+            raise FieldError("tool_choice", f"{fault}; {fix}")
+        context.log_once(f"{tool.family} tools of Anthropic's own are left out of prompts: they are not run here")
 
 
 def openai_tool(tool: MessageTool) -> Tool:
@@ -120,12 +139,21 @@ Turn = tuple[str, list[Block]]  # a role and its blocks
 
 def read_turns(body: CountRequest) -> Iterator[Turn]:
     """The turns of a conversation, texts as blocks; consecutive messages of one role are one turn."""
-    if body.system is not None:
+    if body.system is not None and body.system != []:
         yield "system", read_blocks(body.system)
     for index, message in enumerate(body.messages):
         check_blocks(index, message)
-    for role, group in groupby(body.messages, key=lambda message: message.role):
-        yield role, [block for message in group for block in read_blocks(message.content)]
+    for role, group in groupby(shown_messages(body.messages), key=lambda message: message.role):
+        blocks = [block for message in group for block in read_blocks(message.content)]
+        yield role, [block for block in blocks if not isinstance(block, SilentBlock)]
+
+
+def shown_messages(messages: Sequence[Message]) -> list[Message]:
+    """Those that the model reads: a reminder may be for the turn that it follows only."""
+    last = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
+    return [
+        message for index, message in enumerate(messages) if index >= last or message.clear_at != "next_user_message"
+    ]
 
 
 def read_blocks(content: str | Sequence[Block]) -> list[Block]:
@@ -156,15 +184,15 @@ def plain_messages(turns: Iterable[Turn]) -> list[dict[str, Any]]:
     names: dict[str, str] = {}  # of the tools called so far, by the id of the call
     plain: list[dict[str, Any]] = []
     for role, blocks in turns:
-        if role == "assistant":
-            plain.append(assistant_message(blocks))
-            names |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
-            continue
-        for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
+        for is_result, group in groupby(blocks or read_blocks(""), key=lambda block: isinstance(block, RESULTS)):
+            part = list(group)
             if is_result:
-                plain += [tool_message(block, names) for block in group if isinstance(block, ToolResultBlock)]
+                plain += [tool_message(block, names) for block in part if isinstance(block, RESULTS)]
+            elif role == "assistant":
+                plain.append(assistant_message(part))
+                names |= {block.id: block.name for block in part if isinstance(block, CALLS)}
             else:
-                plain.append({"role": role, "content": join(group)})
+                plain.append({"role": role, "content": join(part)})
     return plain
 
 
@@ -172,7 +200,7 @@ def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": join(blocks)}
     if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = "\n".join(thoughts)
-    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    calls = [block for block in blocks if isinstance(block, CALLS)]
     if calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
@@ -181,12 +209,15 @@ def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
     return message
 
 
-def tool_message(block: ToolResultBlock, names: dict[str, str]) -> dict[str, Any]:
+def tool_message(block: ToolResultBlock | ServerResultBlock, names: dict[str, str]) -> dict[str, Any]:
     name = names.get(block.tool_use_id)
     if name is None:
         fault = f"a tool_result is for {shown(block.tool_use_id)}, but no tool_use before it has this id"
         raise FieldError("messages", fault)
-    content = "" if block.content is None else join(read_blocks(block.content))
+    if isinstance(block, ServerResultBlock):
+        content = readable_text(block.content)
+    else:
+        content = "" if block.content is None else join(read_blocks(block.content))
     content = f"Error: {content}" if block.is_error else content
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
 

@@ -4,95 +4,45 @@ Any other field is refused by name.
 
     MessagesRequest.model_validate({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]})
 
-Fields that can only be null are in Anthropic's own answers, which clients send back unchanged. cache_control changes
-nothing: all prompts are cached, unless serve.enable_prefix_caching is off; `usage` has the cached tokens. Of
-context_management, what would change the prompt is refused.
+Labels and hints are in what Anthropic's clients send, and say nothing here. cache_control changes nothing: all prompts
+are cached, unless serve.enable_prefix_caching is off; `usage` has the cached tokens. Of context_management, what would
+change the prompt is refused. Tools that Anthropic defines or runs are left out.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, LiteralString
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from atom.serve.openai.schema import (
-    LABEL,
-    Body,
-    Count,
-    Int32,
-    JSONObject,
-    List,
-    Positive,
-    Text,
-    Word,
-    of_types,
-    tag_of,
+from atom.serve.anthropic.message_schema import CacheControl, Message, ToolName, Words
+from atom.serve.openai.schema import LABEL, Body, Count, Int32, JSONObject, List, Positive, Text, Word, of_types
+from atom.serve.refused_fields import REFUSED
+
+HOSTED = re.compile(r"(\w+)_20\d{6}|(mcp_toolset|tool_search_tool_regex|tool_search_tool_bm25)")  # Anthropic's tools
+FAMILIES = (  # their types, without the dates
+    *("advisor", "bash", "browser_toolset", "code_execution", "computer", "computer_toolset", "mcp_toolset", "memory"),
+    *("text_editor", "tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch", "web_search"),
 )
 
-Id = Annotated[str, Field(min_length=1, max_length=256)]
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+def must_be_empty(fault: LiteralString) -> BeforeValidator:
+    """Refuse whatever a field has, with what to do instead; a list or an object that holds nothing is null."""
+
+    def check(value: object) -> None:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if any(each not in (None, [], {}) for each in parts):
+            raise PydanticCustomError("must_be_empty", fault)
+
+    return BeforeValidator(check)
 
 
 def is_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type") != "object":
         raise PydanticCustomError("schema", 'this is no JSON schema of {"type": "object"}')
     return schema
-
-
-class CacheControl(Body):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = Field(None, description="a hint: what is cached stays as long as there is room")
-
-
-class TextBlock(Body):
-    type: Literal["text"]
-    text: Text
-    cache_control: CacheControl | None = None
-    citations: None = None
-
-
-class ThinkingBlock(Body):
-    type: Literal["thinking"]
-    thinking: Text
-    signature: Text = Field("", description="is not checked: what a model thought here bears none")
-
-
-class ToolUseBlock(Body):
-    type: Literal["tool_use"]
-    id: Id
-    name: ToolName
-    input: JSONObject
-    cache_control: CacheControl | None = None
-    caller: None = None
-    toolset_name: None = None
-
-
-TextBlocks = Annotated[List[Annotated[TextBlock, of_types("text")]], Field(min_length=1)]
-Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextBlocks, Tag("a-list")], Discriminator(tag_of)]
-
-
-class ToolResultBlock(Body):
-    type: Literal["tool_result"]
-    tool_use_id: Id
-    content: Words | None = None
-    is_error: bool | None = Field(None, description="the model reads Error: before the content")
-    cache_control: CacheControl | None = None
-    toolset_name: None = None
-
-
-Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Discriminator("type"),
-    of_types("text", "thinking", "tool_use", "tool_result"),
-]
-Blocks = Annotated[List[Block], Field(min_length=1)]
-Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[Blocks, Tag("a-list")], Discriminator(tag_of)]
-
-
-class Message(Body):
-    role: Literal["user", "assistant", "system"]
-    content: Content
 
 
 class MessageTool(Body):
@@ -104,15 +54,37 @@ class MessageTool(Body):
     input_examples: List[JSONObject] | None = Field(None, description="the model reads them as the schema's examples")
     strict: bool | None = Field(None, description="a label: a forced call keeps to its schema, a free one may not")
     eager_input_streaming: bool | None = Field(None, description="a hint: a call comes in pieces as it is made")
+    defer_loading: bool | None = Field(None, description="a hint: the model reads all tools")
+    allowed_callers: List[Word] | None = Field(None, description="a label: only the model calls a tool")
 
 
-AnyTool = Annotated[
+class HostedTool(Body):
+    """A tool that Anthropic defines or runs; it is left out, unless tool_choice forces it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Annotated[str, Field(max_length=64)]
+    name: Word | None = None
+
+    @property
+    def family(self) -> str:
+        """The type without its date; unknown for one that is not in the SDK, so that there are not many."""
+        found = HOSTED.fullmatch(self.type)
+        name = (found and (found[1] or found[2])) or ""
+        return name if name in FAMILIES else "unknown"
+
+
+def tool_tag(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "a-hosted-tool" if isinstance(kind, str) and HOSTED.fullmatch(kind) else "a-tool"
+
+
+ClientTool = Annotated[
     MessageTool,
-    of_types(
-        "custom",
-        fault="{stated} is a tool of Anthropic's own, and server tools are not run here; "
-        "leave it out, or give a tool with an input_schema that the client runs",
-    ),
+    of_types("custom", fault="{stated} tools are not supported here; give a name and an input_schema, without a type"),
+]
+AnyTool = Annotated[
+    Annotated[ClientTool, Tag("a-tool")] | Annotated[HostedTool, Tag("a-hosted-tool")], Discriminator(tool_tag)
 ]
 
 
@@ -136,9 +108,10 @@ class Thinking(Body):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Int32 | None = Field(None, description="a hint: max_tokens alone limits an answer")
-    display: Literal["summarized", "omitted"] | None = Field(
+    display: Literal["summarized", "omitted", "updates"] | None = Field(
         None, description="omitted: blocks of thinking are empty; else it comes whole"
     )
+    block_binding: JSONObject | None = Field(None, description="a label: blocks of thinking are not checked")
 
 
 class JSONFormat(Body):
@@ -151,6 +124,7 @@ class OutputConfig(Body):
         None, description="goes as reasoning_effort to a chat template that reads it, a hint to others"
     )
     format: JSONFormat | None = Field(None, description="the schema that the answer keeps to, behind its thinking")
+    task_budget: JSONObject | None = Field(None, description="a hint: max_tokens alone limits an answer")
 
 
 class ClearThinking(Body):
@@ -177,6 +151,12 @@ class Metadata(Body):
     user_id: str | None = Field(None, max_length=1024, description="goes to the log")
 
 
+def one_speed(speed: object) -> object:
+    if speed == "fast":
+        raise PydanticCustomError("speed", "fast is not served: all requests have one speed here; leave it out")
+    return speed
+
+
 class CountRequest(Body):
     """The fields that make up a prompt."""
 
@@ -189,6 +169,10 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
+    speed: Annotated[Literal["standard"], BeforeValidator(one_speed)] | None = Field(None, description=LABEL)
+    mcp_servers: Annotated[None, must_be_empty(REFUSED["mcp_servers"])] = None
+    billing_policy: JSONObject | None = Field(None, description=LABEL)
+    betas: List[Word] | None = Field(None, description="a label: what a beta brings is in fields of its own")
 
 
 class MessagesRequest(CountRequest):
@@ -201,3 +185,12 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
     service_tier: Word | None = Field(None, description=LABEL)
     inference_geo: Word | None = Field(None, description="a label: answers are made where the server is")
+    container: Annotated[None, must_be_empty(REFUSED["container"])] = None
+    thread: JSONObject | None = Field(
+        None, description="refused, so that the SDK sends all messages: none are kept here"
+    )
+    diagnostics: JSONObject | None = Field(None, description=LABEL)
+    fallbacks: Literal["default"] | List[JSONObject] | None = Field(
+        None, description="a hint: no answer is declined here, so no other model is asked"
+    )
+    fallback_credit_token: Text | JSONObject | None = Field(None, description=LABEL)

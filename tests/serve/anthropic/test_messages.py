@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import urllib.request
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pydantic
@@ -158,6 +158,33 @@ def test_an_answer_can_be_begun_for_the_model(client: anthropic.Anthropic, serve
     assert num_prompt_tokens(rest.usage) == len(prompt)
 
 
+def test_the_sdks_tool_runner_sends_all_messages_in_each_turn(client: anthropic.Anthropic):
+    """It first asks for a thread, and would else send only what is new since the last answer."""
+    seen: list[str] = []
+
+    @anthropic.beta_tool
+    def look_up(word: Literal["cat", "dog"]) -> str:
+        """Looks a word up."""
+        seen.append(word)
+        return "an animal"
+
+    single: Any = {"type": "any", "disable_parallel_tool_use": True}
+    messages: Any = ASK["messages"]
+    asked: Any = {"model": "talker", "max_tokens": 400, "messages": messages, "tool_choice": single, **QUIET}
+    answers = list(client.beta.messages.tool_runner(**asked, tools=[look_up], max_iterations=3))
+    assert [answer.stop_reason for answer in answers] == ["tool_use"] * 3
+    sizes = [answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) for answer in answers]
+    assert sizes[0] < sizes[1] < sizes[2], "with all calls and results so far"
+    assert len(seen) >= 2
+
+
+def test_a_thread_is_refused_so_that_the_sdk_can_do_without(server: Server):
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = wire.ask(server.url, "POST", "/v1/messages", ASK | {"thread": thread})
+        assert answer.status == 400
+        assert answer.json["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
     client.messages.create(**ASK, metadata={"user_id": "user-of-the-log"})
     wire.wait_until(lambda: "user-of-the-log" in server.log.read_text())
@@ -168,7 +195,8 @@ def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
     [
         ({"model": "gpt"}, anthropic.NotFoundError, "the model 'gpt' is not served here; there is: talker"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens: Input should be greater than or equal to 1"),
-        ({"extra_body": {"mcp_servers": []}}, anthropic.BadRequestError,
+        ({"extra_body": {"mcp_servers": [{"type": "url", "name": "a", "url": "https://a.example"}]}},
+         anthropic.BadRequestError,
          "mcp_servers: no MCP server is called from here; send its tools as tools, which the client runs"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
          anthropic.BadRequestError, "messages.0.content.0: image blocks are not supported here; "
@@ -177,9 +205,10 @@ def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, anthropic.BadRequestError,
          "tool_choice: there is no function g in tools; there is: look_up"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError,
-         "tools.0: web_search_20250305 is a tool of Anthropic's own, and server tools are not run here; "
-         "leave it out, or give a tool with an input_schema that the client runs"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}],
+          "tool_choice": {"type": "tool", "name": "web_search"}}, anthropic.BadRequestError,
+         "tool_choice forces web_search_20250305, a tool of Anthropic's own, which is not run here; "
+         "leave tool_choice out, or give a tool with an input_schema, which the client runs"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}, "thinking": {"type": "enabled"}}, anthropic.BadRequestError,
          "a forced tool call has no room for thinking; disable it or send tool_choice auto"),
     ],

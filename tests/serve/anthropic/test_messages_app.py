@@ -322,6 +322,95 @@ def test_a_request_of_claude_code_is_served(ask: Asker):
     assert (submit.prompt, submit.params) == (same.prompt, same.params)
 
 
+SEARCH: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+HOSTED: list[dict[str, Any]] = [
+    SEARCH,
+    {"type": "bash_20250124", "name": "bash"},
+    {"type": "mcp_toolset", "mcp_server_name": "a"},
+    {"type": "singing_20990101", "name": "sing"},
+    {"type": "dancing_20990101", "name": "dance"},
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_tool_of_anthropics_own_is_left_out_and_logged_once(
+    path: str, ask: Asker, talker: Path, caplog: pytest.LogCaptureFixture
+):
+    asked = {name: value for name, value in ASK.items() if name != "max_tokens" or path == "/v1/messages"}
+    with caplog.at_level("WARNING", "atom.serve"):
+        response, seen = ask(HI, {**asked, "tools": [HOSTED[0], TOOL, *HOSTED]}, path=path)
+    plain, same = ask(HI, {**asked, "tools": [TOOL]}, path=path)
+    assert response.status_code == plain.status_code == 200
+    assert [each.prompt for each in seen] == [each.prompt for each in same]
+    assert response.json().get("input_tokens") == plain.json().get("input_tokens")
+    lines = [record.message for record in caplog.records if "left out" in record.message]
+    assert [line.partition(" ")[0] for line in lines] == ["web_search", "bash", "mcp_toolset", "unknown"]
+
+
+def test_where_only_anthropics_tools_are_given_the_model_reads_none(ask: Asker):
+    _, (seen,) = ask(HI, {**ASK, "tools": HOSTED, "tool_choice": {"type": "auto"}})
+    _, (same,) = ask(HI, ASK)
+    assert (seen.prompt, seen.params) == (same.prompt, same.params)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("tools", "choice"), [([TOOL, SEARCH], {"type": "tool", "name": "web_search"}), ([SEARCH], {"type": "any"})]
+)
+def test_a_tool_of_anthropics_own_cannot_be_forced(path: str, tools: Any, choice: dict[str, Any], ask: Asker):
+    asked = {name: value for name, value in ASK.items() if name != "max_tokens" or path == "/v1/messages"}
+    response, seen = ask(HI, {**asked, "tools": tools, "tool_choice": choice}, path=path)
+    assert (response.status_code, seen) == (400, [])
+    assert response.json()["error"]["message"] == (
+        "tool_choice forces web_search_20250305, a tool of Anthropic's own, which is not run here; "
+        "leave tool_choice out, or give a tool with an input_schema, which the client runs"
+    )
+
+
+def test_any_choice_is_among_the_tools_that_the_client_runs(ask: Asker):
+    _, (submit,) = ask(HI, {**ASK, "tools": [SEARCH, TOOL], "tool_choice": {"type": "any"}})
+    _, (same,) = ask(HI, {**ASK, "tools": [TOOL], "tool_choice": {"type": "any"}})
+    assert submit.params == same.params
+
+
+@pytest.mark.parametrize("kind", ["auto", "none"])
+@pytest.mark.parametrize("tools", [None, []])
+def test_a_choice_that_forces_nothing_needs_no_tools(kind: str, tools: Any, ask: Asker):
+    response, (submit,) = ask(HI, {**ASK, "tools": tools, "tool_choice": {"type": kind}})
+    assert response.status_code == 200 and submit.prompt == ask(HI, ASK)[1][0].prompt
+
+
+# what Claude Code 2.1 sends once it has read a picture and a PDF, made anew and short
+PICTURE = {"type": "image", "source": {"type": "base64", "data": "iVBORw0KGgo=", "media_type": "image/png"}}
+PAGES = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+READ: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Look at both."}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"file_path": "a.png"}},
+        {"type": "tool_use", "id": "toolu_2", "name": "Read", "input": {"file_path": "a.pdf"}},
+    ]},
+    {"role": "user", "content": [
+        {"tool_use_id": "toolu_1", "type": "tool_result", "content": [PICTURE]},
+        {"tool_use_id": "toolu_2", "type": "tool_result", "content": "PDF file read: a.pdf (326 bytes)"},
+        PAGES | {"cache_control": {"type": "ephemeral"}},
+    ]},
+]  # fmt: skip
+
+
+def test_what_claude_code_reads_of_pictures_and_pdfs_does_not_end_its_session(ask: Asker, talker: Path):
+    response, seen = ask(HI, {**ASK, **CLAUDE_CODE, "messages": READ})
+    assert response.status_code == 200
+    assert prompt_of(seen, talker).endswith(
+        "<|im_start|>tool\n[image: not shown to this model]<|im_end|>\n"
+        "<|im_start|>tool\nPDF file read: a.pdf (326 bytes)<|im_end|>\n"
+        "<|im_start|>user\n[document: not shown to this model]<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    counted, _ = ask(HI, {"model": "talker", "messages": READ}, path="/v1/messages/count_tokens")
+    assert counted.json() == {"input_tokens": len(ask(HI, {**ASK, "messages": READ})[1][0].prompt)}
+
+
 @pytest.mark.parametrize(
     ("body", "overrides", "message"),
     [

@@ -1,0 +1,176 @@
+"""Messages of Anthropic's API: their roles, and the blocks of their contents.
+
+    Message.model_validate({"role": "user", "content": [{"type": "text", "text": "Hello"}]})
+
+What only Anthropic's servers make and read is taken too, since clients send back whole histories: see docs/serving.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from atom.serve.anthropic.stand_ins import stand_in, stand_ins
+from atom.serve.openai.schema import (
+    BLOCKS,
+    HINT,
+    LABEL,
+    Body,
+    JSONObject,
+    List,
+    Text,
+    Word,
+    of_types,
+    plain_json,
+    tag_of,
+)
+
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+SHOWN_BLOCKS = ("text", "thinking", "tool_use", "tool_result")  # that a refusal names
+SilentType = Literal["redacted_thinking", "fallback", "mcp_tool_listing"]  # blocks of answers that no model reads
+ServerCallType = Literal["server_tool_use", "mcp_tool_use"]
+ServerResultType = Literal[
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "advisor_tool_result",
+    "mcp_tool_result",
+]
+KNOWN_BLOCKS = (*SHOWN_BLOCKS, *get_args(SilentType), *get_args(ServerCallType), *get_args(ServerResultType))
+
+
+class CacheControl(Body):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = Field(None, description="a hint: what is cached stays as long as there is room")
+    scope: Word | None = Field(None, description=HINT)
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = None
+    citations: Annotated[List[JSONObject] | None, Field(description="a label: what is cited is in the text")] = None
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text = Field("", description="is not checked: what a model thought here bears none")
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: Id
+    name: ToolName
+    input: JSONObject
+    cache_control: CacheControl | None = None
+    caller: JSONObject | None = Field(None, description=LABEL)
+    toolset_name: Word | None = Field(None, description=LABEL)
+
+
+TextBlocks = List[Annotated[TextBlock, of_types("text")]]
+Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextBlocks, Tag("a-list")], Discriminator(tag_of)]
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Annotated[Words, BeforeValidator(stand_ins)] | None = Field(
+        None, description="a text stands in place of an image or a PDF"
+    )
+    is_error: bool | None = Field(None, description="the model reads Error: before the content")
+    cache_control: CacheControl | None = None
+    toolset_name: Word | None = Field(None, description=LABEL)
+
+
+class SilentBlock(Body):
+    """What only Anthropic's servers read of their answers; it is left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: SilentType
+
+
+class ServerCallBlock(Body):
+    """A call of a tool that Anthropic's servers ran; the model reads it as a call of its own."""
+
+    type: ServerCallType
+    id: Id
+    name: ToolName
+    input: JSONObject
+    server_name: Word | None = Field(None, description=LABEL)
+    cache_control: CacheControl | None = None
+    caller: JSONObject | None = Field(None, description=LABEL)
+
+
+class ServerResultBlock(Body):
+    """Its result, as JSON where it is no text."""
+
+    type: ServerResultType
+    tool_use_id: Id
+    content: Annotated[Any, AfterValidator(plain_json)] = Field(None, description="without what is encrypted")
+    is_error: bool | None = Field(None, description="the model reads Error: before the content")
+    cache_control: CacheControl | None = None
+    caller: JSONObject | None = Field(None, description=LABEL)
+
+
+def of_blocks(block: object) -> object:
+    """Refuse blocks of types that are not known; the refusal names those that a client makes."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if isinstance(kind, str) and kind not in KNOWN_BLOCKS:
+        raise PydanticCustomError("type", BLOCKS, {"stated": kind[:64], "known": ", ".join(SHOWN_BLOCKS)})
+    return block
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | SilentBlock | ServerCallBlock | ServerResultBlock,
+    Discriminator("type"),
+    BeforeValidator(of_blocks),
+]
+Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[List[Block], Tag("a-list")], Discriminator(tag_of)]
+
+
+class MessageConfig(Body):
+    effort: Word | None = Field(None, description=f"{HINT}; that of the request counts")
+
+
+class Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+    clear_at: Literal["next_user_message", "never"] | None = Field(
+        None, description="next_user_message: the model does not read it once a message of the user follows"
+    )
+    output_config: MessageConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_results(cls, value: Any) -> Any:
+        """Put texts in place of images and documents next to results: Claude Code sends pages of a PDF so."""
+        blocks = value.get("content") if isinstance(value, dict) else None
+        if isinstance(blocks, list) and any(isinstance(b, dict) and b.get("type") == "tool_result" for b in blocks):
+            return value | {"content": [stand_in(block) for block in blocks]}
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def has_content(cls, content: Any, info: ValidationInfo) -> Any:
+        """An answer may have been empty, and goes back as it came."""
+        if content == [] and info.data.get("role") != "assistant":
+            raise PydanticCustomError("empty", "there is no block; give at least one")
+        return content

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from atom.checkpoint.bounds import MAX_TOKEN, Bounds
 from atom.checkpoint.chat_template import compile_template, end_behind, find_variables, with_arguments
 from atom.checkpoint.encoder import EncoderProcess
+from atom.checkpoint.message_renderer import MessageRenderer
+from atom.checkpoint.message_rewrites import as_parts
 from atom.errors import RequestError, UnsupportedError, first_line
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class Tokenizer:
         self.eos_ids: list[int] = [] if eos is None else [eos]
         self.vocab_size: int = backend.get_vocab_size()  # tokens, added ones included
         self.chat_template: str | None = templates.get("default")
+        self._renderer = MessageRenderer()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, check: Callable[[int], object] = bool) -> list[int]:
         """Encode a text to token ids; with add_special_tokens also those around every text (mostly BOS).
@@ -194,18 +197,39 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """Render a chat with the beginning of its answer, and encode it.
 
+        Messages that the template refuses, or of which it leaves out a text, are rewritten (`MessageRenderer`).
         is_continued: the prompt ends where the content of the last message does. RequestError where it is not in it.
         cut: gives the part of the prompt that is used, or raises where it is too long to encode. check: as in `encode`.
         A special token that was written into a message, a value, or the beginning of the answer stays text.
         """
         values = self._break_special(template_values)
         broken = [with_arguments(message) for message in self._break_special(messages)]
-        prompt = self.render_chat(broken, **values)
+        prompt, rendered = self._renderer.render(
+            lambda each: self._render_parts(each, values), broken, has_tools=bool(values.get("tools"))
+        )
         if is_continued:
-            prompt = end_behind(prompt, broken[-1].get("content") or "")
+            prompt = end_behind(prompt, rendered[-1].get("content") or "")
         prompt = cut(prompt + self._break_special(prefill))
         parts = prompt.split(BREAK)
         return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]
+
+    def _render_parts(self, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
+        """Render a chat, its texts as lists of one part where the template knows only these."""
+        if self._takes_parts:
+            messages = [message | {"content": as_parts(message.get("content"))} for message in messages]
+        return self.render_chat(messages, **values)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template shows a text only as a part of a list, as those of models that see do."""
+
+        def shows(content: Any) -> bool:
+            try:
+                return "mark" in self.render_chat([{"role": "user", "content": content}])
+            except RequestError:
+                return False
+
+        return not shows("mark") and shows(as_parts("mark"))
 
     def with_template(self, template: str) -> Tokenizer:
         """The same tokenizer with this chat template in place of all others."""

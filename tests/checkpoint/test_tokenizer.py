@@ -268,7 +268,7 @@ def test_a_template_may_come_in_a_file_or_as_several_by_name(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (INSTRUCTIONS, TALK[1:], "Conversation roles must alternate"),
+        ("{{ raise_exception('Roles must alternate') }}", TALK, "not take these messages: Roles must alternate"),
         (CHATML, [{"role": "user"}], "the chat template does not take these messages: .*content"),
         ("{{ 1 / 0 }}", [], "does not take these messages: division by zero"),
         ("{{ messages.__class__.__mro__ }}", [], "does not take these messages: .*unsafe"),

@@ -1,4 +1,4 @@
-"""Render the messages of a chat, rewritten where its template refuses them or leaves out a text.
+"""Render a chat's messages, rewritten where the template does not take them.
 
     renderer = MessageRenderer()
     prompt, messages = renderer.render(render, messages)
@@ -11,35 +11,47 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable
+from enum import IntEnum
 from itertools import count, pairwise
 from typing import Any
 
-from atom.checkpoint.message_rewrites import REWRITES, Messages
+from atom.checkpoint.message_rewrites import REWRITES, Messages, write_calls
 from atom.errors import RequestError
 
 MARK = re.compile(r"\bmark\d+\b")
 MAX_FORMS = 1000  # of chats, that are remembered
 
 
+class Loss(IntEnum):
+    """What a template leaves out of a chat."""
+
+    NOTHING = 0
+    CALL = 1
+    TEXT = 2
+
+
 class MessageRenderer:
     """Renders the messages of one template; it remembers of which chats the template leaves something out."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, bool] = {}  # by the form of a chat: whether something is left out
+        self._known: dict[Hashable, Loss] = {}  # by the form of a chat
 
     def render(
         self, render: Callable[[Messages], str], messages: Messages, *, has_tools: bool = False
     ) -> tuple[str, Messages]:
         """The prompt, and the messages that were rendered: those given, or their first rewrite that the template takes.
 
-        If it takes none, but renders some without one of their texts, the first of those are rendered. Messages that
-        are not plain are rendered as they are.
+        If it takes none, but renders some without one of their texts, those are rendered of which it leaves out least.
+        A template that shows results, but no calls, gets neither as text. Messages that are not plain are rendered as
+        they are.
         """
         if not is_plain(messages):
             return render(messages), messages
-        first: tuple[str, Messages] | None = None
+        best: tuple[Loss, str, Messages] | None = None
         fault: RequestError | None = None
         for rewrites in ((), *REWRITES):
+            if write_calls in rewrites and best is not None and best[0] is Loss.CALL:
+                break
             rewritten = messages
             for rewrite in rewrites:
                 rewritten = rewrite(rewritten)
@@ -50,21 +62,23 @@ class MessageRenderer:
             except RequestError as error:
                 fault = fault or error
                 continue
-            if not self._leaves_out(render, rewritten, has_tools):
+            loss = self._find_loss(render, rewritten, has_tools)
+            if loss is Loss.NOTHING:
                 return prompt, rewritten
-            first = first or (prompt, rewritten)
-        if first is None:
+            if best is None or loss < best[0]:
+                best = loss, prompt, rewritten
+        if best is None:
             assert fault is not None, "it was rendered or refused"
             raise fault
-        return first
+        return best[1:]
 
-    def _leaves_out(self, render: Callable[[Messages], str], messages: Messages, has_tools: bool) -> bool:
+    def _find_loss(self, render: Callable[[Messages], str], messages: Messages, has_tools: bool) -> Loss:
         form = (has_tools, form_of(messages))
         known = self._known.get(form)
         if known is None:
             if len(self._known) >= MAX_FORMS:
                 self._known.clear()
-            known = self._known[form] = leaves_out(render, messages)
+            known = self._known[form] = find_loss(render, messages)
         return known
 
 
@@ -93,28 +107,28 @@ def form_of(messages: Messages) -> Hashable:
     return frozenset(pairwise([None, *kinds]))
 
 
-def leaves_out(render: Callable[[Messages], str], messages: Messages) -> bool:
-    """Whether a chat like this lacks a text or a call, as the same chat with a mark for each of them shows.
+def find_loss(render: Callable[[Messages], str], messages: Messages) -> Loss:
+    """What a chat like this lacks, as the same chat with a mark for each text and call shows.
 
     A text next to calls does not count: some templates leave it out on purpose.
     """
-    marks = (f"mark{number}" for number in count())
-    marked, wanted = Messages(), set[str]()
+    numbers = count()
+    marked, texts, names = Messages(), set[str](), set[str]()
     for message in messages:
         content, calls = message.get("content"), message.get("tool_calls") or ()
         if not calls and isinstance(content, str) and content.strip():
-            wanted.add(mark := next(marks))
+            texts.add(mark := f"mark{next(numbers)}")
             message = message | {"content": mark}
         if calls:
-            names = [next(marks) for _ in calls]
-            wanted.update(names)
-            renamed = [rename(call, name) for call, name in zip(calls, names, strict=True)]
-            message = message | {"tool_calls": renamed}
+            own = [f"mark{next(numbers)}" for _ in calls]
+            names.update(own)
+            message = message | {"tool_calls": [rename(call, name) for call, name in zip(calls, own, strict=True)]}
         marked.append(message)
     try:
-        return not wanted.issubset(MARK.findall(render(marked)))
+        shown = set(MARK.findall(render(marked)))
     except RequestError:  # it takes the texts themselves
-        return False
+        return Loss.NOTHING
+    return Loss.TEXT if texts - shown else Loss.CALL if names - shown else Loss.NOTHING
 
 
 def rename(call: Any, name: str) -> Any:

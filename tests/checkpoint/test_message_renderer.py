@@ -206,6 +206,16 @@ def test_a_template_that_leaves_a_text_out_whatever_comes_renders_the_messages_a
     assert lines("{{ messages[-1].content }}", USER, ANSWER, AGAIN) == ["Well?"]
 
 
+def test_a_template_that_shows_results_and_no_calls_renders_the_messages_as_they_are():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert lines(template, USER, call("a1"), result("a1")) == ["user: Hi", "assistant: ", "tool: of a"]
+    assert lines(NO_TOOLS + template, USER, call("a1"), result("a1"))[1:] == [
+        "assistant: Call of fa: {}",
+        "user: Result of fa:",
+        "of a",
+    ]
+
+
 def test_what_a_template_leaves_out_is_found_once_for_chats_of_one_form():
     seen: list[list[dict[str, Any]]] = []
 

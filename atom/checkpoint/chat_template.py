@@ -2,6 +2,7 @@
 
     compile_template(source).render(messages=messages, add_generation_prompt=True)
     find_variables(source)      # {"messages", "tools", "enable_thinking"}
+    find_levels(source)         # ("low", "medium", "xhigh")
 
 A template is a program of the checkpoint: jinja2 renders it in its sandbox.
 """
@@ -17,6 +18,9 @@ from atom.errors import CheckpointError, RequestError, first_line
 
 if TYPE_CHECKING:
     import jinja2
+    from jinja2 import nodes
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @lru_cache(maxsize=16)
@@ -57,6 +61,36 @@ def find_variables(source: str) -> frozenset[str]:
     from jinja2 import meta
 
     return frozenset(meta.find_undeclared_variables(compile_template(source).environment.parse(source)))
+
+
+@lru_cache(maxsize=16)
+def find_levels(source: str) -> tuple[str, ...]:
+    """The levels that a chat template compares reasoning_effort with, ascending; empty where it takes any text."""
+    from jinja2 import nodes
+
+    tree = compile_template(source).environment.parse(source)
+    names, lists = {"reasoning_effort"}, dict[str, nodes.Expr]()
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name):
+            if isinstance(assign.node, nodes.List | nodes.Tuple | nodes.Dict):
+                lists[assign.target.name] = assign.node
+            elif names.intersection(names_in(assign.node)):
+                names.add(assign.target.name)
+    found = set[Any]()
+    for each in tree.find_all((nodes.Compare, nodes.Getitem)):
+        read = names_in(each)
+        if read & names:
+            known = [each, *(lists[name] for name in read if name in lists)]
+            found |= {const.value for node in known for const in node.find_all(nodes.Const)}
+    return tuple(level for level in EFFORTS if level in found)
+
+
+def names_in(node: nodes.Node) -> set[str]:
+    """The variables that an expression reads."""
+    from jinja2 import nodes
+
+    own = {node.name} if isinstance(node, nodes.Name) else set[str]()
+    return own | {name.name for name in node.find_all(nodes.Name)}
 
 
 class Arguments(dict[str, Any]):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atom.checkpoint.bounds import MAX_TOKEN, Bounds
-from atom.checkpoint.chat_template import compile_template, end_behind, find_variables, with_arguments
+from atom.checkpoint.chat_template import compile_template, end_behind, find_levels, find_variables, with_arguments
 from atom.checkpoint.encoder import EncoderProcess
 from atom.checkpoint.message_renderer import MessageRenderer
 from atom.checkpoint.message_rewrites import as_parts
@@ -249,6 +249,10 @@ class Tokenizer:
     def template_variables(self) -> frozenset[str]:
         """The variables that the default template may read: messages, tools, enable_thinking, ..."""
         return frozenset() if self.chat_template is None else find_variables(self.chat_template)
+
+    def effort_levels(self) -> tuple[str, ...]:
+        """The levels of reasoning_effort that the default template lists, ascending."""
+        return () if self.chat_template is None else find_levels(self.chat_template)
 
     def _break_special(self, value: Any) -> Any:
         """Put a mark inside every special token in the value's texts, which are then encoded in two parts."""

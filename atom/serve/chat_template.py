@@ -13,24 +13,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
+from pydantic_core import from_json
 
 from atom.checkpoint import Tokenizer
 from atom.serve.bodies import check_size
 from atom.serve.context import Context
-from atom.serve.errors import FieldError, shown
+from atom.serve.errors import FieldError
 from atom.serve.openai.schema import ChatMessage, Tool, find_fault
+from atom.serve.template_variables import check_variables
 
 OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tool_parser.new_call_id`
-# template variables that a client may set: none that names files, other templates or the prompt itself
-TEMPLATE_KWARGS = (
-    "enable_thinking",
-    "thinking",
-    "reasoning_effort",
-    "date_string",
-    "builtin_tools",
-    "tools_in_user_message",
-)
+RAW = "arguments"  # the name of arguments that are no object
+DEVELOPER = re.compile("""['"]developer['"]""")  # a template that knows this role
 
 
 class Conversation(NamedTuple):
@@ -57,11 +51,7 @@ def encode_conversation(
     if continue_final_message and add_generation_prompt:
         fix = "set add_generation_prompt=false"
         raise FieldError("continue_final_message", f"continue_final_message opens no other turn; {fix}")
-    for name in kwargs or ():
-        if name not in TEMPLATE_KWARGS:
-            known = ", ".join(TEMPLATE_KWARGS)
-            fault = f"chat_template_kwargs.{shown(name)} is not taken; there is: {known}"
-            raise FieldError("chat_template_kwargs", fault)
+    check_variables(tokenizer, kwargs)
     for call in (call for message in messages for call in message.tool_calls or ()):
         check_size(call.function.arguments.encode(), context.config.serve.http)  # JSON in JSON
     plain = [plain_message(message, tokenizer) for message in messages]
@@ -121,10 +111,10 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
     content = message.refusal if message.content is None else message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
-    if content is None and not message.tool_calls:
+    if content is None and message.role not in ("assistant", "tool"):  # these may have nothing to say
         raise FieldError("messages", f"a message of the {message.role} has no content")
     role = message.role
-    if role == "developer" and "developer" not in (tokenizer.chat_template or ""):
+    if role == "developer" and not DEVELOPER.search(tokenizer.chat_template or ""):
         role = "system"  # the name in most templates
     plain: dict[str, Any] = {"role": role, "content": content or ""}
     thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
@@ -159,12 +149,12 @@ def template_id(id: str) -> str:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object, which templates need.
+
+    Those of a call that was cut off are what there is of them. Other text becomes the object's only field.
+    """
     try:
-        arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
+        arguments = from_json(text.strip() or "{}", allow_partial="trailing-strings")
+    except ValueError:
         arguments = None
-    if not isinstance(arguments, dict):
-        raise FieldError("messages", "the arguments of a tool call in the messages are no JSON object")
-    if fault := find_fault(arguments):
-        raise FieldError("messages", f"the arguments of a tool call in the messages: {fault}")
-    return arguments
+    return arguments if isinstance(arguments, dict) and not find_fault(arguments) else {RAW: text}

@@ -98,6 +98,8 @@ def test_a_developer_is_the_system_where_the_template_knows_none(tokenizer: Toke
     assert plain(tokenizer, role="developer", content="a")["role"] == "system"
     knows = tokenizer.with_template("{% if messages[0].role == 'developer' %}{% endif %}")
     assert plain(knows, role="developer", content="a")["role"] == "developer"
+    speaks = tokenizer.with_template("{% set developer_preamble = 'The developer says:' %}")
+    assert plain(speaks, role="developer", content="a")["role"] == "system"
 
 
 def test_calls_are_rendered_in_their_order_with_their_arguments_as_objects(tokenizer: Tokenizer):
@@ -113,17 +115,58 @@ def test_calls_are_rendered_in_their_order_with_their_arguments_as_objects(token
     ]
 
 
-@pytest.mark.parametrize("text", ["[]", "1", "{", '{"a": 1e999}', '{"a":' * 101 + "1" + "}" * 101, "[" * 100_000])
-def test_arguments_that_are_no_shallow_object(text: str):
-    with pytest.raises(FieldError, match="arguments") as refused:
-        read_arguments(text)
-    assert refused.value.param == "messages"
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("", {}),
+        (" ", {}),
+        ('{"a": 1', {"a": 1}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": {"b": "Par', {"a": {"b": "Par"}}),
+        ('{"a": [1, tr', {"a": [1]}),
+        ('{"a": 1}}', {"a": 1}),
+        *(
+            (text, {"arguments": text})
+            for text in (
+                "[]",
+                "1",
+                "ls -l",
+                '{"a": 1e999}',
+                '{"a": 9223372036854775808000}',
+                "[" * 100_000,
+            )
+        ),
+        pytest.param('{"a":' * 101 + "1" + "}" * 101, {"arguments": '{"a":' * 101 + "1" + "}" * 101}, id="deep"),
+        ('{"a": "\\ud800"}', {"arguments": '{"a": "\\ud800"}'}),
+    ],
+    ids=lambda each: str(each)[:20],
+)
+def test_arguments_are_an_object_whatever_a_call_has(text: str, arguments: dict[str, Any]):
+    assert read_arguments(text) == arguments
 
 
-def test_a_template_value_that_is_not_on_the_list(talker: Path, tokenizer: Tokenizer):
-    with pytest.raises(FieldError, match=r"chat_template_kwargs\.messages is not taken") as refused:
-        encode(talker, tokenizer, [{"role": "user", "content": "a"}], kwargs={"messages": "b"})
-    assert refused.value.param == "chat_template_kwargs"
+def test_an_answer_or_a_result_may_have_no_content_and_a_question_may_not(tokenizer: Tokenizer):
+    assert plain(tokenizer, role="assistant", content=None) == {"role": "assistant", "content": ""}
+    assert plain(tokenizer, role="assistant", content=[]) == {"role": "assistant", "content": ""}
+    assert plain(tokenizer, role="tool", tool_call_id="a") == {"role": "tool", "content": "", "tool_call_id": "a"}
+    with pytest.raises(FieldError, match="a message of the user has no content"):
+        plain(tokenizer, role="user")
+
+
+def test_a_template_value_that_the_template_does_not_read(talker: Path, tokenizer: Tokenizer):
+    shows = tokenizer.with_template(
+        "{{ bos_token }}{{ messages[0].content }}{{ mood }}{{ (tone or {}).name }}{{ knobs | join }}"
+    )
+    said = [{"role": "user", "content": "a"}]
+    told = encode(talker, shows, said, kwargs={"mood": 1, "tone": {"name": "b"}, "knobs": ["c", "d"]})
+    assert told.text == "a1bcd"
+    for name in ("messages", "moods", "bos_token", "cut"):
+        with pytest.raises(FieldError) as refused:
+            encode(talker, shows, said, kwargs={name: "b"})
+        reads = "this model's chat template reads: knobs, mood, tone"
+        assert f"chat_template_kwargs.{name} is not taken; {reads}" in str(refused.value)
+        assert refused.value.param == "chat_template_kwargs"
+    assert encode(talker, shows, said, kwargs={"enable_thinking": False}).text == "a", "sent to all models"
 
 
 def test_template_values_of_the_server_stand_under_those_of_a_request(talker: Path, tokenizer: Tokenizer):

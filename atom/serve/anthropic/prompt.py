@@ -38,8 +38,8 @@ from atom.serve.ids import new_id
 from atom.serve.openai.schema import Function, NamedFunction, NamedTool, Tool
 from atom.serve.output.output_parser import is_opened
 from atom.serve.output.parsers import Talk
+from atom.serve.template_variables import SWITCHES, effort_variables
 
-SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 BLOCKS = {  # of each role
     "user": (TextBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, SilentBlock, ServerCallBlock, ServerResultBlock),
@@ -71,7 +71,8 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
         new_id=new_call_id,
     )
     prefill = take_prefill(turns)
-    variables = thinking_switches(context, body, has_reasoning=talk.has_reasoning) | effort_variable(context, body)
+    effort = effort_variables(context.need_tokenizer(), body.output_config.effort if body.output_config else None)
+    variables = thinking_switches(context, body, has_reasoning=talk.has_reasoning) | effort
     conversation = encode_plain(context, plain_messages(turns), talk.tools, variables, prefill)
     reasoning = context.config.model.reasoning
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
@@ -125,13 +126,6 @@ def thinking_switches(context: Context, body: CountRequest, *, has_reasoning: bo
     if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
         raise FieldError("thinking", "a forced tool call has no room for thinking; disable it or send tool_choice auto")
     return switches
-
-
-def effort_variable(context: Context, body: CountRequest) -> dict[str, str]:
-    """The template's variable for the effort; empty where it reads none, or the request does not state it."""
-    effort = body.output_config.effort if body.output_config else None
-    name = "reasoning_effort"
-    return {name: effort} if effort and name in context.need_tokenizer().template_variables() else {}
 
 
 Turn = tuple[str, list[Block]]  # a role and its blocks

@@ -25,6 +25,7 @@ from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest
+from atom.serve.template_variables import effort_variables
 
 
 def routes(context: Context) -> APIRouter:
@@ -39,11 +40,8 @@ def routes(context: Context) -> APIRouter:
 
 
 def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
-    """The template's variables beside the messages; reasoning_effort only where the template reads it."""
-    kwargs = body.chat_template_kwargs or {}
-    if body.reasoning_effort is None or "reasoning_effort" not in context.need_tokenizer().template_variables():
-        return kwargs
-    return {"reasoning_effort": body.reasoning_effort} | kwargs
+    """The template's variables besides the messages."""
+    return effort_variables(context.need_tokenizer(), body.reasoning_effort) | (body.chat_template_kwargs or {})
 
 
 def talk_of(context: Context, body: ChatRequest) -> Talk:

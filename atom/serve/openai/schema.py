@@ -57,7 +57,6 @@ def at_most(most: int) -> BeforeValidator:
 
 
 Number = Annotated[float, Field(ge=-(1 << 31), lt=1 << 31)]
-TemplateKwargs = Annotated[dict[Word, bool | Int32 | Number | Word], at_most(MAX_FIELDS)]
 Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_TOKENS)]
 LABEL = "a label: the answer does not depend on it"
 HINT = "a hint: the answer does not depend on it"
@@ -142,6 +141,8 @@ def type_of(value: object) -> object:
 
 
 JSONObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
+JSONList = Annotated[list[Any], AfterValidator(plain_json)]
+TemplateKwargs = Annotated[dict[Word, bool | Int32 | Number | Word | JSONList | JSONObject], at_most(MAX_FIELDS)]
 
 
 class Body(BaseModel):

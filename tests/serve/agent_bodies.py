@@ -1,4 +1,4 @@
-"""Requests like those of coding agents in the middle of their work, in small: Codex's and Claude Code's.
+"""Requests like those of coding agents in the middle of their work, in small: Codex's, Claude Code's and a chat's.
 
 Every text that a model has to see begins with "seen" and is there once.
 """
@@ -96,6 +96,39 @@ CLAUDE_CODE: dict[str, Any] = {
     ],
     "tools": [{"name": "Bash", "description": "Runs a command.", "input_schema": COMMAND}],
     "output_config": {"effort": "high"},
+}
+
+
+def call(id: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": "shell", "arguments": arguments}}
+
+
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": [text("seenIdentity: you are a coding agent."), text("seenTone: be brief.")]},
+        {"role": "developer", "content": "seenRules: run the tests."},
+        {"role": "user", "content": [text("seenContext: today is Monday."), text("seenTask")]},
+        {"role": "user", "content": "seenMore"},
+        {"role": "assistant", "content": [], "reasoning_content": "Hm."},
+        {"role": "system", "content": "seenReminder: be kind."},
+        {"role": "user", "content": "seenAgain"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                call("chatcmpl-tool-1f", '{"command": ["ls"]}'),
+                call("functions.shell:1", '{"command": ["ca'),
+            ],
+        },
+        {"role": "tool", "tool_call_id": "functions.shell:1", "content": "seenError the call was cut off"},
+        {"role": "tool", "tool_call_id": "chatcmpl-tool-1f", "content": [text("seenListing")]},
+        {"role": "user", "content": "seenLast"},
+        {"role": "assistant", "content": "seenAnswer"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "seenEnd"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "shell", "description": "Runs.", "parameters": COMMAND}}],
+    "reasoning_effort": "high",
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 import scripted
 from pydantic_core import from_json
 from scripted import Said
+from serve import agent_bodies
 from serve.agent_bodies import CLAUDE_CODE, CODEX, seen
 from serve.output.test_tool_formats import WRITTEN
 
@@ -205,7 +206,7 @@ def test_an_answer_cut_off_anywhere_is_accepted_back(configure: Callable[..., Co
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize(("path", "body"), [(RESPONSES, CODEX), (MESSAGES, CLAUDE_CODE)])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, agent_bodies.CHAT), (RESPONSES, CODEX), (MESSAGES, CLAUDE_CODE)])
 def test_the_model_sees_all_that_an_agent_sends(
     configure: Callable[..., Config], path: str, body: dict[str, Any], template: str
 ):

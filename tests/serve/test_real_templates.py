@@ -6,22 +6,26 @@ import asyncio
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
-from serve.agent_bodies import CLAUDE_CODE, CODEX, seen
+from serve.agent_bodies import CHAT, CLAUDE_CODE, CODEX, seen
 
 from atom.checkpoint import Tokenizer
 from atom.config.load import load
+from atom.errors import RequestError
 from atom.serve.anthropic import prompt as messages
 from atom.serve.anthropic.schema import MessagesRequest
+from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
 from atom.serve.openai import responses
 from atom.serve.openai.responses_schema import ResponsesRequest
+from atom.serve.openai.schema import ChatRequest
 
 WHEELS = ["trl==1.16.0", "axolotl==0.19.0"]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -58,19 +62,21 @@ def test_every_real_template_shows_all_that_an_agent_sends(
     templates: dict[str, str], context: Context, talker: Path
 ) -> None:
     backend, faults = tokenizers.Tokenizer.from_file(str(talker / "tokenizer.json")), list[str]()
+    chat = ChatRequest.model_validate(CHAT)
     codex, claude = ResponsesRequest.model_validate(CODEX), MessagesRequest.model_validate(CLAUDE_CODE)
     for name, template in templates.items():
         context.tokenizer = Tokenizer(backend, special_tokens=TOKENS, templates={"default": template})
-        prompts = {
-            "Codex": lambda: responses.prepare(context, codex)[2].text,
-            "Claude Code": lambda: messages.prepare(context, claude).conversation.text,
-        }
-        for agent, body in (("Codex", CODEX), ("Claude Code", CLAUDE_CODE)):
+        bodies: list[tuple[Any, Callable[[], str]]] = [
+            (CHAT, lambda: encode_conversation(context, chat.messages or [], chat.tools).text),
+            (CODEX, lambda: responses.prepare(context, codex)[2].text),
+            (CLAUDE_CODE, lambda: messages.prepare(context, claude).conversation.text),
+        ]
+        for number, (body, render) in enumerate(bodies):
             try:
-                lacking = seen(body) - seen(prompts[agent]())
-            except Exception as error:
-                faults.append(f"{name}, {agent}: {error}")
+                lacking = seen(body) - seen(render())
+            except RequestError as error:
+                faults.append(f"{name}, body {number}: {error}")
             else:
-                faults += [f"{name}, {agent}: lacks {sorted(lacking)}"] if lacking else []
+                faults += [f"{name}, body {number}: lacks {sorted(lacking)}"] if lacking else []
     assert len(templates) == 77
     assert not faults, "\n".join(faults)

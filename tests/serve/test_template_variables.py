@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted
+from scripted import Said
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.chat_template import find_levels
+from atom.config.load import load
+from atom.serve.context import Context
 from atom.serve.template_variables import effort_variables
 
 RAISES = """{% set level = reasoning_effort | default('xhigh') %}
@@ -64,3 +69,30 @@ def test_the_levels_of_a_template_are_those_that_it_compares_the_effort_with(tem
 def test_an_effort_is_the_nearest_level_of_the_template(template: str, effort: str | None, variables: dict[str, Any]):
     tokenizer = Tokenizer(Backend(models.BPE({}, [])), templates={"default": template})
     assert effort_variables(tokenizer, effort) == variables
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+ONE_TOKEN = {"model": "talker", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "reasoning_effort": "high"}),
+        ("/v1/responses", {"input": "Hello", "reasoning": {"effort": "high"}}),
+        ("/v1/messages", {"messages": HELLO, **ONE_TOKEN, "output_config": {"effort": "high"}}),
+    ],
+)
+def test_each_api_gives_the_template_its_level_before_that_of_the_server(talker: Path, path: str, body: dict[str, Any]):
+    config = load([f"checkpoint={talker}", "job=serve", "serve.http.served_model_name=[talker]",
+                   "serve.http.chat_template_kwargs={reasoning_effort:low,mood:dry}"])  # fmt: skip
+
+    def use(context: Context) -> None:
+        context.tokenizer = context.need_tokenizer().with_template(RAISES + "{{ level }} {{ mood }}")
+
+    prompts = []
+    for asked in (body, {name: value for name, value in body.items() if name in ("messages", "input", *ONE_TOKEN)}):
+        response, (seen,) = scripted.post(config, Said(["Hi"]), asked, path, before=use)
+        assert response.status_code == 200, response.text
+        prompts.append(bytes(seen.prompt))
+    assert [len(prompt) for prompt in prompts] == [len("xhigh dry"), len("low dry")]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
@@ -25,8 +26,12 @@ import numpy.typing as npt
 from atom.checkpoint import Tokenizer
 from atom.errors import AtomError, RequestError, UnsupportedError
 from atom.runtime.detokenizer import BROKEN
+from atom.runtime.schemas.faults import find_fault
+from atom.runtime.schemas.outline import is_outlined, write_outline
+from atom.runtime.schemas.rewrite import Rewritten, rewrite_schema
 from atom.runtime.vocabulary import Vocabulary
 
+LOG = logging.getLogger("atom.engine")
 MAX_SCHEMA = 1 << 20  # bytes of a JSON schema, a grammar, or all choices
 MAX_REGEX = 1 << 16  # bytes
 MAX_PROPERTIES = 3000  # of a JSON schema: the time to compile it grows with the square of them
@@ -159,6 +164,7 @@ class GrammarCompiler:
             step_lexer_fuel=STEP_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
         )
         self._known: OrderedDict[str, GrammarMatcher] = OrderedDict()
+        self._noted: set[str] = set()  # of what schemas lose
         self._lock = threading.Lock()  # of these
 
     def compile(
@@ -168,7 +174,13 @@ class GrammarCompiler:
 
         tool_calls: a grammar whose @answer is what structured_outputs say; None: the answer is that and nothing else
         """
-        matcher = self._compile(self._write(wanted) if tool_calls is None else self._join(wanted, tool_calls))
+        schema = self._rewrite(wanted)
+        grammar = self._write(wanted) if schema is None else _write_schema(schema)
+        try:
+            matcher = self._compile(grammar if tool_calls is None else _join(grammar, tool_calls))
+        except RequestError as error:
+            place = None if schema is None else find_fault(schema, self._refuse)
+            raise error if place is None else place.fault(str(error).removeprefix("structured_outputs: ")) from None
         return matcher if reasoning is None else ReasoningMatcher(matcher, self._vocabulary, reasoning)
 
     def _compile(self, grammar: str) -> GrammarMatcher:
@@ -184,21 +196,28 @@ class GrammarCompiler:
                 self._known.popitem(last=False)
             return matcher.copy()
 
-    def _join(self, wanted: Mapping[str, Any], tool_calls: str) -> str:
-        """The grammar of calls, with what is wanted as its @answer."""
-        _check_size("the grammar of tool calls", tool_calls, MAX_SCHEMA)
-        (answer,) = json.loads(self._write(wanted))["grammars"]
-        return json.dumps({"grammars": [{"lark_grammar": tool_calls}, answer | {"name": "answer"}]})
+    def _rewrite(self, wanted: Mapping[str, Any]) -> Rewritten | None:
+        """The JSON schema that is wanted, for the library; None if it is no schema."""
+        if not {"json", "json_object"} & wanted.keys():
+            return None
+        given = _read_schema(wanted["json"]) if "json" in wanted else {"type": "object"}
+        rewritten = rewrite_schema(given)
+        rewritten.schema["x-guidance"] = given.get("x-guidance", {"whitespace_pattern": SPACE})
+        _check_schema(rewritten.schema)
+        for note in rewritten.notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                LOG.warning("structured outputs: %s", note)
+        return rewritten
+
+    def _refuse(self, schema: Mapping[str, Any]) -> str:
+        """Why the library refuses a schema; "" if it takes it."""
+        return str(self._library.LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]})))
 
     def _write(self, wanted: Mapping[str, Any]) -> str:
         """The grammar in the library's form."""
         ((kind, value),) = wanted.items()
         match kind:
-            case "json" | "json_object":
-                schema = {"type": "object"} if kind == "json_object" else _read_schema(value)
-                return json.dumps(
-                    {"grammars": [{"json_schema": {"x-guidance": {"whitespace_pattern": SPACE}, **schema}}]}
-                )
             case "regex":
                 _check_size("the regular expression", value, MAX_REGEX)
                 return str(self._library.LLMatcher.grammar_from_regex(value))
@@ -275,24 +294,37 @@ def find_misread(tokenizer: Tokenizer, theirs: Any) -> str | None:
     return f"{misread[0][0]!r} is read as {misread[0][1]!r}" if len(misread) * 1000 > len(whole) else None
 
 
-def _read_schema(value: Any) -> dict[str, Any]:
+def _read_schema(value: Any) -> Mapping[str, Any]:
     """A JSON schema that is an object, or the text of one."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping):
             raise RequestError("structured_outputs: the JSON schema is not an object")
-        text = json.dumps(schema)
-        num_properties = _count_properties(schema)
+        _check_schema(schema)
     except (ValueError, TypeError) as error:
         raise RequestError(f"structured_outputs: the JSON schema is no JSON ({error})") from None
     except RecursionError:
         raise RequestError("structured_outputs: the JSON schema is nested too deeply") from None
-    _check_size("the JSON schema", text, MAX_SCHEMA)
-    if num_properties > MAX_PROPERTIES:
-        raise RequestError(
-            f"structured_outputs: the JSON schema has {num_properties} properties, more than {MAX_PROPERTIES}"
-        )
-    return dict(schema)
+    return schema
+
+
+def _check_schema(schema: Mapping[str, Any]) -> None:
+    _check_size("the JSON schema", json.dumps(schema, allow_nan=False), MAX_SCHEMA)
+    if (count := _count_properties(schema)) > MAX_PROPERTIES:
+        raise RequestError(f"structured_outputs: the JSON schema has {count} properties, more than {MAX_PROPERTIES}")
+
+
+def _write_schema(rewritten: Rewritten) -> str:
+    if is_outlined(rewritten.schema):
+        return _lark(write_outline(rewritten.schema, rewritten.places))
+    return json.dumps({"grammars": [{"json_schema": rewritten.schema}]})
+
+
+def _join(grammar: str, tool_calls: str) -> str:
+    """The grammar of calls, with another one as its @answer."""
+    _check_size("the grammar of tool calls", tool_calls, MAX_SCHEMA)
+    (answer,) = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": tool_calls}, answer | {"name": "answer"}]})
 
 
 def _count_properties(schema: Any) -> int:

@@ -15,10 +15,6 @@ from typing import Any
 
 from atom.errors import RequestError
 
-MAX_DEPTH = 100  # of schemas in schemas
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
-VALUES = ("const", "enum", "default", "example", "examples")  # keys whose values are no schemas
-
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of a request's functions, in order. RequestError for a wrong or repeated name."""
@@ -56,7 +52,7 @@ def tool_schema(
                 "type": "object",
                 "properties": {
                     "name": {"const": name},
-                    key: arguments_schema(tool, index, f"#/items/anyOf/{index}/properties/{key}"),
+                    key: arguments_schema(tool, index),
                 },
                 "required": ["name", key],
                 "additionalProperties": False,
@@ -69,7 +65,7 @@ def tool_schema(
     if name not in names:
         raise RequestError(f"tool_choice: there is no function {name} in tools; there is: {', '.join(names)}")
     index = names.index(name)
-    return arguments_schema(tools[index], index, "#")
+    return arguments_schema(tools[index], index)
 
 
 def chosen_name(choice: str | Mapping[str, Any]) -> str:
@@ -82,34 +78,13 @@ def chosen_name(choice: str | Mapping[str, Any]) -> str:
     return name
 
 
-def arguments_schema(tool: Mapping[str, Any], index: int, at: str) -> dict[str, Any]:
-    """The schema of a tool's arguments, moved to `at` in a document, a URI fragment."""
-    parameters = tool["function"].get("parameters")
+def arguments_schema(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The schema of a tool's arguments, with the tool's name as $id: references in it and errors begin there."""
+    function = tool["function"]
+    parameters = function.get("parameters")
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    where = f"tools[{index}].function.parameters"
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise RequestError(f'{where} is not a JSON schema of {{"type": "object"}}')
-    moved: dict[str, Any] = move_schema({"type": "object", **parameters}, at, where)
-    return moved
-
-
-def move_schema(schema: Any, to: str, where: str, depth: int = 0) -> Any:
-    """Rewrite the references of a schema that moves from a document's root to the fragment `to`."""
-    if depth > MAX_DEPTH:
-        raise RequestError(f"{where}: schemas are nested more than {MAX_DEPTH} deep")
-    if isinstance(schema, list):
-        return [move_schema(item, to, where, depth + 1) for item in schema]
-    if not isinstance(schema, Mapping) or "$id" in schema:  # a schema with an id is its own root
-        return schema
-
-    def move(key: str, value: Any) -> Any:
-        if key in VALUES:
-            return value
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            return to + value[1:]
-        if key in BY_NAME and isinstance(value, Mapping):
-            return {name: move_schema(item, to, where, depth + 1) for name, item in value.items()}
-        return move_schema(value, to, where, depth + 1)
-
-    return {key: move(key, value) for key, value in schema.items()}
+    types = parameters.get("type", "object") if isinstance(parameters, Mapping) else None
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise RequestError(f'tools[{index}].function.parameters is not a JSON schema of {{"type": "object"}}')
+    return {**parameters, "type": "object", "$id": function["name"]}

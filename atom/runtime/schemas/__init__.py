@@ -1,0 +1,1 @@
+"""JSON schemas: rewritten to what llguidance keeps, with the same meaning."""

@@ -1,0 +1,117 @@
+"""JSON schema's keywords of properties that are said in other words, which llguidance knows.
+
+rewrite_property_names(Keyword(rewriter, "propertyNames", {"enum": ["a"]}, given, out, place))
+out     # {"properties": {"a": True}, "additionalProperties": False}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from atom.runtime.schemas.keyword import COMPOSED, Keyword, listed
+from atom.runtime.schemas.negation import ASSERTIONS
+from atom.runtime.schemas.patterns import has_look_around
+
+
+def rewrite_property_names(keyword: Keyword) -> None:
+    """Names are properties, a pattern of them is one of patternProperties, and there are no additional ones."""
+    names, out = read_names(keyword, keyword.value), keyword.out
+    if names is None:
+        return
+    if "patternProperties" in out:
+        raise keyword.at.fault("propertyNames cannot be kept next to patternProperties; write its names in them")
+    known, others = out.get("properties", {}), out.get("additionalProperties", True)
+    out["additionalProperties"] = False
+    if isinstance(names, list):
+        out["properties"] = {name: known.get(name, others) for name in dict.fromkeys([*known, *names]) if name in names}
+        return
+    try:
+        fitting = {name for name in known if re.search(names, name, re.ASCII)}
+    except re.error:
+        raise keyword.at.fault("this pattern cannot be kept next to properties; write patternProperties") from None
+    if fitting and others not in (True, {}):
+        raise keyword.at.fault("a pattern of names cannot be kept next to properties; write patternProperties")
+    if known:
+        out["properties"] = {name: schema if name in fitting else False for name, schema in known.items()}
+    out["patternProperties"] = {names: others}
+
+
+def read_names(keyword: Keyword, schema: Any) -> list[str] | str | None:
+    """The names that a schema of names allows, or a pattern of them; None: all. Their format is an annotation."""
+    schema = keyword.follow(schema)
+    if isinstance(schema, bool):
+        return None if schema else []
+    if "string" not in listed(schema.get("type", "string")):
+        return []
+    said = {key: value for key, value in schema.items() if key in ASSERTIONS and key not in ("type", "format")}
+    if said.keys() <= {"minLength", "maxLength"}:
+        length = f"{{{said.get('minLength', 0)},{said.get('maxLength', '')}}}"
+        return rf"^[\s\S]{length}$" if said else None
+    ((key, value), *further) = said.items()
+    if not further and key in ("enum", "const"):
+        return [name for name in (value if key == "enum" else [value]) if isinstance(name, str)]
+    if not further and key in ("anyOf", "oneOf"):
+        found = [read_names(keyword, each) for each in value]
+        if all(isinstance(names, list) for names in found):
+            return [name for names in found for name in names or ()]
+    if not further and key == "pattern" and not has_look_around(value):
+        return str(value)
+    raise keyword.at.fault("propertyNames cannot be kept, except an enum, a pattern, or a length; write properties")
+
+
+def rewrite_unevaluated_properties(keyword: Keyword) -> None:
+    """As additionalProperties, which has to be told of the properties of allOf and $ref."""
+    if keyword.value is True or "additionalProperties" in keyword.given:
+        return
+    names = names_within(keyword, keyword.given)
+    if names is None:
+        raise keyword.at.fault(
+            "unevaluatedProperties cannot be kept next to other schemas; write additionalProperties in each of them"
+        )
+    if names:
+        keyword.out["properties"] = dict.fromkeys(names, True) | keyword.out.get("properties", {})
+    keyword.out["additionalProperties"] = keyword.rewrite(keyword.value)
+
+
+def names_within(keyword: Keyword, schema: Any) -> list[str] | None:
+    """The properties that allOf and $ref of a schema name; None where that depends on the answer."""
+    if schema.keys() & COMPOSED:
+        return None
+    names: list[str] = []
+    inner = list(schema.get("allOf", ()))
+    if "$ref" in schema:
+        inner.append(keyword.rewriter.resolve(schema["$ref"], keyword.place)[0])
+    for each in inner:
+        if not isinstance(each, Mapping) or each is schema:
+            return None
+        own = {"patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"}
+        further = names_within(keyword, each)
+        if further is None or each.keys() & own:
+            return None
+        names += [*each.get("properties", {}), *further]
+    return names
+
+
+def rewrite_num_properties(keyword: Keyword) -> None:
+    """Leave out a number of properties that the other keywords imply."""
+    out = keyword.out
+    if keyword.name == "minProperties":
+        is_implied = out["minProperties"] <= len(set(out.get("required", ())))
+    else:
+        is_closed = out.get("additionalProperties") is False and "patternProperties" not in out
+        is_implied = is_closed and len(out.get("properties", {})) <= out["maxProperties"]
+    if is_implied:
+        del out[keyword.name]
+
+
+def rewrite_dependencies(keyword: Keyword) -> None:
+    """A property is not there, or what it needs is: other properties, or a schema that holds."""
+    if not isinstance(keyword.value, Mapping):
+        raise keyword.at.fault(f"{keyword.value!r} is not an object")
+    for name, needed in keyword.value.items():
+        there: dict[str, Any] = {"required": [name, *(needed if isinstance(needed, list) else ())]}
+        if not isinstance(needed, list):
+            there["allOf"] = [keyword.rewrite(needed, name)]
+        keyword.require({"anyOf": [{"properties": {name: False}}, there]})

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 from atom.runtime.schemas.negation import ASSERTIONS, negate
 from atom.runtime.schemas.references import Place
 
-
 # keywords of which the answer says which of their schemas hold
 COMPOSED = {"anyOf", "oneOf", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef"}
 

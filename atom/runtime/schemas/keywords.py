@@ -163,8 +163,9 @@ def rewrite_if(keyword: Keyword) -> None:
         keyword.require({"anyOf": [{"allOf": [case, then]} for case, then in zip(cases, chosen, strict=True)]})
 
 
-def refuse_dynamic(keyword: Keyword) -> None:
-    raise keyword.at.fault(f"{keyword.name} cannot be kept; write $ref")
+def rewrite_dynamic(keyword: Keyword) -> None:
+    """As $ref: a schema of which no other is made by extension means the same."""
+    keyword.require(keyword.rewrite({"$ref": keyword.value}))
 
 
 REWRITTEN: dict[str, Callable[[Keyword], None]] = {
@@ -184,5 +185,5 @@ REWRITTEN: dict[str, Callable[[Keyword], None]] = {
     "not": rewrite_not,
     "if": rewrite_if,
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), rewrite_dependencies),
-    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), refuse_dynamic),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), rewrite_dynamic),
 }

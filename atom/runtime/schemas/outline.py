@@ -9,7 +9,9 @@ around such a number are written here, and each schema without one is llguidance
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 from atom.errors import RequestError
@@ -47,7 +49,7 @@ class _Writer:
         self._schema = {key: value for key, value in schema.items() if key not in ("$defs", "x-guidance")}
         self._defs: Mapping[str, Any] = schema.get("$defs", {})
         self._options: Mapping[str, Any] = schema.get("x-guidance", {})
-        self._places = {id(each): place for each, place in places}
+        self._places = {id(self._schema if each is schema else each): place for each, place in places}
         self._rules: list[str] = []
         self._known: dict[str, str] = {}  # what is written -> its rule
         self._outlined = self._find_outlined()
@@ -108,7 +110,7 @@ class _Writer:
         properties = dict(schema.get("properties", {}))
         others = schema.get("additionalProperties", True)
         patterns = schema.get("patternProperties", {})
-        if patterns and (properties or required or others is not False):
+        if patterns and (others is not False or any(map(is_match, product(patterns, [*properties, *required])))):
             raise self._fault(schema, "patternProperties next to other properties")
         properties |= {name: others for name in required if name not in properties}
         more = [self._pair(self._json({"type": "string", "pattern": key}), each) for key, each in patterns.items()]
@@ -157,6 +159,14 @@ class _Writer:
             self._known[body] = name = f"{'NUMBER' if is_terminal else 'rule'}{len(self._known)}"
             self._rules.append(f"{name}: {body}")
         return self._known[body]
+
+
+def is_match(pattern_and_name: tuple[str, str]) -> bool:
+    """Whether a pattern matches a name; true where that is not known."""
+    try:
+        return bool(re.search(*pattern_and_name, re.ASCII))
+    except re.error:
+        return True
 
 
 def quote(name: str) -> str:

@@ -68,6 +68,8 @@ class Rewriter:
         self._depth -= 1
         if False in out.get("allOf", ()):
             return False
+        if "patternProperties" in out:  # llguidance reads keywords in order, and additional ones without the patterns
+            out = {key: out[key] for key in PROPERTIES if key in out} | out
         out = say_exactly(out, place)
         self.places.append((out, place))
         return out
@@ -155,6 +157,7 @@ def keep_named(rewriter: Rewriter, value: Any, place: Place) -> Any:
     return {name: rewriter.rewrite(each, place.at(name)) for name, each in value.items()}
 
 
+PROPERTIES = ("properties", "patternProperties", "additionalProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 KEPT: dict[str, Callable[[Rewriter, Any, Place], Any]] = {
     "type": keep_type,

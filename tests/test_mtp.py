@@ -157,14 +157,15 @@ class Steps:
         bindings = Bindings(load_all(graph, config), caches=caches)
         self.programs = {name: Executable(program, bindings) for name, program in graph.programs.items()}
         self.table = torch.tensor([[4, 7, 2]], dtype=torch.int32)
+        self.kinds = {kv.kind for kv in graph.caches()}
 
     def run(self, program: str, start: int, *, tokens: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         """Run a program of tokens from a position on."""
         positions = torch.arange(start, start + len(tokens))
         slots = self.table[0].long()[positions // 16] * 16 + positions % 16
         starts, lengths = torch.tensor([0, len(tokens)]).int(), torch.tensor([start + len(tokens)]).int()
-        batch = Batch({"full": self.table, "latent": self.table}, {"full": slots, "latent": slots}, starts, lengths,
-                      num_decodes=int(len(tokens) == 1))  # fmt: skip
+        tables, mappings = (dict.fromkeys(self.kinds, each) for each in (self.table, slots))
+        batch = Batch(tables, mappings, starts, lengths, num_decodes=int(len(tokens) == 1))
         return self.programs[program]({"tokens": tokens, "positions": positions, "batch": batch, **inputs})
 
 

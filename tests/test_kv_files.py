@@ -109,10 +109,12 @@ def test_files_of_other_weights_and_damaged_ones_are_not_used(checkpoints: Calla
         lambda raw: raw[:-1],
         lambda raw: raw + b"\0",
         lambda raw: b"",
+        lambda raw: bytes(len(raw)),  # blocks of the file system that were not written before the power went
+        lambda raw: raw[:-64] + bytes(64),
         lambda raw: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:],
         lambda raw: raw[:10] + bytes([raw[10] ^ 1]) + raw[11:],
     ],
-    ids=["torn", "longer", "empty", "bit flipped", "key flipped"],
+    ids=["torn", "longer", "empty", "zeros", "zeros at the end", "bit flipped", "key flipped"],
 )
 def test_a_damaged_file_is_missing_and_written_again(damage: Any, files: KVFiles, tmp_path: Path):
     files.write([block(number) for number in range(3)])

@@ -7,7 +7,8 @@
 
 A block is known by the SHA-256 of what the KV depends on, its tenant's salt and all its tokens. Its file has that key
 and a checksum of everything; a file that does not agree with them is removed and counts as missing. A file appears by
-one rename, so servers may share a folder. What has not been used for longest is removed first.
+one rename, so servers may share a folder; it is not synced to the disk: what a power cut leaves of it fails the check.
+What has not been used for longest is removed first.
 """
 
 from __future__ import annotations

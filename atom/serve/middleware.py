@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 LOG = logging.getLogger("atom.access")
+KEY_FAULTS = (  # by the number of keys that a request has
+    "an API key is missing",
+    "the API key is invalid, this server has no such key",
+    "the API keys of Authorization and x-api-key are not of one client",
+)
 PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
 ADMIN_PATHS = (  # they change the server for everybody, or show how it is set up
     "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
@@ -149,7 +154,7 @@ class Guard:
             except SignatureError as error:
                 return await self._refuse_unauthorized(scope, str(error))(scope, receive, send)
             if tenant is None:
-                return await self._refuse_unauthorized(scope, has_key=bool(find_key(headers)))(scope, receive, send)
+                return await self._refuse_unauthorized(scope, num_keys=len(find_keys(headers)))(scope, receive, send)
             scope["state"]["tenant"] = tenant
             if tenant.name:
                 scope["state"]["log"]["key"] = tenant.name
@@ -183,17 +188,21 @@ class Guard:
         return self._tenants[name], receive
 
     def find_key_holder(self, headers: dict[bytes, bytes]) -> Tenant | None:
-        """The tenant whose API key the request has, compared in constant time."""
-        sent = digest(find_key(headers))
+        """The tenant whose API key the request has; None without one, and with keys that are not all of one tenant."""
+        holders = [self._find_holder(key) for key in find_keys(headers) or [b""]]
+        return holders[0] if len(set(holders)) == 1 else None
+
+    def _find_holder(self, key: bytes) -> Tenant | None:
+        """The tenant of a key, compared in constant time."""
+        sent = digest(key)
         matches = [(hmac.compare_digest(sent, each), tenant) for each, tenant in self._digests]
         return next((tenant for is_equal, tenant in matches if is_equal), None)
 
-    def _refuse_unauthorized(self, scope: Scope, fault: str | None = None, *, has_key: bool = False) -> ASGIApp:
-        """fault: of the request's signature. has_key: a wrong one"""
+    def _refuse_unauthorized(self, scope: Scope, fault: str | None = None, *, num_keys: int = 0) -> ASGIApp:
+        """fault: of the request's signature. num_keys: that it has, a wrong one, or two that are not of one tenant"""
         header = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
         if fault is None:
-            what = "the API key is invalid, this server has no such key" if has_key else "an API key is missing"
-            body = error_body(401, f"{what}: send {header}", code="invalid_api_key")
+            body = error_body(401, f"{KEY_FAULTS[num_keys]}: send {header}", code="invalid_api_key")
         else:
             body = error_body(401, f"the signature does not count: {fault}", code="invalid_signature")
         # only Basic: Chromium reads the header as one challenge, and shows no prompt if another scheme follows
@@ -218,11 +227,15 @@ def strip_root(path: str, root_path: str) -> str:
     return path.removeprefix(root_path) if path.startswith(f"{root_path}/") else path
 
 
-def find_key(headers: dict[bytes, bytes]) -> bytes:
-    """The API key in a request's headers, empty where it has none."""
-    if key := headers.get(b"x-api-key"):
-        return key
-    kind, _, value = headers.get(b"authorization", b"").partition(b" ")
+def find_keys(headers: dict[bytes, bytes]) -> list[bytes]:
+    """The different API keys in a request's headers."""
+    stated = (headers.get(b"x-api-key", b""), find_authorized(headers.get(b"authorization", b"")))
+    return list(dict.fromkeys(filter(None, stated)))
+
+
+def find_authorized(header: bytes) -> bytes:
+    """The API key of an Authorization header, empty if it has none."""
+    kind, _, value = header.partition(b" ")
     if kind.lower() == b"bearer":
         return value.strip()
     if kind.lower() == b"basic":

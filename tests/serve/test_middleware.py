@@ -219,11 +219,27 @@ def test_counts_of_other_keys_are_for_administrators(administered: Server):
         ({"authorization": "Basic first-key"}, 401),
         ({"authorization": "Digest first-key"}, 401),
         ({"x-api-key": "no", **bearer("first-key")}, 401),
+        ({"x-api-key": "first-key", **bearer("first-key")}, 200),
+        ({"x-api-key": "first-key", **bearer("second-key")}, 401),
+        ({"x-api-key": "first-key", **bearer("no")}, 401),
+        ({"x-api-key": "first-key", **bearer("")}, 200),
         ({"cookie": "key=first-key"}, 401),
     ],
 )
 def test_a_key_opens_the_door_in_three_ways(locked: Server, headers: dict[str, str], status: int):
     assert wire.ask(locked.url, "GET", "/v1/models", headers=headers).status == status
+
+
+def test_two_keys_have_to_be_of_one_client(locked: Server, administered: Server):
+    headers = {"x-api-key": "first-key", **bearer("second-key")}
+    told = wire.ask(locked.url, "GET", "/v1/models", headers=headers).json["error"]
+    what = "the API keys of Authorization and x-api-key are not of one client: send Authorization: Bearer KEY"
+    assert (told["message"], told["code"]) == (what, "invalid_api_key")
+    both = {"x-api-key": "opss", **bearer("new-opss")}
+    assert wire.ask(administered.url, "GET", "/v1/models", headers=both).status == 200, "both are of ops"
+    for one, other in (("opss", "apps"), ("apps", "opss")):
+        both = {"x-api-key": one, **bearer(other)}
+        assert wire.ask(administered.url, "POST", "/reset_prefix_cache", headers=both).status == 401
 
 
 def test_a_preflight_gets_cors_headers_and_nothing_else(locked: Server):

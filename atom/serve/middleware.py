@@ -42,11 +42,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 LOG = logging.getLogger("atom.access")
-KEY_FAULTS = (  # by the number of keys that a request has
-    "an API key is missing",
-    "the API key is invalid, this server has no such key",
-    "the API keys of Authorization and x-api-key are not of one client",
-)
 PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
 ADMIN_PATHS = (  # they change the server for everybody, or show how it is set up
     "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
@@ -55,6 +50,11 @@ ADMIN_PATHS = (  # they change the server for everybody, or show how it is set u
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged
 ASKED = 'sig=("@method" "@authority" "@path" "@query" "content-digest");created;nonce;keyid'  # of a client
+KEY_FAULTS = (  # by the number of keys that a request has
+    "an API key is missing",
+    "the API key is invalid, this server has no such key",
+    "the API keys of Authorization and x-api-key are not of one client",
+)
 
 
 class Guard:

@@ -102,6 +102,11 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
             "atom-run: ConfigError: --model, --batch-size, --input-len as in vLLM: write job=bench checkpoint=x "
             "job.num_prompts=4 job.input_len=32; leave out what is not here: --profile",
         ),
+        (
+            ["--default-chat-template-kwargs", '{"a": 1}'],
+            "atom-run: ConfigError: --default-chat-template-kwargs as in vLLM: "
+            "write serve.http.chat_template_kwargs='{\"a\": 1}', or",
+        ),
         (["--model", "x"], "atom-run: ConfigError: --model as in vLLM: write checkpoint=x, or"),
         (["--api-key", "sesame"], "atom-run: ConfigError: --api-key as in vLLM: write serve.http.api_keys=…, or"),
         (["serve", "a/b"], "atom-run: ConfigError: 'serve' is not an override; write job=serve checkpoint=a/b"),

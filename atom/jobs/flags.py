@@ -51,6 +51,7 @@ OTHER_FLAGS = {  # of vLLM alone or of several programs, where the field has ano
     "--pipeline-parallel-size": "parallel.pipeline={}",
     "--data-parallel-size": "parallel.replicas={}",
     "--quantization": "quant.method={}",
+    "--default-chat-template-kwargs": "serve.http.chat_template_kwargs={}",
     "--model": "checkpoint={}",
     "--api-key": "serve.http.api_keys=…",  # which is not shown
 }

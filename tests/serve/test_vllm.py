@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from generated import check_block
 from pydantic import BaseModel
 from serve.test_middleware import all_routes
-from serve.vllm_names import FIELDS, MODELS, ROCM_ROUTES, ROUTES, STRUCTURED_OUTPUTS
+from serve.vllm_names import FIELDS, MODELS, ROCM_FIELDS, ROCM_ROUTES, ROUTES, STRUCTURED_OUTPUTS
 from vllm_sources import sources, tree, version
 
 from atom.config import Config, HTTPConfig
@@ -61,6 +61,11 @@ def is_bare(model: type[BaseModel], field: str) -> bool:
 def test_every_field_of_vllm_is_taken_or_refused_with_what_works_instead(path: str):
     assert is_bare(OURS[path], "colour") and is_bare(OURS[path], "modell")
     assert [name for name in FIELDS[path].split() if is_bare(OURS[path], name)] == []
+
+
+@pytest.mark.parametrize("path", ROCM_FIELDS)
+def test_every_field_of_rocm_atom_is_taken_or_refused_with_what_works_instead(path: str):
+    assert [name for name in ROCM_FIELDS[path].split() if is_bare(OURS[path], name)] == []
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])

@@ -1,7 +1,7 @@
 """The request fields and routes of vLLM and ROCm/ATOM: names, as their sources have them.
 
 Fields are those of vLLM 0.33's models in entrypoints/**/protocol.py, by the route that takes them. Routes are those that
-its entrypoints add, and those of ROCm/ATOM's api_server.py of November 2026.
+its entrypoints add. ROCm/ATOM's are those of its protocol.py and api_server.py of November 2026.
 """
 
 FIELDS = {
@@ -102,3 +102,16 @@ ROCM_ROUTES = """
 /debug/cache_stats /debug/mtp_stats /health /kv_transfer_info /metrics /server_info /start_profile /stop_profile
 /v1/chat/completions /v1/completions /v1/messages /v1/models /v1/responses
 """
+ROCM_FIELDS = {
+    "/v1/chat/completions": """
+        chat_template_kwargs data_parallel_rank frequency_penalty ignore_eos kv_transfer_params max_tokens messages
+        model n presence_penalty prompt seed stop stream temperature tool_choice tools top_k top_p
+    """,
+    "/v1/completions": """
+        data_parallel_rank ignore_eos kv_transfer_params max_tokens model n prompt stop stream temperature top_k top_p
+    """,
+    "/v1/responses": """
+        chat_template_kwargs ignore_eos input instructions max_output_tokens max_tokens model seed stop store stream
+        temperature tool_choice tools top_k top_p
+    """,
+}

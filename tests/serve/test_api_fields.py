@@ -788,6 +788,9 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             name: refuses(TOKENIZE, says({"role": "assistant", "content": "a", name: {"a": 1}}), "messages")
             for name in ("audio", "function_call")
         },
+        "parsed": is_label(
+            TOKENIZE, schema.ChatMessage, "parsed", says(OPENAIS), says(OPENAIS | {"parsed": {"word": "cat"}})
+        ),
         "refusal": is_same(
             TOKENIZE,
             says({"role": "assistant", "content": "a"}),
@@ -849,6 +852,13 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         "arguments": both(
             shown(says(called()), says(called(function={"name": "look_up", "arguments": '{"word": "dog"}'}))),
             refuses(TOKENIZE, says(called(function={"name": "f", "arguments": "[]"})), "messages"),
+        ),
+        "parsed_arguments": is_label(
+            TOKENIZE,
+            schema.FunctionCall,
+            "parsed_arguments",
+            says(called(function=PATCH)),
+            says(called(function=PATCH | {"parsed_arguments": {"input": "c"}})),
         ),
     },
     schema.Tool: {

@@ -52,6 +52,7 @@ class InputText(Body):
     text: Text
     annotations: List[JSONObject] | None = Field(None, description=LABEL)
     logprobs: List[JSONObject] | None = Field(None, description=LABEL)
+    parsed: JSONObject | None = Field(None, description=LABEL)
     prompt_cache_breakpoint: JSONObject | None = Field(None, description=HINT)
 
 
@@ -75,6 +76,7 @@ class FunctionCall(Body):
     call_id: Id
     name: str = Field(max_length=256)
     arguments: Text
+    parsed_arguments: JSONObject | None = Field(None, description=LABEL)
     namespace: Id | None = Field(None, description="the model reads it before the name")
     caller: JSONObject | None = Field(None, description=LABEL)
     id: Id | None = Field(None, description=LABEL)

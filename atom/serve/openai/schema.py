@@ -276,6 +276,9 @@ Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextParts, Tag("a
 class FunctionCall(Body):
     name: str = Field(max_length=256)
     arguments: Text
+    parsed_arguments: JSONObject | None = Field(
+        None, description=LABEL
+    )  # as OpenAI's SDK sends back what it has parsed
 
 
 class ToolCallMessage(Body):
@@ -328,6 +331,7 @@ class ChatMessage(Body):
     id: Word | None = Field(None, description=LABEL)
     cache_control: JSONObject | None = Field(None, description=HINT)
     annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
+    parsed: JSONObject | None = Field(None, description=LABEL)  # of an answer that OpenAI's SDK has parsed
     refusal: Text | None = Field(None, description="the content where there is no other")
     audio: Annotated[None, must_be_null("models read text alone here; leave it out")] = None  # of such an answer, too
     function_call: Annotated[None, must_be_null("send tool_calls")] = None  # the same

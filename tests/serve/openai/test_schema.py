@@ -1,8 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_type_hints
 
+import httpx
+import openai
 import pydantic
 import pytest
 from openai.types.chat import ChatCompletionCustomToolParam
@@ -107,3 +110,63 @@ def test_every_tool_that_the_sdk_knows_is_a_function_or_left_out():
 def test_an_item_of_a_tool_that_is_left_out_is_not_kept():
     body = ResponsesRequest.model_validate({"input": "Hi", "tools": [{"type": "namespace", "name": "n", "tools": [1]}]})
     assert body.model_dump()["tools"] == [{"type": "namespace"}]
+
+
+class Animal(pydantic.BaseModel):
+    kind: str
+
+
+CALLS = {
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "Animal", "arguments": '{"kind": "cat"}'}}]
+}
+SAID = '{"kind": "cat"}'
+ITEMS: list[dict[str, Any]] = [
+    {"id": "rs_1", "type": "reasoning", "status": "completed", "summary": [],
+     "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"id": "msg_1", "type": "message", "status": "completed", "role": "assistant",
+     "content": [{"type": "output_text", "text": SAID, "annotations": [], "logprobs": []}]},
+    {"id": "fc_1", "type": "function_call", "status": "completed", "call_id": "c", "name": "Animal", "arguments": SAID},
+]  # fmt: skip
+
+
+def sdk_requests(answer: dict[str, Any], sent: list[dict[str, Any]]) -> openai.OpenAI:
+    """OpenAI's SDK before a server that always gives this answer. sent: takes the bodies"""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return httpx.Response(200, json=answer)
+
+    transport = httpx.MockTransport(respond)
+    return openai.OpenAI(base_url="http://atom/v1", api_key="none", http_client=httpx.Client(transport=transport))
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize("form", [lambda it: it, lambda it: it.model_dump(), lambda it: it.to_dict()])
+@pytest.mark.parametrize("fields", [{"content": SAID}, {"content": None} | CALLS], ids=["text", "call"])
+def test_a_parsed_answer_of_a_chat_is_taken_back_as_the_sdk_sends_it(
+    fields: dict[str, Any], form: Callable[[Any], Any]
+):
+    message = {"role": "assistant", "refusal": None, "reasoning_content": "Hm.", **fields}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    sent: list[dict[str, Any]] = []
+    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    client, asked = sdk_requests(answer, sent), [{"role": "user", "content": "Hi"}]
+    known: Any = {"model": "m", "response_format": Animal, "tools": [openai.pydantic_function_tool(Animal)]}
+    told = client.chat.completions.parse(messages=asked, **known).choices[0].message
+    client.chat.completions.parse(messages=[*asked, form(told)], **known)
+    assert "parsed" in json.dumps(sent[1]["messages"]), "it has more than an answer"
+    read = ChatRequest.model_validate(sent[1]).messages
+    assert read is not None and (read[1].content, read[1].reasoning_content) == (fields["content"], "Hm.")
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize("form", [lambda it: it, lambda it: it.model_dump(), lambda it: it.to_dict()])
+def test_parsed_items_are_taken_back_as_the_sdk_sends_them(form: Callable[[Any], Any]):
+    sent: list[dict[str, Any]] = []
+    answer = {"id": "resp_1", "object": "response", "created_at": 1, "status": "completed", "model": "m"}
+    answer |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "output": ITEMS}
+    client = sdk_requests(answer, sent)
+    told = client.responses.parse(model="m", input="Hi", text_format=Animal)
+    client.responses.parse(model="m", input=[form(item) for item in told.output], text_format=Animal)
+    read = ResponsesRequest.model_validate(sent[1]).input
+    assert [type(item).__name__ for item in read] == ["Reasoning", "Message", "FunctionCall"]

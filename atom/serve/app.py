@@ -26,7 +26,7 @@ from atom.serve.body_faults import describe
 from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse, shown
 from atom.serve.llama_cpp import ROUTES
-from atom.serve.middleware import Guard
+from atom.serve.middleware import Guard, HeadAsGet
 from atom.serve.openai import chat, completions, embeddings, models, responses, tokenize
 from atom.serve.signatures import load_signing_key
 from atom.serve.tenants import Tenant
@@ -48,6 +48,7 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
     http = context.config.serve.http
     signing_key = load_signing_key(http.signing_key)
     app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
+    app.add_middleware(HeadAsGet)
     for module in ROUTED:
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))

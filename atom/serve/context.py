@@ -32,6 +32,7 @@ LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
 TEMPLATE_SECONDS = 10.0  # after which a chat is refused
 CUT_TOKENS = 64  # spare tokens before the last ones: where a text is cut, its first tokens change
+ANY_MODEL = ("default", "dummy", "local-model", "tgi")  # what clients of servers with one model call it
 OWN_VARIABLES = {  # of each request, or names that the rendering of chats has itself
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
     "prefill", "is_continued", "cut", "check",
@@ -121,7 +122,8 @@ class Context:
     def model_for(self, tenant: Tenant, model: str | None) -> str:
         """The name of the model that a request asks for. ModelNotFoundError where it is not served to this tenant."""
         names = self.names_for(tenant)
-        if names and model is None:
+        means_any = model in ANY_MODEL and model not in names and not self.engines.adapters
+        if names and (model is None or means_any):
             return names[0]
         if model is None or model not in names:
             known = ", ".join(names) or "none"

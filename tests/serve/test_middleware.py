@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hmac
+import http.client
 import json
 import re
 from collections.abc import Iterator
@@ -373,3 +374,40 @@ def test_a_request_id_is_taken_and_returned_or_made(locked: Server):
     assert id_of("mine-3", "/v1/messages")["request-id"] == "mine-3"  # as Anthropic's clients want it
     made = {id_of(given)["x-request-id"] for given in (None, "with space", "x" * 129, "ü")}
     assert len(made) == 4 and all(each.startswith("req-") and len(each) == 36 for each in made)
+
+
+def head(url: str, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes, str | None]:
+    """The status of an answer to HEAD, its body, and the length that a body would have."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("HEAD", path, headers=headers or {})
+    answer = connection.getresponse()
+    found = answer.status, answer.read(), answer.getheader("content-length")
+    connection.request("HEAD", "/ping")  # the connection goes on
+    assert connection.getresponse().status == 200
+    connection.close()
+    return found
+
+
+def test_a_probe_by_head_gets_the_head_of_what_get_answers(locked: Server):
+    for path in ("/health", "/ping", "/ready", "/version", "/v1/models", "/v1/models/", "/load", "/"):
+        body = wire.ask(locked.url, "GET", path, headers=bearer("first-key")).body
+        assert head(locked.url, path, bearer("first-key")) == (200, b"", str(len(body))), path
+    assert head(locked.url, "/metrics", bearer("first-key"))[:2] == (200, b"")
+    assert head(locked.url, "/health")[:2] == (200, b"")
+    assert head(locked.url, "/v1/models")[:2] == (401, b"")
+    assert head(locked.url, "/nothing", bearer("first-key"))[:2] == (404, b"")
+    assert head(locked.url, "/v1/messages", bearer("first-key"))[:2] == (405, b"")
+
+
+def test_a_probe_by_head_is_counted_and_logged_as_one(locked: Server):
+    counted = 'atom:http_requests_total{path="/version",status="200"}'
+
+    def count() -> float:
+        lines = wire.ask(locked.url, "GET", "/metrics", headers=bearer("first-key")).body.decode().splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(counted)), 0.0)
+
+    before = count()
+    head(locked.url, "/version", bearer("first-key"))
+    wire.wait_until(lambda: count() == before + 1)
+    lines = [json.loads(line) for line in locked.log.read_text().splitlines() if '"/version"' in line]
+    assert lines[-1]["method"] == "HEAD"

@@ -85,7 +85,7 @@ class Chat(OpenAIResponder[ChatRequest]):
         answer = self._talk.read(choice.text, self._prompt)
         message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
         if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
+            message["reasoning_content"] = message["reasoning"] = answer.reasoning  # newer versions of vLLM: the latter
         if answer.calls:
             message["content"] = answer.content or None
             message["tool_calls"] = [

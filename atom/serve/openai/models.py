@@ -30,6 +30,7 @@ def routes(context: Context) -> APIRouter:
         }
 
     @router.get("/v1/models")
+    @router.get("/v1/models/", include_in_schema=False)
     async def models(request: Request) -> Response:
         """The names of the served model, then those of its adapters, whose `parent` it is."""
         names = context.names_for(request.state.tenant)

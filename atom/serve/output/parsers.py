@@ -251,7 +251,7 @@ class Talk:
         if content:
             delta["content"] = content
         if reasoning:
-            delta["reasoning_content"] = reasoning
+            delta["reasoning_content"] = delta["reasoning"] = reasoning
         if calls:
             delta["tool_calls"] = [
                 {"index": call.index}

@@ -16,8 +16,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -166,11 +164,3 @@ class Message(Body):
         if isinstance(blocks, list) and any(isinstance(b, dict) and b.get("type") == "tool_result" for b in blocks):
             return value | {"content": [stand_in(block) for block in blocks]}
         return value
-
-    @field_validator("content")
-    @classmethod
-    def has_content(cls, content: Any, info: ValidationInfo) -> Any:
-        """An answer may have been empty, and goes back as it came."""
-        if content == [] and info.data.get("role") != "assistant":
-            raise PydanticCustomError("empty", "there is no block; give at least one")
-        return content

@@ -135,10 +135,12 @@ def test_a_result_may_have_no_blocks():
 
 
 def test_an_answer_that_was_empty_goes_back():
-    assert convert(("user", "a"), ("assistant", []), ("user", "b"))[0] == [
-        {"role": "user", "content": "a"},
+    empty = ("system", []), ("user", []), ("assistant", []), ("user", "a")
+    assert convert(*empty)[0] == [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": ""},
         {"role": "assistant", "content": ""},
-        {"role": "user", "content": "b"},
+        {"role": "user", "content": "a"},
     ]
     assert convert(("user", "a"), ("assistant", [])) == ([{"role": "user", "content": "a"}], "")
 

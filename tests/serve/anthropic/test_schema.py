@@ -54,8 +54,6 @@ def test_a_block_of_another_type_is_refused_by_name_in_one_error():
         ({"max_tokens": "8"}, "max_tokens"),
         ({"model": None}, "model"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
-        ({"messages": [{"role": "system", "content": []}]}, "messages.0.content"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences.1"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),

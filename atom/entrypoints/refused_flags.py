@@ -143,7 +143,7 @@ VLLM_REFUSED = {
     "answers have no system_fingerprint; leave it out": "fingerprint-mode fingerprint-value",
     "answers bear no watermark; leave it out": "watermark-config",
     "max_tokens limits reasoning and answer together; write --reasoning-parser": "reasoning-config",
-    "a request's reasoning_effort goes to the chat template as it is; leave it out": "reasoning-effort-map",
+    "a request's reasoning_effort becomes the nearest level of the chat template; leave it out": "reasoning-effort-map",
     "thinking of type disabled sets the chat template's own variable; leave it out": """
         anthropic-disabled-thinking-effort""",
     "calls that tool_choice forces keep to their schema, whatever strict says; leave it out": "tool-strict-level",

@@ -36,11 +36,11 @@ def say_exactly(schema: dict[str, Any], place: Place) -> dict[str, Any]:
         return _say_values(schema, own, kind, place)
     if "multipleOf" in own:
         raise place.fault("multipleOf cannot be kept next to a bound beyond 2^53; leave out the bound")
+    if kind and rest.keys() & {"allOf", "anyOf", "$ref"}:
+        raise place.fault("a bound beyond 2^53 cannot be kept next to allOf, anyOf, not or $ref; write it within them")
     parts = list(_parts(kind, own, place)) if kind else []
     if others := [each for each in types if each not in ("number", "integer")]:
         parts.append(rest | {"type": others})
-    elif rest.keys() & {"allOf", "anyOf", "$ref"}:
-        raise place.fault("a bound beyond 2^53 cannot be kept next to allOf, anyOf, not or $ref; write it within them")
     return {"anyOf": parts}
 
 

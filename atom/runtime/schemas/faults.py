@@ -20,29 +20,30 @@ def find_fault(rewritten: Rewritten, check: Callable[[Mapping[str, Any]], str]) 
 
     check: why a schema is refused; "" if it is taken
     """
-    places = {id(schema): place for schema, place in rewritten.places}
-    definitions = {"$defs": rewritten.schema.get("$defs", {})}
     reason = check(rewritten.schema)
-    if not reason:
-        return None
+    definitions = {"$defs": rewritten.schema.get("$defs", {})}
+    places = {id(schema): place for schema, place in rewritten.places}
     schema, found, num_checks = rewritten.schema, None, 0
-    while True:
-        for part in _parts(schema, places):
+    while reason and num_checks < MAX_CHECKS:
+        for part in _parts(schema, definitions["$defs"], places):
             num_checks += 1
-            if num_checks > MAX_CHECKS:
-                return found
             refused = check(definitions | part)
             if refused and (NOTHING in refused) == (NOTHING in reason):
-                schema, found = part, places.get(id(part), found)
+                schema, found = part, places.pop(id(part))
+                break
+            if num_checks == MAX_CHECKS:
                 break
         else:
-            return found
+            break
+    return found
 
 
-def _parts(value: Any, places: Mapping[int, Place]) -> Iterator[dict[str, Any]]:
-    """The schemas right within one."""
+def _parts(value: Any, definitions: Mapping[str, Any], places: Mapping[int, Place]) -> Iterator[dict[str, Any]]:
+    """The schemas right within one, and what it refers to, if they have a place."""
+    if isinstance(value, Mapping) and "$ref" in value:
+        value = {**value, "$ref": definitions[value["$ref"].rpartition("/")[2]]}
     for each in value.values() if isinstance(value, Mapping) else value:
         if isinstance(each, dict) and id(each) in places:
             yield each
         elif isinstance(each, dict | list):
-            yield from _parts(each, places)
+            yield from _parts(each, definitions, places)

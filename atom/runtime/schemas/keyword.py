@@ -1,4 +1,4 @@
-"""What a keyword of a JSON schema is rewritten with: its value, its schema, and the pass.
+"""A keyword of a JSON schema that is being rewritten, and what it is rewritten with.
 
 keyword = Keyword(rewriter, "items", {"type": "string"}, given, out, place)
 keyword.out["items"] = keyword.rewrite(keyword.value)

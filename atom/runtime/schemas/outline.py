@@ -139,12 +139,11 @@ class _Writer:
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        item = self._form(schema["items"])
-        if most == 0:
-            return self._rule('"[" sp "]"')
-        more = f'(sp "," sp {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
-        items = f"{item} {more}" if least else f"({item} {more})?"
-        return self._rule(f'"[" sp {items} sp "]"')
+        items = item = self._form(schema["items"])
+        if most is None or most > 1:
+            items += f' (sp "," sp {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        items = "" if most == 0 else f"{items} sp" if least else f"({items} sp)?"
+        return self._rule(f'"[" sp {items} "]"')
 
     def _json(self, schema: Any) -> str:
         """llguidance's form of a schema, with the definitions that it refers to."""

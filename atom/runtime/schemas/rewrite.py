@@ -6,7 +6,7 @@
 
 One pass: the keywords of KEPT stay, each with its own check; those of REWRITTEN are said in other words; all others are
 annotations, which are left out. A reference becomes one to the root's $defs, so that the schema can be moved. What
-cannot be kept is a RequestError with the keyword's place and what to write instead. docs/tool-calls.md has the table.
+cannot be kept is a RequestError with the keyword's place and what to write instead. docs/serving.md has the table.
 """
 
 from __future__ import annotations

@@ -137,6 +137,16 @@ def test_bounds_of_integers_beyond_float64_are_exact(bounds: dict[str, Any], val
     holds(inner, ["{}", *(f'{{"n": {text}}}' for text in valid)], [f'{{"n": {text}}}' for text in invalid])
 
 
+def test_a_large_bound_does_not_drop_what_is_next_to_it():
+    for more in (
+        {"anyOf": [{"const": 1}]},
+        {"allOf": [{"const": 1}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}},
+    ):
+        with pytest.raises(RequestError, match="cannot be kept next to allOf, anyOf, not or"):
+            compile_schema({"maximum": 2**64 - 1, **more})
+
+
 def test_bounds_at_the_ends_of_float32_and_float64_are_taken():
     single = {"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}
     holds(
@@ -337,8 +347,8 @@ def test_numbers_of_properties_that_follow_from_others_are_left_out():
 
 def test_patterns_of_properties_hold_whatever_is_next_to_them():
     """llguidance reads additionalProperties after allOf as if there were no patterns."""
-    schema = {"type": "object", "allOf": [{"minProperties": 1}], "additionalProperties": False}
-    holds(schema | {"patternProperties": {"^a": NUMBERS}}, ['{"ab":1}'], ["{}", '{"b":1}', '{"ab":"x"}'])
+    schema = {"type": "object", "patternProperties": {"^a": NUMBERS}, "allOf": [{"minProperties": 1}]}
+    holds(schema | {"additionalProperties": False}, ['{"ab":1}'], ["{}", '{"b":1}', '{"ab":"x"}'])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import json
 from pydantic_core import from_json
 
-from atom.serve.output.output_parser import Answer, Delta, ToolDelta
+from atom.serve.output.output_parser import Answer, Delta, ToolCall, ToolDelta
 from atom.serve.sse import event
 
 DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
@@ -29,11 +29,17 @@ def content_blocks(answer: Answer, *, shows_thinking: bool = True) -> list[dict[
         blocks.append(thinking_block(answer.reasoning if shows_thinking else ""))
     if answer.content:
         blocks.append(text_block(answer.content))
-    for call in answer.calls:  # arguments are the text of a JSON object already
-        blocks.append(tool_block(call.id, call.name, msgspec.Raw(call.arguments.encode())))
-    if answer.calls and not answer.has_whole_calls:  # of one that was cut off, what Anthropic's SDK reads from a stream
-        blocks[-1]["input"] = from_json(answer.calls[-1].arguments or "{}", allow_partial=True)
-    return blocks
+    return blocks + [tool_block(call.id, call.name, tool_input(call)) for call in answer.calls]
+
+
+def tool_input(call: ToolCall) -> Any:
+    """The arguments of a call: their text; of one that is incomplete, what Anthropic's SDK reads from a stream."""
+    if call.is_whole:
+        return msgspec.Raw(call.arguments.encode())
+    try:
+        return from_json(call.arguments or "{}", allow_partial=True)
+    except ValueError:  # a number or an escape that it cannot hold
+        return {}
 
 
 def thinking_block(thinking: str = "") -> dict[str, Any]:

@@ -132,13 +132,13 @@ class ResponsesResponder(Responder):
         (choice,) = choices
         assert choice.finish is not None, "it is done"
         self._finish, status = choice.finish, status_of(choice.finish)
-        parser = self._make_parser(is_streamed=False)
+        parser = self._make_parser()
         delta = self._talk.next(parser, choice.text, is_last=True)
         logprobs = self._logprobs(choice.logprobs, delta, choice.finish)
         return self._response(status, output_items(delta, logprobs, status), usage)
 
     def open(self, answering: Answering) -> Iterator[bytes]:
-        self._parser = self._make_parser(is_streamed=True)
+        self._parser = self._make_parser()
         for name in ("response.created", "response.in_progress"):
             yield self._items.event(name, response=self._response("in_progress", []))
 
@@ -168,8 +168,8 @@ class ResponsesResponder(Responder):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _make_parser(self, *, is_streamed: bool) -> OutputParser:
-        return self._talk.parser(self._prompt, is_streamed=is_streamed) or OutputParser(None, None)
+    def _make_parser(self) -> OutputParser:
+        return self._talk.parser(self._prompt) or OutputParser(None, None)
 
     def _logprobs(self, made: list[Logprobs], delta: Delta, finish: Finish | None) -> list[Raw]:
         """The log probabilities of a delta's text, those of the tokens that were made last among them."""

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atom.config.tool_formats import ToolFormat
+from atom.serve.output.call_deltas import new_call_id
 from atom.serve.output.incremental_text import SPACE, Excerpt, ParseError, Reading, Span
-from atom.serve.output.tool_parser import CallReader, new_call_id
+from atom.serve.output.tool_parser import CallReader
 
 RECIPIENT = re.compile(r"\bto=([^\s<\ufdd1]+)")
 CHANNEL = re.compile(r"\s*([\w-]+)")
@@ -35,10 +36,9 @@ class ChannelReader(CallReader):
         new_id: Callable[[], str] = new_call_id,
         *,
         prompt: str = "",
-        is_streamed: bool = True,
     ) -> None:
         """prompt: an answer may begin within a message that it has opened"""
-        super().__init__(tool_format, tools, new_id, is_streamed=is_streamed)
+        super().__init__(tool_format, tools, new_id)
         assert tool_format.channels is not None, "such a format has them"
         self._channels = tool_format.channels
         self._last: Excerpt | None = None  # where the last message went, if it was text
@@ -86,23 +86,19 @@ class ChannelReader(CallReader):
         """Read up to the body's marker; None where no message begins here."""
         text, marks = self._text, self._channels
         start = text.at
-        if (yield from text.starts_with_any((marks.start, marks.channel, "to="))) is None:
+        marker = yield from text.starts_with_any((marks.start, marks.channel, "to="))
+        if marker is None:
             return None
-        stop = start + HEADER_SIZE + len(marks.body)
-        while (found := text.text.find(marks.body, start, stop)) < 0:
-            if text.is_ended or len(text.text) >= stop:
-                text.at = start
-                yield from self._give_up_header()
+        text.at = start + len(marker)
+        while True:
+            end, stop = text.find_any((marks.body, *marks.end, marks.start))
+            if stop == marks.body and end - start <= HEADER_SIZE:
+                text.at = end + len(stop)
+                return text.text[start:end]
+            if stop is not None or text.is_ended or end - start > HEADER_SIZE:
+                text.move(start + len(marker), self._content)
                 return None
             yield
-        text.at = found + len(marks.body)
-        return text.text[start:found]
-
-    def _give_up_header(self) -> Reading[None]:
-        """Take the marker at which a header would begin as content."""
-        text, marks = self._text, self._channels
-        marker = (yield from text.starts_with_any((marks.start, marks.channel))) or "to="
-        text.move(text.at + len(marker), self._content)
 
     def _read_message_call(self, name: str) -> Reading[None]:
         """Read the arguments of a call behind its header."""
@@ -110,11 +106,12 @@ class ChannelReader(CallReader):
         try:
             self._call.name = self._check_name(name)
             yield from text.skip(SPACE)
-            yield from self._read_arguments()
-            yield from text.skip(SPACE)
-            if (yield from text.peek()) and (yield from text.starts_with_any((*marks.end, marks.start))) is None:
-                raise ParseError
+            yield from self._read_arguments(marks.end)
             self._end_call()
+            yield from text.skip(SPACE)
+            if not (yield from text.peek()) or (yield from text.starts_with_any((*marks.end, marks.start))):
+                text.take(text.at)
+            text.at = 0
         except ParseError:
             self._give_up_call()
 

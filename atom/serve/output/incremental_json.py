@@ -2,9 +2,12 @@
 
     yield from read_json(text)                 # skips one value
     key = yield from read_json_string(text)    # the string, unescaped
+    json_text(text, start)                     # what was read from there on, as JSON that every parser takes
     value = yield from read_python(text)       # {"city": "Paris", "days": [1, 2]}, as `ast.literal_eval` reads it
 
-They raise ParseError at the first character that cannot be part of a value. Nothing is evaluated; the depth is limited.
+They raise ParseError at the first character that cannot be part of a value, so that the text before it is the beginning
+of one. Models write newlines and tabs in strings as they are: these are read too. Nothing is evaluated; the depth is
+limited.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from atom.serve.output.incremental_text import SPACE, ParseError, Reading, TextBuffer
+from atom.serve.output.incremental_text import SPACE, ParseError, Reading, T, TextBuffer
 
 MAX_DEPTH = 64  # of brackets in brackets
 JSON_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-JSON_WORD = re.compile(r"[a-z0-9.+E-]*")
-JSON_VALUE = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+JSON_NAMES = {"t": "true", "f": "false", "n": "null"}  # by first character
+DIGITS = frozenset("0123456789")
+JSON_DIGITS = re.compile("[0-9]*")
 JSON_ESCAPES = frozenset('"\\/bfnrtu')
 HEX = frozenset("0123456789abcdefABCDEF")
 
-PYTHON_PLAIN = {quote: re.compile(rf"[^{quote}\\\n\r]*") for quote in "'\""}
+PYTHON_PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 PYTHON_WORD = re.compile(r"[\w.+-]*")
 PYTHON_NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 PYTHON_INTEGER = re.compile(r"[+-]?(0+|[1-9][0-9]*)")
@@ -64,14 +68,12 @@ def read_items(
 def expect(text: TextBuffer, char: str) -> Reading[None]:
     """Skip this character and the space around it."""
     yield from text.skip(SPACE)
-    if (yield from text.peek()) != char:
-        raise ParseError
-    text.at += 1
+    yield from skip_char(text, char)
     yield from text.skip(SPACE)
 
 
 def read_json(text: TextBuffer, depth: int = 0) -> Reading[None]:
-    """Skip one JSON value (RFC 8259)."""
+    """Skip one JSON value (RFC 8259, with control characters in strings)."""
 
     def read_member() -> Reading[None]:
         yield from skip_json_string(text)
@@ -87,30 +89,74 @@ def read_json(text: TextBuffer, depth: int = 0) -> Reading[None]:
         yield from read_items(text, "]", lambda: read_json(text, depth + 1))
     elif char == '"':
         yield from skip_json_string(text)
-    elif not JSON_VALUE.fullmatch((yield from text.read(JSON_WORD))):
+    elif char in JSON_NAMES:
+        for letter in JSON_NAMES[char]:
+            yield from skip_char(text, letter)
+    else:
+        yield from skip_number(text)
+
+
+def skip_number(text: TextBuffer) -> Reading[None]:
+    if (yield from text.peek()) == "-":
+        text.at += 1
+    if (yield from text.peek()) == "0":
+        text.at += 1
+    else:
+        yield from skip_digits(text)
+    if (yield from text.peek()) == ".":
+        text.at += 1
+        yield from skip_digits(text)
+    if (yield from text.peek()) in ("e", "E"):
+        text.at += 1
+        if (yield from text.peek()) in ("+", "-"):
+            text.at += 1
+        yield from skip_digits(text)
+
+
+def skip_digits(text: TextBuffer) -> Reading[None]:
+    if (yield from text.peek()) not in DIGITS:
         raise ParseError
+    yield from text.skip(JSON_DIGITS)
+
+
+def skip_char(text: TextBuffer, char: str) -> Reading[None]:
+    if (yield from text.peek()) != char:
+        raise ParseError
+    text.at += 1
+
+
+def json_text(text: TextBuffer, start: int) -> str:
+    """The JSON that was read from `start` on, with the control characters in its strings escaped."""
+    parts, last = [], start
+    for at in (each - text.num_taken for each in text.controls):
+        if start <= at < text.at:
+            parts += [text.text[last:at], json.dumps(text.text[at])[1:-1]]
+            last = at + 1
+    text.controls = [each for each in text.controls if each >= text.num_taken + text.at]
+    return "".join(parts) + text.text[last : text.at]
 
 
 def read_json_string(text: TextBuffer) -> Reading[str]:
     """Read the next string, unescaped."""
     start = text.at
     yield from skip_json_string(text)
-    return str(json.loads(text.text[start : text.at]))
+    return str(json.loads(text.text[start : text.at], strict=False))
 
 
 def skip_json_string(text: TextBuffer) -> Reading[None]:
-    if (yield from text.peek()) != '"':
-        raise ParseError
-    text.at += 1
+    yield from skip_char(text, '"')
     while True:
         yield from text.skip(JSON_PLAIN)
         char = yield from text.peek()
+        if not char:
+            raise ParseError
+        if char < " ":
+            text.controls.append(text.num_taken + text.at)
+        text.at += 1
         if char == '"':
-            text.at += 1
             return
         if char != "\\":
-            raise ParseError
-        text.at += 1
+            continue
         char = yield from text.peek()
         if char not in JSON_ESCAPES:
             raise ParseError
@@ -179,8 +225,6 @@ def read_python_string(text: TextBuffer) -> Reading[str]:
         if char == "\\":
             text.at += 1
             char = yield from text.peek()
-        elif char in ("\n", "\r") and not is_long:
-            raise ParseError
         if not char:
             raise ParseError
         text.at += 1
@@ -201,3 +245,24 @@ def unescape(match: re.Match[str]) -> str:
     if escape[0] in "xuUN":
         raise ParseError
     return match[0]  # Python leaves an unknown escape as it is
+
+
+def validate_json(text: str) -> str:
+    """A text that is one JSON value, with the control characters in its strings escaped. ParseError where it is not."""
+    buffer, _ = read_whole(text, read_json)
+    return json_text(buffer, 0)
+
+
+def read_whole(text: str, read: Callable[[TextBuffer], Reading[T]]) -> tuple[TextBuffer, T]:
+    """Read a text that is one value. ParseError where it is not."""
+    buffer = TextBuffer()
+    buffer.push(text)
+    buffer.is_ended = True
+    reading = read(buffer)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            if buffer.at < len(text) or not text:
+                raise ParseError from None
+            return buffer, end.value

@@ -62,6 +62,7 @@ class TextBuffer:
         self.num_taken = 0  # characters that were before it
         self.at = 0  # index of the next character to read
         self.is_ended = False
+        self.controls: list[int] = []  # control characters in JSON strings: indices in all the text that arrived
 
     def push(self, text: str) -> None:
         self.text += text
@@ -105,17 +106,6 @@ class TextBuffer:
         yield from self.skip(pattern)
         return self.text[start : self.at]
 
-    def read_until(self, marker: str) -> Reading[str]:
-        """Read the text before a marker, and skip the marker. ParseError where the text ends without it."""
-        start = searched = self.at
-        while (found := self.text.find(marker, searched)) < 0:
-            if self.is_ended:
-                raise ParseError
-            searched = max(start, len(self.text) - len(marker) + 1)
-            yield
-        self.at = found + len(marker)
-        return self.text[start:found]
-
     def starts_with_any(self, words: Iterable[str]) -> Reading[str | None]:
         """The first of these words with which the text continues."""
         for word in words:
@@ -123,25 +113,44 @@ class TextBuffer:
                 return word
         return None
 
+    def find_any(self, markers: Iterable[str]) -> tuple[int, str | None]:
+        """Where the first of these markers is, and which. None: where one may begin, at the end of the text.
+
+        No marker is the beginning of another.
+        """
+        places = [(found, marker) for marker in markers if (found := self.text.find(marker, self.at)) >= 0]
+        first, marker = min(places, default=(len(self.text), None))
+        partial = len(self.text)
+        if not self.is_ended:
+            partial = min((partial_marker(each, self.text, self.at) for each in markers), default=partial)
+        return (first, marker) if first <= partial else (partial, None)
+
     def move_until(self, markers: tuple[str, ...], out: Excerpt) -> Reading[str | None]:
         """Move the text before a marker to `out` as it arrives, without the newlines that touch the marker.
 
         The marker found: the next character is the one after it. None: there is no marker, and all the text is moved.
-        No marker is the beginning of another.
         """
         while True:
-            places = [(found, marker) for marker in markers if (found := self.text.find(marker)) >= 0]
-            first, marker = min(places, default=(len(self.text), ""))
-            partial = len(self.text) if self.is_ended else min(partial_marker(each, self.text) for each in markers)
-            if not marker and self.is_ended:
+            self.at = 0
+            end, marker = self.find_any(markers)
+            if marker is None and self.is_ended:
                 self.move(len(self.text), out)
                 return None
-            end = min(first, partial)
-            self.move(len(self.text[:end].rstrip("\n")), out)
-            if marker and first <= partial:
-                self.at = self.text.index(marker) + len(marker)
+            kept = len(self.text[:end].rstrip("\n"))
+            self.move(kept, out)
+            if marker is not None:
+                self.at = end - kept + len(marker)
                 return marker
             yield
+
+
+def check_unicode(text: str) -> str:
+    """The text. ParseError where it has half of a surrogate pair, which cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParseError from error
+    return text
 
 
 def add_span(spans: list[Span], span: Span) -> None:
@@ -153,9 +162,9 @@ def add_span(spans: list[Span], span: Span) -> None:
         spans.append(span)
 
 
-def partial_marker(marker: str, text: str) -> int:
-    """The index where the text ends in an incomplete marker; the text's length if it does not."""
-    start = max(0, len(text) - len(marker) + 1)
+def partial_marker(marker: str, text: str, start: int = 0) -> int:
+    """The index where the text from `start` on ends in an incomplete marker; the text's length if it does not."""
+    start = max(start, len(text) - len(marker) + 1)
     while (start := text.find(marker[0], start)) >= 0:
         if marker.startswith(text[start:]):
             return start

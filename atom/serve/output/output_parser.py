@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 from atom.config.tool_formats import ToolFormat
 from atom.runtime.detokenizer import MARK
+from atom.serve.output.call_deltas import ToolDelta
 from atom.serve.output.channel_parser import ChannelSplitter
 from atom.serve.output.incremental_text import Span, add_span
 from atom.serve.output.reasoning_parser import ReasoningSplitter, is_opened
-from atom.serve.output.tool_parser import CallReader, ToolDelta
+from atom.serve.output.tool_parser import CallReader
 from atom.serve.output.tool_schema import tool_names, tool_schema
 
 __all__ = [
@@ -58,8 +59,9 @@ class Delta(NamedTuple):
 
 class ToolCall(NamedTuple):
     name: str
-    arguments: str  # JSON text of an object
+    arguments: str  # JSON text of an object, or the beginning of one
     id: str
+    is_whole: bool = True
 
 
 class Answer(NamedTuple):
@@ -67,8 +69,8 @@ class Answer(NamedTuple):
 
     content: str
     reasoning: str
-    calls: list[ToolCall]  # the last one is incomplete where the answer was cut off within its arguments
-    has_whole_calls: bool = False  # there are calls, and all of them are complete
+    calls: list[ToolCall]
+    has_whole_calls: bool = False  # there are calls, and all of them are whole
 
 
 def markers(tool_format: ToolFormat | None, reasoning: tuple[str, str] | None) -> list[str]:
@@ -98,11 +100,15 @@ class OutputParser:
         self._read: list[Span] = []  # where the reader's text was in the text
 
     @property
+    def whole(self) -> list[bool]:
+        """For each call so far, whether it is whole."""
+        whole = self._reader.whole if self._reader else []
+        return whole if self._is_parallel else whole[:1]
+
+    @property
     def has_whole_calls(self) -> bool:
-        """Whether there are calls so far, all of them complete: no client must act on one that was cut off."""
-        if self._reader is None:
-            return False
-        return self._reader.num_calls >= (self._reader.num_started if self._is_parallel else 1) > 0
+        """Whether there are calls so far, all of them whole: no client must act on one that was cut off."""
+        return bool(self.whole) and all(self.whole)
 
     def push(self, text: str) -> Delta:
         """Parse the next text; the new part of the answer."""

@@ -5,38 +5,71 @@
     write_value("3", schema, "city")      # "3"
     write_value("True", {"properties": {"x": {"type": "boolean"}}}, "x")      # true
 
+    writer = ValueWriter(schema, "city", send)
+    writer.push("Par")                    # sends '"Par'
+    writer.finish(is_whole=True)          # sends '"'
+
 Formats that write parameters one by one leave out the quotes of strings, so the schema alone tells "3" from 3.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from atom.serve.output.incremental_json import read_json, read_python
-from atom.serve.output.incremental_text import ParseError, Reading, T, TextBuffer
+from atom.serve.output.incremental_json import read_python, read_whole, validate_json
+from atom.serve.output.incremental_text import ParseError
 
 KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}  # by first character
 
 
+class ValueWriter:
+    """Writes a parameter's value while it arrives, if it can only be a string; else at its end."""
+
+    def __init__(self, schema: Any, key: str, send: Callable[[str], None]) -> None:
+        self._schema, self._key, self._send = schema, key, send
+        self._is_string = find_types_of(schema, key) == {"string"}
+        self._held: list[str] = []
+        if self._is_string:
+            send('"')
+
+    def push(self, text: str) -> None:
+        if self._is_string:
+            self._send(json.dumps(text, ensure_ascii=False)[1:-1])
+        else:
+            self._held.append(text)
+
+    def finish(self, *, is_whole: bool) -> None:
+        """End the value. A string that is not whole stays open."""
+        rest = '"' if self._is_string else write_value("".join(self._held), self._schema, self._key)
+        self._send(rest.removesuffix('"') if rest.startswith('"') and not is_whole else rest)
+
+
 def write_value(text: str, schema: Any, key: str) -> str:
     """The JSON of a parameter's value: of a type of its schema if it can be read so, else of a string."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    known = properties.get(key) if isinstance(properties, Mapping) else None
-    types = set(find_types(known, schema))
+    types = find_types_of(schema, key)
     stripped, may_be_text = text.strip(), not types or "string" in types
-    if types != {"string"} and is_json(stripped):
-        kind = KINDS.get(stripped[0], "number" if any(char in stripped for char in ".eE") else "integer")
-        is_of_type = not types or kind in types or (kind == "integer" and "number" in types)
-        if not may_be_text or (is_of_type and kind != "string"):
-            return stripped
+    if types != {"string"}:
+        with contextlib.suppress(ParseError):
+            value = validate_json(stripped)
+            kind = KINDS.get(value[0], "number" if any(char in value for char in ".eE") else "integer")
+            is_of_type = not types or kind in types or (kind == "integer" and "number" in types)
+            if not may_be_text or (is_of_type and kind != "string"):
+                return value
     if not may_be_text:
         try:
-            return json.dumps(read_whole(stripped, read_python), ensure_ascii=False)
+            return json.dumps(read_whole(stripped, read_python)[1], ensure_ascii=False)
         except (ParseError, ValueError):
             pass
     return json.dumps(text, ensure_ascii=False)
+
+
+def find_types_of(schema: Any, key: str) -> set[str]:
+    """The types of a parameter; none where its schema does not say."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return set(find_types(properties.get(key) if isinstance(properties, Mapping) else None, schema))
 
 
 def find_types(schema: Any, root: Any) -> Iterator[str]:
@@ -64,32 +97,3 @@ def find_types(schema: Any, root: Any) -> Iterator[str]:
             for part in reference[2:].split("/"):
                 found = found.get(part) if isinstance(found, Mapping) else None
             waiting.append(found)
-
-
-def is_json(text: str) -> bool:
-    try:
-        read_whole(text, read_json)
-    except ParseError:
-        return False
-    return True
-
-
-def read_whole(text: str, read: Any) -> Any:
-    """Read a text that is one value. ParseError where it is not."""
-    buffer = TextBuffer()
-    buffer.push(text)
-    buffer.is_ended = True
-    value = run(read(buffer))
-    if buffer.at < len(text) or not text:
-        raise ParseError
-    return value
-
-
-def run(reading: Reading[T]) -> T:
-    """The result of a reading whose text has ended."""
-    try:
-        while True:
-            next(reading)
-    except StopIteration as end:
-        result: T = end.value
-        return result

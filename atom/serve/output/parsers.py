@@ -18,12 +18,13 @@ from typing import Any
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.chat_template import compile_template
 from atom.config import Config
-from atom.config.tool_formats import ToolFormat, detect_format, read_format
+from atom.config.tool_formats import ToolFormat, detect_format, openers, read_format
 from atom.errors import CheckpointError, RequestError
 from atom.runtime.detokenizer import MARK
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import AllowedChoice, NamedTool, Tool
+from atom.serve.output.call_deltas import new_call_id
 from atom.serve.output.call_grammar import call_grammar
 from atom.serve.output.channel_parser import ChannelReader, ChannelSplitter
 from atom.serve.output.output_parser import (
@@ -37,7 +38,7 @@ from atom.serve.output.output_parser import (
     tool_schema,
 )
 from atom.serve.output.reasoning_parser import ReasoningSplitter
-from atom.serve.output.tool_parser import CallReader, new_call_id
+from atom.serve.output.tool_parser import CallReader
 
 LOG = logging.getLogger("atom.serve")
 
@@ -188,21 +189,22 @@ class Talk:
         ids = self._tokenizer.encode(text, add_special_tokens=False) if self._tokenizer else []
         return ids[0] if len(ids) == 1 else None
 
-    def parser(self, prompt: str, *, is_streamed: bool = True) -> OutputParser | None:
-        """The parser of an answer to a rendered prompt; None where all of it is content."""
+    def parser(self, prompt: str) -> OutputParser | None:
+        """The parser of an answer to a rendered prompt, streamed or whole; None where all of it is content."""
         splitter: ReasoningSplitter | ChannelSplitter | None = None
         reader: CallReader | None = None
         if self._channels:
             if self._is_marked:
                 prompt = self._mark_prompt(prompt)
             tools = self._schemas if self._format and self._format.channels else {}
-            channels = ChannelReader(self._channels, tools, self._new_id, prompt=prompt, is_streamed=is_streamed)
+            channels = ChannelReader(self._channels, tools, self._new_id, prompt=prompt)
             if tools:
                 return OutputParser(None, channels, is_marked=self._is_marked, is_parallel=self._is_parallel)
             splitter = ChannelSplitter(channels)
         elif tags := self._reasoning:
             plain = tags[0].replace(MARK, ""), tags[1]
-            splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, plain))
+            ends = [each for each in openers(self._format) if MARK in each] if self.tools and self._format else []
+            splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, plain), ends=ends)
         if self.tools:
             reader = CallReader(
                 self._format if not self._named else None,
@@ -210,7 +212,6 @@ class Talk:
                 self._new_id,
                 named=self._named,
                 is_forced=self._schema is not None,
-                is_streamed=is_streamed,
             )
         if not splitter and not reader:
             return None
@@ -229,11 +230,12 @@ class Talk:
 
     def read(self, text: str, prompt: str) -> Answer:
         """Parse a whole answer."""
-        parser = self.parser(prompt, is_streamed=False)
+        parser = self.parser(prompt)
         if parser is None:
             return Answer(text, "", [])
         answer = gather([parser.push(text), parser.finish()])
-        return answer._replace(has_whole_calls=parser.has_whole_calls)
+        calls = [call._replace(is_whole=is_whole) for call, is_whole in zip(answer.calls, parser.whole, strict=True)]
+        return answer._replace(calls=calls, has_whole_calls=parser.has_whole_calls)
 
     def next(self, parser: OutputParser | None, text: str, *, is_last: bool) -> Delta:
         """Parse the next text; the new part of the answer. parser: None where all of it is content"""

@@ -5,10 +5,13 @@
     reasoning, content = splitter.push(" four.")                             # "", " four."
     reasoning, content = splitter.finish()                                   # what was held back
 
-Only the beginning of an answer can be reasoning: a later marker is plain text.
+Only the beginning of an answer can be reasoning: a later marker is plain text. Some models leave the closing marker out
+before a call: where a call's marker is a token that only calls have, it ends the reasoning too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from atom.serve.output.incremental_text import NEWLINES, SPACE, Excerpt, Reading, Span, TextBuffer
 
@@ -21,10 +24,13 @@ def is_opened(prompt: str, markers: tuple[str, str]) -> bool:
 class ReasoningSplitter:
     """Splits a text into reasoning and content. The markers and the newlines that touch them belong to neither."""
 
-    def __init__(self, markers: tuple[str, str], *, is_inside: bool = False) -> None:
-        """is_inside: the prompt ends with the opening marker; the model may repeat it."""
+    def __init__(self, markers: tuple[str, str], *, is_inside: bool = False, ends: Sequence[str] = ()) -> None:
+        """
+        is_inside: the prompt ends with the opening marker; the model may repeat it
+        ends: other texts that end the reasoning, and are content
+        """
         self._open, self._close = markers
-        self._is_inside = is_inside
+        self._is_inside, self._ends = is_inside, tuple(ends)
         self._text = TextBuffer()
         self._reasoning, self._content = Excerpt(), Excerpt()
         self._is_over = False  # the rest is content
@@ -61,7 +67,10 @@ class ReasoningSplitter:
             return
         yield from text.skip(NEWLINES)
         text.take(text.at)
-        if (yield from text.move_until((self._close,), self._reasoning)):
+        marker = yield from text.move_until((self._close, *self._ends), self._reasoning)
+        if marker == self._close:
             yield from text.skip(NEWLINES)
-            text.take(text.at)
+        elif marker is not None:
+            text.at -= len(marker)
+        text.take(text.at)
         self._is_over = True

@@ -3,15 +3,18 @@
 form = make_form(read_format("tagged_json"))
 form.openers               # {"<tool_call>": False}: it begins a block, and is no part of the first call
 form.calls                 # [[Piece("json")]]
+yield from read_pieces(text, form.calls[0])     # skips its texts and spaces
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from atom.config.tool_formats import FIELD, ToolFormat, openers
+from atom.serve.output.incremental_text import SPACE, ParseError, Reading, TextBuffer
 
 
 class Piece(NamedTuple):
@@ -22,12 +25,22 @@ class Piece(NamedTuple):
     trims: bool = False  # of a value: a newline that touches it belongs to the form
 
 
+class Parameter(NamedTuple):
+    """The form of a parameter."""
+
+    before: list[Piece]  # its value
+    value: Piece
+    rest: list[Piece]  # after the text that ends the value
+
+
 class Form(NamedTuple):
     """A format, made ready to be read."""
 
     openers: dict[str, bool]  # a text with which calls begin -> whether it is a part of the first one
     calls: list[list[Piece]]
-    parameter: list[Piece]
+    parameter: Parameter | None
+    begins: tuple[str, ...]  # texts with which another call begins
+    ends: tuple[str, ...]  # texts after the calls
     ids: list[re.Pattern[str]]  # what {id} may be
     between: re.Pattern[str]  # characters between the calls of a block
 
@@ -42,7 +55,15 @@ def make_form(tool_format: ToolFormat) -> Form:
     ]
     between = re.compile(rf"[ \t\r\n{re.escape(tool_format.separator)}]*")
     calls = [split_form(call) for call in tool_format.call]
-    return Form(firsts, calls, split_form(tool_format.parameter.strip()), list(map(re.compile, ids)), between)
+    parameter = split_parameter(tool_format.parameter.strip()) if tool_format.parameter else None
+    begins = (*firsts, *(call[0].text for call in calls if call[0].kind == "text"))
+    return Form(firsts, calls, parameter, begins, tool_format.end, list(map(re.compile, ids)), between)
+
+
+def split_parameter(text: str) -> Parameter:
+    pieces = split_form(text)
+    at = next(index for index, piece in enumerate(pieces) if piece.kind == "value")
+    return Parameter(pieces[:at], pieces[at], pieces[at + 1 :])
 
 
 def split_form(text: str) -> list[Piece]:
@@ -62,3 +83,14 @@ def split_form(text: str) -> list[Piece]:
             behind = pieces.index(rest[0], index) + 1
             return [*kept, Piece("value", rest[0].text, trims), *pieces[behind:]]
     return pieces
+
+
+def read_pieces(text: TextBuffer, pieces: Iterable[Piece]) -> Reading[None]:
+    """Skip the texts and spaces of a form. ParseError where they are not next."""
+    for piece in pieces:
+        if piece.kind == "space":
+            yield from text.skip(SPACE)
+        elif (yield from text.starts_with(piece.text)):
+            text.at += len(piece.text)
+        else:
+            raise ParseError

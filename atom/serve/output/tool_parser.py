@@ -6,39 +6,51 @@
     content, deltas = reader.push("1}}</tool_call>")
     content, deltas         # "", [ToolDelta(index=0, id=None, name=None, arguments="1}")]
 
-A call counts once it is complete. An answer that ends within the arguments of a call ends with an incomplete one, which
-has the arguments so far and does not count; its text is not content too. Text that is no valid call is content, so that
-the content is the same with and without streamed arguments; what was streamed of it stays an incomplete call.
+A call has begun once its name and the first of its arguments are there: from then on it is a call, since it was sent.
+It is whole once its arguments are complete, whatever markers lack after them. Where they break off, at the end of the
+text or at a character that cannot be theirs, the call stays incomplete, with the arguments so far, and what follows is
+content again. Text that has not begun a call is content to the last character.
+
+An answer that is not streamed is read by the same reader, in one piece: the two cannot differ.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from atom.config.tool_formats import ToolFormat
-from atom.serve.output.incremental_json import expect, read_items, read_json, read_json_string, read_python
-from atom.serve.output.incremental_text import NEWLINES, SPACE, Excerpt, ParseError, Reading, Span, TextBuffer
-from atom.serve.output.parameter_values import write_value
-from atom.serve.output.tool_forms import Form, Piece, make_form
+from atom.serve.output.call_deltas import CallDeltas, ToolDelta, new_call_id
+from atom.serve.output.incremental_json import (
+    expect,
+    json_text,
+    read_items,
+    read_json,
+    read_json_string,
+    read_python,
+    skip_char,
+    validate_json,
+)
+from atom.serve.output.incremental_text import (
+    NEWLINES,
+    SPACE,
+    Excerpt,
+    ParseError,
+    Reading,
+    Span,
+    TextBuffer,
+    check_unicode,
+)
+from atom.serve.output.parameter_reader import ParameterReader
+from atom.serve.output.parameter_values import ValueWriter
+from atom.serve.output.tool_forms import Form, Piece, make_form, read_pieces
 
 NAME = re.compile(r"[\w.-]*")  # of a function, written as a call in Python
 WORD = re.compile("[^\\s<>|｜\"'=,;(){}\\[\\]\ufdd1]*")  # {name} or {id}
-KEY = re.compile('[^<>"\\n\ufdd1]*')  # {key}
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}  # of a call
-
-
-class ToolDelta(NamedTuple):
-    """The new part of one call."""
-
-    index: int  # type: ignore[assignment]  # of the call; a tuple has a method of that name
-    id: str | None  # of the first delta of a call only
-    name: str | None  # likewise
-    arguments: str  # the next piece of their JSON text
 
 
 @dataclass
@@ -47,14 +59,9 @@ class Call:
 
     name: str | None = None
     id: str | None = None  # the model's own
-    arguments: str | None = None  # JSON, once it is complete
-    has_begun: bool = False  # its arguments have, so that it is of no other form
-    sent: int | None = None  # its arguments are sent up to this index of the text; None: they are no part of the text
-
-
-def new_call_id() -> str:
-    """call_ and 24 hexadecimal digits that nobody can guess."""
-    return f"call_{secrets.token_hex(12)}"
+    arguments: str | None = None  # what is not sent of their JSON, once it is complete
+    has_begun: bool = False  # its name was sent, so that it is of no other form
+    is_arriving: bool = False  # its arguments are, and are sent as they are read
 
 
 class CallReader:
@@ -68,28 +75,28 @@ class CallReader:
         *,
         named: str | None = None,
         is_forced: bool = False,
-        is_streamed: bool = True,
     ) -> None:
         """
         tools: the functions that can be called, and the JSON schemas of their parameters, by which texts become
             values; a call of any other is content. None: any function
         named: the whole text is the arguments of this function; it has no format
         is_forced: the answer is constrained to calls, so that an unfinished one is no content, however little there is
-        is_streamed: arguments are returned while they arrive; else once the call or the text ends
         """
         assert (tool_format is None) != (named is None), "a text has a format or is the arguments of one function"
-        self.num_calls = 0  # complete ones
-        self.num_started = 0  # complete or not
         self._format = tool_format
         self._tools = tools
         self._schemas = tools if isinstance(tools, Mapping) else {}
-        self._new_id = new_id
-        self._is_forced, self._is_streamed = is_forced, is_streamed
+        self._is_forced = is_forced
         self._text = TextBuffer()
         self._content, self._reasoning = Excerpt(), Excerpt()
-        self._deltas: list[ToolDelta] = []
+        self._deltas = CallDeltas(new_id)
         self._call = Call()
         self._reading = self._read_named(named) if named is not None else self._read()
+
+    @property
+    def whole(self) -> list[bool]:
+        """For each call that has begun, whether it is whole."""
+        return self._deltas.whole
 
     def push(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Parse the next text; the new content and calls."""
@@ -97,9 +104,7 @@ class CallReader:
         self._text.push(text)
         next(self._reading, None)
         self._send()
-        content, deltas = self._content.take(), self._deltas
-        self._deltas = [] if self._is_streamed or not self._call.has_begun else [deltas.pop()]
-        return content, deltas
+        return self._content.take(), self._deltas.take()
 
     def take_reasoning(self) -> str:
         """The new reasoning, where the format has channels for it."""
@@ -168,20 +173,22 @@ class CallReader:
     def _is_call(self, tool_format: ToolFormat, form: Form) -> Reading[bool]:
         """Whether another call follows in a block."""
         firsts = [call[0].text for call in form.calls if call[0].kind == "text"]
-        if firsts or not tool_format.separator:
+        if firsts:
             return (yield from self._text.starts_with_any(firsts)) is not None
+        if (yield from self._text.starts_with_any(form.openers)) is not None:
+            return False
         char = yield from self._text.peek()
-        return char in ("{", "[") or bool(tool_format.end and char.isidentifier())
+        return char in ("{", "[") or bool(tool_format.separator and tool_format.end and char.isidentifier())
 
     def _read_call(self, form: Form) -> Reading[None]:
         """Read a call, or a list of calls, in the first form that it has."""
-        text, num_calls = self._text, self.num_calls
+        text, num_calls = self._text, len(self.whole)
         start = furthest = text.at
         for pieces in form.calls:
             try:
                 return (yield from self._read_form(pieces, form))
             except ParseError:
-                if self._call.has_begun or self.num_calls != num_calls:
+                if len(self.whole) > num_calls:
                     raise
                 furthest, text.at, self._call = max(furthest, text.at), start, Call()
         text.at = furthest
@@ -196,36 +203,29 @@ class CallReader:
                 case "id":
                     self._take_id((yield from text.read(WORD)), form)
                 case "json" | "python":
-                    return (yield from self._read_calls(is_python=piece.kind == "python"))
+                    yield from self._read_calls(is_python=piece.kind == "python")
+                    return (yield from self._read_tail(read_pieces(text, pieces[index + 1 :])))
                 case "arguments":
                     yield from text.skip(SPACE)
-                    yield from self._read_arguments()
-                    yield from self._read_tail(pieces[index + 1 :])
+                    tail = pieces[index + 1 :]
+                    yield from self._read_arguments([each.text for each in tail if each.kind == "text"][:1])
                     self._end_call()
-                    return
+                    return (yield from self._read_tail(read_pieces(text, tail)))
                 case "parameters":
-                    yield from self._read_parameters(form)
+                    yield from self._read_parameters(form, pieces[index + 1 :])
+                    break
                 case _:
-                    yield from self._read_piece(piece)
+                    yield from read_pieces(text, [piece])
         self._end_call()
 
-    def _read_piece(self, piece: Piece) -> Reading[None]:
-        """Skip a text or a space of a form."""
-        if piece.kind == "space":
-            yield from self._text.skip(SPACE)
-            return
-        if not (yield from self._text.starts_with(piece.text)):
-            raise ParseError
-        self._text.at += len(piece.text)
-
-    def _read_tail(self, pieces: list[Piece]) -> Reading[None]:
-        """Skip what follows an object in a form. It may be missing, since the object shows where it ends."""
-        end = self._text.at
+    def _read_tail(self, reading: Reading[None]) -> Reading[None]:
+        """Skip what follows the arguments of a whole call. It may be missing, since they show where they end."""
+        text = self._text
         try:
-            for piece in pieces:
-                yield from self._read_piece(piece)
+            yield from reading
+            text.take(text.at)
         except ParseError:
-            self._text.at = end
+            text.at = 0
 
     def _take_id(self, id: str, form: Form) -> None:
         """Take the model's id of a call, in which its name may be."""
@@ -235,41 +235,38 @@ class CallReader:
             known = (name for name in names if self._tools is None or name in self._tools)
             self._call.name = self._check_name(next(known, ""))
 
-    def _read_parameters(self, form: Form) -> Reading[None]:
-        """Read parameters, each with a key and a value, as arguments."""
-        text, call, parts = self._text, self._call, dict[str, str]()
-        assert call.name is not None, "its name stands before its parameters"
-        while True:
-            yield from text.skip(SPACE)
-            if not (yield from text.starts_with(form.parameter[0].text)):
-                break
+    def _read_parameters(self, form: Form, tail: list[Piece]) -> Reading[None]:
+        """Read parameters, each with a key and a value, as arguments, and the tail of the form.
+
+        The tail may be missing where the calls end, or the next one begins.
+        """
+        text, schema = self._text, self._schemas.get(self._call.name or "")
+        close = next((piece.text for piece in tail if piece.kind == "text"), "")
+        parameters = ParameterReader(text, form, close, schema)
+        while (yield from parameters.is_next()):
+            key = yield from parameters.read_key()
             self._begin_call()
-            key = ""
-            for piece in form.parameter:
-                if piece.kind == "key":
-                    key = (yield from text.read(KEY)).strip()
-                elif piece.kind != "value":
-                    yield from self._read_piece(piece)
-                elif not key or key in parts:
-                    raise ParseError
-                else:
-                    if piece.trims and (yield from text.starts_with("\n")):
-                        text.at += 1
-                    value = yield from text.read_until(piece.text)
-                    value = value.removesuffix("\n") if piece.trims else value
-                    parts[key] = write_value(value, self._schemas.get(call.name), key)
-            member = check_unicode(f"{json.dumps(key, ensure_ascii=False)}: {parts[key]}")
-            self._send_piece(f"{'{' if len(parts) == 1 else ', '}{member}")
-            parts[key] = member
-        call.arguments = "{" + ", ".join(parts.values()) + "}"
+            self._deltas.add(f"{'{' if len(parameters.keys) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: ")
+            writer = ValueWriter(schema, key, self._deltas.add)
+            is_whole = yield from parameters.read_value(writer.push)
+            writer.finish(is_whole=is_whole)
+            if not is_whole:
+                raise ParseError
+        self._call.arguments, end = "}" if parameters.keys else "{}", text.at
+        try:
+            yield from read_pieces(text, tail)
+        except ParseError:
+            text.at = end
+            if (yield from text.starts_with_any((*form.ends, *form.begins))) is None:
+                raise
 
     def _read_calls(self, *, is_python: bool) -> Reading[None]:
         """Read one call, or a list of calls."""
-        text, num_calls = self._text, self.num_calls
+        text, num_calls = self._text, len(self.whole)
         if (yield from text.peek()) != "[":
             return (yield from self._read_item(is_python=is_python))
         yield from read_items(text, "]", lambda: self._read_item(is_python=is_python))
-        if self.num_calls == num_calls:
+        if len(self.whole) == num_calls:
             raise ParseError
         text.take(text.at)
 
@@ -278,6 +275,7 @@ class CallReader:
         yield from self._read_object() if is_object else self._read_python()
 
     def _read_object(self) -> Reading[None]:
+        """Read a call that is an object. It is whole with its name and arguments, or with its name and its end."""
         text, call, seen = self._text, self._call, set[str]()
 
         def read_member() -> Reading[None]:
@@ -293,24 +291,58 @@ class CallReader:
             else:
                 yield from read_json(text)
 
-        if (yield from text.peek()) != "{":
+        yield from skip_char(text, "{")
+        yield from text.skip(SPACE)
+        while (yield from text.peek()) != "}":
+            yield from read_member()
+            if call.name is not None and call.arguments is not None:
+                self._end_call()
+                return (yield from self._read_tail(self._read_other_members()))
+            yield from text.skip(SPACE)
+            if (yield from text.peek()) != "}":
+                yield from expect(text, ",")
+        if call.name is None:
             raise ParseError
-        yield from read_items(text, "}", read_member)
-        if call.name is None or call.arguments is None:
-            raise ParseError
+        text.at, call.arguments = text.at + 1, "{}"
         self._end_call()
 
-    def _read_arguments(self) -> Reading[None]:
-        """Read an object. Where the name is known, send it while it arrives."""
+    def _read_other_members(self) -> Reading[None]:
+        """Skip what an object may have after a call's name and arguments, up to its end."""
+        text = self._text
+        yield from text.skip(SPACE)
+        while (yield from text.peek()) == ",":
+            yield from expect(text, ",")
+            if KEYS.get((yield from read_json_string(text))) not in ("id", "type"):
+                raise ParseError
+            yield from expect(text, ":")
+            yield from read_json(text)
+            yield from text.skip(SPACE)
+        yield from skip_char(text, "}")
+
+    def _read_arguments(self, ends: Iterable[str] = ()) -> Reading[None]:
+        """Read an object; null or nothing, which are an empty one; or a string that has it as JSON.
+
+        Where the name is known, an object is sent while it arrives. ends: what follows if there is nothing
+        """
         text, call, start = self._text, self._call, self._text.at
-        if (yield from text.peek()) != "{":
+        char = yield from text.peek()
+        if char == "{":
+            if call.name is not None:
+                self._begin_call()
+                call.is_arriving = True
+            yield from read_json(text)
+            self._send()
+            call.arguments = "" if call.is_arriving else json_text(text, start)
+            call.is_arriving = False
+        elif char == '"':
+            call.arguments = object_json((yield from read_json_string(text)))
+        elif (yield from text.starts_with("null")):
+            text.at += len("null")
+            call.arguments = "{}"
+        elif (yield from text.starts_with_any(ends)) is not None:
+            call.arguments = "{}"
+        else:
             raise ParseError
-        if call.name is not None:
-            self._begin_call()
-            call.sent = start
-        yield from read_json(text)
-        self._send()
-        call.arguments = text.text[start : text.at]
 
     def _read_python(self) -> Reading[None]:
         """Read a call with literals as named arguments: f(a=1, b="x")."""
@@ -351,61 +383,42 @@ class CallReader:
         return check_unicode(name)
 
     def _begin_call(self) -> None:
-        """Note that a call of this name has arguments, and send its id and name."""
+        """Send the id and the name of a call whose arguments begin here. Its text is no content any more."""
         if not self._call.has_begun:
-            self._start_call("")
-        self._call.has_begun = True
-
-    def _start_call(self, arguments: str) -> None:
-        """Send the id and the name of a call, with these arguments."""
-        self._deltas.append(ToolDelta(self.num_started, self._call.id or self._new_id(), self._call.name, arguments))
-        self.num_started += 1
+            self._deltas.start(self._call.name, self._call.id)
+            self._call.has_begun = True
+            self._text.take(self._text.at)
 
     def _send(self) -> None:
-        """Send the new part of the arguments that are part of the text."""
-        if self._call.sent is None or self._call.arguments is not None:
-            return
-        piece = self._text.text[self._call.sent : self._text.at]
-        self._call.sent = self._text.at
-        self._send_piece(piece)
-
-    def _send_piece(self, piece: str) -> None:
-        """Send the next piece of the arguments of the call that was started last."""
-        last = self._deltas[-1] if self._deltas else None
-        if last is not None and last.index == self.num_started - 1:
-            self._deltas[-1] = last._replace(arguments=last.arguments + piece)
-        elif piece:
-            self._deltas.append(ToolDelta(self.num_started - 1, None, None, piece))
+        """Send the new part of arguments that arrive as they are sent."""
+        if self._call.is_arriving:
+            self._deltas.add(json_text(self._text, 0))
+            self._text.take(self._text.at)
 
     def _end_call(self) -> None:
-        """Count the complete call, and drop its text."""
+        """Count the call as whole, and drop its text."""
         call = self._call
         assert call.arguments is not None, "a whole call has arguments"
-        if not call.has_begun:
-            self._start_call(call.arguments)
-        elif call.sent is None:
-            self._send_piece("}")
+        if call.has_begun:
+            self._deltas.add(call.arguments)
+        else:
+            self._deltas.start(call.name, call.id, call.arguments)
+        self._deltas.end()
         self._call = Call()
-        self.num_calls += 1
         self._text.take(self._text.at)
 
     def _give_up_call(self) -> None:
-        """End the call that is being read as incomplete if the text has ended; else its text is content."""
+        """End the call that is being read: its text is content, but for what was sent, and a rest that was cut off."""
         self._send()
         text, call, self._call = self._text, self._call, Call()
         if text.is_ended and (call.has_begun or self._is_forced):
             text.take(len(text.text))
-            return
-        if call.has_begun and not self._is_streamed:
-            self._deltas.pop()
-            self.num_started -= 1
-        text.move(text.at, self._content)
+        else:
+            text.move(text.at, self._content)
 
 
-def check_unicode(text: str) -> str:
-    """The text. ParseError where it has half of a surrogate pair, which cannot be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ParseError from error
-    return text
+def object_json(text: str) -> str:
+    """A text that is the JSON of an object, or nothing. ParseError where it is of anything else."""
+    if text.strip()[:1] not in ("{", ""):
+        raise ParseError
+    return check_unicode(validate_json(text.strip() or "{}"))

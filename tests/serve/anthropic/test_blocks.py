@@ -86,10 +86,16 @@ def test_a_whole_answer_is_thinking_then_text_then_calls():
 
 @pytest.mark.parametrize("arguments", ["", "{", '{"a": [1, tr', '{"a": [1], "b": "Par', '{"a": [1]'])
 def test_the_input_of_a_call_that_was_cut_off_is_what_anthropics_sdk_reads_from_a_stream(arguments: str):
-    calls = [ToolCall("f", '{"b": 1e400}', "toolu_1"), ToolCall("f", arguments, "toolu_2")]
+    calls = [ToolCall("f", '{"b": 1e400}', "toolu_1"), ToolCall("f", arguments, "toolu_2", is_whole=False)]
     first, second = content_blocks(Answer("", "", calls))
     assert bytes(first["input"]) == b'{"b": 1e400}'
     assert second["input"] == (jiter.from_json(arguments.encode(), partial_mode=True) if arguments else {})
+
+
+def test_arguments_that_no_sdk_can_read_are_an_empty_input():
+    calls = [ToolCall("f", '{"a": "\\ud800", "b": ', "toolu_1", is_whole=False)]
+    (block,) = content_blocks(Answer("", "", calls))
+    assert block["input"] == {}
 
 
 def test_a_block_begins_with_its_first_text_and_ends_before_the_next():
@@ -122,11 +128,9 @@ def test_what_ends_a_call_comes_before_the_text_and_the_call_behind_it():
     assert told(read_events(data)) == ["}", 0, ("text", 1), "Then", 1, ("tool_use", 2), "{}"]
 
 
-def open_parser(is_streamed: bool = True) -> OutputParser:
+def open_parser() -> OutputParser:
     numbers = itertools.count(1)
-    reader = CallReader(
-        read_format("tagged_json"), ["f", "g"], lambda: f"toolu_{next(numbers)}", is_streamed=is_streamed
-    )
+    reader = CallReader(read_format("tagged_json"), ["f", "g"], lambda: f"toolu_{next(numbers)}")
     return OutputParser(ReasoningSplitter(TAGS), reader)
 
 
@@ -140,7 +144,7 @@ def test_however_it_is_cut_a_stream_adds_up_to_the_whole_answer(cuts: list[int])
 
 
 def test_the_same_answer_at_once_has_the_same_blocks():
-    parser = open_parser(is_streamed=False)
+    parser = open_parser()
     answer = gather([parser.push(ANSWER), parser.finish()])
     found = content_blocks(answer._replace(has_whole_calls=parser.has_whole_calls))
     for block in found[2:]:

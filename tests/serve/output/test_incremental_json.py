@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atom.serve.output.incremental_json import MAX_DEPTH, read_json, read_json_string, read_python
+from atom.serve.output.incremental_json import MAX_DEPTH, read_json, read_json_string, read_python, validate_json
 from atom.serve.output.incremental_text import ParseError, Reading, TextBuffer
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -70,7 +70,7 @@ def test_what_json_takes_is_json(text: str):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[1,]", '{"a": 1,}', "{a: 1}", "{'a': 1}", '"\n"', '"\\x41"', '"\\u12g4"', "01", "1.", ".5", "+1", "nul", "NaN",
+        "", "{", "[1,]", '{"a": 1,}', "{a: 1}", "{'a': 1}", '"\\x41"', '"\\u12g4"', "01", "1.", ".5", "+1", "nul", "NaN",
         "Infinity", "--1", "1e", '"a', '"\\', '{"a" 1}', '{"a": }', "[1 2]", "True", "{1: 2}", '{"a": 1 "b": 2}',
     ],
 )  # fmt: skip
@@ -130,6 +130,26 @@ def test_a_python_literal_means_what_python_means(text: str, value: Any):
     assert read(read_python, list(text + " "))[0] == value
 
 
+def test_control_characters_in_strings_are_read_and_written_as_escapes():
+    text = '{"a\tb": "x\ny\r\\n",\n\t"c": "\x01"}'
+    escaped = '{"a\\tb": "x\\ny\\r\\n",\n\t"c": "\\u0001"}'
+    assert validate_json(text) == escaped and strict_json(escaped) == {"a\tb": "x\ny\r\n", "c": "\x01"}
+    assert read(read_json_string, list('"x\ny"'))[0] == "x\ny"
+    assert read(read_python, list("'x\ny' "))[0] == "x\ny"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [('{"a": oops}', '{"a": '), ("[01]", "[0"), ("[trux]", "[tru"), ("[1.]", "[1."), ('"\\x"', '"\\'), ("[-a]", "[-"), ("[1 2]", "[1 ")],
+)  # fmt: skip
+def test_what_is_read_before_a_wrong_character_begins_a_value(text: str, kept: str):
+    buffer = TextBuffer()
+    buffer.push(text)
+    with pytest.raises(ParseError):
+        next(read_json(buffer))
+    assert text[: buffer.at] == kept
+
+
 def test_the_constants_of_json_are_constants_in_python_literals_too():
     assert read(read_python, ["[true, false, null]"])[0] == [True, False, None]
 
@@ -138,7 +158,7 @@ def test_the_constants_of_json_are_constants_in_python_literals_too():
     "text",
     [
         "1 + 1", "x", "f()", "{1: 2}", "{1, 2}", "b'x'", "r'x'", "f'{x}'", "1j", "...", "'a' 'b'", "lambda: 1", "[x for x in y]",
-        "__import__('os')", "'a\nb'", "'\\N{DASH}'", "'\\x4'", "'\\U00110000'", "1_000", "0x10", "007", "1e999", "-1e999",
+        "__import__('os')", "'\\N{DASH}'", "'\\x4'", "'\\U00110000'", "1_000", "0x10", "007", "1e999", "-1e999",
         "-'a'", "not 1", "a.b", "[1", "'a", "'\\", "(", "[,]", "nan", "1" * 5000,
     ],
 )  # fmt: skip

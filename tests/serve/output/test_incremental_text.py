@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom.serve.output.incremental_text import SPACE, Excerpt, ParseError, Reading, TextBuffer, partial_marker
+from atom.serve.output.incremental_text import SPACE, Excerpt, Reading, TextBuffer, partial_marker
 
 
 def run(reading: Reading[object]) -> object:
@@ -105,13 +105,13 @@ def test_the_first_of_several_markers_counts_and_a_part_of_one_is_waited_for():
     assert (out.take(), text.text[text.at :]) == ("<", "c")
 
 
-def test_a_text_is_read_up_to_a_marker_or_not_at_all():
+def test_a_marker_is_found_from_a_place_on():
     text = TextBuffer()
-    text.push("a</")
-    reading = text.read_until("</p>")
-    assert run(reading) is None
-    text.push("p>b")
-    assert run(reading) == "a" and text.text[text.at :] == "b"
-    reading, text.is_ended = text.read_until("</p>"), True
-    with pytest.raises(ParseError):
-        run(reading)
+    text.push("<a>x<a>y<")
+    assert text.find_any(("<a>", "<b>")) == (0, "<a>")
+    text.at = 1
+    assert text.find_any(("<a>", "<b>")) == (4, "<a>")
+    text.at = 5
+    assert text.find_any(("<a>", "<b>")) == (8, None), "one may begin there"
+    text.is_ended = True
+    assert text.find_any(("<a>", "<b>")) == (9, None)

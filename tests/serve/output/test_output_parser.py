@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.config.tool_formats import read_format
+from atom.serve.output.call_deltas import new_call_id
 from atom.serve.output.output_parser import (
     Answer,
     Delta,
@@ -20,7 +21,7 @@ from atom.serve.output.output_parser import (
     markers,
 )
 from atom.serve.output.reasoning_parser import ReasoningSplitter
-from atom.serve.output.tool_parser import CallReader, new_call_id
+from atom.serve.output.tool_parser import CallReader
 
 TAGS = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -80,9 +81,9 @@ def test_deltas_of_a_stream_carry_what_is_new():
     parser = make("tagged_json", is_in_reasoning=True, new_id=lambda: "call_x")
     assert parser.push("Hm") == Delta("", "Hm", [])
     assert parser.push(".</think>\n\nSo") == Delta("So", ".", [], ((13, 15),))
-    assert parser.push(CALL[:-14]) == Delta("", "", [ToolDelta(0, "call_x", "f", '{"a": 1}')])
+    assert parser.push(CALL[:-15]) == Delta("", "", [ToolDelta(0, "call_x", "f", '{"a": 1')])
     assert not parser.has_whole_calls
-    assert parser.push(CALL[-14:]) == Delta("", "", [])
+    assert parser.push(CALL[-15:]) == Delta("", "", [ToolDelta(0, None, None, "}")])
     assert parser.finish() == Delta("", "", [])
     assert parser.has_whole_calls
 
@@ -101,13 +102,12 @@ def test_an_answer_may_be_one_functions_arguments():
     assert parse(list('{"a": 1}'), None, reasoning=None, named="g") == (expected, True)
 
 
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_an_answer_that_is_cut_off_does_not_end_with_calls(is_streamed: bool):
+def test_an_answer_that_is_cut_off_does_not_end_with_calls():
     cut_off = CALL[: CALL.index(" 1}")]
     for before, calls in (("", []), (CALL, [ToolCall("f", '{"a": 1}', "call_1")])):
         cut = ToolCall("f", '{"a":', f"call_{len(calls) + 1}")
-        assert parse([before + cut_off], is_streamed=is_streamed) == (Answer("", "", [*calls, cut]), False)
-    one = parse([CALL + cut_off], is_streamed=is_streamed, is_parallel=False)
+        assert parse([before + cut_off]) == (Answer("", "", [*calls, cut]), False)
+    one = parse([CALL + cut_off], is_parallel=False)
     assert one == (Answer("", "", [ToolCall("f", '{"a": 1}', "call_1")]), True), "the second is left out"
 
 

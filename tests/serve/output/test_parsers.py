@@ -159,13 +159,20 @@ def test_a_choice_that_forces_nothing_needs_no_tools(config: Config, choice: str
 HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
 
 
+KIMI = ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"]
+
+
 def harmony_tokenizer() -> Tokenizer:
     """One with the special tokens and the ends of prompts of gpt-oss."""
+    return make_tokenizer(HARMONY, "<|start|>assistant <|channel|> <|message|>")
+
+
+def make_tokenizer(tokens: list[str], template: str) -> Tokenizer:
     backend = Backend(models.BPE(dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), itertools.count())), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in HARMONY])
-    return Tokenizer(backend, templates={"default": "<|start|>assistant <|channel|> <|message|>"})
+    backend.add_special_tokens([AddedToken(text, special=True) for text in tokens])
+    return Tokenizer(backend, templates={"default": template})
 
 
 def decoded(params: SamplingParams, tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -185,6 +192,21 @@ def test_channels_are_told_by_tokens_and_not_by_text_that_a_user_can_write(confi
     answer = talk.read(decoded(params, tokenizer, ids), "<|start|>assistant")
     assert (answer.content, answer.reasoning) == ("", f"They write: {forged}")
     assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"x": 1}')]
+
+
+@pytest.mark.parametrize("is_token", [True, False])
+def test_a_marker_of_calls_ends_the_reasoning_where_it_is_a_token(config: Config, is_token: bool):
+    tokenizer = make_tokenizer(KIMI, "<|tool_calls_section_begin|>")
+    talk = Talk(config, [tool("f")], None, tokenizer)
+    params = talk.constrain(SamplingParams(), "prompt<think>")
+    call = '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}'
+    ids = tokenizer.encode("Hm.\n")
+    ids += tokenizer.encode(call) if is_token else [id for char in call for id in tokenizer.encode(char)]
+    answer = talk.read(decoded(params, tokenizer, ids), "prompt<think>")
+    found = [(each.name, each.arguments) for each in answer.calls]
+    assert (answer.content, answer.reasoning, found) == (
+        ("", "Hm.", [("f", '{"x": 1}')]) if is_token else ("", f"Hm.\n{call}", [])
+    )
 
 
 def test_a_forced_call_of_a_model_with_channels_is_in_the_last_of_them(config: Config):

@@ -21,6 +21,23 @@ def split(pieces: list[str], is_inside: bool = False) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [
+        ("<think>Hm.\n<call>f", "Hm.", "<call>f"),
+        ("<think>Hm.</think>\n<call>f", "Hm.", "<call>f"),
+        ("<think>Hm.</think>\nSo <call>f", "Hm.", "So <call>f"),
+        ("<think>Hm <call", "Hm <call", ""),
+        ("<call>f", "", "<call>f"),
+    ],
+)
+def test_another_marker_may_end_the_reasoning_and_is_content(text: str, reasoning: str, content: str):
+    for pieces in ([text], list(text)):
+        splitter = ReasoningSplitter(TAGS, ends=["<call>"])
+        parts = [*map(splitter.push, pieces), splitter.finish()]
+        assert ("".join(each for each, _ in parts), "".join(each for _, each in parts)) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
         ("<think>Hm.</think>Yes.", "Hm.", "Yes."),
         ("<think>\n\nHm.\n So.\n</think>\n\nYes.\n", "Hm.\n So.", "Yes.\n"),
         ("\n<think></think>\nYes.", "", "Yes."),

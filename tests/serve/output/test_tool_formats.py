@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from atom.config.tool_formats import detect_format, format_files, make_format, read_format
 from atom.errors import ConfigError
@@ -82,7 +80,7 @@ def read(tool_format: Any, pieces: list[str], **options: Any) -> tuple[str, str,
                 assert index == len(calls)
                 calls.append((id, name or "", ""))
             calls[index] = (*calls[index][:2], calls[index][2] + arguments)
-    return content, reasoning, calls, reader.num_calls
+    return content, reasoning, calls, sum(reader.whole)
 
 
 def test_every_format_is_shown_here():
@@ -99,7 +97,6 @@ def test_what_a_template_writes_is_read_at_any_cut(name: str):
     assert [id for id, *_ in calls] == IDS.get(name, ["id1", "id2"])
     cuts = [list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))]
     assert all(read(tool_format, pieces) == expected for pieces in cuts)
-    assert read(tool_format, list(text), is_streamed=False) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("pythonic", "harmony")])
@@ -111,33 +108,79 @@ def test_text_before_a_call_is_content(name: str):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_text_that_breaks_off_is_never_lost(name: str):
     tool_format, text = read_format(name), WRITTEN[name].replace("get_weather", "nobody")
-    broken = read(tool_format, [text], is_streamed=False)
+    broken = read(tool_format, [text])
     assert "nobody" in broken[0] and "Paris" in broken[0]
     for cut in range(len(text)):
-        part = read(tool_format, [text[:cut]], is_streamed=False)
+        part = read(tool_format, [text[:cut]])
         assert part[2] or part[0] + part[1] == text[:cut].strip() or tool_format.channels or part[0] == text[:cut]
 
 
-WORDS = sorted(
-    {part for text in WRITTEN.values() for part in re.split(r"(<[^<>]*>|\[[A-Z_]+\]|\s|[{}()=,:])", text) if part}
-)
-answers = st.lists(st.sampled_from([*WORDS, *WRITTEN.values()]), max_size=12).map("".join)
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder"])
+def test_the_marker_of_all_calls_may_be_left_out(name: str):
+    tool_format, text = read_format(name), WRITTEN[name]
+    expected = read(tool_format, [text])
+    for marker in (*tool_format.begin, *tool_format.end):
+        text = text.replace(marker, "")
+    for pieces in ([text], list(text)):
+        content, *found = read(tool_format, pieces)
+        assert (content.strip(), *found) == expected
 
 
-@settings(max_examples=160)
-@given(answers, st.sampled_from(sorted(WRITTEN)), st.lists(st.integers(0, 200), max_size=6), st.booleans())
-def test_calls_do_not_depend_on_where_a_text_is_cut(text: str, name: str, cuts: list[int], is_streamed: bool):
-    tool_format = read_format(name)
-    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
-    whole = read(tool_format, [text], is_streamed=is_streamed)
-    assert read(tool_format, pieces, is_streamed=is_streamed) == whole
-    assert read(tool_format, list(text), is_streamed=is_streamed) == whole
-    content, reasoning, calls, num_calls = read(tool_format, [text], is_streamed=False)
-    assert (content, reasoning, num_calls) == (whole[0], whole[1], whole[3])
-    assert len(calls) <= num_calls + 1, "the last one may be cut off"
-    assert all(isinstance(json.loads(each), dict) for *_, each in calls[:num_calls])
-    assert calls or tool_format.channels or content == text
+QWEN, GLM, MINIMAX = (read_format(name) for name in ("qwen3_coder", "glm45", "minimax_m2"))
+HTML = "<b>x</b></parameter>\n<parameter>y</parameter>; </function> </b> </tool_call>; <parameter=days>"
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "calls"),
+    [
+        # a parameter's end is left out
+        (QWEN, "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</function>\n</tool_call>", [{"city": "Paris"}]),
+        (QWEN, "<function=get_weather>\n<parameter=days>\n3\n</function>", [{"days": 3}]),
+        (QWEN, "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", [{"city": "Paris", "days": 3}]),
+        (QWEN, "<function=get_weather>\n<parameter=city>\nRome\n</function>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>", [{"city": "Rome"}, {"city": "Paris"}]),
+        (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [{"city": "Paris\n", "days": 3}]),
+        (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</tool_call>", [{"city": "Paris"}]),
+        # a call's end is left out
+        (QWEN, "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</tool_call>", [{"city": "Paris"}]),
+        (QWEN, "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</tool_call>", [{"days": 3}]),
+        (QWEN, "<tool_call>\n<function=get_weather>\n</tool_call>", [{}]),
+        (MINIMAX, '<minimax:tool_call><invoke name="get_weather"><parameter name="days">3</parameter><invoke name="get_weather"></invoke></minimax:tool_call>', [{"days": 3}, {}]),
+        # what looks like an end is a part of the value
+        (QWEN, f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{HTML}\n</parameter>\n</function>\n</tool_call>", [{"city": HTML}]),
+        (QWEN, "<function=get_weather>\n<parameter=city>\na <parameter=days> b\n<parameter=other>\n</parameter>\n</function>", [{"city": "a <parameter=days> b\n<parameter=other>"}]),
+        (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a</arg_value> b</tool_call> c</arg_value>\n</tool_call>", [{"city": "a</arg_value> b</tool_call> c"}]),
+        (MINIMAX, '<minimax:tool_call><invoke name="get_weather"><parameter name="city"><parameter>\n <a></parameter>.</parameter></invoke></minimax:tool_call>', [{"city": "<parameter>\n <a></parameter>."}]),
+        # an object's string may have a line break
+        (QWEN, '<function=get_weather>\n<parameter=at>\n{"x": "a\nb"}\n</parameter>\n</function>', [{"at": {"x": "a\nb"}}]),
+        (QWEN, "<function=get_weather>\n<parameter=city>\n\n\n</parameter>\n</function>", [{"city": "\n"}]),
+        (QWEN, "<function=get_weather>\n<parameter=city>\n</parameter>\n</function>", [{"city": ""}]),
+    ],
+)  # fmt: skip
+def test_parameters_are_read_by_what_goes_on_after_them(tool_format: Any, text: str, calls: list[dict[str, Any]]):
+    for pieces in ([text], list(text)):
+        content, _, found, num_calls = read(tool_format, pieces)
+        assert (content, [json.loads(arguments) for *_, arguments in found]) == ("", calls)
+        assert num_calls == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        # a header that ends without a body
+        ("<|channel|>commentary?<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "<|channel|>commentary?<|end|>Yes.", []),
+        ("<|channel|>commentary to=functions.f<|call|>", "<|channel|>commentary to=functions.f<|call|>", []),
+        # a marker that is repeated
+        ("<|channel|>commentary<|channel|>commentary to=functions.f<|message|>{}<|call|>", "", [("f", "{}")]),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|><|call|>", "", [("f", "{}")]),
+        ("<|channel|>commentary to=functions.f<|message|>{} So.<|call|>", " So.", [("f", "{}")]),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": oops}<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>',
+         "oops}", [("f", '{"a": '), ("f", "{}")]),
+    ],
+)  # fmt: skip
+def test_messages_that_are_not_quite_harmony_lose_nothing(text: str, content: str, calls: list[tuple[str, str]]):
+    for pieces in ([text], list(text)):
+        found = read(read_format("harmony"), pieces)
+        assert (found[0], [call[1:] for call in found[2]]) == (content, calls)
 
 
 @pytest.mark.parametrize("size", [512, 513])
@@ -177,12 +220,16 @@ def test_the_schema_says_what_a_parameter_is(key: str, text: str, value: Any):
 
 def test_parameters_are_streamed_one_by_one():
     reader = make_reader(read_format("qwen3_coder"))
-    assert reader.push("<function=get_weather>\n<parameter=city>\nPar") == ("", [(0, "id1", "get_weather", "")])
-    assert reader.push("is\n</parameter>\n")[1] == [(0, None, None, '{"city": "Paris"')]
-    assert reader.push("<parameter=days>3</parameter>")[1] == [(0, None, None, ', "days": 3')]
-    assert reader.num_calls == 0
-    assert reader.push("</function>")[1] == [(0, None, None, "}")]
-    assert reader.num_calls == 1
+    assert reader.push("<function=get_weather>\n<parameter=city>\nPar") == (
+        "",
+        [(0, "id1", "get_weather", '{"city": "Par')],
+    )
+    assert reader.push("is\n</parameter>\n")[1] == [(0, None, None, "is")], "a value may have this text"
+    assert reader.push("<parameter=days>3")[1] == [(0, None, None, '", "days": ')]
+    assert reader.push("</parameter>\n<")[1] == []
+    assert sum(reader.whole) == 0
+    assert reader.push("/function>")[1] == [(0, None, None, "3}")]
+    assert sum(reader.whole) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,209 @@
+"""Coding agents: each edits, tests and fixes a file, over an engine that says what a model would say.
+
+The workspace has a test, which notes its outcomes. The script writes a file with a bug, runs the test, mends the file,
+runs the test again, and ends. What counts: the file, the outcomes, and that each request was answered with 200.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.clients.recorder import Exchange, record
+from scripts.clients.servers import serve_script
+from scripts.clients.verdict import Verdict
+
+SECONDS = 300  # that an agent may take; it takes 5
+TASK = "Write add.py, so that check.py passes."
+TRIED = "edit, test, fix, test"
+WRONG, RIGHT = "return a - b", "return a + b"
+CHECK = """\
+from pathlib import Path
+
+from add import add
+
+outcome = "passed" if add(2, 3) == 5 else "failed"
+with Path("outcomes").open("a") as file:
+    print(outcome, file=file)
+print(outcome)
+"""
+RUN = "python3 -B check.py"  # no bytecode: both versions of add.py have one size, and maybe one second
+DONE = "The test passes."
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: dict[str, object]
+
+
+class Agent(NamedTuple):
+    package: str  # of npm
+    program: str  # that it installs
+    arguments: tuple[str, ...]  # before the task
+    settings: Callable[[Path, str], dict[str, str]]  # (home, server's url) -> environment; may write files
+    calls: Callable[[Path], list[Call]]  # (workspace) -> the turns of the loop
+
+
+def configure_codex(home: Path, url: str) -> dict[str, str]:
+    (home / "config.toml").write_text(
+        f"""\
+model = "talker"
+model_provider = "atom"
+check_for_update_on_startup = false
+
+[model_providers.atom]
+name = "atom"
+base_url = "{url}/v1"
+wire_api = "responses"
+
+[analytics]
+enabled = false
+"""
+    )
+    return {"CODEX_HOME": str(home)}
+
+
+def configure_claude(home: Path, url: str) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": "none",
+        "ANTHROPIC_MODEL": "talker",
+        "CLAUDE_CONFIG_DIR": str(home),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "IS_SANDBOX": "1",  # or root may not skip permissions
+    }
+
+
+def configure_qwen(home: Path, url: str) -> dict[str, str]:
+    settings = {"privacy": {"usageStatisticsEnabled": False}, "general": {"enableAutoUpdate": False}}
+    (home / ".qwen").mkdir()
+    (home / ".qwen" / "settings.json").write_text(json.dumps(settings))
+    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "talker"}
+
+
+def configure_opencode(home: Path, url: str) -> dict[str, str]:
+    settings = {
+        "autoupdate": False,
+        "share": "disabled",
+        "model": "atom/talker",
+        "provider": {
+            "atom": {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+                "models": {"talker": {}},
+            }
+        },
+    }
+    (home / "opencode.json").write_text(json.dumps(settings))
+    return {"OPENCODE_CONFIG": str(home / "opencode.json"), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+
+
+def codex_calls(workspace: Path) -> list[Call]:
+    """It has a shell, in which `apply_patch` is its own."""
+    patches = (
+        f"*** Add File: add.py\n+def add(a, b):\n+    {WRONG}\n",
+        f"*** Update File: add.py\n@@\n-    {WRONG}\n+    {RIGHT}\n",
+    )
+    edits = [f"apply_patch <<'EOF'\n*** Begin Patch\n{patch}*** End Patch\nEOF" for patch in patches]
+    return [Call("exec_command", {"cmd": command}) for command in (edits[0], RUN, edits[1], RUN)]
+
+
+def editor_calls(write: str, shell: str, edit: str, *, path: str, old: str, new: str) -> Callable[[Path], list[Call]]:
+    """The calls of an agent with tools that write, edit and run, by the names of these and of their arguments."""
+
+    def calls(workspace: Path) -> list[Call]:
+        file = {path: str(workspace / "add.py")}
+        run = Call(shell, {"command": RUN, "description": "Run the test"})
+        first = Call(write, {**file, "content": f"def add(a, b):\n    {WRONG}\n"})
+        return [first, run, Call(edit, {**file, old: WRONG, new: RIGHT}), run]
+
+    return calls
+
+
+AGENTS = {
+    "codex": Agent(
+        "@openai/codex",
+        "codex",
+        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+        configure_codex,
+        codex_calls,
+    ),
+    "claude-code": Agent(
+        "@anthropic-ai/claude-code",
+        "claude",
+        ("--dangerously-skip-permissions", "--output-format", "json", "--print"),
+        configure_claude,
+        editor_calls("Write", "Bash", "Edit", path="file_path", old="old_string", new="new_string"),
+    ),
+    "qwen-code": Agent(
+        "@qwen-code/qwen-code",
+        "qwen",
+        ("--yolo", "--prompt"),
+        configure_qwen,
+        editor_calls("write_file", "run_shell_command", "edit", path="file_path", old="old_string", new="new_string"),
+    ),
+    "opencode": Agent(
+        "opencode-ai",
+        "opencode",
+        ("run",),
+        configure_opencode,
+        editor_calls("write", "bash", "edit", path="filePath", old="oldString", new="newString"),
+    ),
+}
+
+
+def try_agent(name: str, version: str, programs: Path, keep: Path) -> Verdict:
+    """Run an agent in a folder of its own. programs: the folder of npm's. keep: gets its requests and answers."""
+    agent = AGENTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        workspace, home = Path(folder, "workspace"), Path(folder, "home")
+        workspace.mkdir()
+        home.mkdir()
+        (workspace / "check.py").write_text(CHECK)
+        turns = [format_call(call) for call in agent.calls(workspace)]
+        with serve_script([*turns, DONE], Path(folder)) as server, record(server.url) as recorder:
+            # no way to the internet: what an agent sends elsewhere is refused at once
+            environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8"}
+            environment |= {"NO_PROXY": "127.0.0.1", "HTTPS_PROXY": "http://127.0.0.1:9"}
+            environment |= agent.settings(home, recorder.url)
+            fault = run(([str(programs / agent.program), *agent.arguments, TASK]), workspace, environment)
+        recorder.save(keep / f"{name}.jsonl")
+        return Verdict(name, version, TRIED, fault or find_fault(workspace, recorder.exchanges, len(turns)))
+
+
+def format_call(call: Call) -> str:
+    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+
+
+def run(command: Sequence[str], workspace: Path, environment: dict[str, str]) -> str:
+    """Why the command failed, if it did."""
+    try:
+        ended = subprocess.run(
+            command, cwd=workspace, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it took more than {SECONDS} s"
+    said = f"{ended.stdout}\n{ended.stderr}"
+    if ended.returncode:
+        return f"exit code {ended.returncode}: {said.strip()[-500:]}"
+    return "" if DONE in said else f"it did not print the last answer: {said.strip()[-500:]}"
+
+
+def find_fault(workspace: Path, exchanges: Sequence[Exchange], num_calls: int) -> str:
+    """What is wrong with the workspace or the answers, if anything is."""
+    for each in exchanges:
+        if each.status != 200:
+            return f"{each.method} {each.path} was answered with {each.status}: {each.answer[:500]}"
+    outcomes, add = workspace / "outcomes", workspace / "add.py"
+    said = outcomes.read_text().split() if outcomes.exists() else []
+    if said != ["failed", "passed"]:
+        return f"the test's outcomes are {said}"
+    if RIGHT not in add.read_text():
+        return f"add.py is {add.read_text()!r}"
+    return "" if len(exchanges) > num_calls else f"there were {len(exchanges)} requests"

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.clients.recorder import Exchange, record
+from scripts.clients.recorder import record
 from scripts.clients.servers import serve_script
-from scripts.clients.verdict import Verdict
+from scripts.clients.verdict import SHOWN, Verdict, find_refused, run_client
 
-SECONDS = 300  # that an agent may take; it takes 5
 TASK = "Write add.py, so that check.py passes."
 TRIED = "edit, test, fix, test"
 WRONG, RIGHT = "return a - b", "return a + b"
@@ -34,6 +32,8 @@ print(outcome)
 """
 RUN = "python3 -B check.py"  # no bytecode: both versions of add.py have one size, and maybe one second
 DONE = "The test passes."
+# what an agent sends elsewhere is refused at once
+OFFLINE = {"NO_PROXY": "127.0.0.1", "HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
 
 
 class Call(NamedTuple):
@@ -157,8 +157,8 @@ AGENTS = {
 }
 
 
-def try_agent(name: str, version: str, programs: Path, keep: Path) -> Verdict:
-    """Run an agent in a folder of its own. programs: the folder of npm's. keep: gets its requests and answers."""
+def try_agent(name: str, version: str, programs: Path, records: Path) -> Verdict:
+    """Run an agent in a folder of its own. programs: npm's folder of them. records: gets its requests and answers."""
     agent = AGENTS[name]
     with tempfile.TemporaryDirectory() as folder:
         workspace, home = Path(folder, "workspace"), Path(folder, "home")
@@ -167,43 +167,24 @@ def try_agent(name: str, version: str, programs: Path, keep: Path) -> Verdict:
         (workspace / "check.py").write_text(CHECK)
         turns = [format_call(call) for call in agent.calls(workspace)]
         with serve_script([*turns, DONE], Path(folder)) as server, record(server.url) as recorder:
-            # no way to the internet: what an agent sends elsewhere is refused at once
-            environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8"}
-            environment |= {"NO_PROXY": "127.0.0.1", "HTTPS_PROXY": "http://127.0.0.1:9"}
+            environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **OFFLINE}
             environment |= agent.settings(home, recorder.url)
-            fault = run(([str(programs / agent.program), *agent.arguments, TASK]), workspace, environment)
-        recorder.save(keep / f"{name}.jsonl")
-        return Verdict(name, version, TRIED, fault or find_fault(workspace, recorder.exchanges, len(turns)))
+            ended = run_client([str(programs / agent.program), *agent.arguments, TASK], workspace, environment)
+        recorder.save(records / f"{name}.jsonl")
+        fault = find_refused(recorder) or ended.fault or find_fault(workspace, ended.out)
+        return Verdict(name, version, TRIED, fault)
 
 
 def format_call(call: Call) -> str:
     return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
 
 
-def run(command: Sequence[str], workspace: Path, environment: dict[str, str]) -> str:
-    """Why the command failed, if it did."""
-    try:
-        ended = subprocess.run(
-            command, cwd=workspace, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"it took more than {SECONDS} s"
-    said = f"{ended.stdout}\n{ended.stderr}"
-    if ended.returncode:
-        return f"exit code {ended.returncode}: {said.strip()[-500:]}"
-    return "" if DONE in said else f"it did not print the last answer: {said.strip()[-500:]}"
-
-
-def find_fault(workspace: Path, exchanges: Sequence[Exchange], num_calls: int) -> str:
-    """What is wrong with the workspace or the answers, if anything is."""
-    for each in exchanges:
-        if each.status != 200:
-            return f"{each.method} {each.path} was answered with {each.status}: {each.answer[:500]}"
+def find_fault(workspace: Path, out: str) -> str:
+    """What is wrong with the workspace or with what the agent printed, if anything is."""
     outcomes, add = workspace / "outcomes", workspace / "add.py"
     said = outcomes.read_text().split() if outcomes.exists() else []
     if said != ["failed", "passed"]:
         return f"the test's outcomes are {said}"
     if RIGHT not in add.read_text():
         return f"add.py is {add.read_text()!r}"
-    return "" if len(exchanges) > num_calls else f"there were {len(exchanges)} requests"
+    return "" if DONE in out else f"it did not print the last answer, but {out[-SHOWN:]!r}"

@@ -1,7 +1,8 @@
-"""Try clients that others write against a server, a line each.
+"""Python clients, one a process: `python python_sdks.py NAME URL CHECKPOINT`, in an environment that has it.
 
-Each streams, calls a tool or gives an object, and is `ok` or FAILED with its error. The model is tiny and its weights
-are random, so what is looked at is the form of its answers: grammars make objects of them, and `tool_choice` calls.
+It prints the client's version; what fails is raised. Each streams, calls a tool or gives an object. The model is tiny
+and its weights are random, so what is looked at is the form of its answers: grammars make objects of them, and
+`tool_choice` calls.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -193,20 +193,11 @@ CLIENTS: dict[str, Callable[[str, str], None]] = {
 }
 
 
-def main(url: str, checkpoint: str, *chosen: str) -> int:
-    """Try the clients chosen, or all; how many failed. checkpoint: its folder"""
-    failed = 0
-    for name in chosen or CLIENTS:
-        try:
-            CLIENTS[name](url, checkpoint)
-            told = "ok"
-        except Exception as error:  # a client's own, of any kind
-            failed += 1
-            told = f"FAILED {type(error).__name__}: {error}"
-            traceback.print_exc()
-        print(f"{name} {version(name)}: {told}", flush=True)
-    return failed
+def main(name: str, url: str, checkpoint: str) -> None:
+    """Try a client against the server at url. checkpoint: its folder"""
+    print(version(name), flush=True)
+    CLIENTS[name](url, checkpoint)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

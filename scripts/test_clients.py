@@ -49,7 +49,7 @@ class Trial:
             return [Verdict(name, "none", "nothing", str(error))]
         except (OSError, subprocess.SubprocessError, AssertionError) as error:
             traceback.print_exc()
-            return [Verdict(name, "unknown", "nothing", f"{type(error).__name__}: {error}")]
+            return [Verdict(name, "unknown", "nothing", type(error).__name__)]
 
     def _try_agent(self, name: str) -> Verdict:
         package = AGENTS[name].package
@@ -104,7 +104,7 @@ def main() -> int:
             found = trial.run(name)
             verdicts += found
             for verdict in found:
-                print("  ".join(verdict.row), file=sys.stderr, flush=True)
+                print(f"{name}: {'FAILED' if verdict.fault else 'ok'}", file=sys.stderr, flush=True)
     print(make_table(verdicts))
     return sum(bool(each.fault) for each in verdicts)
 

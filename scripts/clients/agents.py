@@ -1,15 +1,18 @@
 """Coding agents: each edits, tests and fixes a file, over an engine that says what a model would say.
 
-The workspace has a test, which notes its outcomes. The script writes a file with a bug, runs the test, mends the file,
-runs the test again, and ends. What counts: the file, the outcomes, and that each request was answered with 200.
+The workspace has a test, which notes its outcomes. The script looks at a picture, writes a file with a bug, runs the
+test, fixes the file, runs the test again, and ends; it reasons before each call. What counts: the file, the outcomes,
+and that each request was answered with 200.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ from scripts.clients.servers import serve_script
 from scripts.clients.verdict import SHOWN, Verdict, find_refused, run_client
 
 TASK = "Write add.py, so that check.py passes."
-TRIED = "edit, test, fix, test"
+TRIED = "look, edit, test, fix, test"
 WRONG, RIGHT = "return a - b", "return a + b"
 CHECK = """\
 from pathlib import Path
@@ -30,6 +33,7 @@ with Path("outcomes").open("a") as file:
     print(outcome, file=file)
 print(outcome)
 """
+PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAIAQAAAADsdIMmAAAAC0lEQVR42mNgQAUAABAAAaoZ+IIAAAAASUVORK5CYII="  # a PNG, 8 x 8
 RUN = "python3 -B check.py"  # no bytecode: both versions of add.py have one size, and maybe one second
 DONE = "The test passes."
 # what an agent sends elsewhere is refused at once
@@ -110,19 +114,32 @@ def codex_calls(workspace: Path) -> list[Call]:
         f"*** Update File: add.py\n@@\n-    {WRONG}\n+    {RIGHT}\n",
     )
     edits = [f"apply_patch <<'EOF'\n*** Begin Patch\n{patch}*** End Patch\nEOF" for patch in patches]
-    return [Call("exec_command", {"cmd": command}) for command in (edits[0], RUN, edits[1], RUN)]
+    look = Call("view_image", {"path": str(workspace / "picture.png")})
+    return [look, *(Call("exec_command", {"cmd": command}) for command in (edits[0], RUN, edits[1], RUN))]
 
 
-def editor_calls(write: str, shell: str, edit: str, *, path: str, old: str, new: str) -> Callable[[Path], list[Call]]:
-    """The calls of an agent with tools that write, edit and run, by the names of these and of their arguments."""
+def claude_calls(workspace: Path) -> list[Call]:
+    """It also looks up a tool whose description it has not sent."""
+    calls = editor_calls(workspace, "Read Write Bash Edit", "file_path old_string new_string")
+    return [Call("ToolSearch", {"query": "select:NotebookEdit"}), *calls]
 
-    def calls(workspace: Path) -> list[Call]:
-        file = {path: str(workspace / "add.py")}
-        run = Call(shell, {"command": RUN, "description": "Run the test"})
-        first = Call(write, {**file, "content": f"def add(a, b):\n    {WRONG}\n"})
-        return [first, run, Call(edit, {**file, old: WRONG, new: RIGHT}), run]
 
-    return calls
+def editor_calls(workspace: Path, tools: str, fields: str) -> list[Call]:
+    """The calls of an agent with tools that read, write, run and edit.
+
+    tools: the names of these. fields: what they call a path, and the old and the new text of an edit
+    """
+    read, write, shell, edit = tools.split()
+    path, old, new = fields.split()
+    file = {path: str(workspace / "add.py")}
+    run = Call(shell, {"command": RUN, "description": "Run the test"})
+    return [
+        Call(read, {path: str(workspace / "picture.png")}),
+        Call(write, {**file, "content": f"def add(a, b):\n    {WRONG}\n"}),
+        run,
+        Call(edit, {**file, old: WRONG, new: RIGHT}),
+        run,
+    ]
 
 
 AGENTS = {
@@ -138,21 +155,25 @@ AGENTS = {
         "claude",
         ("--dangerously-skip-permissions", "--output-format", "json", "--print"),
         configure_claude,
-        editor_calls("Write", "Bash", "Edit", path="file_path", old="old_string", new="new_string"),
+        claude_calls,
     ),
     "qwen-code": Agent(
         "@qwen-code/qwen-code",
         "qwen",
         ("--yolo", "--prompt"),
         configure_qwen,
-        editor_calls("write_file", "run_shell_command", "edit", path="file_path", old="old_string", new="new_string"),
+        partial(
+            editor_calls,
+            tools="read_file write_file run_shell_command edit",
+            fields="file_path old_string new_string",
+        ),
     ),
     "opencode": Agent(
         "opencode-ai",
         "opencode",
         ("run",),
         configure_opencode,
-        editor_calls("write", "bash", "edit", path="filePath", old="oldString", new="newString"),
+        partial(editor_calls, tools="read write bash edit", fields="filePath oldString newString"),
     ),
 }
 
@@ -165,6 +186,7 @@ def try_agent(name: str, version: str, programs: Path, records: Path) -> Verdict
         workspace.mkdir()
         home.mkdir()
         (workspace / "check.py").write_text(CHECK)
+        (workspace / "picture.png").write_bytes(base64.b64decode(PICTURE))
         turns = [format_call(call) for call in agent.calls(workspace)]
         with serve_script([*turns, DONE], Path(folder)) as server, record(server.url) as recorder:
             environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **OFFLINE}
@@ -176,7 +198,8 @@ def try_agent(name: str, version: str, programs: Path, records: Path) -> Verdict
 
 
 def format_call(call: Call) -> str:
-    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+    """A turn of a model that reasons, in the format of conf/tool_calls/tagged_json.yaml."""
+    return f"<think>\nI call {call.name}.\n</think>\n\n<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
 
 
 def find_fault(workspace: Path, out: str) -> str:

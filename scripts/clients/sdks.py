@@ -12,14 +12,16 @@ from scripts.clients.verdict import Verdict, find_refused, run_client
 
 HERE = Path(__file__).parent
 AI_SDK = ("@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "@ai-sdk/open-responses")
-TURNS = ['<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "It is 5."]  # of ai_sdk.mjs
+# of the loops in python_sdks.py and ai_sdk.mjs
+CALL = '<think>\nI add.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+TURNS = [CALL, "It is 5."]
 
 
 def try_python(name: str, python: Path, url: str, checkpoint: Path, records: Path) -> Verdict:
     """Run python_sdks.py for a client. python: of its environment. records: gets its requests and answers."""
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch prices
     with record(url) as recorder, tempfile.TemporaryDirectory() as folder:
-        command = [str(python), str(HERE / "python_sdks.py"), name, recorder.url, str(checkpoint)]
+        command = [str(python), "-P", str(HERE / "python_sdks.py"), name, recorder.url, str(checkpoint)]
         ended = run_client(command, Path(folder), environment)
     recorder.save(records / f"{name}.jsonl")
     version = ended.out.partition("\n")[0] or "unknown"

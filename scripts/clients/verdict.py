@@ -19,15 +19,15 @@ class Verdict(NamedTuple):
     tried: str  # what it was to do
     fault: str = ""  # what went wrong; empty: nothing
 
-    @property
-    def row(self) -> tuple[str, ...]:
-        return self.client, self.version, self.tried, f"FAILED: {self.fault}" if self.fault else "ok"
 
 
 def make_table(verdicts: Sequence[Verdict]) -> str:
-    rows = [("client", "version", "tried", "verdict"), *(each.row for each in verdicts)]
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
+    """A row for each, and after the table what went wrong."""
+    rows = [("client", "version", "tried", "verdict")]
+    rows += [(each.client, each.version, each.tried, "FAILED" if each.fault else "ok") for each in verdicts]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(lines + [f"{each.client}: {each.fault}" for each in verdicts if each.fault])
 
 
 class Ended(NamedTuple):

@@ -199,7 +199,8 @@ def try_agent(name: str, version: str, programs: Path, records: Path) -> Verdict
 
 def format_call(call: Call) -> str:
     """A turn of a model that reasons, in the format of conf/tool_calls/tagged_json.yaml."""
-    return f"<think>\nI call {call.name}.\n</think>\n\n<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+    arguments = json.dumps({"name": call.name, "arguments": call.arguments})
+    return f"<think>\nI call {call.name}.\n</think>\n\n<tool_call>\n{arguments}\n</tool_call>"
 
 
 def find_fault(workspace: Path, out: str) -> str:

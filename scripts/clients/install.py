@@ -18,8 +18,23 @@ from pathlib import Path
 
 EXTRAS = {"pydantic-ai-slim": "openai"}  # that they need to speak to a server
 # what vllm computes with, which its benchmark does without; torch is that of the environment below
-UNUSED = """torch torchaudio torchvision torchcodec triton flashinfer-python tilelang nvidia-cudnn-frontend
-nvidia-cutlass-dsl quack-kernels tokenspeed-mla humming-kernels fastsafetensors pynvvideocodec nvtx""".split()
+UNUSED = """\
+torch
+torchaudio
+torchvision
+torchcodec
+triton
+flashinfer-python
+tilelang
+nvidia-cudnn-frontend
+nvidia-cutlass-dsl
+quack-kernels
+tokenspeed-mla
+humming-kernels
+fastsafetensors
+pynvvideocodec
+nvtx
+"""
 
 
 class MissingError(Exception):
@@ -38,7 +53,7 @@ def install_python(name: str, version: str | None, folder: Path) -> Path:
     uv = [str(find_uv(folder))]
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(environment)], check=True)
     unused = folder / "unused"
-    unused.write_text("\n".join(UNUSED))
+    unused.write_text(UNUSED)
     command = [*uv, "pip", "install", "--quiet", "--python", str(python), "--excludes", str(unused), requirement]
     subprocess.run(command, check=True)
     (site,) = environment.glob("lib/python*/site-packages")

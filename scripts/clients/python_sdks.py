@@ -1,8 +1,10 @@
-"""Python clients, one a process: `python python_sdks.py NAME URL CHECKPOINT`, in an environment that has it.
+"""Python clients, one a process, in an environment that has it; what fails is raised.
 
-It prints the client's version; what fails is raised. Each streams, calls a tool or gives an object. The model is tiny
-and its weights are random, so what is looked at is the form of its answers: grammars make objects of them, and
-`tool_choice` calls.
+    python -P python_sdks.py NAME URL_OF_THE_MODEL CHECKPOINT URL_OF_THE_SCRIPT
+
+It prints the client's version. Each streams, calls a tool or gives an object. The model is tiny and its weights are
+random, so what is looked at is the form of its answers: grammars make objects of them, and `tool_choice` calls. The
+script (scripted_engine.py) calls `add` once, and then says the sum.
 """
 
 from __future__ import annotations
@@ -16,13 +18,30 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
 MODEL, KEY, ASKED = "talker", "none", "Which animal?"
 # no space in JSON, of which a model without sense would write pages, and no thinking, which it would not end
 TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220", "259"), -100), "max_tokens": 200, "temperature": 0}
+
+
+QUESTION, ANSWER = "What is 2 + 3?", "It is 5."  # of the loop over the script
+
+
+class Server(NamedTuple):
+    url: str
+    checkpoint: str  # its folder
+    script: str  # the URL of another server, whose engine says prepared texts
+
+
+def add(a: int, b: int) -> str:
+    """Adds two numbers."""
+    return str(a + b)
+
+
+ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 
 
 class Animal(BaseModel):
@@ -32,10 +51,10 @@ class Animal(BaseModel):
     is_tame: bool
 
 
-def try_openai(url: str, checkpoint: str) -> None:
+def try_openai(server: Server) -> None:
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     messages: Any = [{"role": "user", "content": ASKED}]
     parsed = client.chat.completions.parse(model=MODEL, messages=messages, response_format=Animal, **TERSE)
     assert isinstance(parsed.choices[0].message.parsed, Animal)
@@ -43,12 +62,19 @@ def try_openai(url: str, checkpoint: str) -> None:
         kinds = [event.type for event in stream]
     assert kinds[-1] in ("response.completed", "response.incomplete"), kinds[-1]
     assert len(client.embeddings.create(model=MODEL, input=[ASKED, "b"]).data) == 2
+    client = openai.OpenAI(base_url=f"{server.script}/v1", api_key=KEY)
+    tools: Any = [{"type": "function", "name": "add", "parameters": ADD}]
+    items: Any = [{"role": "user", "content": QUESTION}]
+    items += client.responses.create(model=MODEL, input=items, tools=tools).output
+    called = json.loads(items[-1].arguments)
+    items.append({"type": "function_call_output", "call_id": items[-1].call_id, "output": add(**called)})
+    assert client.responses.create(model=MODEL, input=items, tools=tools).output_text == ANSWER
 
 
-def try_anthropic(url: str, checkpoint: str) -> None:
+def try_anthropic(server: Server) -> None:
     import anthropic
 
-    client = anthropic.Anthropic(base_url=url, api_key=KEY)
+    client = anthropic.Anthropic(base_url=server.url, api_key=KEY)
     messages: Any = [{"role": "user", "content": ASKED}]
     with client.messages.stream(model=MODEL, max_tokens=8, messages=messages) as stream:
         events = [event.type for event in stream]
@@ -63,32 +89,46 @@ def try_anthropic(url: str, checkpoint: str) -> None:
         tool_choice={"type": "tool", "name": "note"},
     )
     assert made.content[-1].type == "tool_use", made.content
+    client = anthropic.Anthropic(base_url=server.script, api_key=KEY)
+    messages = [{"role": "user", "content": QUESTION}]
+    tools = [anthropic.beta_tool(add)]
+    ended = client.beta.messages.tool_runner(model=MODEL, max_tokens=99, messages=messages, tools=tools).until_done()
+    assert ended.content[-1].text == ANSWER, ended.content
 
 
-def try_langchain_openai(url: str, checkpoint: str) -> None:
+def try_langchain_openai(server: Server) -> None:
+    from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
     bias = {"logit_bias": TERSE["logit_bias"]}
-    model: Any = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=KEY, max_tokens=200, temperature=0, **bias)
+    model: Any = ChatOpenAI(
+        model=MODEL, base_url=f"{server.url}/v1", api_key=KEY, max_tokens=200, temperature=0, **bias
+    )
     assert "".join(chunk.content for chunk in model.bind(max_tokens=8).stream(ASKED))
     for method in ("json_schema", "function_calling"):
         assert isinstance(model.with_structured_output(Animal, method=method).invoke(ASKED), Animal), method
     answer = model.bind_tools([Animal], tool_choice="Animal").invoke(ASKED)
     assert answer.tool_calls[0]["name"] == "Animal", answer
     plain = ChatOpenAI(
-        model=MODEL, base_url=f"{url}/v1", api_key=KEY, use_responses_api=True, max_tokens=16, temperature=0
+        model=MODEL, base_url=f"{server.url}/v1", api_key=KEY, use_responses_api=True, max_tokens=16, temperature=0
     )  # type: ignore
     assert plain.invoke(ASKED).content
-    texts = OpenAIEmbeddings(model=MODEL, base_url=f"{url}/v1", api_key=KEY, check_embedding_ctx_length=False)  # type: ignore
+    texts = OpenAIEmbeddings(model=MODEL, base_url=f"{server.url}/v1", api_key=KEY, check_embedding_ctx_length=False)  # type: ignore
     assert len(texts.embed_documents(["a", "b"])) == 2
+    for is_new in (False, True):
+        plain = ChatOpenAI(model=MODEL, base_url=f"{server.script}/v1", api_key=KEY, use_responses_api=is_new)  # type: ignore
+        told: Any = [("user", QUESTION)]
+        told.append(plain.bind_tools([add]).invoke(told))
+        told.append(tool(add).invoke(told[-1].tool_calls[0]))
+        assert plain.bind_tools([add]).invoke(told).text == ANSWER
 
 
-def try_pydantic_ai(url: str, checkpoint: str) -> None:
+def try_pydantic_ai(server: Server) -> None:
     from pydantic_ai import Agent, NativeOutput, ToolOutput
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{server.url}/v1", api_key=KEY))
     for output in (NativeOutput(Animal), ToolOutput(Animal)):
         made: Any = Agent(model, output_type=output, model_settings=TERSE).run_sync(ASKED)  # type: ignore[arg-type]
         assert isinstance(made.output, Animal), made
@@ -99,39 +139,47 @@ def try_pydantic_ai(url: str, checkpoint: str) -> None:
             return "".join([text async for text in run.stream_text(delta=True)])
 
     assert asyncio.run(stream())
+    provider = OpenAIProvider(base_url=f"{server.script}/v1", api_key=KEY)
+    for kind in (OpenAIChatModel, OpenAIResponsesModel):
+        assert Agent(kind(MODEL, provider=provider), tools=[add]).run_sync(QUESTION).output == ANSWER, kind
 
 
-def try_openai_agents(url: str, checkpoint: str) -> None:
-    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner
+def try_openai_agents(server: Server) -> None:
+    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
     from agents import set_tracing_disabled as leave_traces
     from openai import AsyncOpenAI
 
     leave_traces(True)
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY)
+    client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     settings = ModelSettings(temperature=0, max_tokens=200, extra_body={"logit_bias": TERSE["logit_bias"]})
     for model in (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)):
         made = Runner.run_sync(Agent("a", model=model, model_settings=settings, output_type=Animal), ASKED)
         assert isinstance(made.final_output, Animal), made
+    client = AsyncOpenAI(base_url=f"{server.script}/v1", api_key=KEY)
+    for model in (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)):
+        made = Runner.run_sync(Agent("a", model=model, tools=[function_tool(add)]), QUESTION)
+        assert made.final_output == ANSWER, made
 
 
-def try_instructor(url: str, checkpoint: str) -> None:
+def try_instructor(server: Server) -> None:
     import instructor
     import openai
 
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=KEY), mode=mode)
-        made = client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": ASKED}], response_model=Animal, max_retries=0, **TERSE
-        )
+    new = {"temperature": 0, "max_output_tokens": 200, "extra_body": {"logit_bias": TERSE["logit_bias"]}}
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.RESPONSES_TOOLS):
+        client = instructor.from_openai(openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY), mode=mode)
+        asked: Any = {"messages": [{"role": "user", "content": ASKED}]}
+        asked |= new if mode is instructor.Mode.RESPONSES_TOOLS else TERSE
+        made = client.chat.completions.create(model=MODEL, response_model=Animal, max_retries=0, **asked)
         assert isinstance(made, Animal), mode
 
 
-def try_litellm(url: str, checkpoint: str) -> None:
+def try_litellm(server: Server) -> None:
     import litellm
 
     messages = [{"role": "user", "content": ASKED}]
     for name in (f"openai/{MODEL}", f"hosted_vllm/{MODEL}"):
-        there = {"model": name, "api_base": f"{url}/v1", "api_key": KEY, "messages": messages}
+        there = {"model": name, "api_base": f"{server.url}/v1", "api_key": KEY, "messages": messages}
         there |= {"max_tokens": 8, "temperature": 0}  # a drawn token may begin reasoning
         assert litellm.completion(**there).usage.completion_tokens == 8
         text = "".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(**there, stream=True))
@@ -139,16 +187,23 @@ def try_litellm(url: str, checkpoint: str) -> None:
     asked = there | TERSE
     made = litellm.completion(**asked, response_format=Animal)
     assert Animal.model_validate_json(made.choices[0].message.content)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
+    there |= {"api_base": f"{server.script}/v1", "tools": tools, "messages": [{"role": "user", "content": QUESTION}]}
+    message = litellm.completion(**there).choices[0].message
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": add(**json.loads(call.function.arguments))}
+    there["messages"] += [message, result]
+    assert litellm.completion(**there).choices[0].message.content == ANSWER
 
 
-def try_guidellm(url: str, checkpoint: str) -> None:
+def try_guidellm(server: Server) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         asked = {
-            "backend": f"openai_http,target={url},model={MODEL}",
+            "backend": f"openai_http,target={server.url},model={MODEL}",
             "profile": "synchronous",
             "constraint": "max_requests,count=3",
-            "tokenizer": f"hf_auto,model={checkpoint}",
+            "tokenizer": f"hf_auto,model={server.checkpoint}",
             "data": "synthetic_text,prompt_tokens=16,output_tokens=4",
             "output": f"json,path={report}",
         }
@@ -159,7 +214,7 @@ def try_guidellm(url: str, checkpoint: str) -> None:
     assert (totals["successful"], totals["errored"], totals["incomplete"]) == (3, 0, 0), totals
 
 
-def try_vllm(url: str, checkpoint: str) -> None:
+def try_vllm(server: Server) -> None:
     """`vllm bench serve`: random prompts to be completed, and a ShareGPT file's as chats."""
     talk = [{"from": "human", "value": f"{ASKED} {ASKED}"}, {"from": "gpt", "value": "The dog."}]
     with tempfile.TemporaryDirectory() as folder:
@@ -171,8 +226,17 @@ def try_vllm(url: str, checkpoint: str) -> None:
             f"--dataset-path {conversations}": 3 * len("The dog."),  # its tokens are bytes
         }
         for flags, num_tokens in runs.items():
-            command = [str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--base-url", url, *flags.split()]
-            command += f"--model {MODEL} --tokenizer {checkpoint} --num-prompts 3 --ignore-eos --temperature 0".split()
+            command = [
+                str(Path(sys.executable).parent / "vllm"),
+                "bench",
+                "serve",
+                "--base-url",
+                server.url,
+                *flags.split(),
+            ]
+            command += (
+                f"--model {MODEL} --tokenizer {server.checkpoint} --num-prompts 3 --ignore-eos --temperature 0".split()
+            )
             command += f"--save-result --result-dir {folder} --result-filename {report.name}".split()
             subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True, timeout=300)
             told = json.loads(report.read_text())
@@ -180,7 +244,7 @@ def try_vllm(url: str, checkpoint: str) -> None:
             assert counts == (3, 0, num_tokens), (flags, counts)
 
 
-CLIENTS: dict[str, Callable[[str, str], None]] = {
+CLIENTS: dict[str, Callable[[Server], None]] = {
     "openai": try_openai,
     "anthropic": try_anthropic,
     "langchain-openai": try_langchain_openai,
@@ -193,10 +257,9 @@ CLIENTS: dict[str, Callable[[str, str], None]] = {
 }
 
 
-def main(name: str, url: str, checkpoint: str) -> None:
-    """Try a client against the server at url. checkpoint: its folder"""
+def main(name: str, *server: str) -> None:
     print(version(name), flush=True)
-    CLIENTS[name](url, checkpoint)
+    CLIENTS[name](Server(*server))
 
 
 if __name__ == "__main__":

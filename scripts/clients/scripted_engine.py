@@ -2,8 +2,8 @@
 
     python scripts/clients/scripted_engine.py SCRIPT.json checkpoint=FOLDER serve.http.port=0
 
-SCRIPT.json is {"turns": [TEXT, …], "aside": TEXT}: a request with tools gets turns[number of tool results] or
-the last, one without, such as for a title, the aside. Everything around the engine is real: HTTP, template, parsers, processes.
+SCRIPT.json is {"turns": [TEXT, …], "aside": TEXT}: a request with tools gets turns[number of tool results] or the last,
+one without, such as for a title, the aside. All around the engine is real: HTTP, template, parsers, processes.
 """
 
 from __future__ import annotations

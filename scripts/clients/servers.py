@@ -15,8 +15,7 @@ from scripts.clients.scripted_engine import RESULT, TOOLS
 
 SCRIPTED = Path(__file__).with_name("scripted_engine.py")
 MAX_MODEL_LEN = 1 << 20  # a token is a byte, and an agent's first request has 200 kB
-TEMPLATE = (
-    """\
+TEMPLATE = """\
 {%- if tools %}TOOLS
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{% endif %}
@@ -28,9 +27,7 @@ TEMPLATE = (
 </tool_call>
 {%- endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""".replace("TOOLS", TOOLS)
-    .replace("RESULT", RESULT)
-)
+{% endif %}""".replace("TOOLS", TOOLS).replace("RESULT", RESULT)
 
 
 def save_scripted(folder: Path) -> Path:
@@ -39,7 +36,9 @@ def save_scripted(folder: Path) -> Path:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     start = 1 + max(token["id"] for token in tokenizer["added_tokens"])
     sample = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [sample | {"id": start + at, "content": text} for at, text in enumerate((TOOLS, RESULT))]
+    tokenizer["added_tokens"] += [
+        sample | {"id": start + at, "content": text} for at, text in enumerate((TOOLS, RESULT))
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     for name, changes in {
         "tokenizer_config.json": {"chat_template": TEMPLATE},

@@ -36,6 +36,12 @@ print(outcome)
 PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAIAQAAAADsdIMmAAAAC0lEQVR42mNgQAUAABAAAaoZ+IIAAAAASUVORK5CYII="  # a PNG, 8 x 8
 RUN = "python3 -B check.py"  # no bytecode: both versions of add.py have one size, and maybe one second
 DONE = "The test passes."
+SUMMARY = {  # what Codex is to end with, in a response format that leaves it free to call tools
+    "type": "object",
+    "properties": {"summary": {"type": "string"}},
+    "required": ["summary"],
+    "additionalProperties": False,
+}
 # what an agent sends elsewhere is refused at once
 OFFLINE = {"NO_PROXY": "127.0.0.1", "HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
 
@@ -69,6 +75,7 @@ wire_api = "responses"
 enabled = false
 """
     )
+    (home / "summary.json").write_text(json.dumps(SUMMARY))
     return {"CODEX_HOME": str(home)}
 
 
@@ -146,7 +153,12 @@ AGENTS = {
     "codex": Agent(
         "@openai/codex",
         "codex",
-        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+        (
+            "exec",
+            "--skip-git-repo-check",
+            "--dangerously-bypass-approvals-and-sandbox",
+            "--output-schema=../home/summary.json",
+        ),
         configure_codex,
         codex_calls,
     ),
@@ -188,7 +200,10 @@ def try_agent(name: str, version: str, programs: Path, records: Path) -> Verdict
         (workspace / "check.py").write_text(CHECK)
         (workspace / "picture.png").write_bytes(base64.b64decode(PICTURE))
         turns = [format_call(call) for call in agent.calls(workspace)]
-        with serve_script([*turns, DONE], Path(folder)) as server, record(server.url) as recorder:
+        with (
+            serve_script([*turns, json.dumps({"summary": DONE})], Path(folder)) as server,
+            record(server.url) as recorder,
+        ):
             environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **OFFLINE}
             environment |= agent.settings(home, recorder.url)
             ended = run_client([str(programs / agent.program), *agent.arguments, TASK], workspace, environment)

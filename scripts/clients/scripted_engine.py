@@ -3,7 +3,8 @@
     python scripts/clients/scripted_engine.py SCRIPT.json checkpoint=FOLDER serve.http.port=0
 
 SCRIPT.json is {"turns": [TEXT, …], "aside": TEXT}: a request with tools gets turns[number of tool results] or the last,
-one without, such as for a title, the aside. All around the engine is real: HTTP, template, parsers, processes.
+one without, such as for a title, the aside. All around the engine is real: HTTP, template, parsers, processes; and so
+is the grammar of a request, to which the text has to keep.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ from stub_engine import Options, StubEngine  # noqa: E402
 
 from atom.checkpoint import Tokenizer  # noqa: E402
 from atom.checkpoint.tokenizer_files import load_tokenizer  # noqa: E402
+from atom.runtime.grammar import GrammarCompiler  # noqa: E402
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence  # noqa: E402
+from atom.runtime.vocabulary import Vocabulary  # noqa: E402
 from atom.sampling_params import SamplingParams  # noqa: E402
 
 TOOLS, RESULT = "<|tools|>", "<|tool_result|>"  # tokens of the template's own, which no client writes
+STOP = "<|im_end|>"
 PIECE = 7  # characters of a piece of a text: markers and JSON are cut anywhere
 
 
@@ -35,9 +40,18 @@ class ScriptedEngine(StubEngine):
     tokenizer: Tokenizer = field(kw_only=True)
     script: dict[str, Any] = field(kw_only=True)
 
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        stop_ids = frozenset(self.tokenizer.encode(STOP, add_special_tokens=False))
+        return GrammarCompiler(Vocabulary(self.tokenizer.vocab_size, stop_ids, self.tokenizer))
+
     def prepare(
         self, prompt: list[int], params: SamplingParams, options: RequestOptions, *, request_id: str
     ) -> list[Sequence]:
+        if params.structured_outputs is not None:
+            matcher = self.compiler.compile(params.structured_outputs, params.reasoning, params.tool_calls)
+            for token in self.tokenizer.encode(self.choose(prompt), add_special_tokens=False):
+                matcher.push(token)  # RequestError where the text breaks off from the grammar
         return [Sequence(f"{request_id}-0", prompt, params, request_id=request_id)]
 
     def _obey(self, token: int) -> None:

@@ -165,7 +165,11 @@ AGENTS = {
     "claude-code": Agent(
         "@anthropic-ai/claude-code",
         "claude",
-        ("--dangerously-skip-permissions", "--output-format", "json", "--print"),
+        (
+            "--dangerously-skip-permissions",
+            "--thinking-display=summarized",  # or --print drops thoughts, and the model does not read them again
+            "--print",
+        ),
         configure_claude,
         claude_calls,
     ),

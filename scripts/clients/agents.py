@@ -2,7 +2,7 @@
 
 The workspace has a test, which notes its outcomes. The script looks at a picture, writes a file with a bug, runs the
 test, fixes the file, runs the test again, and ends; it reasons before each call. What counts: the file, the outcomes,
-and that each request was answered with 200.
+and that each request was answered with 200. The settings are those of docs/clients.md.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from scripts.clients.recorder import record
 from scripts.clients.servers import serve_script
 from scripts.clients.verdict import SHOWN, Verdict, find_refused, run_client
 
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 TASK = "Write add.py, so that check.py passes."
 TRIED = "look, edit, test, fix, test"
 WRONG, RIGHT = "return a - b", "return a + b"
@@ -55,63 +57,44 @@ class Agent(NamedTuple):
     package: str  # of npm
     program: str  # that it installs
     arguments: tuple[str, ...]  # before the task
-    settings: Callable[[Path, str], dict[str, str]]  # (home, server's url) -> environment; may write files
+    configure: Callable[[Path, str], dict[str, str]]  # (home, server's url) -> environment; may write files
     calls: Callable[[Path], list[Call]]  # (workspace) -> the turns of the loop
 
 
+def read_settings(heading: str, url: str) -> str:
+    """The settings of a section of docs/clients.md, for the server at url."""
+    found = re.search(rf"^## {heading}$.*?^```\w+$\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None, f"docs/clients.md has no settings of {heading}"
+    return found[1].replace("http://localhost:8000", url)
+
+
+def read_environment(heading: str, url: str) -> dict[str, str]:
+    return dict(re.findall(r"^export (\w+)=(.*)$", read_settings(heading, url), re.MULTILINE))
+
+
 def configure_codex(home: Path, url: str) -> dict[str, str]:
-    (home / "config.toml").write_text(
-        f"""\
-model = "talker"
-model_provider = "atom"
-check_for_update_on_startup = false
-
-[model_providers.atom]
-name = "atom"
-base_url = "{url}/v1"
-wire_api = "responses"
-
-[analytics]
-enabled = false
-"""
-    )
+    quiet = "check_for_update_on_startup = false\n{}\n[analytics]\nenabled = false\n"
+    (home / "config.toml").write_text(quiet.format(read_settings("Codex", url)))
     (home / "summary.json").write_text(json.dumps(SUMMARY))
-    return {"CODEX_HOME": str(home)}
+    return {"CODEX_HOME": str(home), "ATOM_API_KEY": "none"}
 
 
 def configure_claude(home: Path, url: str) -> dict[str, str]:
-    return {
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": "none",
-        "ANTHROPIC_MODEL": "talker",
-        "CLAUDE_CONFIG_DIR": str(home),
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "IS_SANDBOX": "1",  # or root may not skip permissions
-    }
+    root = {"IS_SANDBOX": "1"}  # or root may not skip permissions
+    return read_environment("Claude Code", url) | {"CLAUDE_CONFIG_DIR": str(home)} | root
 
 
 def configure_qwen(home: Path, url: str) -> dict[str, str]:
-    settings = {"privacy": {"usageStatisticsEnabled": False}, "general": {"enableAutoUpdate": False}}
+    quiet = {"privacy": {"usageStatisticsEnabled": False}, "general": {"enableAutoUpdate": False}}
     (home / ".qwen").mkdir()
-    (home / ".qwen" / "settings.json").write_text(json.dumps(settings))
-    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "talker"}
+    (home / ".qwen" / "settings.json").write_text(json.dumps(quiet))
+    return read_environment("qwen-code", url)
 
 
 def configure_opencode(home: Path, url: str) -> dict[str, str]:
-    settings = {
-        "autoupdate": False,
-        "share": "disabled",
-        "model": "atom/talker",
-        "provider": {
-            "atom": {
-                "npm": "@ai-sdk/openai-compatible",
-                "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
-                "models": {"talker": {}},
-            }
-        },
-    }
-    (home / "opencode.json").write_text(json.dumps(settings))
-    return {"OPENCODE_CONFIG": str(home / "opencode.json"), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    (home / "opencode.json").write_text(read_settings("opencode", url))
+    names = ("AUTOUPDATE", "LSP_DOWNLOAD", "MODELS_FETCH", "SHARE")
+    return {"OPENCODE_CONFIG": str(home / "opencode.json")} | {f"OPENCODE_DISABLE_{name}": "1" for name in names}
 
 
 def codex_calls(workspace: Path) -> list[Call]:
@@ -155,6 +138,7 @@ AGENTS = {
         "codex",
         (
             "exec",
+            "--strict-config",
             "--skip-git-repo-check",
             "--dangerously-bypass-approvals-and-sandbox",
             "--output-schema=../home/summary.json",
@@ -209,7 +193,7 @@ def try_agent(name: str, version: str, programs: Path, records: Path) -> Verdict
             record(server.url) as recorder,
         ):
             environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **OFFLINE}
-            environment |= agent.settings(home, recorder.url)
+            environment |= agent.configure(home, recorder.url)
             ended = run_client([str(programs / agent.program), *agent.arguments, TASK], workspace, environment)
         recorder.save(records / f"{name}.jsonl")
         fault = find_refused(recorder) or ended.fault or find_fault(workspace, ended.out)

@@ -54,7 +54,7 @@ def serve_script(turns: Sequence[str], folder: Path) -> Iterator[serving.Server]
     script, log = folder / "script.json", folder / "server.log"
     script.write_text(json.dumps({"turns": list(turns), "aside": "A title"}))
     checkpoint = save_scripted(folder / "talker")
-    options = [f"checkpoint={checkpoint}", "serve.http.served_model_name=[talker]", "serve.http.host=127.0.0.1"]
+    options = [f"checkpoint={checkpoint}", "serve.http.served_model_name=[coder,talker]", "serve.http.host=127.0.0.1"]
     options += ["serve.http.port=0", "level=1", "dtype=fp32", "serve.kv_cache_memory=16777216"]
     with log.open("wb") as file:
         command = [sys.executable, str(SCRIPTED), str(script), *options]

@@ -1,4 +1,4 @@
-"""Variables of a chat template that a request sets: any that it reads, and the effort.
+"""Variables of a chat template that requests set: its own, and the effort.
 
 check_variables(tokenizer, body.chat_template_kwargs)
 effort_variables(tokenizer, "xhigh")        # {"reasoning_effort": "high"} if the template lists low, medium, high

@@ -226,11 +226,11 @@ def test_a_field_that_is_wrong(server: Server, path: str, body: dict[str, Any], 
     assert len(message) < 1000
 
 
-def test_the_arguments_of_a_call_that_are_no_shallow_object(server: Server):
+def test_the_arguments_of_a_call_in_the_messages_may_be_any_text(server: Server):
     for arguments in ("[1]", "{", json.dumps(nested(101))):
         call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
-        answer = asking.post(server, CHAT, {"messages": [{"role": "assistant", "tool_calls": [call]}]})
-        assert "arguments" in assert_is_openai(answer, 400, "invalid_request_error", "messages")
+        answer = asking.post(server, CHAT, {"messages": [{"role": "assistant", "tool_calls": [call]}], "max_tokens": 1})
+        assert answer.status == 200, answer.body
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

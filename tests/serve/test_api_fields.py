@@ -780,6 +780,13 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
                 says({"role": "assistant", "content": "a", "reasoning": "b"}),
             ),
         ),
+        "provider_specific_fields": is_label(
+            TOKENIZE,
+            schema.ChatMessage,
+            "provider_specific_fields",
+            says(OPENAIS),
+            says(OPENAIS | {"provider_specific_fields": {"reasoning": "b"}}),
+        ),
         "type": both(
             is_label(TOKENIZE, schema.ChatMessage, "type", says(user("a")), says(user("a", type="text"))),
             refuses(TOKENIZE, says(user("a", type="image_url")), "messages"),

@@ -327,6 +327,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: Text | None = None
     reasoning: Text | None = Field(None, description="the same, as newer versions of vLLM name it")
+    provider_specific_fields: JSONObject | None = Field(None, description="a label, which litellm sets")
     type: Literal["text", "message"] | None = Field(None, description="a label, which lm_eval sets")
     id: Word | None = Field(None, description=LABEL)
     cache_control: JSONObject | None = Field(None, description=HINT)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import serving  # noqa: E402
+import transformers  # noqa: E402
 
 from scripts.clients.agents import AGENTS, try_agent  # noqa: E402
 from scripts.clients.install import MissingError, install_npm, install_python  # noqa: E402
@@ -96,6 +97,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.names) - set(names):
         parser.error(f"there is no {', '.join(sorted(unknown))}; the clients are {', '.join(names)}")
+    transformers.utils.logging.disable_progress_bar()  # of checkpoints that are saved
     RECORDS.mkdir(parents=True, exist_ok=True)
     verdicts: list[Verdict] = []
     with contextlib.ExitStack() as opened:

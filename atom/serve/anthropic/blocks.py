@@ -10,7 +10,7 @@ A block has an index and ends before the next one begins.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import json
@@ -19,14 +19,15 @@ from pydantic_core import from_json
 from atom.serve.output.output_parser import Answer, Delta, ToolCall, ToolDelta
 from atom.serve.sse import event
 
+ThinkingShown = Literal["whole", "empty", "none"]  # its text; a block without text; no block
 DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
 
 
-def content_blocks(answer: Answer, *, shows_thinking: bool = True) -> list[dict[str, Any]]:
+def content_blocks(answer: Answer, thinking: ThinkingShown = "whole") -> list[dict[str, Any]]:
     """The blocks of a whole answer; none where the model said nothing."""
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning:
-        blocks.append(thinking_block(answer.reasoning if shows_thinking else ""))
+    if answer.reasoning and thinking != "none":
+        blocks.append(thinking_block(answer.reasoning if thinking == "whole" else ""))
     if answer.content:
         blocks.append(text_block(answer.content))
     return blocks + [tool_block(call.id, call.name, tool_input(call)) for call in answer.calls]
@@ -55,17 +56,17 @@ def tool_block(id: str, name: str, input: Any) -> dict[str, Any]:
 
 
 class BlockStream:
-    def __init__(self, *, shows_thinking: bool = True) -> None:
-        self._shows_thinking = shows_thinking  # in its block, which is empty otherwise
+    def __init__(self, thinking: ThinkingShown = "whole") -> None:
+        self._thinking = thinking
         self._num_blocks = 0
         self._open: str | None = None  # type of the block that is not closed
 
     def push(self, delta: Delta) -> bytes:
         """The events of a delta, in a model's order: thinking, the rest of a call, text, further calls."""
         data = b""
-        if delta.reasoning:
+        if delta.reasoning and self._thinking != "none":
             data += self._begin("thinking", thinking_block())
-            if self._shows_thinking:
+            if self._thinking == "whole":
                 data += self._add(b"thinking_delta", b"thinking", delta.reasoning)
         num_open = 0  # deltas of the call that is open
         while num_open < len(delta.tools) and delta.tools[num_open].id is None:

@@ -15,9 +15,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from atom.sampling_params import SamplingParams
-from atom.serve.anthropic.blocks import BlockStream, content_blocks
+from atom.serve.anthropic.blocks import BlockStream, ThinkingShown, content_blocks
 from atom.serve.anthropic.prompt import prepare
-from atom.serve.anthropic.schema import CountRequest, MessagesRequest
+from atom.serve.anthropic.schema import CountRequest, MessagesRequest, Thinking
 from atom.serve.bodies import body_route
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
@@ -59,8 +59,8 @@ class MessageResponder(Responder):
     def __init__(self, context: Context, body: MessagesRequest) -> None:
         super().__init__(context, body.model, new_id("msg", "_"), is_streamed=body.stream)
         self._body, self._format = body, body.output_config.format if body.output_config else None
-        self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-        self._blocks = BlockStream(shows_thinking=self._shows_thinking)
+        self._thinking = thinking_shown(body.thinking)
+        self._blocks = BlockStream(self._thinking)
         self._finish: Finish | None = None
 
     def make_request(self) -> EngineRequest:
@@ -91,7 +91,7 @@ class MessageResponder(Responder):
         answer = self._talk.read(choice.text, self._prompt)
         assert choice.finish is not None, "it is done"
         stop = stop_reason(choice.finish, has_calls=answer.has_whole_calls)
-        content = content_blocks(answer, shows_thinking=self._shows_thinking)
+        content = content_blocks(answer, self._thinking)
         return self._message(usage, content, *stop)
 
     def _message(
@@ -130,6 +130,15 @@ class MessageResponder(Responder):
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }
+
+
+def thinking_shown(thinking: Thinking | None) -> ThinkingShown:
+    """How an answer shows its thinking. A model that always thinks may do so although it is disabled."""
+    if thinking is None:
+        return "whole"
+    if thinking.type == "disabled":
+        return "none"
+    return "empty" if thinking.display == "omitted" else "whole"
 
 
 def stop_reason(finish: Finish, *, has_calls: bool) -> tuple[str, str | None]:

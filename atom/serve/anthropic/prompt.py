@@ -72,11 +72,13 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     )
     prefill = take_prefill(turns)
     effort = effort_variables(context.need_tokenizer(), body.output_config.effort if body.output_config else None)
-    variables = thinking_switches(context, body, has_reasoning=talk.has_reasoning) | effort
+    variables = effort | thinking_variables(context, body, has_reasoning=talk.has_reasoning)
     conversation = encode_plain(context, plain_messages(turns), talk.tools, variables, prefill)
     reasoning = context.config.model.reasoning
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
-        fix = 'end with a message of the user, or send thinking={"type": "disabled"}'
+        fix = "end with a message of the user"
+        if body.thinking is None or body.thinking.type != "disabled":
+            fix += ', or send thinking={"type": "disabled"}'
         raise FieldError("messages", f"an answer of this model begins with its thinking, not with a given text; {fix}")
     return Prepared(talk, conversation)
 
@@ -108,17 +110,19 @@ def openai_choice(body: CountRequest) -> str | NamedTool | None:
     return None if choice is None else {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 
-def thinking_switches(context: Context, body: CountRequest, *, has_reasoning: bool) -> dict[str, bool]:
-    """The template's variables for thinking; empty where the request does not mention it."""
+def thinking_variables(context: Context, body: CountRequest, *, has_reasoning: bool) -> dict[str, Any]:
+    """The template's variables for thinking; empty if the request does not mention it.
+
+    A model whose template has no switch always thinks. Claude Code disables thinking for titles and sub-agents, so the
+    model then thinks as little as the template can ask for, and the answer does not show it.
+    """
     thinking = body.thinking
     if thinking is None:
         return {}
-    variables = context.need_tokenizer().template_variables()
-    switches = {name: thinking.type != "disabled" for name in SWITCHES if name in variables}
+    tokenizer = context.need_tokenizer()
+    switches = {name: thinking.type != "disabled" for name in SWITCHES if name in tokenizer.template_variables()}
     if thinking.type == "disabled":
-        if has_reasoning and not switches:
-            raise FieldError("thinking", "thinking cannot be disabled: this model's template has no switch for it")
-        return switches
+        return switches or effort_variables(tokenizer, "none")
     if not has_reasoning:
         if thinking.type == "adaptive":  # as much as it is of use, which may be none
             return {}

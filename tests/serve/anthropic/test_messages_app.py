@@ -140,6 +140,25 @@ def test_thinking_that_is_omitted_leaves_an_empty_block(display: str | None, tol
     assert "".join(event["delta"].get("thinking", "") for event in events if "delta" in event) == told
 
 
+LEVELS = "{% for m in messages %}{{ m.content }}{% endfor %}Reasoning: {{ reasoning_effort or 'high' }}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_always_thinks_does_not_show_it_where_thinking_is_disabled(stream: bool, ask: Asker, talker: Path):
+    """Claude Code 2.1 disables thinking for titles and sub-agents."""
+    body = {**ASK, "thinking": {"type": "disabled"}, "stream": stream}
+    response, seen = ask(Said(["<think>", "\nHm", ".\n</think>\n", "\nSo."]), body, before=use_template(LEVELS))
+    assert response.status_code == 200
+    assert prompt_of(seen, talker) == "HelloReasoning: low"
+    if stream:
+        blocks = [
+            event["content_block"] for _, event in read_events(response) if event["type"] == "content_block_start"
+        ]
+        assert blocks == [{"type": "text", "text": ""}]
+    else:
+        assert response.json()["content"] == [{"type": "text", "text": "So."}]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("said", "reason", "stop"),
@@ -414,7 +433,8 @@ def test_what_claude_code_reads_of_pictures_and_pdfs_does_not_end_its_session(as
 @pytest.mark.parametrize(
     ("body", "overrides", "message"),
     [
-        ({"thinking": {"type": "disabled"}}, [], "thinking cannot be disabled: this model's template has no switch for it"),
+        ({"thinking": {"type": "disabled"}, "messages": [*ASK["messages"], {"role": "assistant", "content": "b"}]}, [],
+         "an answer of this model begins with its thinking, not with a given text; end with a message of the user"),
         ({"thinking": {"type": "enabled"}}, ["model.reasoning=null"],
          "this model does not think; leave thinking out or send type=disabled"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, [],

@@ -33,6 +33,7 @@ from atom.runtime.vocabulary import Vocabulary
 
 LOG = logging.getLogger("atom.engine")
 MAX_SCHEMA = 1 << 20  # bytes of a JSON schema, a grammar, or all choices
+MAX_SEARCHED = 1 << 17  # bytes of a grammar whose fault is searched for
 MAX_REGEX = 1 << 16  # bytes
 MAX_PROPERTIES = 3000  # of a JSON schema: the time to compile it grows with the square of them
 MAX_LEXER_STATES = 50_000  # of one sequence; one takes 1 or 2 kB
@@ -179,7 +180,7 @@ class GrammarCompiler:
         try:
             matcher = self._compile(grammar if tool_calls is None else _join(grammar, tool_calls))
         except RequestError as error:
-            place = None if schema is None else find_fault(schema, self._refuse)
+            place = find_fault(schema, self._refuse) if schema and len(grammar) <= MAX_SEARCHED else None
             raise error if place is None else place.fault(str(error).removeprefix("structured_outputs: ")) from None
         return matcher if reasoning is None else ReasoningMatcher(matcher, self._vocabulary, reasoning)
 
@@ -201,7 +202,10 @@ class GrammarCompiler:
         if not {"json", "json_object"} & wanted.keys():
             return None
         given = _read_schema(wanted["json"]) if "json" in wanted else {"type": "object"}
-        rewritten = rewrite_schema(given)
+        try:
+            rewritten = rewrite_schema(given)
+        except RecursionError:
+            raise RequestError("structured_outputs: the JSON schema is nested too deeply") from None
         rewritten.schema["x-guidance"] = given.get("x-guidance", {"whitespace_pattern": SPACE})
         _check_schema(rewritten.schema)
         for note in rewritten.notes:

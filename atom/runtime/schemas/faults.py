@@ -11,7 +11,7 @@ from typing import Any
 from atom.runtime.schemas.references import Place
 from atom.runtime.schemas.rewrite import Rewritten
 
-MAX_CHECKS = 300  # of parts of a schema: one takes a millisecond, a large one more
+MAX_CHECKS = 200  # of parts of a schema: one takes a millisecond, a large one more
 NOTHING = "nsatisfiable"  # in the reason of a schema that no text fits, which may be meant of a part
 
 

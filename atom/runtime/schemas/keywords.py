@@ -21,6 +21,7 @@ from atom.runtime.schemas.property_keywords import (
     rewrite_unevaluated_properties,
 )
 
+MAX_ONE_OF = 32  # schemas of a oneOf that are held against each other
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
@@ -99,13 +100,16 @@ def rewrite_one_of(keyword: Keyword) -> None:
     if not isinstance(given, list):
         raise keyword.at.fault(f"{given!r} is not a list")
     schemas = [keyword.rewrite(each, index) for index, each in enumerate(given)]
-    if all(
+    is_short = len(given) <= MAX_ONE_OF
+    if is_short and all(
         isinstance(each, Mapping) and "required" in each and each.keys() & ASSERTIONS <= {"required", "type"}
         for each in given
     ):
         others = [keyword.negate(each, "write anyOf") for each in given]
         schemas = [{"allOf": [each, *others[:index], *others[index + 1 :]]} for index, each in enumerate(schemas)]
-    elif not all(are_disjoint(keyword.follow(one), keyword.follow(other)) for one, other in combinations(given, 2)):
+    elif not is_short or not all(
+        are_disjoint(keyword.follow(one), keyword.follow(other)) for one, other in combinations(given, 2)
+    ):
         keyword.rewriter.note("oneOf is read as anyOf: an answer may be valid against several of its schemas")
     if "anyOf" in keyword.out:
         keyword.require({"anyOf": schemas})

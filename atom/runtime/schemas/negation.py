@@ -10,12 +10,13 @@ A schema is the conjunction of its keywords, so its negation is that one of them
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, pairwise
 from typing import Any
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-MAX_DEPTH = 20  # of references in what is negated
+MAX_SCHEMAS = 200  # in what is negated
+MAX_WORD = 100  # characters of a constant: a regular expression nests as deep
 Resolve = Callable[[str], Any]  # the schema that a $ref of this one means
 
 
@@ -26,19 +27,19 @@ class _CannotError(Exception):
 def negate(schema: Any, resolve: Resolve) -> Any:
     """A schema of the values that are not valid against this one; None where none says so."""
     try:
-        return _negate(schema, resolve, 0)
+        return _negate(schema, resolve, count())
     except _CannotError:
         return None
 
 
-def _negate(schema: Any, resolve: Resolve, depth: int) -> Any:
+def _negate(schema: Any, resolve: Resolve, numbers: Iterator[int]) -> Any:
     if isinstance(schema, bool):
         return not schema
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+    if not isinstance(schema, Mapping) or next(numbers) > MAX_SCHEMAS:
         raise _CannotError
 
     def inner(each: Any) -> Any:
-        return _negate(each, resolve, depth + 1)
+        return _negate(each, resolve, numbers)
 
     parts: list[Any] = []
     for key, value in schema.items():
@@ -70,7 +71,7 @@ def _properties(schemas: Mapping[str, Any], inner: Callable[[Any], Any]) -> Any:
 
 def _enum(values: Iterable[Any], _: Any) -> Any:
     values = list(values)
-    if any(isinstance(value, list | Mapping) for value in values):
+    if any(isinstance(value, list | Mapping) or (isinstance(value, str) and len(value) > MAX_WORD) for value in values):
         raise _CannotError
     words = [value for value in values if isinstance(value, str)]
     flags = [value for value in values if isinstance(value, bool)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from itertools import product
 from typing import Any
 
 from atom.errors import RequestError
@@ -22,6 +21,7 @@ from atom.runtime.schemas.references import Place
 OBJECT = {"type", "properties", "patternProperties", "additionalProperties", "required"}
 ARRAY = {"type", "items", "minItems", "maxItems"}
 STRING = r'"(?:[^"\\\x00-\x1F\x7F]|\\(?:["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"'
+NAMES = re.compile(r"\^\(?([\w-]+(?:\|[\w-]+)*)\)?\$")  # a pattern of properties that only lists names
 ADVICE = "a number beyond 2^53 can be kept in properties, items and anyOf, and not within {}; write it there"
 
 
@@ -110,7 +110,8 @@ class _Writer:
         properties = dict(schema.get("properties", {}))
         others = schema.get("additionalProperties", True)
         patterns = schema.get("patternProperties", {})
-        if patterns and (others is not False or any(map(is_match, product(patterns, [*properties, *required])))):
+        is_apart = not properties and not required
+        if patterns and (others is not False or not (is_apart or has_only_other_names(patterns, properties))):
             raise self._fault(schema, "patternProperties next to other properties")
         properties |= {name: others for name in required if name not in properties}
         more = [self._pair(self._json({"type": "string", "pattern": key}), each) for key, each in patterns.items()]
@@ -160,12 +161,10 @@ class _Writer:
         return self._known[body]
 
 
-def is_match(pattern_and_name: tuple[str, str]) -> bool:
-    """Whether a pattern matches a name; true where that is not known."""
-    try:
-        return bool(re.search(*pattern_and_name, re.ASCII))
-    except re.error:
-        return True
+def has_only_other_names(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether patterns are lists of names, and of none of these."""
+    listed = [NAMES.fullmatch(pattern) for pattern in patterns]
+    return all(match is not None and not {*match[1].split("|")} & {*names} for match in listed)
 
 
 def quote(name: str) -> str:

@@ -19,23 +19,21 @@ def has_look_around(pattern: str) -> bool:
 def split_look_aheads(pattern: str) -> tuple[list[str], bool]:
     """Patterns that all hold where this one does, and whether negative look-aheads at its beginning are left out."""
     start, ahead, left_out = 1, list[str](), False
-    if not pattern.startswith("^") or any(letter == "|" and depth == 0 for _, letter, depth in _syntax(pattern)):
-        return [pattern], False
-    while pattern.startswith(AHEAD, start):
-        end = _closing(pattern, start)
+    opened, closing = list[int](), dict[int, int]()  # a parenthesis -> the one that closes it
+    for index, letter, depth in _syntax(pattern):
+        if letter == "|" and depth == 0:
+            return [pattern], False
+        if letter == "(":
+            opened.append(index)
+        elif letter == ")" and opened:
+            closing[opened.pop()] = index
+    while pattern.startswith("^") and pattern.startswith(AHEAD, start) and start in closing:
         if pattern.startswith("(?=", start):
-            ahead.append(f"^(?:{pattern[start + 3 : end]})")
+            ahead.append(f"^(?:{pattern[start + 3 : closing[start]]})")
         else:
             left_out = True
-        start = end + 1
-    return [f"^{pattern[start:]}", *ahead], left_out
-
-
-def _closing(pattern: str, start: int) -> int:
-    """The index of the parenthesis that closes the one at start; the pattern's length where none does."""
-    depths = ((index, depth) for index, letter, depth in _syntax(pattern) if letter == ")" and index > start)
-    level = sum(1 if letter == "(" else -1 for index, letter, _ in _syntax(pattern) if letter in "()" and index < start)
-    return next((index for index, depth in depths if depth == level), len(pattern))
+        start = closing[start] + 1
+    return [f"^{pattern[start:]}", *ahead] if start > 1 else [pattern], left_out
 
 
 def _syntax(pattern: str) -> Iterator[tuple[int, str, int]]:

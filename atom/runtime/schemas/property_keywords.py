@@ -6,7 +6,6 @@ out     # {"properties": {"a": True}, "additionalProperties": False}
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,28 +13,26 @@ from atom.runtime.schemas.keyword import COMPOSED, Keyword, listed
 from atom.runtime.schemas.negation import ASSERTIONS
 from atom.runtime.schemas.patterns import has_look_around
 
+MAX_WITHIN = 8  # of schemas in allOf and $ref of others
+
 
 def rewrite_property_names(keyword: Keyword) -> None:
     """Names are properties, a pattern of them is one of patternProperties, and there are no additional ones."""
     names, out = read_names(keyword, keyword.value), keyword.out
     if names is None:
         return
-    if "patternProperties" in out:
-        raise keyword.at.fault("propertyNames cannot be kept next to patternProperties; write its names in them")
     known, others = out.get("properties", {}), out.get("additionalProperties", True)
-    out["additionalProperties"] = False
-    if isinstance(names, list):
-        out["properties"] = {name: known.get(name, others) for name in dict.fromkeys([*known, *names]) if name in names}
-        return
-    try:
-        fitting = {name for name in known if re.search(names, name, re.ASCII)}
-    except re.error:
-        raise keyword.at.fault("this pattern cannot be kept next to properties; write patternProperties") from None
-    if fitting and others not in (True, {}):
-        raise keyword.at.fault("a pattern of names cannot be kept next to properties; write patternProperties")
-    if known:
-        out["properties"] = {name: schema if name in fitting else False for name, schema in known.items()}
-    out["patternProperties"] = {names: others}
+    if "patternProperties" in out or (known and isinstance(names, str)):
+        key, named = ("patternProperties", [names]) if isinstance(names, str) else ("properties", names)
+        keyword.require({key: dict.fromkeys(named, True), "additionalProperties": False})
+    elif isinstance(names, str):
+        out |= {"patternProperties": {names: others}, "additionalProperties": False}
+    else:
+        kept = {name: schema for name, schema in known.items() if name in names}
+        out |= {
+            "properties": kept | {name: others for name in names if name not in known},
+            "additionalProperties": False,
+        }
 
 
 def read_names(keyword: Keyword, schema: Any) -> list[str] | str | None:
@@ -75,20 +72,20 @@ def rewrite_unevaluated_properties(keyword: Keyword) -> None:
     keyword.out["additionalProperties"] = keyword.rewrite(keyword.value)
 
 
-def names_within(keyword: Keyword, schema: Any) -> list[str] | None:
+def names_within(keyword: Keyword, schema: Mapping[str, Any], seen: tuple[int, ...] = ()) -> list[str] | None:
     """The properties that allOf and $ref of a schema name; None where that depends on the answer."""
-    if schema.keys() & COMPOSED:
+    if schema.keys() & COMPOSED or id(schema) in seen or len(seen) > MAX_WITHIN:
         return None
     names: list[str] = []
     inner = list(schema.get("allOf", ()))
     if "$ref" in schema:
         inner.append(keyword.rewriter.resolve(schema["$ref"], keyword.place)[0])
     for each in inner:
-        if not isinstance(each, Mapping) or each is schema:
-            return None
         own = {"patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"}
-        further = names_within(keyword, each)
-        if further is None or each.keys() & own:
+        if not isinstance(each, Mapping) or each.keys() & own:
+            return None
+        further = names_within(keyword, each, (*seen, id(schema)))
+        if further is None:
             return None
         names += [*each.get("properties", {}), *further]
     return names

@@ -21,6 +21,7 @@ from atom.runtime.schemas.keywords import REWRITTEN
 from atom.runtime.schemas.negation import TYPES
 from atom.runtime.schemas.references import Place, References
 
+MAX_COUNT = (1 << 31) - 1  # of characters, items and properties
 MAX_DEPTH = 60  # of schemas in schemas: llguidance reads JSON to a depth of 128
 
 
@@ -120,6 +121,8 @@ def keep_names(_: Rewriter, value: Any, place: Place) -> Any:
 def keep_count(_: Rewriter, value: Any, place: Place) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
         raise place.fault(f"{value!r} is not a whole number of at least 0")
+    if value > MAX_COUNT:
+        raise place.fault(f"{value!r} is more than {MAX_COUNT}; leave it out")
     return int(value)
 
 

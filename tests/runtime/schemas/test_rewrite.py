@@ -80,6 +80,13 @@ def test_a_pattern_of_names_is_one_of_properties():
     )
 
 
+def test_names_and_patterns_of_properties_hold_together():
+    schema = {"type": "object", "propertyNames": {"enum": ["ab", "b"]}, "patternProperties": {"^a": NUMBERS}}
+    holds(schema, ["{}", '{"ab":1}', '{"b":"x"}'], ['{"ab":"x"}', '{"a":1}', '{"c":1}'])
+    known = {"type": "object", "propertyNames": {"pattern": "^x"}, "properties": {"xa": {"type": "string"}}}
+    holds(known | {"additionalProperties": NUMBERS}, ['{"xa":"t"}', '{"xb":1}'], ['{"xa":1}', '{"xb":"t"}', '{"b":1}'])
+
+
 def test_no_name_is_no_property():
     holds({"type": "object", "propertyNames": False}, ["{}"], ['{"a":1}'])
     holds({"type": "object", "propertyNames": {"type": "number"}}, ["{}"], ['{"a":1}'])
@@ -200,11 +207,11 @@ def test_what_has_a_large_number_in_it_keeps_its_meaning():
     holds(named, ["null", "{}", '{"b":1}', '{"a":"x","b":1,"c":2}'], ['{"a":1}', '{"b":9223372036854775808}', "[]"])
     patterns = {
         "type": "object",
-        "patternProperties": {"^n": large},
+        "patternProperties": {"^(n|m)$": large},
         "properties": {"a": large},
         "additionalProperties": False,
     }
-    holds(patterns, ["{}", '{"n1":1,"n2":2}', '{"a":1,"n":2}'], ['{"b":1}', '{"n":9223372036854775808}'])
+    holds(patterns, ["{}", '{"n":1,"m":2}', '{"a":1,"n":2}'], ['{"b":1}', '{"n":9223372036854775808}'])
 
 
 def test_one_of_objects_is_any_of_them(caplog: pytest.LogCaptureFixture):
@@ -340,6 +347,14 @@ def test_keywords_that_are_null_are_not_there():
     holds({"const": None}, ["null"], ["1"])
 
 
+def test_patterns_are_read_in_a_time_that_their_length_bounds():
+    """Of which a backtracking engine takes ages for the property's name, and a search for each parenthesis for the other."""
+    names = {"type": "object", "propertyNames": {"pattern": "^(a+)+$"}, "properties": {"a" * 40 + "!": {}}}
+    holds(names, ["{}", '{"aa":1}'], ['{"b":1}'])
+    patterns = rewrite_schema({"pattern": "^" + "(?=a)" * 20_000 + "a$"}).schema
+    assert len(patterns["allOf"]) == 20_000
+
+
 def test_numbers_of_properties_that_follow_from_others_are_left_out():
     schema = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "additionalProperties": False}
     holds(schema | {"minProperties": 1, "maxProperties": 2}, ['{"a":1}', '{"a":1,"b":2}'], ["{}"])
@@ -365,11 +380,6 @@ def test_patterns_of_properties_hold_whatever_is_next_to_them():
             "write additionalProperties in each",
         ),
         ({"anyOf": [{}], "unevaluatedItems": False}, "unevaluatedItems", "write items in each of them"),
-        (
-            {"patternProperties": {"a": {}}, "propertyNames": {"enum": ["a"]}},
-            "propertyNames",
-            "next to patternProperties",
-        ),
         ({"propertyNames": {"not": {"const": "a"}}}, "propertyNames", "except an enum, a pattern, or a length"),
         ({"$ref": "#/$defs/gone"}, "$ref", "there is no #/$defs/gone"),
         ({"$ref": "https://example.org/a"}, "$ref", "is in another document, which is not fetched; copy it to $defs"),

@@ -123,7 +123,9 @@ def check_choice(key: str, value: str) -> None:
     """Raise ConfigError where Hydra would raise another error for what is chosen of a group."""
     parsed = parse(f"{key}={value}")
     choice = "" if parsed.is_sweep_override() else parsed.value()
-    if not isinstance(choice, str | list | dict) or (isinstance(choice, str) and len(choice) > MAX_NAME):
+    names = choice if isinstance(choice, list) else [choice]
+    is_name = all(isinstance(each, str) and len(each) <= MAX_NAME for each in names)
+    if not is_name and not isinstance(choice, dict):
         raise ConfigError(f"{key}={value:.80}: it takes the name of a file; leave it out for its default")
 
 

@@ -341,6 +341,8 @@ def test_a_recipe_that_cannot_be_written_is_one_line():
         "serve=true",
         "hydra/launcher=null",
         "gpu=null",
+        "serve=[null]",
+        "job=[bench,1]",
         f"quant={'x' * 300}",
     ],
 )

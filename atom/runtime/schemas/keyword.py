@@ -1,4 +1,4 @@
-"""A keyword of a JSON schema that is being rewritten, and what it is rewritten with.
+"""A keyword of a JSON schema that is being rewritten.
 
 keyword = Keyword(rewriter, "items", {"type": "string"}, given, out, place)
 keyword.out["items"] = keyword.rewrite(keyword.value)

@@ -1,4 +1,4 @@
-"""Try clients that others write, and print a table: client, version, what was tried, verdict.
+"""Try clients that others write, and print a table of verdicts.
 
 The exit status is how many failed. Requests and answers are kept in .venv-clients/records, a file a client.
 

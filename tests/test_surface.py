@@ -27,7 +27,7 @@ pytestmark = pytest.mark.early
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
-SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 PUBLIC = """

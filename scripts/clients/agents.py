@@ -1,4 +1,4 @@
-"""Coding agents: each edits, tests and fixes a file, over an engine that says what a model would say.
+"""Try coding agents: each edits, tests and fixes a file.
 
 The workspace has a test, which notes its outcomes. The script looks at a picture, writes a file with a bug, runs the
 test, fixes the file, runs the test again, and ends; it reasons before each call. What counts: the file, the outcomes,

@@ -1,4 +1,4 @@
-"""Install clients: each Python package in an environment of its own, npm's in one folder.
+"""Install clients: a Python package in its own environment, npm's in one folder.
 
 python = install_python("litellm", "1.110.2", folder)      # its interpreter
 version = install_npm({"@openai/codex": None}, folder)     # None: the newest

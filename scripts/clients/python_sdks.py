@@ -1,4 +1,4 @@
-"""Python clients, one a process, in an environment that has it; what fails is raised.
+"""Try a Python client, in an environment that has it; what fails is raised.
 
     python -P python_sdks.py NAME URL_OF_THE_MODEL CHECKPOINT URL_OF_THE_SCRIPT
 

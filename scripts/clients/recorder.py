@@ -1,4 +1,4 @@
-"""A proxy that passes requests on to a server and keeps each with the status of its answer.
+"""A proxy that keeps requests, and the status of their answers.
 
 with record(server.url) as recorder:
     run_client(recorder.url)

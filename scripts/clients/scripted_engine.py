@@ -1,4 +1,4 @@
-"""A server whose engine says prepared texts: the answer is chosen by the tool results in the prompt.
+"""A server whose engine says prepared texts, by the tool results in the prompt.
 
     python scripts/clients/scripted_engine.py SCRIPT.json checkpoint=FOLDER serve.http.port=0
 

@@ -1,4 +1,4 @@
-"""Client libraries: Python's and Vercel's AI SDK, a process each, against a tiny model and a script."""
+"""Try client libraries: Python's and Vercel's AI SDK, a process each."""
 
 from __future__ import annotations
 

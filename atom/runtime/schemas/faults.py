@@ -40,8 +40,10 @@ def find_fault(rewritten: Rewritten, check: Callable[[Mapping[str, Any]], str]) 
 
 def _parts(value: Any, definitions: Mapping[str, Any], places: Mapping[int, Place]) -> Iterator[dict[str, Any]]:
     """The schemas right within one, and what it refers to, if they have a place."""
-    if isinstance(value, Mapping) and "$ref" in value:
-        value = {**value, "$ref": definitions[value["$ref"].rpartition("/")[2]]}
+    if isinstance(value, Mapping) and isinstance(value.get("$ref"), str):
+        target = definitions[value["$ref"].rpartition("/")[2]]
+        if id(target) in places:  # it is not one that this is within
+            yield target
     for each in value.values() if isinstance(value, Mapping) else value:
         if isinstance(each, dict) and id(each) in places:
             yield each

@@ -44,3 +44,9 @@ def test_a_large_schema_is_searched_in_part_only(monkeypatch: Any):
     monkeypatch.setattr(faults, "MAX_CHECKS", 5)
     properties = {f"p{index}": {"type": "string"} for index in range(20)} | {"last": {"pattern": "odd"}}
     assert find({"properties": properties}, refuses("odd")) is None
+
+
+def test_a_schema_that_refers_to_itself_is_searched_once():
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": {"$ref": "#/$defs/node", "items": {"pattern": "odd"}}}}
+    assert find(schema, lambda each: "bad" if "$ref" in each else "") == "#/$defs/node"
+    assert find(schema, refuses("odd")) == "#/$defs/node/items"

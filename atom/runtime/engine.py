@@ -396,7 +396,8 @@ class Engine:
         if params.structured_outputs is None:
             return []
         compiler, wanted = self.grammars.open(), params.structured_outputs
-        return [compiler.compile(wanted, params.reasoning, params.tool_calls) for _ in range(params.n)]
+        first = compiler.compile(wanted, params.reasoning, params.tool_calls)
+        return [first, *(first.copy() for _ in range(params.n - 1))]
 
     def _take_token(self, sequence: Sequence) -> str | None:
         """Detokenize a sequence's newest token; its finish reason, if any."""

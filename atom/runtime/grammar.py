@@ -12,6 +12,7 @@ not matter to it. `compile` may be called from any thread, and takes millisecond
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import re
@@ -98,6 +99,11 @@ class ReasoningMatcher:
         self._forced = begin if self._then else []
         self._is_free = bool(self._then) or not begin
         self._tail: list[int] = []  # the last tokens of the reasoning
+
+    def copy(self) -> ReasoningMatcher:
+        copied = copy.copy(self)  # its lists are replaced, and never changed
+        copied._matcher = self._matcher.copy()
+        return copied
 
     def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
         """bool[vocab]: the tokens allowed next. RequestError where the grammar is too complex."""

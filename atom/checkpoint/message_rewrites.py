@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 Message = dict[str, Any]
@@ -61,50 +63,47 @@ def split_calls(messages: Messages) -> Messages:
         if len(calls) < 2:
             split.append(message)
             continue
-        results = Messages()
+        results = defaultdict[Any, Messages](list)  # by the id of their call
         while index < len(messages) and messages[index]["role"] == "tool":
-            results.append(messages[index])
+            results[messages[index].get("tool_call_id")].append(messages[index])
             index += 1
         for call in calls:
-            split.append(message | {"tool_calls": [call]})
-            found = [each for each in results if each.get("tool_call_id") == call.get("id")]
-            split += found
-            results = [each for each in results if each not in found]
+            split += [message | {"tool_calls": [call]}, *results.pop(call.get("id"), ())]
             message = {"role": "assistant", "content": ""}  # the others have no words
-        split += results
+        split += chain.from_iterable(results.values())
     return split
 
 
 def join_turns(messages: Messages) -> Messages:
     """One system message in front, and neighbors of one role as one message."""
     system = [message for message in messages if message["role"] in SYSTEM]
-    joined = Messages()
+    groups: list[Messages] = []
     for message in [*system, *(each for each in messages if each["role"] not in SYSTEM)]:
-        last = joined[-1] if joined else None
-        is_system = message["role"] in SYSTEM
-        if last is None or not (is_system or can_join(last, message)):
-            joined.append(message)
+        if groups and (message["role"] in SYSTEM or can_join(groups[-1][-1], message)):
+            groups[-1].append(message)
         else:
-            joined[-1] = last | message | join_texts(last, message) | {"role": last["role"]}
-    return joined
+            groups.append([message])
+    return list(map(join_messages, groups))
 
 
 def can_join(last: Message, message: Message) -> bool:
     return last["role"] == message["role"] != "tool" and not last.get("tool_calls")
 
 
-def join_texts(first: Message, second: Message) -> Message:
-    """The texts of two messages as one's."""
-    names = [name for name in ("content", "reasoning_content", "thinking") if name in first or name in second]
-    return {name: join(first.get(name), second.get(name)) for name in names}
+def join_messages(messages: Messages) -> Message:
+    """Messages as one, of the first one's role."""
+    joined = dict(ChainMap(*reversed(messages))) | {"role": messages[0]["role"]}
+    texts = [name for name in ("content", "reasoning_content", "thinking") if name in joined]
+    return joined | {name: join(*(message.get(name) for message in messages)) for name in texts}
 
 
-def join(first: Any, second: Any) -> Any:
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    return [*as_parts(first), *as_parts(second)]
+def join(*contents: Any) -> Any:
+    found = list(filter(None, contents))
+    if len(found) < 2:
+        return found[0] if found else contents[-1]
+    if all(isinstance(each, str) for each in found):
+        return "\n\n".join(found)
+    return [part for each in found for part in as_parts(each)]
 
 
 def as_parts(content: Any) -> list[Any]:
@@ -119,17 +118,17 @@ def fill_turns(messages: Messages) -> Messages:
 
 def _fill(messages: Messages) -> Iterator[Message]:
     last: Message | None = None
-    waiting: Messages = []  # calls without a result
+    waiting: dict[Any, Any] = {}  # calls without a result, by their ids
     for message in messages:
         role = message["role"]
         if role == "tool":
-            waiting = [call for call in waiting if call.get("id") != message.get("tool_call_id")]
+            waiting.pop(message.get("tool_call_id"), None)
         else:
-            results = [no_result(call) for call in waiting]
+            results = [no_result(call) for call in waiting.values()]
             yield from results
             if role == "user" and (results or (last and last["role"] == "tool")):
                 yield {"role": "assistant", "content": ""}
-            waiting = list(message.get("tool_calls") or ())
+            waiting = {call.get("id"): call for call in message.get("tool_calls") or ()}
         if role not in (*SYSTEM, "user") and (last is None or last["role"] in SYSTEM):
             yield {"role": "user", "content": ""}
         yield message
@@ -156,9 +155,8 @@ def write_calls(messages: Messages) -> Messages:
     for message in messages:
         content = message.get("content")
         if calls := message.get("tool_calls"):
-            for call in calls:
-                names[call.get("id", "")] = call["function"]["name"]
-                content = join(content, write_call(call["function"]))
+            names |= {call.get("id", ""): call["function"]["name"] for call in calls}
+            content = join(content, *(write_call(call["function"]) for call in calls))
             message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
         elif message["role"] == "tool":
             name = message.get("name") or names.get(message.get("tool_call_id", ""), "the tool")

@@ -10,6 +10,7 @@ from tokenizers import models
 
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.message_renderer import MessageRenderer
+from atom.checkpoint.message_rewrites import REWRITES
 from atom.errors import RequestError
 
 # one line a message: "role: content", and "role: name(arguments)#id" for a call
@@ -234,3 +235,18 @@ def test_what_a_template_leaves_out_is_found_once_for_chats_of_one_form():
 def test_messages_of_other_forms_are_rendered_as_they_are():
     others = [{"content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
     assert MessageRenderer().render(lambda messages: "b", others) == ("b", others)
+
+
+@pytest.mark.timeout(60)
+def test_long_chats_are_rewritten_in_linear_time():
+    """Were each message compared with all others, or copied again for each, these would take minutes."""
+    count = 20_000
+    calls = [{"id": f"{at:09}", "function": {"name": "f", "arguments": {}}} for at in range(count)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+    users = [{"role": "user", "content": "some words"} for _ in range(count)]
+    messages = [*users, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    for rewrites in REWRITES:
+        rewritten = messages
+        for rewrite in rewrites:
+            rewritten = rewrite(rewritten)
+        assert sum(len(str(message["content"])) for message in rewritten) >= len("some words") * count

@@ -11,7 +11,7 @@ It is whole once its arguments are complete, whatever markers lack after them. W
 text or at a character that cannot be theirs, the call stays incomplete, with the arguments so far, and what follows is
 content again. Text that has not begun a call is content to the last character.
 
-An answer that is not streamed is read by the same reader, in one piece: the two cannot differ.
+An answer that is not streamed is read by the same reader, in large pieces: the two cannot differ.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from atom.serve.output.parameter_reader import ParameterReader
 from atom.serve.output.parameter_values import ValueWriter
 from atom.serve.output.tool_forms import Form, Piece, make_form, read_pieces
 
+CHUNK = 4096  # characters that are read at once: each marker is searched in all of them again and again
 NAME = re.compile(r"[\w.-]*")  # of a function, written as a call in Python
 WORD = re.compile("[^\\s<>|｜\"'=,;(){}\\[\\]\ufdd1]*")  # {name} or {id}
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}  # of a call
@@ -101,9 +102,10 @@ class CallReader:
     def push(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Parse the next text; the new content and calls."""
         assert not (text and self._text.is_ended), "text came after the end"
-        self._text.push(text)
-        next(self._reading, None)
-        self._send()
+        for start in range(0, max(len(text), 1), CHUNK):
+            self._text.push(text[start : start + CHUNK])
+            next(self._reading, None)
+            self._send()
         return self._content.take(), self._deltas.take()
 
     def take_reasoning(self) -> str:

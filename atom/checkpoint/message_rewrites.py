@@ -83,7 +83,7 @@ def join_turns(messages: Messages) -> Messages:
             groups[-1].append(message)
         else:
             groups.append([message])
-    return list(map(join_messages, groups))
+    return [join_messages(group) if len(group) > 1 else group[0] for group in groups]
 
 
 def can_join(last: Message, message: Message) -> bool:

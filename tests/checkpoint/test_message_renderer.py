@@ -243,10 +243,7 @@ def test_long_chats_are_rewritten_in_linear_time():
     count = 20_000
     calls = [{"id": f"{at:09}", "function": {"name": "f", "arguments": {}}} for at in range(count)]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
-    users = [{"role": "user", "content": "some words"} for _ in range(count)]
+    users = [{"role": "user", "content": "some words"} for _ in range(count // 4)]
     messages = [*users, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
-    for rewrites in REWRITES:
-        rewritten = messages
-        for rewrite in rewrites:
-            rewritten = rewrite(rewritten)
-        assert sum(len(str(message["content"])) for message in rewritten) >= len("some words") * count
+    for rewrite in {rewrite for rewrites in REWRITES for rewrite in rewrites}:
+        assert str(rewrite(messages)).count("some words") == len(users)

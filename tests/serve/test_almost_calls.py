@@ -23,7 +23,7 @@ BROKEN = '<tool_call>{"name": "note", "arguments": {"word": "cat", "size": x}}</
 WHOLE = '<tool_call>{"name": "note", "arguments": {"word": "dog"}}</tool_call>'
 
 
-class Told(NamedTuple):
+class Answered(NamedTuple):
     """What a client has at the end."""
 
     content: str
@@ -80,35 +80,35 @@ def ask(path: str, *, is_parallel: bool, stream: bool) -> dict[str, Any]:
     return body | {"messages": [{"role": "user", "content": "Hi"}]}
 
 
-def read_whole(path: str, body: dict[str, Any]) -> Told:
+def read_whole(path: str, body: dict[str, Any]) -> Answered:
     if path == CHAT:
         (choice,) = body["choices"]
         calls = [each["function"] for each in choice["message"].get("tool_calls", [])]
         found = [(each["name"], each["arguments"]) for each in calls]
-        return Told(choice["message"]["content"] or "", found, choice["finish_reason"])
+        return Answered(choice["message"]["content"] or "", found, choice["finish_reason"])
     if path == RESPONSES:
         return read_items(body)
     text = "".join(block["text"] for block in body["content"] if block["type"] == "text")
     calls = [block for block in body["content"] if block["type"] == "tool_use"]
-    return Told(text, [(each["name"], each["input"]) for each in calls], body["stop_reason"])
+    return Answered(text, [(each["name"], each["input"]) for each in calls], body["stop_reason"])
 
 
-def read_items(response: dict[str, Any]) -> Told:
+def read_items(response: dict[str, Any]) -> Answered:
     items = response["output"]
     text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
     calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
-    return Told(text, calls, response["status"])
+    return Answered(text, calls, response["status"])
 
 
-def read_stream(path: str, text: str) -> Told:
+def read_stream(path: str, text: str) -> Answered:
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     content, end, calls = "", None, list[tuple[str, str]]()
     if path == RESPONSES:
         deltas = [each for each in events if each["type"] == "response.output_text.delta"]
-        told = read_items(events[-1]["response"])
-        assert "".join(each["delta"] for each in deltas) == told.content
-        return told
+        answer = read_items(events[-1]["response"])
+        assert "".join(each["delta"] for each in deltas) == answer.content
+        return answer
     for each in events:
         if path == CHAT:
             (choice,) = each["choices"]
@@ -126,7 +126,7 @@ def read_stream(path: str, text: str) -> Told:
                 calls[-1] = calls[-1][0], calls[-1][1] + each["delta"]["partial_json"]
         elif each["type"] == "message_delta":
             end = each["delta"]["stop_reason"]
-    return Told(content, [(name, as_input(known) if path == MESSAGES else known) for name, known in calls], end)
+    return Answered(content, [(name, as_input(known) if path == MESSAGES else known) for name, known in calls], end)
 
 
 def as_input(arguments: str) -> Any:
@@ -150,24 +150,24 @@ def test_an_answer_is_the_same_streamed_and_whole(
     others = {CHAT: "stop", RESPONSES: "completed", MESSAGES: "end_turn"}
     shown = [(name, as_input(arguments) if path == MESSAGES else arguments) for name, arguments in calls]
     for is_parallel in (True, False) if len(calls) > 1 else (True,):
-        expected = shown if is_parallel else shown[:1]
+        expected_calls = shown if is_parallel else shown[:1]
         is_call = are_whole or (not is_parallel and text.startswith(WHOLE))
-        told = Told(content, expected, (ends if is_call else others)[path])
+        expected = Answered(content, expected_calls, (ends if is_call else others)[path])
         thought = ["<think>Hm.", "</think>\n"]
         whole = scripted.post(config, Said([*thought, text]), ask(path, is_parallel=is_parallel, stream=False), path)[0]
-        assert read_whole(path, whole.json()) == told
+        assert read_whole(path, whole.json()) == expected
         said = Said([*thought, *text])
         stream = scripted.post(config, said, ask(path, is_parallel=is_parallel, stream=True), path)[0]
-        assert read_stream(path, stream.text) == told
+        assert read_stream(path, stream.text) == expected
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_an_answer_that_max_tokens_cuts_off_is_the_same_streamed_and_whole(configure: Callable[..., Config], path: str):
     end = {CHAT: "length", RESPONSES: "incomplete", MESSAGES: "max_tokens"}[path]
-    for size in range(1, len(WHOLE) - len('"}}</tool_call>') + 1, 11):
+    for size in range(1, len(WHOLE) - len('"}}</tool_call>') + 1, 13):
         said = Said([*f"Hm. {WHOLE}"[: 4 + size]], "max_tokens")
         whole = scripted.post(configure("tagged_json"), said, ask(path, is_parallel=True, stream=False), path)[0]
         stream = scripted.post(configure("tagged_json"), said, ask(path, is_parallel=True, stream=True), path)[0]
-        told = read_whole(path, whole.json())
-        assert told == read_stream(path, stream.text) and told.end == end
-        assert bool(told.calls) == ('"arguments": {' in WHOLE[:size])
+        answer = read_whole(path, whole.json())
+        assert answer == read_stream(path, stream.text) and answer.end == end
+        assert bool(answer.calls) == ('"arguments": {' in WHOLE[:size])

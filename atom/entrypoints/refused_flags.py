@@ -22,8 +22,8 @@ VLLM_REFUSED = {
         enable-mixed-moe-lora-format enable-moe-shared-loras""",
     "every step has room for --max-loras adapters; leave it out": "specialize-active-lora",
     "nothing is classified here; leave it out": "max-lora-cls-labels",
-    "models read text alone here: name the adapter as a request's model": "default-mm-loras",
-    "models read text alone here; leave it out": """
+    "models read only text here: name the adapter as a request's model": "default-mm-loras",
+    "models read only text here; leave it out": """
         limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb
         disable-mm-preprocessor-cache mm-processor-cache-type mm-shm-cache-max-object-size-mb mm-encoder-tp-mode
         mm-encoder-attn-backend interleave-mm-strings skip-mm-profiling video-pruning-rate allowed-local-media-path
@@ -182,7 +182,7 @@ ROCM_REFUSED = {  # those of November 2026 that vLLM has not
         state-checkpoint-interval-tokens state-checkpoint-demand""",
     "prompts and decodes share a step: write --max-num-batched-tokens, which bounds both": """
         enable-rapidserve disagg-prefill-max-num-seqs disagg-constrained""",
-    "drafts are made by --method, --draft-model and --num-speculative-tokens alone; leave it out": "dspark-config",
+    "only --method, --draft-model and --num-speculative-tokens make drafts; leave it out": "dspark-config",
     "write --spec-decode-acceptance-length: 1 + the rate times --num-speculative-tokens": "spec-decode-acceptance-rate",
     "no statistics are logged; /metrics has them": "enable-log-stats throughput-log-interval cache-hit-rate-window",
     "--torch-profiler-dir and job=profile show the time of every kernel; leave it out": "mark-trace",

@@ -305,7 +305,7 @@ class VLLMArgs(EngineArgs):
     enable_prompt_tokens_details: bool | None = vllm_flag("", "usage always has them", accepted=(True,))
     enable_request_id_headers: bool | None = vllm_flag("", "answers always bear X-Request-Id", accepted=(True,))
     enable_server_load_tracking: bool | None = vllm_flag("", "/load always counts", accepted=(True,))
-    language_model_only: bool | None = vllm_flag("", "models read text alone", accepted=(True,))
+    language_model_only: bool | None = vllm_flag("", "models read only text", accepted=(True,))
     enable_ep_weight_filter: bool | None = vllm_flag("", "a rank reads its own experts' weights", accepted=(True,))
     lora_dtype: str | None = vllm_flag("", "adapters are in the model's dtype", accepted=("auto",))
     model_impl: str | None = vllm_flag("", "models are atom's own", accepted=("auto", "vllm"))

@@ -3,7 +3,7 @@
 from typing import LiteralString
 
 REFUSED: dict[str, LiteralString] = {  # of requests that may have tools
-    "audio": "answers are text alone here; leave it out",
+    "audio": "answers are only text here; leave it out",
     "compaction": "no conversation is summarized here; ask for a summary in a message",
     "container": "no code is run here; leave it out",
     "function_call": "this is not supported here; send tool_choice, beside tools",

@@ -5,7 +5,7 @@ name; a route counts for the paths below it, too.
 """
 
 NO_BEAMS = "there is no beam search; n draws several answers"
-TEXT_ONLY = "models read text alone here; leave it out"
+TEXT_ONLY = "models read only text here; leave it out"
 LLGUIDANCE = "llguidance is the one library for grammars; leave it out"
 NO_TRANSFER = "no KV leaves its engine; leave it out"
 CHATS = "conversations are taken by /v1/chat/completions, /v1/responses, /v1/messages and /tokenize; send a text here"
@@ -20,7 +20,7 @@ INSTEAD = {
     "documents": "put their text into messages",
     "early_stopping": NO_BEAMS,
     "ec_transfer_params": TEXT_ONLY,
-    "echo": "of /v1/completions alone; a chat goes on with continue_final_message",
+    "echo": "only of /v1/completions; a chat goes on with continue_final_message",
     "embed_dtype": "numbers are float32, also with encoding_format=base64; leave it out",
     "enable_response_messages": "POST /tokenize with messages shows what the model reads; leave it out",
     "endianness": "encoding_format=base64 is little-endian; leave it out",
@@ -64,7 +64,7 @@ INSTEAD = {
 
 SCORES = "compare the vectors of POST /v1/embeddings, as LLM.score does in Python"
 LABELS = "structured_outputs.choice limits an answer of POST /v1/chat/completions to labels"
-NO_MEDIA = "models read and write text alone here"
+NO_MEDIA = "models read and write only text here"
 FIXED = "weights stay what they are while a server runs; start it again, or load an adapter: serve.lora_modules"
 PAUSE = "POST /sleep?mode=keep and /wake_up stop and continue the engines, with serve.enable_sleep_mode=true"
 RANKS = "the number of ranks and engines is set at the start: see GET /server_info"

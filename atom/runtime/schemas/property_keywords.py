@@ -59,7 +59,7 @@ def read_names(keyword: Keyword, schema: Any) -> list[str] | str | None:
 
 
 def rewrite_unevaluated_properties(keyword: Keyword) -> None:
-    """As additionalProperties, which has to be told of the properties of allOf and $ref."""
+    """As additionalProperties, next to the properties that allOf and $ref name."""
     if keyword.value is True or "additionalProperties" in keyword.given:
         return
     names = names_within(keyword, keyword.given)

@@ -44,7 +44,7 @@ class References:
         self._roots = dict(_find_ids(document, "")) | {"": document}
 
     def resolve(self, reference: Any, place: Place) -> tuple[Any, Place]:
-        """The schema that a reference means, and its place. RequestError where there is none."""
+        """The schema that a reference means, and its place. RequestError if there is none."""
         if not isinstance(reference, str):
             raise place.fault(f"{reference!r} is no reference; write a path as #/$defs/name")
         uri, fragment = urldefrag(reference)

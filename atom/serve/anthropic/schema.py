@@ -107,7 +107,7 @@ class Thinking(Body):
     """Sets what the model's template calls enable_thinking or thinking; without it the template decides."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Int32 | None = Field(None, description="a hint: max_tokens alone limits an answer")
+    budget_tokens: Int32 | None = Field(None, description="a hint: only max_tokens limits an answer")
     display: Literal["summarized", "omitted", "updates"] | None = Field(
         None, description="omitted: blocks of thinking are empty; else it comes whole"
     )
@@ -124,7 +124,7 @@ class OutputConfig(Body):
         None, description="goes as reasoning_effort to a chat template that reads it, a hint to others"
     )
     format: JSONFormat | None = Field(None, description="the schema that the answer keeps to, behind its thinking")
-    task_budget: JSONObject | None = Field(None, description="a hint: max_tokens alone limits an answer")
+    task_budget: JSONObject | None = Field(None, description="a hint: only max_tokens limits an answer")
 
 
 class ClearThinking(Body):

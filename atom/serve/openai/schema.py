@@ -223,7 +223,7 @@ class Sampling(Body):
     client_metadata: JSONObject | None = Field(None, description=LABEL)
     safety_identifier: Word | None = Field(None, description=LABEL)
     service_tier: Word | None = Field(None, description=LABEL)
-    prompt_cache_key: Word | None = Field(None, description=f"{HINT}, and cache_salt alone separates caches")
+    prompt_cache_key: Word | None = Field(None, description=f"{HINT}, and only cache_salt separates caches")
     prompt_cache_retention: Word | None = Field(None, description=HINT)
     prompt_cache_options: JSONObject | None = Field(None, description=HINT)
 
@@ -333,8 +333,8 @@ class ChatMessage(Body):
     cache_control: JSONObject | None = Field(None, description=HINT)
     annotations: List[JSONObject] | None = Field(None, description=LABEL)  # of an answer of OpenAI's, sent back
     parsed: JSONObject | None = Field(None, description=LABEL)  # of an answer that OpenAI's SDK has parsed
-    refusal: Text | None = Field(None, description="the content where there is no other")
-    audio: Annotated[None, must_be_null("models read text alone here; leave it out")] = None  # of such an answer, too
+    refusal: Text | None = Field(None, description="the content if it has no other")
+    audio: Annotated[None, must_be_null("models read only text here; leave it out")] = None  # of such an answer, too
     function_call: Annotated[None, must_be_null("send tool_calls")] = None  # the same
 
     @model_validator(mode="before")
@@ -407,7 +407,7 @@ class Prediction(Body):
 
 def refuse_audio(modalities: Any) -> Any:
     if isinstance(modalities, list) and "audio" in modalities:
-        raise PydanticCustomError("audio", 'answers are text alone here; send ["text"], or leave it out')
+        raise PydanticCustomError("audio", 'answers are only text here; send ["text"], or leave it out')
     return modalities
 
 

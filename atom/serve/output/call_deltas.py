@@ -22,7 +22,7 @@ class ToolDelta(NamedTuple):
 
     index: int  # type: ignore[assignment]  # of the call; a tuple has a method of that name
     id: str | None  # of the first delta of a call only
-    name: str | None  # likewise
+    name: str | None  # of the first delta of a call only
     arguments: str  # the next piece of their JSON text
 
 

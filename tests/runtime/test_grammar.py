@@ -474,6 +474,18 @@ def test_a_grammar_begins_behind_reasoning_that_the_prompt_has_opened(compiler: 
         assert spell(matcher, tokenizer, "42") or matcher.allowed(49152)[EOS]
 
 
+def test_a_copy_goes_on_without_its_original(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    matcher = compiler.compile({"regex": "[0-9]{2}"}, {"begin": "", "end": "<repo_name>"})
+    (end,) = tokenizer.encode("<repo_name>")
+    digit, letter = tokenizer.encode("7"), tokenizer.encode("a")
+    copied = matcher.copy()
+    matcher.push(end)
+    assert copied.allowed(49152)[letter].all() and not matcher.allowed(49152)[letter].any()
+    copied.push(end)
+    copied.push(*digit)
+    assert copied.push(*digit) and not matcher.push(*digit)
+
+
 def test_reasoning_may_be_left_out_where_the_prompt_does_not_open_it(compiler: GrammarCompiler, tokenizer: Tokenizer):
     reasoning = {"begin": "<file_sep>", "end": "<repo_name>"}
     matcher = compiler.compile({"regex": "[0-9]{2}"}, reasoning)

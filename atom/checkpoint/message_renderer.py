@@ -98,13 +98,18 @@ def form_of(messages: Messages) -> Hashable:
     kinds = [
         (
             each["role"],
-            bool(each.get("content")),
+            has_text(each),
             min(len(each.get("tool_calls") or ()), 2),
             each.get("content") is None,
         )
         for each in messages
     ]
     return frozenset(pairwise([None, *kinds]))
+
+
+def has_text(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return bool(content.strip() if isinstance(content, str) else content)
 
 
 def find_loss(render: Callable[[Messages], str], messages: Messages) -> Loss:
@@ -116,7 +121,7 @@ def find_loss(render: Callable[[Messages], str], messages: Messages) -> Loss:
     marked, texts, names = Messages(), set[str](), set[str]()
     for message in messages:
         content, calls = message.get("content"), message.get("tool_calls") or ()
-        if not calls and isinstance(content, str) and content.strip():
+        if not calls and isinstance(content, str) and has_text(message):
             texts.add(mark := f"mark{next(numbers)}")
             message = message | {"content": mark}
         if calls:

@@ -247,3 +247,15 @@ def test_long_chats_are_rewritten_in_linear_time():
     messages = [*users, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
     for rewrite in {rewrite for rewrites in REWRITES for rewrite in rewrites}:
         assert str(rewrite(messages)).count("some words") == len(users)
+
+
+def test_a_chat_of_spaces_hides_no_loss_of_the_next_chat():
+    tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0}, "a")), templates={"default": LAST_SYSTEM})
+
+    def render(first: str) -> str:
+        roles = {"system": first, "user": "Hi", "developer": "Be short."}
+        messages = [{"role": role.replace("developer", "system"), "content": text} for role, text in roles.items()]
+        return tokenizer.prepare_chat(messages)[0]
+
+    render(" ")
+    assert "Be kind." in render("Be kind.") and "Be short." in render("Be kind.")

@@ -8,7 +8,6 @@ A schema with such a number is compiled by outline.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -123,6 +122,6 @@ def _tighter(closed: Any, open: Any, sign: int) -> tuple[Any, bool]:
 def _whole(value: Any, place: Place) -> int:
     """A large number as it was written."""
     whole = int(Decimal(repr(value)))
-    if len(str(whole).rstrip("0")) > MAX_DIGITS or not math.isfinite(value):
+    if len(str(whole).rstrip("0")) > MAX_DIGITS:
         raise place.fault(f"a number has more than {MAX_DIGITS} digits")
     return whole

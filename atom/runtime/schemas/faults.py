@@ -24,12 +24,16 @@ def find_fault(rewritten: Rewritten, check: Callable[[Mapping[str, Any]], str]) 
     definitions = {"$defs": rewritten.schema.get("$defs", {})}
     places = {id(schema): place for schema, place in rewritten.places}
     schema, found, num_checks = rewritten.schema, None, 0
+    within = {id(schema)}
     while reason and num_checks < MAX_CHECKS:
         for part in _parts(schema, definitions["$defs"], places):
+            if id(part) in within:  # it refers to a schema around it
+                continue
             num_checks += 1
             refused = check(definitions | part)
             if refused and (NOTHING in refused) == (NOTHING in reason):
-                schema, found = part, places.pop(id(part))
+                schema, found = part, places[id(part)]
+                within.add(id(part))
                 break
             if num_checks == MAX_CHECKS:
                 break
@@ -40,10 +44,8 @@ def find_fault(rewritten: Rewritten, check: Callable[[Mapping[str, Any]], str]) 
 
 def _parts(value: Any, definitions: Mapping[str, Any], places: Mapping[int, Place]) -> Iterator[dict[str, Any]]:
     """The schemas right within one, and what it refers to, if they have a place."""
-    if isinstance(value, Mapping) and isinstance(value.get("$ref"), str):
-        target = definitions[value["$ref"].rpartition("/")[2]]
-        if id(target) in places:  # it is not one that this is within
-            yield target
+    if isinstance(value, Mapping) and isinstance(reference := value.get("$ref"), str):  # or a value that has the word
+        value = {**value, "$ref": definitions.get(reference.rpartition("/")[2], True)}
     for each in value.values() if isinstance(value, Mapping) else value:
         if isinstance(each, dict) and id(each) in places:
             yield each

@@ -23,6 +23,8 @@ class Rewriter(Protocol):
 
     def note(self, text: str) -> None: ...
 
+    def work(self, amount: int, place: Place) -> None: ...
+
 
 class Keyword(NamedTuple):
     """A keyword of a schema that is being rewritten."""
@@ -40,6 +42,9 @@ class Keyword(NamedTuple):
 
     def rewrite(self, schema: Any, *keys: str | int) -> Any:
         return self.rewriter.rewrite(schema, self.at.at(*keys) if keys else self.at)
+
+    def work(self, amount: int) -> None:
+        self.rewriter.work(amount, self.place)
 
     def negate(self, schema: Any, advice: str) -> Any:
         negated = negate(schema, lambda reference: self.rewriter.resolve(reference, self.place)[0])

@@ -21,7 +21,6 @@ from atom.runtime.schemas.property_keywords import (
     rewrite_unevaluated_properties,
 )
 
-MAX_ONE_OF = 32  # schemas of a oneOf that are held against each other
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
@@ -79,8 +78,6 @@ def rewrite_format(keyword: Keyword) -> None:
 
 def rewrite_pattern(keyword: Keyword) -> None:
     """Look-aheads at the beginning are patterns that hold too. Next to a known format other look-around is left out."""
-    if not isinstance(keyword.value, str):
-        raise keyword.at.fault(f"{keyword.value!r} is no regular expression")
     patterns, left_out = split_look_aheads(keyword.value)
     kept = [pattern for pattern in patterns if not has_look_around(pattern)]
     if left_out or len(kept) < len(patterns):
@@ -97,18 +94,16 @@ def rewrite_pattern(keyword: Keyword) -> None:
 def rewrite_one_of(keyword: Keyword) -> None:
     """As anyOf: exact for schemas that exclude each other, or that only say which properties there are."""
     given = keyword.value
-    if not isinstance(given, list):
-        raise keyword.at.fault(f"{given!r} is not a list")
     schemas = [keyword.rewrite(each, index) for index, each in enumerate(given)]
-    is_short = len(given) <= MAX_ONE_OF
-    if is_short and all(
+    if all(
         isinstance(each, Mapping) and "required" in each and each.keys() & ASSERTIONS <= {"required", "type"}
         for each in given
     ):
+        keyword.work(len(given) ** 2)
         others = [keyword.negate(each, "write anyOf") for each in given]
         schemas = [{"allOf": [each, *others[:index], *others[index + 1 :]]} for index, each in enumerate(schemas)]
-    elif not is_short or not all(
-        are_disjoint(keyword.follow(one), keyword.follow(other)) for one, other in combinations(given, 2)
+    elif not all(
+        are_disjoint(keyword.follow(one), keyword.follow(other), keyword.work) for one, other in combinations(given, 2)
     ):
         keyword.rewriter.note("oneOf is read as anyOf: an answer may be valid against several of its schemas")
     if "anyOf" in keyword.out:
@@ -117,10 +112,14 @@ def rewrite_one_of(keyword: Keyword) -> None:
         keyword.out["anyOf"] = schemas
 
 
-def are_disjoint(one: Any, other: Any) -> bool:
-    """Whether two schemas have different types or values, or properties that do, which both require."""
+def are_disjoint(one: Any, other: Any, work: Callable[[int], object]) -> bool:
+    """Whether two schemas have different types or values, or properties that do, which both require.
+
+    work: counts what is compared
+    """
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return False
+    work(1 + sum(len(each.get("enum", ())) for each in (one, other)) // 4)
     values = [_values(each) for each in (one, other)]
     if None not in values and not set(values[0] or ()) & set(values[1] or ()):
         return True
@@ -128,7 +127,7 @@ def are_disjoint(one: Any, other: Any) -> bool:
     if None not in types and not (types[0] or set()) & (types[1] or set()):
         return True
     return any(
-        are_disjoint(_property(one, name), _property(other, name))
+        are_disjoint(_property(one, name), _property(other, name), work)
         for name in {*one.get("required", ()), *other.get("required", ())}
     )
 

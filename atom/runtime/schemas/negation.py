@@ -16,7 +16,8 @@ from typing import Any
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_SCHEMAS = 200  # in what is negated
-MAX_WORD = 100  # characters of a constant: a regular expression nests as deep
+MAX_LETTERS = 10_000  # of texts that are excluded: the regular expression is twenty times as long
+MAX_WORD = 200  # letters of one: the regular expression nests as deep
 Resolve = Callable[[str], Any]  # the schema that a $ref of this one means
 
 
@@ -71,9 +72,11 @@ def _properties(schemas: Mapping[str, Any], inner: Callable[[Any], Any]) -> Any:
 
 def _enum(values: Iterable[Any], _: Any) -> Any:
     values = list(values)
-    if any(isinstance(value, list | Mapping) or (isinstance(value, str) and len(value) > MAX_WORD) for value in values):
+    if any(isinstance(value, list | Mapping) for value in values):
         raise _CannotError
     words = [value for value in values if isinstance(value, str)]
+    if sum(map(len, words)) > MAX_LETTERS or max(map(len, words), default=0) > MAX_WORD:
+        raise _CannotError
     flags = [value for value in values if isinstance(value, bool)]
     counts = sorted({value for value in values if isinstance(value, int | float) and not isinstance(value, bool)})
     types = {"string": words, "boolean": flags, "number": counts, "null": [value for value in values if value is None]}

@@ -9,25 +9,26 @@ around such a number are written here, and each schema without one is llguidance
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from atom.errors import RequestError
 from atom.runtime.schemas.exact_numbers import REGEX
 from atom.runtime.schemas.negation import TYPES
+from atom.runtime.schemas.patterns import is_match
 from atom.runtime.schemas.references import Place
 
 OBJECT = {"type", "properties", "patternProperties", "additionalProperties", "required"}
 ARRAY = {"type", "items", "minItems", "maxItems"}
 STRING = r'"(?:[^"\\\x00-\x1F\x7F]|\\(?:["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"'
-NAMES = re.compile(r"\^\(?([\w-]+(?:\|[\w-]+)*)\)?\$")  # a pattern of properties that only lists names
+MAX_PAIRS = 10_000  # of patterns and names that are compared
 ADVICE = "a number beyond 2^53 can be kept in properties, items and anyOf, and not within {}; write it there"
 
 
 def is_outlined(schema: Mapping[str, Any]) -> bool:
     """Whether a schema has such a number."""
-    return _has_key(schema, REGEX)
+    return REGEX in _words(schema)
 
 
 def write_outline(schema: Mapping[str, Any], places: Iterable[tuple[Any, Place]]) -> str:
@@ -38,10 +39,17 @@ def write_outline(schema: Mapping[str, Any], places: Iterable[tuple[Any, Place]]
     return _Writer(schema, places).write()
 
 
-def _has_key(value: Any, key: str) -> bool:
+def _words(value: Any) -> Iterator[str]:
+    """REGEX and the references within a schema."""
     if isinstance(value, Mapping):
-        return key in value or any(_has_key(each, key) for each in value.values())
-    return isinstance(value, list) and any(_has_key(each, key) for each in value)
+        if isinstance(value.get(REGEX), str):
+            yield REGEX
+        if isinstance(reference := value.get("$ref"), str):
+            yield reference
+        value = value.values()
+    if not isinstance(value, str | int | float | None):
+        for each in value:
+            yield from _words(each)
 
 
 class _Writer:
@@ -51,28 +59,38 @@ class _Writer:
         self._options: Mapping[str, Any] = schema.get("x-guidance", {})
         self._places = {id(self._schema if each is schema else each): place for each, place in places}
         self._rules: list[str] = []
+        self._waiting: deque[str] = deque()  # names in $defs without a rule
         self._known: dict[str, str] = {}  # what is written -> its rule
         self._outlined = self._find_outlined()
 
     def write(self) -> str:
         start = self._form(self._schema)
+        while self._waiting:
+            name = self._waiting.popleft()
+            self._rules.append(f"def{name}: {self._form(self._defs[name])}")
         spaces = r"[ \t\n\r]+" if self._options.get("whitespace_flexible", True) else ""
         spaces = self._options.get("whitespace_pattern") or spaces
         return "\n".join([f"start: {start}", f"sp: /{spaces}/?" if spaces else 'sp: ""', *self._rules])
 
     def _find_outlined(self) -> set[str]:
-        """The names in $defs of what has such a number, or refers to one that has."""
-        found: set[str] = set()
-        while more := {name for name, each in self._defs.items() if name not in found and self._needs(each, found)}:
-            found |= more
+        """The references to what has such a number, or refers to one that has."""
+        users = defaultdict[str, list[str]](list)  # of a reference or REGEX, those that have it
+        for name, each in self._defs.items():
+            for word in set(_words(each)):
+                users[word].append(f"#/$defs/{name}")
+        found, waiting = set[str](), [REGEX]
+        while waiting:
+            more = [user for user in users[waiting.pop()] if user not in found]
+            found.update(more)
+            waiting += more
         return found
 
-    def _needs(self, schema: Any, outlined: Iterable[str]) -> bool:
-        return _has_key(schema, REGEX) or any(_has_value(schema, f"#/$defs/{name}") for name in outlined)
+    def _needs(self, schema: Any) -> bool:
+        return any(word == REGEX or word in self._outlined for word in _words(schema))
 
     def _form(self, schema: Any) -> str:
         """A schema's form: the name of its rule."""
-        if not isinstance(schema, Mapping) or not self._needs(schema, self._outlined):
+        if not isinstance(schema, Mapping) or not self._needs(schema):
             return self._json(schema)
         if REGEX in schema:
             return self._rule(f"/{schema[REGEX]}/", is_terminal=True)
@@ -80,7 +98,7 @@ class _Writer:
             name = str(schema["$ref"]).rpartition("/")[2]
             if schema["$ref"] not in self._known:
                 self._known[schema["$ref"]] = f"def{name}"
-                self._rules.append(f"def{name}: {self._form(self._defs[name])}")
+                self._waiting.append(name)
             return self._known[schema["$ref"]]
         if schema.keys() == {"anyOf"}:
             return self._rule(" | ".join(self._form(each) for each in schema["anyOf"] if each is not False))
@@ -91,11 +109,11 @@ class _Writer:
         needed = {
             name: write
             for name, keys, write in (("object", OBJECT, self._object), ("array", ARRAY, self._array))
-            if any(self._needs(schema[key], self._outlined) for key in keys & schema.keys())
+            if any(self._needs(schema[key]) for key in keys & schema.keys())
         }
         forms = [write(schema) for name, write in needed.items() if name in types]
         if others := [each for each in types if each not in needed]:
-            kept = {key: value for key, value in schema.items() if not self._needs(value, self._outlined)}
+            kept = {key: value for key, value in schema.items() if not self._needs(value)}
             forms.append(self._json(kept | {"type": others}))
         return self._rule(" | ".join(forms))
 
@@ -110,8 +128,7 @@ class _Writer:
         properties = dict(schema.get("properties", {}))
         others = schema.get("additionalProperties", True)
         patterns = schema.get("patternProperties", {})
-        is_apart = not properties and not required
-        if patterns and (others is not False or not (is_apart or has_only_other_names(patterns, properties))):
+        if patterns and (others is not False or may_match(patterns, {*properties, *required})):
             raise self._fault(schema, "patternProperties next to other properties")
         properties |= {name: others for name in required if name not in properties}
         more = [self._pair(self._json({"type": "string", "pattern": key}), each) for key, each in patterns.items()]
@@ -161,20 +178,13 @@ class _Writer:
         return self._known[body]
 
 
-def has_only_other_names(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    """Whether patterns are lists of names, and of none of these."""
-    listed = [NAMES.fullmatch(pattern) for pattern in patterns]
-    return all(match is not None and not {*match[1].split("|")} & {*names} for match in listed)
+def may_match(patterns: Collection[str], names: Collection[str]) -> bool:
+    """Whether a pattern is found in one of the names; true if that is not known."""
+    if len(patterns) * len(names) > MAX_PAIRS:
+        return True
+    return any(is_match(pattern, name) is not False for pattern in patterns for name in names)
 
 
 def quote(name: str) -> str:
     """A property's name as Lark's text of its JSON."""
     return json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)
-
-
-def _has_value(value: Any, wanted: str) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_value(each, wanted) for each in value.values())
-    if isinstance(value, list):
-        return any(_has_value(each, wanted) for each in value)
-    return bool(value == wanted)

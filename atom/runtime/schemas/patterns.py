@@ -7,9 +7,32 @@ split_look_aheads("^(?!x)[a-z]+$")                      # ["^[a-z]+$"], True: so
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+
+from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
 
 AHEAD = ("(?=", "(?!")
 LOOK_AROUND = (*AHEAD, "(?<=", "(?<!")
+
+
+def is_match(pattern: str, text: str) -> bool | None:
+    """Whether a regular expression is found in a text, in time linear in it; None if it cannot be read."""
+    validator = _validator(pattern)
+    if validator is None:
+        return None
+    try:
+        validator.validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=16)
+def _validator(pattern: str) -> SchemaValidator | None:
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError:
+        return None
 
 
 def has_look_around(pattern: str) -> bool:

@@ -13,6 +13,7 @@ from atom.runtime.schemas.keyword import COMPOSED, Keyword, listed
 from atom.runtime.schemas.negation import ASSERTIONS
 from atom.runtime.schemas.patterns import has_look_around
 
+MAX_DEPTH = 20  # of references that are followed
 MAX_WITHIN = 8  # of schemas in allOf and $ref of others
 
 
@@ -28,14 +29,15 @@ def rewrite_property_names(keyword: Keyword) -> None:
     elif isinstance(names, str):
         out |= {"patternProperties": {names: others}, "additionalProperties": False}
     else:
-        kept = {name: schema for name, schema in known.items() if name in names}
+        allowed = set(names)
+        kept = {name: schema for name, schema in known.items() if name in allowed}
         out |= {
             "properties": kept | {name: others for name in names if name not in known},
             "additionalProperties": False,
         }
 
 
-def read_names(keyword: Keyword, schema: Any) -> list[str] | str | None:
+def read_names(keyword: Keyword, schema: Any, depth: int = 0) -> list[str] | str | None:
     """The names that a schema of names allows, or a pattern of them; None: all. Their format is an annotation."""
     schema = keyword.follow(schema)
     if isinstance(schema, bool):
@@ -49,8 +51,8 @@ def read_names(keyword: Keyword, schema: Any) -> list[str] | str | None:
     ((key, value), *further) = said.items()
     if not further and key in ("enum", "const"):
         return [name for name in (value if key == "enum" else [value]) if isinstance(name, str)]
-    if not further and key in ("anyOf", "oneOf"):
-        found = [read_names(keyword, each) for each in value]
+    if not further and key in ("anyOf", "oneOf") and depth < MAX_DEPTH:
+        found = [read_names(keyword, each, depth + 1) for each in value]
         if all(isinstance(names, list) for names in found):
             return [name for names in found for name in names or ()]
     if not further and key == "pattern" and not has_look_around(value):
@@ -105,8 +107,6 @@ def rewrite_num_properties(keyword: Keyword) -> None:
 
 def rewrite_dependencies(keyword: Keyword) -> None:
     """A property is not there, or what it needs is: other properties, or a schema that holds."""
-    if not isinstance(keyword.value, Mapping):
-        raise keyword.at.fault(f"{keyword.value!r} is not an object")
     for name, needed in keyword.value.items():
         there: dict[str, Any] = {"required": [name, *(needed if isinstance(needed, list) else ())]}
         if not isinstance(needed, list):

@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from atom.runtime.schemas.exact_numbers import BOUNDS, say_exactly
+from atom.runtime.schemas.forms import COUNTS, MAX_DEPTH, read_forms
 from atom.runtime.schemas.keyword import Keyword
 from atom.runtime.schemas.keywords import REWRITTEN
-from atom.runtime.schemas.negation import TYPES
 from atom.runtime.schemas.references import Place, References
 
-MAX_COUNT = (1 << 31) - 1  # of characters, items and properties
-MAX_DEPTH = 60  # of schemas in schemas: llguidance reads JSON to a depth of 128
+MAX_WORK = 100_000  # schemas that are read, or compared: a second or two
 
 
 class Rewritten(NamedTuple):
@@ -35,7 +34,7 @@ def rewrite_schema(document: Mapping[str, Any]) -> Rewritten:
     """Rewrite a schema. RequestError where its meaning cannot be kept."""
     rewriter = Rewriter(document)
     place = Place("#", document, "")
-    schema = rewriter.rewrite(document, place)
+    schema = rewriter.rewrite(read_forms(document, place), place)
     schema = {"allOf": [False]} if schema is False else dict(schema)
     if definitions := rewriter.define():
         schema["$defs"] = definitions
@@ -46,7 +45,9 @@ class Rewriter:
     def __init__(self, document: Any) -> None:
         self.notes: dict[str, None] = {}
         self.places: list[tuple[dict[str, Any], Place]] = []
-        self.resolve = References(document).resolve
+        self._references = References(document)
+        self._read: dict[tuple[str, str], Any] = {}  # what is referred to, with its forms checked
+        self._work = 0
         self._names: dict[tuple[str, str], str] = {}  # in $defs, of what is referred to
         self._waiting: deque[tuple[str, Any, Place]] = deque()
         self._depth = 0
@@ -55,17 +56,15 @@ class Rewriter:
         """Rewrite a schema that stands at a place."""
         if isinstance(schema, bool):
             return schema
-        if not isinstance(schema, Mapping):
-            raise place.fault(f"{schema!r} is no schema; give an object, true or false")
+        self.work(1, place)
         if self._depth == MAX_DEPTH:
             raise place.fault(f"schemas are nested more than {MAX_DEPTH} deep; write a part of them under $defs")
         self._depth += 1
         place = place.enter(schema)
-        given = {key: value for key, value in schema.items() if value is not None or key == "const"}
-        out = {key: KEPT[key](self, value, place.at(key)) for key, value in given.items() if key in KEPT}
+        out = {key: KEPT[key](self, value, place.at(key)) for key, value in schema.items() if key in KEPT}
         for key, rewrite in REWRITTEN.items():
-            if key in given:
-                rewrite(Keyword(self, key, given[key], given, out, place))
+            if key in schema:
+                rewrite(Keyword(self, key, schema[key], schema, out, place))
         self._depth -= 1
         if False in out.get("allOf", ()):
             return False
@@ -74,6 +73,21 @@ class Rewriter:
         out = say_exactly(out, place)
         self.places.append((out, place))
         return out
+
+    def resolve(self, reference: Any, place: Place) -> tuple[Any, Place]:
+        """The schema that a reference means, and its place. RequestError where there is none."""
+        self.work(1, place)
+        target, found = self._references.resolve(reference, place)
+        key = found.base, found.text
+        if key not in self._read:
+            self._read[key] = read_forms(target, found)
+        return self._read[key], found
+
+    def work(self, amount: int, place: Place) -> None:
+        """Count what is looked at: schemas that refer to each other may be a small text for very many."""
+        self._work += amount
+        if self._work > MAX_WORK:
+            raise place.fault("the schema takes too long to read here; compare or refer to fewer schemas")
 
     def note(self, text: str) -> None:
         self.notes[text] = None
@@ -95,50 +109,17 @@ class Rewriter:
         return made
 
 
-def keep_type(_: Rewriter, value: Any, place: Place) -> Any:
-    for each in value if isinstance(value, list) else [value]:
-        if each not in (*TYPES, "integer"):
-            raise place.fault(f"{each!r} is no type; give {', '.join(TYPES)} or integer")
-    return value
-
-
 def keep_value(_: Rewriter, value: Any, place: Place) -> Any:
-    return value
-
-
-def keep_list(_: Rewriter, value: Any, place: Place) -> Any:
-    if not isinstance(value, list):
-        raise place.fault(f"{value!r} is not a list")
-    return value
-
-
-def keep_names(_: Rewriter, value: Any, place: Place) -> Any:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise place.fault(f"{value!r} is not a list of names")
-    return value
-
-
-def keep_count(_: Rewriter, value: Any, place: Place) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
-        raise place.fault(f"{value!r} is not a whole number of at least 0")
-    if value > MAX_COUNT:
-        raise place.fault(f"{value!r} is more than {MAX_COUNT}; leave it out")
-    return int(value)
-
-
-def keep_number(_: Rewriter, value: Any, place: Place) -> Any:
-    if not isinstance(value, int | float):
-        raise place.fault(f"{value!r} is not a number")
     return value
 
 
 def keep_multiple(rewriter: Rewriter, value: Any, place: Place) -> Any:
     """A step that llguidance finds a whole number of, as it multiplies the float64 by ten."""
-    digits = abs(float(keep_number(rewriter, value, place)))
-    while digits != int(digits):
-        digits *= 10
+    digits = abs(value)
+    while digits < 1 << 32 and digits != int(digits):
+        digits *= 10.0
     if not 0 < digits < 1 << 32:
-        raise place.fault(f"multiples of {value!r} cannot be kept; leave it out, or count in smaller units")
+        raise place.fault(f"multiples of {value!r:.30} cannot be kept; leave it out, or count in smaller units")
     return value
 
 
@@ -151,26 +132,20 @@ def keep_schema(rewriter: Rewriter, value: Any, place: Place) -> Any:
 
 
 def keep_schemas(rewriter: Rewriter, value: Any, place: Place) -> Any:
-    return [rewriter.rewrite(each, place.at(index)) for index, each in enumerate(keep_list(rewriter, value, place))]
+    return [rewriter.rewrite(each, place.at(index)) for index, each in enumerate(value)]
 
 
 def keep_named(rewriter: Rewriter, value: Any, place: Place) -> Any:
-    if not isinstance(value, Mapping):
-        raise place.fault(f"{value!r} is not an object of schemas")
     return {name: rewriter.rewrite(each, place.at(name)) for name, each in value.items()}
 
 
 PROPERTIES = ("properties", "patternProperties", "additionalProperties")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 KEPT: dict[str, Callable[[Rewriter, Any, Place], Any]] = {
-    "type": keep_type,
-    "const": keep_value,
-    "enum": keep_list,
-    "required": keep_names,
+    **dict.fromkeys(("type", "const", "enum", "required"), keep_value),
     "$ref": keep_reference,
     "additionalProperties": keep_schema,
-    **dict.fromkeys(COUNTS, keep_count),
-    **dict.fromkeys(BOUNDS, keep_number),
+    **dict.fromkeys(COUNTS, keep_value),
+    **dict.fromkeys(BOUNDS, keep_value),
     "multipleOf": keep_multiple,
     **dict.fromkeys(("allOf", "anyOf", "prefixItems"), keep_schemas),
     **dict.fromkeys(("properties", "patternProperties"), keep_named),

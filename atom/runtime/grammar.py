@@ -311,6 +311,8 @@ def _read_schema(value: Any) -> Mapping[str, Any]:
         if not isinstance(schema, Mapping):
             raise RequestError("structured_outputs: the JSON schema is not an object")
         _check_schema(schema)
+    except RequestError:
+        raise
     except (ValueError, TypeError) as error:
         raise RequestError(f"structured_outputs: the JSON schema is no JSON ({error})") from None
     except RecursionError:

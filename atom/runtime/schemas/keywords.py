@@ -21,6 +21,7 @@ from atom.runtime.schemas.property_keywords import (
     rewrite_unevaluated_properties,
 )
 
+MAX_COMPARED = 200  # schemas of a oneOf, each with each other
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
@@ -102,7 +103,7 @@ def rewrite_one_of(keyword: Keyword) -> None:
         keyword.work(len(given) ** 2)
         others = [keyword.negate(each, "write anyOf") for each in given]
         schemas = [{"allOf": [each, *others[:index], *others[index + 1 :]]} for index, each in enumerate(schemas)]
-    elif not all(
+    elif len(given) > MAX_COMPARED or not all(
         are_disjoint(keyword.follow(one), keyword.follow(other), keyword.work) for one, other in combinations(given, 2)
     ):
         keyword.rewriter.note("oneOf is read as anyOf: an answer may be valid against several of its schemas")

@@ -100,6 +100,7 @@ START = {"$ref": "#/$defs/0"}
         {"oneOf": [{"required": [f"a{index}"]} for index in range(40_000)]},
         {"oneOf": [{"const": index} for index in range(40_000)]},
         {"not": {"const": "a" * 5000}},
+        {"type": "string", "pattern": "^" + "(?=a)" * 10_000 + "$"},
         {"type": "object", "properties": {"a" * 40: {}}, "propertyNames": {"pattern": "^(a+)+$b"}},
         {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "propertyNames": {"$ref": "#/$defs/a"}},
         {"allOf": [{"$ref": "#"}], "unevaluatedProperties": False},
@@ -113,3 +114,14 @@ def test_what_would_take_for_ever_is_over_soon(schema: dict[str, Any]):
     except RequestError as error:
         assert len(str(error)) < 400
     assert time.process_time() - start < 30  # without a limit these take minutes, and hours
+
+
+def test_a_union_of_many_kinds_is_kept():
+    kinds = [{"type": "object", "properties": {"kind": {"const": str(at)}}, "required": ["kind"]} for at in range(400)]
+    grammar = compile_schema({"oneOf": kinds})
+    assert admits(grammar, '{"kind":"399"}') and not admits(grammar, '{"kind":"400"}')
+
+
+def test_a_schema_that_is_too_large_is_not_called_wrong_json():
+    with pytest.raises(RequestError, match=r"^structured_outputs: the JSON schema has \d+ bytes, more than 1048576$"):
+        compile_schema({"enum": ["a" * (1 << 21)]})

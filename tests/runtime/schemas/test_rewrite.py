@@ -9,6 +9,7 @@ import pytest
 from schema_grammars import admits, byte_compiler, compile_schema
 
 from atom.errors import RequestError
+from atom.runtime.schemas.outline import write_outline
 from atom.runtime.schemas.rewrite import rewrite_schema
 
 pytest.importorskip("llguidance")
@@ -415,3 +416,42 @@ def test_schemas_nest_only_so_deep():
     assert admits(compile_schema(nested(59)), '{"a":{"a":{}}}')
     with pytest.raises(RequestError, match="schemas are nested more than 60 deep"):
         compile_schema(nested(60))
+
+
+LARGE = {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}
+
+
+def chain(count: int, width: int) -> dict[str, Any]:
+    """Schemas of which each refers to the next one some times."""
+    links = {f"a{at}": {"allOf": [{"$ref": f"#/$defs/a{at + 1}"}] * width} for at in range(count)}
+    return {"$defs": links | {f"a{count}": {"enum": ["a"]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        (chain(8, 8) | {"not": {"$ref": "#/$defs/a0"}}, "say what is allowed instead"),
+        (chain(40, 2) | {"allOf": [{"$ref": "#/$defs/a0"}], "unevaluatedProperties": False}, "each of them"),
+        ({"oneOf": [{"required": [str(at)]} for at in range(3000)]}, "takes too long"),
+        ({"oneOf": [{"const": at} for at in range(4000)]}, None),
+        ({"not": {"enum": ["a" * 5000]}}, "say what is allowed instead"),
+        ({"pattern": "^" + "(?=a)" * 20_000}, None),
+        ({"propertyNames": {"pattern": "^(a+)+$"}, "properties": {"a" * 50 + "!": True}}, None),
+        ({"patternProperties": {"^(a+)+$": True}, "additionalProperties": False, "properties": {"a" * 50 + "!": LARGE}},
+         None),
+        ({"$ref": "#/$defs/0", "$defs": {str(at): {"items": {"$ref": f"#/$defs/{at + 1}"}} for at in range(1500)}
+          | {"1500": LARGE}}, None),
+        ({"multipleOf": 10**400}, "multiples of"),
+        ({"maximum": 10**400}, None),
+    ],
+)  # fmt: skip
+def test_no_schema_takes_long_to_rewrite(schema: dict[str, Any], fault: str | None):
+    def write() -> None:
+        rewritten = rewrite_schema(schema)
+        write_outline(rewritten.schema, rewritten.places)
+
+    if fault is None:
+        write()
+    else:
+        with pytest.raises(RequestError, match=fault):
+            write()

@@ -77,7 +77,7 @@ def pack_other(tensors: dict[str, Tensor]) -> None:
 
 
 def open_on(folder: Path | str, **fields: Any) -> LLMEngine:
-    return LLMEngine(model=str(folder), dtype="fp32", kv_cache_memory=1 << 22, **{"level": 1, **fields})
+    return LLMEngine(model=str(folder), device="cpu", dtype="fp32", kv_cache_memory=1 << 22, **{"level": 1, **fields})
 
 
 def logits_on(folder: Path | str, **fields: Any) -> Tensor:

@@ -47,39 +47,42 @@ class MessageRenderer:
         """
         if not is_plain(messages):
             return render(messages), messages
-        best: tuple[Loss, str, Messages] | None = None
+        has_results = any(each["role"] == "tool" for each in messages)
+        lossy: list[tuple[Loss, Messages]] = []
         fault: RequestError | None = None
         for rewrites in ((), *REWRITES):
-            if write_calls in rewrites and best is not None and best[0] is Loss.CALL:
+            if write_calls in rewrites and has_results and any(loss is Loss.CALL for loss, _ in lossy):
                 break
             rewritten = messages
             for rewrite in rewrites:
                 rewritten = rewrite(rewritten)
             if rewrites and rewritten == messages:
                 continue
+            form = (has_tools, form_of(rewritten))
+            loss = self._known.get(form)
+            if not loss:  # a template that is known to leave something out need not render it to show that
+                try:
+                    prompt = render(rewritten)
+                except RequestError as error:
+                    fault = fault or error
+                    continue
+                loss = self._remember(form, find_loss(render, rewritten)) if loss is None else loss
+                if loss is Loss.NOTHING:
+                    return prompt, rewritten
+            lossy.append((loss, rewritten))
+        for _, rewritten in sorted(lossy, key=lambda each: each[0]):
             try:
-                prompt = render(rewritten)
+                return render(rewritten), rewritten
             except RequestError as error:
                 fault = fault or error
-                continue
-            loss = self._find_loss(render, rewritten, has_tools)
-            if loss is Loss.NOTHING:
-                return prompt, rewritten
-            if best is None or loss < best[0]:
-                best = loss, prompt, rewritten
-        if best is None:
-            assert fault is not None, "it was rendered or refused"
-            raise fault
-        return best[1:]
+        assert fault is not None, "it was rendered or refused"
+        raise fault
 
-    def _find_loss(self, render: Callable[[Messages], str], messages: Messages, has_tools: bool) -> Loss:
-        form = (has_tools, form_of(messages))
-        known = self._known.get(form)
-        if known is None:
-            if len(self._known) >= MAX_FORMS:
-                self._known.clear()
-            known = self._known[form] = find_loss(render, messages)
-        return known
+    def _remember(self, form: Hashable, loss: Loss) -> Loss:
+        if len(self._known) >= MAX_FORMS:
+            self._known.clear()
+        self._known[form] = loss
+        return loss
 
 
 def is_plain(messages: Messages) -> bool:

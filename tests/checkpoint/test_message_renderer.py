@@ -232,6 +232,27 @@ def test_what_a_template_leaves_out_is_found_once_for_chats_of_one_form():
     assert len(seen) == 6
 
 
+def test_what_is_known_to_be_left_out_is_not_rendered_again():
+    seen: list[int] = []
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        seen.append(len(messages))
+        return str(messages[-1]["content"])
+
+    renderer = MessageRenderer()
+    chat = [SYSTEM, USER, ANSWER, USER, REMINDER, MORE]
+    assert renderer.render(render, chat) == ("Sure.", chat)
+    seen.clear()
+    assert renderer.render(render, chat) == ("Sure.", chat)
+    assert seen == [len(chat)]
+
+
+def test_calls_without_results_are_shown_by_a_template_that_shows_none():
+    """An agent that is interrupted goes on with the user's next message."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert lines(template, USER, call("a1"), AGAIN) == ["user: Hi", "assistant: Call of fa: {}", "user: Well?"]
+
+
 def test_messages_of_other_forms_are_rendered_as_they_are():
     others = [{"content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
     assert MessageRenderer().render(lambda messages: "b", others) == ("b", others)

@@ -16,10 +16,14 @@ from atom.runtime.schemas.negation import TYPES
 from atom.runtime.schemas.number_ranges import integers, numbers, scientific
 from atom.runtime.schemas.references import Place
 
-REGEX = "x-number"  # key of a schema: a number that matches this regular expression
+REGEX = "x-number"  # key of a schema: a number that matches this regular expression, a Regex
 LARGEST = 1 << 53  # up to here a float64 holds every integer
 MAX_DIGITS = 200  # of a bound, but for zeros at its end: a regular expression nests as deep
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+class Regex(str):
+    """A regular expression that was made here: a text of the client's under the same key is a plain str."""
 
 
 def say_exactly(schema: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def _say_values(schema: dict[str, Any], own: dict[str, Any], kind: str | None, p
     if not large:
         return schema
     small = [value for value in values if not has_large(value)]
-    parts: list[dict[str, Any]] = [{REGEX: str(_whole(value, place))} for value in large if kind]
+    parts: list[dict[str, Any]] = [{REGEX: Regex(_whole(value, place))} for value in large if kind]
     if small:
         parts.append({"enum": small} | ({"type": schema["type"]} if "type" in schema else {}))
     return {"anyOf": parts}
@@ -105,11 +109,11 @@ def _parts(kind: str, own: Mapping[str, Any], place: Place) -> Iterator[dict[str
         if kind == "integer":
             start, end = start + is_after, None if end is None else end - is_before
             if end is None or start <= end:
-                yield {REGEX: sign + integers(start, end)}
+                yield {REGEX: Regex(sign + integers(start, end))}
         elif end is None or start < end or (start == end and not is_after and not is_before):
-            yield {REGEX: sign + numbers(start, end, open_low=is_after, open_high=is_before)}
+            yield {REGEX: Regex(sign + numbers(start, end, open_low=is_after, open_high=is_before))}
             if end is not None and (first is None or first <= 0):
-                yield {REGEX: sign + scientific(end)}
+                yield {REGEX: Regex(sign + scientific(end))}
 
 
 def _tighter(closed: Any, open: Any, sign: int) -> tuple[Any, bool]:

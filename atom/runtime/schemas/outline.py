@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from atom.errors import RequestError
-from atom.runtime.schemas.exact_numbers import REGEX
+from atom.runtime.schemas.exact_numbers import REGEX, Regex
 from atom.runtime.schemas.negation import TYPES
 from atom.runtime.schemas.patterns import is_match
 from atom.runtime.schemas.references import Place
@@ -42,7 +42,7 @@ def write_outline(schema: Mapping[str, Any], places: Iterable[tuple[Any, Place]]
 def _words(value: Any) -> Iterator[str]:
     """REGEX and the references within a schema."""
     if isinstance(value, Mapping):
-        if isinstance(value.get(REGEX), str):
+        if isinstance(value.get(REGEX), Regex):
             yield REGEX
         if isinstance(reference := value.get("$ref"), str):
             yield reference
@@ -92,7 +92,7 @@ class _Writer:
         """A schema's form: the name of its rule."""
         if not isinstance(schema, Mapping) or not self._needs(schema):
             return self._json(schema)
-        if REGEX in schema:
+        if isinstance(schema.get(REGEX), Regex):
             return self._rule(f"/{schema[REGEX]}/", is_terminal=True)
         if schema.keys() == {"$ref"}:
             name = str(schema["$ref"]).rpartition("/")[2]

@@ -75,7 +75,7 @@ class Rewriter:
         return out
 
     def resolve(self, reference: Any, place: Place) -> tuple[Any, Place]:
-        """The schema that a reference means, and its place. RequestError where there is none."""
+        """The schema that a reference means, and its place. RequestError if there is none."""
         self.work(1, place)
         target, found = self._references.resolve(reference, place)
         key = found.base, found.text

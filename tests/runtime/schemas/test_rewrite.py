@@ -418,6 +418,11 @@ def test_schemas_nest_only_so_deep():
         compile_schema(nested(60))
 
 
+def test_a_value_with_the_key_of_our_own_numbers_is_a_value():
+    holds({"const": {"x-number": "1"}}, ['{"x-number":"1"}'], ["1", '{"x-number":"2"}'])
+    holds({"enum": [{"x-number": "[0-9]"}, 2**60 + 1]}, ['{"x-number":"[0-9]"}', str(2**60 + 1)], ["7", str(2**60)])
+
+
 LARGE = {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}
 
 

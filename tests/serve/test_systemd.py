@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -33,8 +32,7 @@ def test_systemd_is_told_when_the_server_is_ready_and_when_it_drains(
         server = serving.launch(talker, tmp_path, stub={"load_seconds": 1})
         try:
             assert systemd.recv(100) == b"READY=1"
-            (url,) = re.findall(r" at (http://127\.0\.0\.1:\d+) ", server.log.read_text())
-            assert wire.ask(url, "GET", "/health").status == 200
+            assert wire.ask(serving.wait_for_url(server), "GET", "/health").status == 200
             server.process.terminate()
             assert systemd.recv(100) == b"STOPPING=1"
             assert server.process.wait(20) == 0

@@ -24,7 +24,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from atom.build import open_engine
+from atom.assemble import open_engine
 from atom.checkpoint import SilentProgress, Tokenizer
 from atom.config.load import engine_overrides, load
 from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
@@ -32,8 +32,8 @@ from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.llm import answer
 from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompt_of, prompts_of, scored_prompts
 from atom.runtime.engine import Engine
-from atom.runtime.inbox import Inbox, Urgent, Work
-from atom.runtime.step_guard import StepGuard
+from atom.runtime.requests.inbox import Inbox, Urgent, Work
+from atom.runtime.step.guard import StepGuard
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 

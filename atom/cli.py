@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import atom
 from atom.config.help import help_text
 from atom.jobs import module_of
-from atom.jobs.apart import run_apart
+from atom.jobs.forked_load import run_apart
 from atom.jobs.report import report
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from atom.build import open_engine
+from atom.assemble import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.checkpoint.progress import SILENT, Task
 from atom.config import Config
@@ -27,9 +27,9 @@ from atom.embeddings import POOLED, describe_embedding, pooling_of, similarities
 from atom.errors import EngineDeadError, RequestError, UnsupportedError, one_line
 from atom.measurement.phases import PhaseClock
 from atom.prompts import Prompt, SaltedPrompt, adapters_of, encode_conversations, prompts_of, scored_prompts
+from atom.runtime.draft.speculation import describe_drafts, draft_statistics
 from atom.runtime.metrics import EngineStats
-from atom.runtime.remote_ranks import serve_rank
-from atom.runtime.speculation import describe_drafts, draft_statistics
+from atom.runtime.ranks.remote import serve_rank
 from atom.runtime.types import RequestOptions, Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 

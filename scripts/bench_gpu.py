@@ -39,9 +39,9 @@ from atom.devices import count_devices, find_device
 
 if TYPE_CHECKING:
     from atom.config import Config
-    from atom.jobs.roofline import Costs, Limits
+    from atom.jobs.bench.roofline import Costs, Limits
     from atom.runtime.engine import Engine
-    from atom.runtime.ranks import RankLink
+    from atom.runtime.ranks.links import RankLink
 
 ROOT = Path(__file__).parents[1]
 CONFIGS, DOCS = ROOT / "tests" / "configs", ROOT / "docs" / "performance.md"
@@ -309,8 +309,8 @@ def measure_machine() -> dict[str, Any]:
     import torch
     import triton
 
-    from atom.jobs.bench import describe_device
-    from atom.jobs.roofline import measure_limits
+    from atom.jobs.bench.job import describe_device
+    from atom.jobs.bench.roofline import measure_limits
 
     versions = {"atom": atom.__version__, "torch": str(torch.__version__), "triton": triton.__version__}
     limits = measure_limits("cuda", "bf16", ["fp8"])
@@ -379,13 +379,13 @@ def reported(what: str) -> Iterator[None]:
 
 def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
     """Measure one model's rows in one engine; after a row that raises, the others are left unmeasured."""
-    from atom.build import open_engine
+    from atom.assemble import open_engine
     from atom.checkpoint import RichProgress
     from atom.compiler import compile_graph
     from atom.config.load import load
-    from atom.jobs.experts_read import count_experts, describe_experts
-    from atom.jobs.roofline import Limits, read_costs
-    from atom.jobs.workload import open_workload
+    from atom.jobs.bench.experts_read import count_experts, describe_experts
+    from atom.jobs.bench.roofline import Limits, read_costs
+    from atom.jobs.bench.workload import open_workload
 
     timed = timing(RichProgress)()
     with checkpoint(model) as folder:
@@ -426,9 +426,9 @@ def timing(kind: type[Any]) -> type[Any]:
 def measure_row(
     figure: Figure, counted: str, engine: Engine, config: Config, runs: int, costs: dict[str, Costs], limits: Limits
 ) -> None:
-    from atom.gc_utils import settle
-    from atom.jobs.bench import answer, compare, measure
-    from atom.jobs.workload import open_workload
+    from atom.jobs.bench.job import answer, compare, measure
+    from atom.jobs.bench.workload import open_workload
+    from atom.process.gc_utils import settle
 
     draw = open_workload(config)
     answer(engine, draw(engine), config)  # warm-up
@@ -530,7 +530,7 @@ def measure_sums(num: int, runs: int) -> list[list[float]]:
     """The µs of a sum in each run, by size, measured on the first of so many GPUs."""
     from atom.config.load import load
     from atom.config.parallel import devices_of
-    from atom.runtime.ranks import RankProcess, Ranks
+    from atom.runtime.ranks.links import RankProcess, Ranks
 
     with checkpoint(LARGE_MODEL) as model:  # whose heads such numbers divide
         parallel = load([f"checkpoint={model}", "load_dummy=true", f"parallel=tp{num}", "device=cuda"]).parallel

@@ -16,7 +16,7 @@ import sys
 import time
 
 from atom import LLMEngine, SamplingParams
-from atom.build import cache_kinds
+from atom.assemble import cache_kinds
 from atom.compiler import compile_graph
 from atom.config.load import load
 

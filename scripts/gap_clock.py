@@ -23,7 +23,7 @@ import torch
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from atom.kernels.triton.jit import jit
+from atom.kernels.triton.compile.jit import jit
 from scripts.gap_stamps import Stamp
 
 SIZE = 1 << 16  # times in the ring, of which a step takes four at most
@@ -95,11 +95,13 @@ class StepClock:
 def install() -> None:
     """Have the model and the profiler of this process, and of the ranks that it starts, use a clock.
 
-    Comes before `atom.build` and `atom.rank` are imported, which take them from their modules.
+    Comes before `atom.assemble` and `atom.assemble.rank_process` are imported, which take them from their modules.
     """
-    from atom.runtime import model, profiler, ranks
+    from atom.runtime import profiler
+    from atom.runtime.ranks import links as ranks
+    from atom.runtime.step import model
 
-    assert "atom.build" not in sys.modules, "it has the model and the profiler already"
+    assert "atom.assemble" not in sys.modules, "it has the model and the profiler already"
     clock = StepClock()
 
     class ClockedModel(model.Model):

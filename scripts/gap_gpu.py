@@ -44,7 +44,7 @@ from atom.compiler import mesh_of
 from atom.config import Config
 from atom.config.load import load
 from atom.devices import find_device
-from atom.jobs.trace import ON_DEVICE, Event, read_event
+from atom.jobs.profile.trace import ON_DEVICE, Event, read_event
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import WORKER, EngineProcess

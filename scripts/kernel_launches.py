@@ -101,7 +101,7 @@ class Launch:
 
 @functools.cache
 def load_piece(path: str) -> Any:
-    from atom.kernels.triton.piece_compiler import load_module
+    from atom.kernels.triton.compile.piece_compiler import load_module
 
     return load_module(Path(path))
 
@@ -253,7 +253,7 @@ def _make_on_meta(type: Any, layout: str | None) -> Any:
 
 def record_launches(arch: str, folder: Path) -> list[Launch]:
     """The launches of all models and calls, recorded in processes. folder: for the code of pieces, which stays there"""
-    from atom.runtime import runner  # noqa: F401 before processes are forked, and after `use_gpu`
+    from atom.runtime.step import runner  # noqa: F401 before processes are forked, and after `use_gpu`
 
     tasks = [(walk_and_multiply, (*each, arch, folder / str(at))) for at, each in enumerate(models(arch))]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
@@ -266,7 +266,7 @@ def record_launches(arch: str, folder: Path) -> list[Launch]:
 
 def record(call: Callable[..., None], *args: Any) -> dict[Any, Launch]:
     """Run a call, and record its launches."""
-    from atom.kernels.triton.precompile import walking
+    from atom.kernels.triton.compile.precompile import walking
 
     recorder = Recorder()
     token = walking.set(recorder)  # type: ignore[arg-type]
@@ -306,16 +306,16 @@ def models(arch: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
     """Run each kind of step of a model, of which a few layers do; its graph."""
-    from atom import build
-    from atom.build.settings import drafting_of
+    from atom import assemble
+    from atom.assemble.settings import drafting_of
     from atom.compiler import compile_graph
     from atom.config.load import engine_overrides, load
-    from atom.kernels.triton.codegen import write_source
-    from atom.kernels.triton.piece_compiler import TritonCompiler
+    from atom.kernels.triton.compile.codegen import write_source
+    from atom.kernels.triton.compile.piece_compiler import TritonCompiler
     from atom.pieces import find_pieces
-    from atom.runtime.model import Model
-    from atom.runtime.program import Bindings
-    from atom.runtime.runner import Runner
+    from atom.runtime.step.model import Model
+    from atom.runtime.step.program import Bindings
+    from atom.runtime.step.runner import Runner
     from atom.runtime.types import StepLimits
 
     folder.mkdir()
@@ -339,7 +339,7 @@ def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
         drafting=drafting,
     )  # fmt: skip
     runner = Runner(model, run_ahead=2)
-    runner.bind({kind.name: 2 for kind in build.cache_kinds(graph)})
+    runner.bind({kind.name: 2 for kind in assemble.cache_kinds(graph)})
     runner.graphs.compile([1, 2, 4, 8, 16, 24, 40], MAX_TOKENS)
     return graph
 
@@ -487,8 +487,8 @@ def multiply_by_many_experts(arch: str) -> None:
     """Products by experts of many rows each, with and without gates and biases."""
     from atom.graph import Type
     from atom.kernels.hopper.shuffle import LAYOUT
-    from atom.kernels.triton import grouping, moe
     from atom.kernels.triton.activations import Gate
+    from atom.kernels.triton.experts import grouping, moe
 
     x, ends, bias = zeros(600, 512), zeros(4, dtype=torch.int64), zeros(4, 256)
     gates = (None, Gate("silu"), Gate("swigluoai", 7.0, 1.7))
@@ -506,7 +506,7 @@ def multiply_by_many_experts(arch: str) -> None:
 
 
 def expand_adapters() -> None:
-    from atom.kernels.triton import lora
+    from atom.kernels.triton.linear import lora
 
     for rows, rank, kind in itertools.product((5, 300), (16, 64), (None, "silu")):
         sizes = [1024, 512, 512] if kind is None else [1024, 1024]
@@ -532,7 +532,7 @@ def sum_over_ranks() -> None:
 def copy_blocks() -> None:
     """KV to host memory and back, and from fp8 for long prompts."""
     from atom.kernels.triton.attention.context import Context
-    from atom.kernels.triton.blocks import BlockCopier
+    from atom.kernels.triton.step.blocks import BlockCopier
 
     copier, blocks = BlockCopier([zeros(4, 1024)]), zeros(2, dtype=torch.int64)
     rows = zeros(2, 2048, dtype=torch.uint8)
@@ -546,9 +546,9 @@ def draft_tokens() -> None:
     """By a draft model, as `method=draft` does."""
     from atom.graph import Batch
     from atom.kernels.step import Inputs
-    from atom.kernels.triton import prepare_inputs, speculation
-    from atom.runtime.request_state import RequestState
-    from atom.runtime.step_input import PackedRows
+    from atom.kernels.triton.step import prepare_inputs, speculation
+    from atom.runtime.step.input import PackedRows
+    from atom.runtime.step.request_state import RequestState
 
     state, rows, slots = RequestState(3, 500, "cpu", 3, 100), zeros(3, dtype=torch.int32), zeros(9, dtype=torch.int64)
     keys, *noise = speculation.draw_noise(rows, state, 3)
@@ -573,7 +573,7 @@ def number_tiles() -> None:
 def find_kernels() -> set[str]:
     """The names of the functions of atom/kernels that something launches."""
     import atom.kernels
-    from atom.kernels.triton.jit import JITFunction
+    from atom.kernels.triton.compile.jit import JITFunction
 
     kernels = set[str]()
     for found in pkgutil.walk_packages(atom.kernels.__path__, "atom.kernels."):

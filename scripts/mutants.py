@@ -2,9 +2,9 @@
 
 A fault is a patch of scripts/mutants.d. Lines before its diff name the tests that must fail and say what goes wrong:
 
-    # tests: tests/runtime/test_kv_cache.py::test_another_past_or_salt_is_no_hit
+    # tests: tests/runtime/kv/test_cache.py::test_another_past_or_salt_is_no_hit
     # why: a prefix is found without its salt, so one tenant's KV serves another
-    diff --git a/atom/runtime/kv_cache.py b/atom/runtime/kv_cache.py
+    diff --git a/atom/runtime/kv/cache.py b/atom/runtime/kv/cache.py
     …
 
 A fault is caught if each of its tests fails, or does not end. A survivor has a line `# survives: reason`.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from atom.runtime.cuda_graphs import Graphs
-from atom.runtime.step_input import StepInput
+from atom.runtime.step.cuda_graphs import Graphs
+from atom.runtime.step.input import StepInput
 
 
 class Watch:
@@ -26,7 +26,7 @@ class Watch:
         self._noted: set[str] = self.ran  # where launches are noted: in `ran`, or those of the graph being captured
 
     def note(self, *names: str) -> None:
-        from atom.kernels.triton.precompile import walking
+        from atom.kernels.triton.compile.precompile import walking
 
         if walking.get() is None:
             self._noted.update(names)
@@ -45,10 +45,15 @@ class Watch:
 
 def watch() -> set[str]:
     """The names of what runs from here on, in this process."""
+    from atom.kernels.hopper import decode_attention as decode_hopper
+    from atom.kernels.hopper import few_experts as few_hopper
+    from atom.kernels.hopper import gated_linear as gate_hopper
+    from atom.kernels.hopper import grouped_linear as grouped_hopper
+    from atom.kernels.hopper import grouped_packed_linear as grouped_packed_hopper
+    from atom.kernels.hopper import packed_linear as packed_hopper
+    from atom.kernels.hopper import prefill_attention as prefill_hopper
     from atom.kernels.stable_memory import StableMemory
-    from atom.kernels.triton import few_hopper, grouped_hopper, grouped_packed_hopper
-    from atom.kernels.triton.attention import decode_hopper, prefill_hopper
-    from atom.kernels.triton.linear import gate_hopper, linear, packed_hopper
+    from atom.kernels.triton.linear import linear
 
     watched = Watch()
 

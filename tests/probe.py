@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.cuda_graphs import Started
-from atom.runtime.program import rows_of, score
-from atom.runtime.runner import Runner
-from atom.runtime.step_input import StepInput
+from atom.runtime.step.cuda_graphs import Started
+from atom.runtime.step.input import StepInput
+from atom.runtime.step.program import rows_of, score
+from atom.runtime.step.runner import Runner
 from atom.runtime.types import Sequence
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from atom.kernels import find_step_kernels
 from atom.kernels.logprobs import top_logprobs
-from atom.runtime.logit_processors import find_shaping
-from atom.runtime.request_state import RequestState, send
-from atom.runtime.runner import shape_logits
-from atom.runtime.step_builder import has_penalties
-from atom.runtime.step_input import pack_admission
+from atom.runtime.requests.logit_processors import find_shaping
+from atom.runtime.step.builder import has_penalties
+from atom.runtime.step.input import pack_admission
+from atom.runtime.step.request_state import RequestState, send
+from atom.runtime.step.runner import shape_logits
 from atom.runtime.types import Logprobs, Sequence
 from atom.sampling_params import MIN_TEMPERATURE
 

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from atom.checkpoint import Tokenizer
 from atom.errors import RequestError
-from atom.runtime.grammar import GrammarCompiler
-from atom.runtime.vocabulary import Vocabulary
+from atom.runtime.requests.grammar import GrammarCompiler
+from atom.runtime.requests.vocabulary import Vocabulary
 
 END = 256
 

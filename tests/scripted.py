@@ -19,12 +19,12 @@ import httpx
 from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.serve.app import create_app
+from atom.serve.auth.tenants import Tenant
 from atom.serve.context import Context
 from atom.serve.engine.frames import Message, encode
 from atom.serve.engine.protocol import Abort, End, Finish, Output, Outputs, Ready, Submit, to_engine
 from atom.serve.engine.replicas import Replicas
-from atom.serve.metrics import Metrics
-from atom.serve.tenants import Tenant
+from atom.serve.ops.metrics import Metrics
 
 
 class Said(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom.jobs import sweep_job
+from atom.jobs.sweep import job as sweep_job
 
 
 def run_jobs_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from atom.config.load import load
 from atom.errors import AtomError, ConfigError, UnsupportedError
 from atom.graph import Graph, ops
 from atom.graph.graph import type_of
-from atom.jobs import explain
+from atom.jobs.explain import job as explain
 from atom.kernels import Target, find_target
 
 TOKENS = tiny.prompt(60)

@@ -26,7 +26,7 @@ from serving import Server
 from atom.config import Config
 from atom.config.load import load_settings
 from atom.errors import ConfigError
-from atom.serve.middleware import PUBLIC_PATHS
+from atom.serve.http.middleware import PUBLIC_PATHS
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

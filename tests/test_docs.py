@@ -42,8 +42,9 @@ from atom.config.schema_keys import keys
 from atom.config.spelling import ALIASES
 from atom.entrypoints.args import EngineArgs
 from atom.graph.ops import OPS
-from atom.jobs import bench, generate
-from atom.jobs.workload import open_workload
+from atom.jobs import generate
+from atom.jobs.bench import job as bench
+from atom.jobs.bench.workload import open_workload
 from atom.kernels import find_target
 
 pytestmark = pytest.mark.early
@@ -174,7 +175,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))
-    for name in ("serve", "chat", "compile", "bench", "profile"):
+    for name in ("serve", "chat", "compile", "bench.job", "profile.job"):
         stub: Any = types.ModuleType(f"atom.jobs.{name}")
         stub.run, stub.OBJECTIVES = start, bench.OBJECTIVES
         monkeypatch.setitem(sys.modules, stub.__name__, stub)

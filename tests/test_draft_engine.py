@@ -33,10 +33,10 @@ from thread_ranks import ThreadRanks, thread_ranks
 from torch import Tensor
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.cuda_graphs import Graphs
-from atom.runtime.model import Model
-from atom.runtime.runner import Runner
-from atom.runtime.speculation import draft_statistics
+from atom.runtime.draft.speculation import draft_statistics
+from atom.runtime.step.cuda_graphs import Graphs
+from atom.runtime.step.model import Model
+from atom.runtime.step.runner import Runner
 
 pytestmark = pytest.mark.early
 __all__ = ["thread_ranks"]
@@ -182,7 +182,7 @@ def test_tokens_are_those_of_none(
     tokens_of_none: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     case = case_of(name)
-    monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
+    monkeypatch.setattr("atom.assemble.runner.Runner", partial(Runner, run_ahead=run_ahead))
     counts, preempted = count_beside_prompts(monkeypatch), note_preempted_drafts(monkeypatch)
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **LIMITS[limits])
     for _ in range(2 if limits == "eventful" else 1):  # the second time with prefix hits
@@ -248,7 +248,7 @@ def test_padded_steps_give_the_tokens_of_none(
 ):  # fmt: skip
     """As a CUDA graph pads them."""
     case = case_of(name)
-    monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
+    monkeypatch.setattr("atom.assemble.runner.Runner", partial(Runner, run_ahead=run_ahead))
     monkeypatch.setattr(Graphs, "draft_sizes", ((3, 2), (7, 2), (16, 2)))
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, max_num_seqs=16)
     assert tokens_of(engine, ASKED, EVERY) == tokens_of_none(name)

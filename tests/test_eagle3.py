@@ -17,8 +17,8 @@ from law import assert_same_logits
 from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine, SamplingParams, weights
-from atom.build import load_weights, open_engine
-from atom.build.checks import check_weights
+from atom.assemble import load_weights, open_engine
+from atom.assemble.checks import check_weights
 from atom.cache import Cache, key_of
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph, semantic_graph
@@ -28,7 +28,7 @@ from atom.config.checkpoint import open_with_draft
 from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import PackedWeight, Quantize, interpret, ops, parse, show, verify
-from atom.jobs.explain import describe, sizes
+from atom.jobs.explain.job import describe, sizes
 from atom.kernels import find_target
 
 PROMPT = torch.tensor(tiny.prompt(39))

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from atom import LLMEngine, SamplingParams
-from atom.build import cache_kinds
+from atom.assemble import cache_kinds
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.errors import AtomError, CheckpointError

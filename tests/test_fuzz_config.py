@@ -21,7 +21,7 @@ from atom.config.folders import CONF
 from atom.config.load import load
 from atom.config.schema_keys import keys
 from atom.errors import AtomError
-from atom.jobs import explain
+from atom.jobs.explain import job as explain
 from atom.jobs.start import choose_job, load_job
 
 VALUES = [

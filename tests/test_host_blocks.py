@@ -12,7 +12,7 @@ from thread_ranks import ThreadRanks, thread_ranks
 from atom import LLMEngine, SamplingParams
 from atom.config.load import load
 from atom.errors import CapacityError, ConfigError, EngineDeadError
-from atom.runtime.host_blocks import plan_host_blocks, runs
+from atom.runtime.kv.host_blocks import plan_host_blocks, runs
 from atom.runtime.types import CacheKind, SwapCosts
 
 __all__ = ["thread_ranks"]

@@ -20,7 +20,7 @@ from test_host_blocks import NUM_TALKS, SIZES, load_always, talk
 from atom import LLMEngine
 from atom.config.load import load
 from atom.errors import ConfigError, UnsupportedError
-from atom.runtime.kv_files import Block, Fetch, KVFiles, chain
+from atom.runtime.kv.files import Block, Fetch, KVFiles, chain
 
 pytestmark = pytest.mark.early
 
@@ -234,7 +234,7 @@ def test_two_servers_share_a_folder(files: KVFiles, tmp_path: Path):
 WRITER = """
 import sys, torch
 from pathlib import Path
-from atom.runtime.kv_files import Block, KVFiles, chain
+from atom.runtime.kv.files import Block, KVFiles, chain
 size = 32 << 20
 files = KVFiles(Path(sys.argv[1]), 1 << 40, {"full": size})
 key = b"root"

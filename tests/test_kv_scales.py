@@ -29,8 +29,8 @@ from atom.compiler.artifact import semantic_graph
 from atom.config.load import load
 from atom.graph import parse, show
 from atom.graph.recipes import Measured
-from atom.runtime import kv_scales
-from atom.runtime.kv_scales import PROMPT, KVScales
+from atom.runtime.kv import scales as kv_scales
+from atom.runtime.kv.scales import PROMPT, KVScales
 
 __all__ = ["thread_ranks"]
 

@@ -212,7 +212,7 @@ def test_a_module_without_adapters_is_named(
 def test_a_folder_without_an_adapter_is_told_before_anything_is_compiled(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("atom.build.engine.load_model", None)
+    monkeypatch.setattr("atom.assemble.engine.load_model", None)
     with pytest.raises(CheckpointError, match=r"/nowhere has no adapter_config.json"):
         open_engine("llama", lora_modules={"sql": "/nowhere"})
 

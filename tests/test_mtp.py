@@ -21,8 +21,8 @@ from test_quantized import LAYOUTS, pack
 from torch import Tensor
 
 from atom import weights
-from atom.build import cache_kinds, mtp_patterns
-from atom.build.checks import check_weights
+from atom.assemble import cache_kinds, mtp_patterns
+from atom.assemble.checks import check_weights
 from atom.cache import Cache, key_of
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph, pieces_of, semantic_graph
@@ -33,11 +33,11 @@ from atom.config.load import load
 from atom.config.stored_names import find_modules, stacked_parts
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import TORCH_DTYPES, Batch, Graph, Mesh, interpret_ranks, ops, parse, show, verify
-from atom.jobs.explain import sizes
+from atom.jobs.explain.job import sizes
 from atom.kernels import Target, find_target
 from atom.passes.context import PassContext
 from atom.passes.shard import shard
-from atom.runtime.program import Bindings, Executable
+from atom.runtime.step.program import Bindings, Executable
 
 PROMPT = torch.tensor(tiny.prompt(39))
 

@@ -45,9 +45,10 @@ from rank_checks import (
 from serving import free_port
 from thread_ranks import ThreadRanks, thread_ranks
 
-from atom import LLMEngine, SamplingParams, build
-from atom.build.kv_blocks import cache_kinds, plan_kv, take_least
-from atom.build.ranks import check_same_weights, config_of, sample_weights, start_processes
+from atom import LLMEngine, SamplingParams, assemble
+from atom.assemble.kv_blocks import cache_kinds, plan_kv, take_least
+from atom.assemble.rank_process import find_running
+from atom.assemble.ranks import check_same_weights, config_of, sample_weights, start_processes
 from atom.checkpoint import Progress, SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
 from atom.config.load import load
@@ -64,10 +65,9 @@ from atom.errors import (
 from atom.graph import W, show
 from atom.kernels.gloo import COUNTED_BYTES
 from atom.pieces import compile_pieces
-from atom.rank import find_running
-from atom.runtime.ranks import RankProcess, Ranks
-from atom.runtime.remote_ranks import without_secrets
-from atom.runtime.runner import Pending, wait_for
+from atom.runtime.ranks.links import RankProcess, Ranks
+from atom.runtime.ranks.remote import without_secrets
+from atom.runtime.step.runner import Pending, wait_for
 
 __all__ = ["thread_ranks"]
 
@@ -340,7 +340,7 @@ def test_a_driver_whose_rank_dies_does_not_load_the_rest_of_its_weights(checkpoi
     fields = ["dtype=fp32", "level=0", "parallel=tp2", "serve.kv_cache_memory=4194304"]
     progress = KillingProgress()
     with pytest.raises(EngineDeadError, match="rank 1 has ended"):
-        build.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), progress)
+        assemble.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), progress)
     assert 0 < progress.done < progress.total / 2
 
 
@@ -355,10 +355,10 @@ def test_a_driver_whose_rank_dies_does_not_compile_the_rest(
             task.advance(1)
         pytest.fail("it has compiled the rest")
 
-    monkeypatch.setattr("atom.build.engine.compile_with", compile_slowly)
+    monkeypatch.setattr("atom.assemble.engine.compile_with", compile_slowly)
     fields = ["dtype=fp32", "level=0", "parallel=tp2", "serve.kv_cache_memory=4194304"]
     with pytest.raises(EngineDeadError, match="rank 1 has ended"):
-        build.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), SilentProgress())
+        assemble.open_engine(load([f"checkpoint={checkpoints('llama')}", *fields]), SilentProgress())
     assert not rank_processes()
 
 
@@ -424,7 +424,7 @@ def test_who_waits_for_a_rank_when_all_are_closed_is_told(wait: Callable[[Ranks]
 def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 6)
     monkeypatch.setattr(
-        "atom.build.ranks.RANK_ON_GPU", "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())"
+        "atom.assemble.ranks.RANK_ON_GPU", "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())"
     )
     fields = ["parallel=dp2_tp3", "device=cuda"]
     for visible, replica, expected in ((None, 0, [b"1", b"2"]), ("7,GPU-8f3, 5,4,3,1", 1, [b"3", b"1"])):
@@ -637,7 +637,9 @@ def test_the_ranks_of_a_compiled_model_compile_nothing(
     config = load([*fields, "serve.kv_cache_memory=4194304"])
     of_cache = compile_model(config)
     assert of_cache.report.hit and show(of_cache.graph) != show(compile_graph(config)), "comments are not kept"
-    assert build.digest_of(of_cache.graph) == build.digest_of(compile_graph(config)), "by which ranks are compared"
+    assert assemble.digest_of(of_cache.graph) == assemble.digest_of(compile_graph(config)), (
+        "by which ranks are compared"
+    )
     alone = LLMEngine(str(model), dtype="fp32", level=1, kv_cache_memory=1 << 22)
     assert tokens[0] == [answer["token_ids"] for answer in alone.generate(prompts, GREEDY)]
 
@@ -775,8 +777,8 @@ def test_ranks_compare_a_sample_of_the_weights_that_all_have_whole(checkpoints: 
     config = load([f"checkpoint={checkpoints('qwen3_moe')}", "parallel=tp2", "level=0", "dtype=fp32"])
     graph = compile_graph(config)
     with contextlib.ExitStack() as opened:
-        checkpoint = build.open_checked(config, SilentProgress(), opened)
-        loaded = [build.load_weights(graph, checkpoint, config, SilentProgress(), rank) for rank in range(2)]
+        checkpoint = assemble.open_checked(config, SilentProgress(), opened)
+        loaded = [assemble.load_weights(graph, checkpoint, config, SilentProgress(), rank) for rank in range(2)]
     samples = [sample_weights(tensors) for tensors in loaded]
     check_same_weights(samples)
     changed = next(tensor for recipe, tensor in loaded[1].items() if isinstance(recipe, W) and "norm" in recipe.name)

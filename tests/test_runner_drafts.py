@@ -24,9 +24,9 @@ from test_speculation import (
 from torch import Tensor
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.cuda_graphs import Graphs
-from atom.runtime.runner import Runner
-from atom.runtime.speculation import acceptance_rates, draft_statistics
+from atom.runtime.draft.speculation import acceptance_rates, draft_statistics
+from atom.runtime.step.cuda_graphs import Graphs
+from atom.runtime.step.runner import Runner
 from atom.runtime.types import Drafting
 
 RUN_AHEADS = [0, 1, 2]
@@ -38,8 +38,8 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has runners draft, and run ahead, as on a GPU."""
 
     def use(run_ahead: int, how: Drafting = LOOKED_UP) -> None:
-        monkeypatch.setattr("atom.build.settings.drafting_of", lambda config: how)
-        monkeypatch.setattr("atom.build.runner.Runner", partial(Runner, run_ahead=run_ahead))
+        monkeypatch.setattr("atom.assemble.settings.drafting_of", lambda config: how)
+        monkeypatch.setattr("atom.assemble.runner.Runner", partial(Runner, run_ahead=run_ahead))
 
     return use
 
@@ -59,7 +59,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 told = [token if right else (token + 1) % 97 for token, right in zip(behind, turn, strict=False)]
                 state.drafts[slot] = torch.tensor([*told, -1, -1, -1][: state.drafts.shape[1]])
 
-        monkeypatch.setattr("atom.kernels.torch.speculation.find_ngrams", draft)
+        monkeypatch.setattr("atom.kernels.torch.step.speculation.find_ngrams", draft)
 
     return use
 

@@ -266,7 +266,7 @@ def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
     monkeypatch.setattr(sleep, "pin", lambda tensor, instead: pinned.append(tensor.data_ptr()))
     monkeypatch.setattr(sleep, "unpin", pinned.remove)
     monkeypatch.setattr(
-        "atom.build.engine.stable_memories", lambda config: (StableMemory(1 << 24), StableMemory(1 << 24))
+        "atom.assemble.engine.stable_memories", lambda config: (StableMemory(1 << 24), StableMemory(1 << 24))
     )
     monkeypatch.setattr("atom.weights.sources.NUM_READERS", 1)  # as a GPU has one thread that places weights
     engine = open_engine("llama", enable_sleep_mode=True, level=0, **fields)

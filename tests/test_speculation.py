@@ -13,11 +13,11 @@ import tiny
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.kv_cache import KVCache
+from atom.runtime.draft.speculation import DraftLog, NgramDrafter, RunnerDrafter, draft_statistics
+from atom.runtime.kv.cache import KVCache
 from atom.runtime.metrics import SchedulerStats
-from atom.runtime.runner import Pending
-from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.speculation import DraftLog, NgramDrafter, RunnerDrafter, draft_statistics
+from atom.runtime.schedule.scheduler import Scheduler, finish_reason
+from atom.runtime.step.runner import Pending
 from atom.runtime.types import CacheKind, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 __all__ = ["thread_ranks"]
@@ -67,7 +67,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Has schedulers take a drafter, in place of that of method ngram."""
 
     def use(drafter: Any) -> None:
-        monkeypatch.setattr("atom.build.scheduling.open_drafter", lambda config: drafter)
+        monkeypatch.setattr("atom.assemble.scheduling.open_drafter", lambda config: drafter)
 
     return use
 

@@ -169,15 +169,15 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | messages | gc_utils | devices | dtypes | openmp | child_process | liveness | measurement
+errors | process | devices | dtypes | measurement
 cache | checkpoint | sampling_params
 plugins
 config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
 compiler | runtime
-build | prompts | embeddings
-rank | llm | plugin
+assemble | prompts | embeddings
+llm | plugin
 async_llm
 serve
 jobs
@@ -212,7 +212,7 @@ LOCAL_IMPORTS = {
     "tqdm": "a benchmark's --help has no bar",
     "transformers": "only some tokenizers need it, for half a second",
     # modules that import such packages
-    "atom.build": "torch, as above",
+    "atom.assemble": "torch, as above",
     "atom.checkpoint.gguf.GGUFCheckpoint": "numpy, which a description of a folder does not need",
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.config.load": "hydra: a configuration that is loaded needs it no more",
@@ -221,21 +221,21 @@ LOCAL_IMPORTS = {
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
-    "atom.kernels.triton.binary_cache.BinaryCache": "triton",
+    "atom.kernels.triton.compile.binary_cache.BinaryCache": "triton",
     "atom.kernels.triton.gpu.load_driver": "triton",
-    "atom.kernels.triton.attention.decode_hopper": "Gluon, which no other GPU needs",
-    "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
-    "atom.kernels.triton.grouped_hopper": "Gluon, as above",
-    "atom.kernels.triton.grouped_packed_hopper": "Gluon, as above",
-    "atom.kernels.triton.linear.gate_hopper": "Gluon, as above",
-    "atom.kernels.triton.linear.packed_hopper": "Gluon, as above",
-    "atom.kernels.triton.few_hopper": "Gluon, as above",
+    "atom.kernels.hopper.decode_attention": "Gluon, which no other GPU needs",
+    "atom.kernels.hopper.prefill_attention": "Gluon, which no other GPU needs",
+    "atom.kernels.hopper.grouped_linear": "Gluon, as above",
+    "atom.kernels.hopper.grouped_packed_linear": "Gluon, as above",
+    "atom.kernels.hopper.gated_linear": "Gluon, as above",
+    "atom.kernels.hopper.packed_linear": "Gluon, as above",
+    "atom.kernels.hopper.few_experts": "Gluon, as above",
 }
 
 # Where a module is imported by a name that is found at run time.
 IMPORTERS = """
 __init__ entrypoints.args jobs.__init__ kernels.aiter.__init__ kernels.aiter.functions kernels.inductor.piece_compiler
-kernels.peers.__init__ kernels.registry kernels.step kernels.triton.__init__ kernels.triton.compile_processes plugins
+kernels.peers.__init__ kernels.registry kernels.step kernels.triton.__init__ kernels.triton.compile.compile_processes plugins
 """
 
 
@@ -496,7 +496,7 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
             "torch triton transformers llguidance hydra omegaconf gguf rich",
         ),
         (
-            "import atom.serve.engine.worker, atom.build, atom.checkpoint.gguf",
+            "import atom.serve.engine.worker, atom.assemble, atom.checkpoint.gguf",
             "triton transformers llguidance hydra omegaconf yaml jinja2 fastapi pydantic gguf sympy rich torch._dynamo "
             "torch._inductor",
         ),

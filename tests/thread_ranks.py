@@ -18,14 +18,14 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from atom import build
-from atom.build import engine
+from atom import assemble
+from atom.assemble import engine
+from atom.assemble.rank_process import Rank
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.config import Config
 from atom.graph import TORCH_DTYPES, Mesh, ops
-from atom.rank import Rank
-from atom.runtime.kv_scales import KVScales, ScalePlan
+from atom.runtime.kv.scales import KVScales, ScalePlan
 from atom.runtime.profiler import Profiler
 
 
@@ -97,21 +97,21 @@ class ThreadRanks:
         try:
             config, progress = self.config, SilentProgress()
             with ExitStack() as opened:
-                checkpoint = build.open_checked(config, progress, opened)
-                compiled = build.compile_with(config, progress, checkpoint, self.meeting.mesh.stage(rank))
-                tensors = build.load_weights(compiled.graph, checkpoint, config, progress, rank)
-            adapters = build.open_adapters(compiled.graph, tensors, config, rank)
-            described = self.meeting.exchange(rank, build.describe_rank(compiled.graph, tensors, adapters))
-            kinds_of = [stage.kinds for stage in build.compare_ranks(described, self.meeting.mesh)]
+                checkpoint = assemble.open_checked(config, progress, opened)
+                compiled = assemble.compile_with(config, progress, checkpoint, self.meeting.mesh.stage(rank))
+                tensors = assemble.load_weights(compiled.graph, checkpoint, config, progress, rank)
+            adapters = assemble.open_adapters(compiled.graph, tensors, config, rank)
+            described = self.meeting.exchange(rank, assemble.describe_rank(compiled.graph, tensors, adapters))
+            kinds_of = [stage.kinds for stage in assemble.compare_ranks(described, self.meeting.mesh)]
             plan = msgspec.msgpack.decode(self.meeting.exchange(rank, b"")[0], type=ScalePlan)
             communicator = ThreadCommunicator(self.meeting, rank)
             scales = KVScales(compiled.graph, tensors)
-            measure = build.set_kv_scales(scales, plan, mesh_of(config), communicator)
+            measure = assemble.set_kv_scales(scales, plan, mesh_of(config), communicator)
             exchange = partial(self.meeting.exchange, rank)
-            runner, _ = build.open_runner(
+            runner, _ = assemble.open_runner(
                 compiled, tensors, config, progress, measure, communicator, kinds_of, exchange
             )
-            build.gather_kv_scales(scales, exchange)
+            assemble.gather_kv_scales(scales, exchange)
             self.refusals[rank - 1].put("")
             own = Rank(runner, Profiler(None), adapters, self.refusals[rank - 1].put)
             while (step := steps.get()) is not None:

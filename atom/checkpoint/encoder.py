@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import tokenizers
 
-from atom.child_process import end, start_python
 from atom.errors import RequestError
+from atom.process.child_process import end, start_python
 
 CODE = "from atom.checkpoint.encoder import work; work()"
 SECONDS = 8.0  # for a text: less than a request waits

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from atom.messages import say
+from atom.process.messages import say
 
 if TYPE_CHECKING:
     import rich.progress

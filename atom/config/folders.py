@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atom.errors import ConfigError
-from atom.messages import say
+from atom.process.messages import say
 
 GROUPS = ("job", "model", "parallel", "quant", "serve")  # the folders of conf/ that a config dir may have too
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from atom.checkpoint import Checkpoint
 from atom.config.schema import ModelConfig
-from atom.messages import say
+from atom.process.messages import say
 
 
 def settle_head(model: ModelConfig, checkpoint: Checkpoint | None, overrides: Iterable[str] = ()) -> ModelConfig:

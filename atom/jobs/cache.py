@@ -25,7 +25,7 @@ from atom.cache.files import Unfit, reason_of
 from atom.config import Config, JobConfig
 from atom.errors import ArtifactError, ConfigError
 from atom.jobs.tables import make_table
-from atom.messages import say
+from atom.process.messages import say
 
 SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 RECIPE = "recipe.yaml"  # of an artifact: the overrides that start its launch

@@ -23,7 +23,7 @@ from atom.errors import ConfigError, RequestError
 from atom.jobs.generate import first_messages
 from atom.llm import LLMEngine
 from atom.measurement.phases import PhaseClock, seconds_since_exec
-from atom.messages import say
+from atom.process.messages import say
 from atom.runtime.types import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.serve.output.parsers import Talk

@@ -20,7 +20,7 @@ from atom.config.spelling import HIDDEN, override
 from atom.errors import ConfigError
 from atom.jobs.run import run
 from atom.jobs.start import choose_job
-from atom.jobs.sweep import sweep
+from atom.jobs.sweep.sweep import sweep
 
 HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra without a value
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from atom.build import compile_with, open_runner
+from atom.assemble import compile_with, open_runner
 from atom.cache import Cache
 from atom.checkpoint import RichProgress
 from atom.compiler import Report, compile_model
 from atom.compiler.artifact import level_of, mesh_of
 from atom.config import Config
 from atom.errors import ConfigError
-from atom.messages import say
+from atom.process.messages import say
 from atom.weights import load_dummy
 
 

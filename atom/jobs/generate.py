@@ -25,7 +25,7 @@ from atom.errors import ConfigError, RequestError
 from atom.jobs.prompt_file import Entry, read_prompts, without_answered
 from atom.llm import LLMEngine, answer
 from atom.measurement.phases import PhaseClock, seconds_since_exec
-from atom.messages import say
+from atom.process.messages import say
 from atom.runtime.types import RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 

@@ -19,7 +19,7 @@ from atom.config.recipes import list_recipes, read_recipe
 from atom.config.schema import ParallelConfig
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError
-from atom.messages import say
+from atom.process.messages import say
 
 COLUMNS = ("recipe", "what for", "model", "layout", "quant", "measured")
 SHORT = ("recipe", "layout", "quant")  # columns of the table; the others have lines of their own

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from atom.errors import AtomError, one_line
-from atom.messages import say
-from atom.openmp import bound_spinning
+from atom.process.messages import say
+from atom.process.openmp import bound_spinning
 
 
 def report(work: Callable[[], int]) -> int:

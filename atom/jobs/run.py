@@ -11,12 +11,12 @@ from typing import Any
 from atom.config.overrides import SECRET, rewrite
 from atom.devices import open_early
 from atom.errors import ConfigError
-from atom.gc_utils import no_collection
 from atom.jobs import module_of
 from atom.jobs.save_recipe import save_recipe
 from atom.jobs.start import choose_job, has_objectives, load_job
-from atom.messages import say
-from atom.runtime.remote_ranks import serve_rank
+from atom.process.gc_utils import no_collection
+from atom.process.messages import say
+from atom.runtime.ranks.remote import serve_rank
 
 IN_PROCESS = ("generate", "chat", "bench", "profile")  # jobs that run an engine in this process
 

@@ -1,6 +1,6 @@
 """The backend `generated`: ops that become Triton source within pieces.
 
-`atom/kernels/triton/codegen.py` writes the source.
+`atom/kernels/triton/compile/codegen.py` writes the source.
 
 These ops work on each row by itself. A linear or an attention does not, so pieces lie between these. Called outside of
 a piece, such a kernel is the op's own body.
@@ -13,8 +13,8 @@ from typing import Any
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Target, on_device
 from atom.kernels.reference import body_kernel
-from atom.kernels.triton.codegen import NORMS, RULES
-from atom.kernels.triton.piece_compiler import TritonCompiler
+from atom.kernels.triton.compile.codegen import NORMS, RULES
+from atom.kernels.triton.compile.piece_compiler import TritonCompiler
 
 MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
 

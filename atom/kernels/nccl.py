@@ -38,7 +38,7 @@ from atom.graph import TORCH_DTYPES, Mesh, ops
 from atom.kernels import peers
 from atom.kernels.backend import Backend, Communicator, Held, Rendezvous, collective_kernel
 from atom.kernels.dispatch import Exchange, Plan, collect_rows, dispatch_rows, parts_of, plan_rows
-from atom.messages import say
+from atom.process.messages import say
 
 LIBRARIES = ("libnccl.so.2", "librccl.so.1")  # which torch has loaded
 # of all ranks: a multicast object that one of them leaves behind can take the links of a whole machine down

@@ -22,7 +22,6 @@ from atom.graph import Graph, Mesh, ops, show, verify
 from atom.graph.check_bodies import check_bodies
 from atom.graph.mesh import ALONE
 from atom.kernels import Target
-from atom.messages import say
 from atom.passes.add_lora import add_lora
 from atom.passes.context import PassContext
 from atom.passes.fuse_gate_quant import fuse_gate_quant
@@ -44,6 +43,7 @@ from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
 from atom.passes.split_stages import split_stages
 from atom.plugins import PASSES, find_function, naming
+from atom.process.messages import say
 
 # (pass, the level from which it runs, the level of ops that is legal behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from atom.cache.temporary import temporary_folder
-from atom.child_process import end, exit_status, start_python
 from atom.errors import ArtifactError, PassError
 from atom.kernels import find_piece_compiler
 from atom.pieces.compilers import compile_piece
+from atom.process.child_process import end, exit_status, start_python
 
 
 class PieceError(PassError):

@@ -24,20 +24,21 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from atom.errors import AtomError, RequestError
-from atom.runtime.bisect_failures import Part, describe, execute, take
-from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
-from atom.runtime.detokenizer import Detokenizer
-from atom.runtime.grammar import Grammars
-from atom.runtime.kv_files import KVFiles
-from atom.runtime.loras import Loras
+from atom.runtime.kv.files import KVFiles
 from atom.runtime.metrics import EngineStats
-from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
-from atom.runtime.ranks import Ranks
-from atom.runtime.scheduler import Scheduler, finish_reason
+from atom.runtime.ranks.links import Ranks
+from atom.runtime.requests.detokenizer import Detokenizer
+from atom.runtime.requests.grammar import Grammars
+from atom.runtime.requests.loras import Loras
+from atom.runtime.requests.output import Stream
+from atom.runtime.requests.vocabulary import Vocabulary
+from atom.runtime.schedule.data_parallel import DataParallelBuilder, DataParallelScheduler
+from atom.runtime.schedule.scheduler import Scheduler, finish_reason
 from atom.runtime.sleep import Sleeper
-from atom.runtime.step_builder import StepBuilder
-from atom.runtime.step_input import Runner
+from atom.runtime.step.bisect_failures import Part, describe, execute, take
+from atom.runtime.step.builder import StepBuilder
+from atom.runtime.step.input import Runner
 from atom.runtime.types import (
     NO_OPTIONS,
     SLEEP_LEVELS,
@@ -49,7 +50,6 @@ from atom.runtime.types import (
     Sequence,
     StreamCallback,
 )
-from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
 FETCH_SECONDS = 0.01  # to wait for files, where nothing else is to be done, before messages are read again

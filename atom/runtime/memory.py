@@ -17,11 +17,11 @@ from atom.config import Config, ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
 from atom.kernels.logprobs import top_logprobs
-from atom.runtime.model import Model, logits_type
-from atom.runtime.program import rows_of, score
-from atom.runtime.request_state import counts_bytes
-from atom.runtime.runner import HEAD_ROWS, Runner
-from atom.runtime.step_input import BatchShape
+from atom.runtime.step.input import BatchShape
+from atom.runtime.step.model import Model, logits_type
+from atom.runtime.step.program import rows_of, score
+from atom.runtime.step.request_state import counts_bytes
+from atom.runtime.step.runner import HEAD_ROWS, Runner
 from atom.sampling_params import SAMPLING_KINDS
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives

@@ -20,8 +20,8 @@ from atom.errors import naming_a_lack_of_memory
 from atom.graph import LaidOut, PackedWeight, Recipe
 from atom.graph.recipes import Measured
 from atom.kernels.stable_memory import StableMemory
-from atom.runtime.host_blocks import pin, unpin
-from atom.runtime.runner import Runner
+from atom.runtime.kv.host_blocks import pin, unpin
+from atom.runtime.step.runner import Runner
 from atom.runtime.types import KV_CACHE, TAGS, WEIGHTS
 from atom.weights.evaluate import Loaded, Place, overwrite
 

@@ -37,11 +37,11 @@ from atom.cache.files import Unfit, reason_of
 from atom.checkpoint import Progress
 from atom.errors import CapacityError, is_out_of_memory
 from atom.kernels import Tuner, tuned
-from atom.runtime.cuda_graphs import begin, draw
-from atom.runtime.draft_table import DraftTable
-from atom.runtime.model import Model
-from atom.runtime.program import Kernels
-from atom.runtime.step_input import pack_admission
+from atom.runtime.draft.table import DraftTable
+from atom.runtime.step.cuda_graphs import begin, draw
+from atom.runtime.step.input import pack_admission
+from atom.runtime.step.model import Model
+from atom.runtime.step.program import Kernels
 from atom.sampling_params import SAMPLING_KINDS, SamplingParams
 
 CONTEXT = 300  # tokens of each row, the newest included

@@ -20,16 +20,18 @@ from starlette.types import ASGIApp
 
 import atom
 from atom.errors import AtomError
-from atom.serve import adapters, admin, docs, monitoring, page, signed_answers
 from atom.serve.anthropic import messages
-from atom.serve.body_faults import describe
+from atom.serve.auth import signed_answers
+from atom.serve.auth.signatures import load_signing_key
+from atom.serve.auth.tenants import Tenant
 from atom.serve.context import Context
-from atom.serve.errors import error_body, error_response, refuse, shown
+from atom.serve.http import docs, page
+from atom.serve.http.body_faults import describe
+from atom.serve.http.errors import error_body, error_response, refuse, shown
+from atom.serve.http.middleware import Guard, HeadAsGet
 from atom.serve.llama_cpp import ROUTES
-from atom.serve.middleware import Guard, HeadAsGet
 from atom.serve.openai import chat, completions, embeddings, models, responses, tokenize
-from atom.serve.signatures import load_signing_key
-from atom.serve.tenants import Tenant
+from atom.serve.ops import adapters, admin, monitoring
 from atom.serve.vllm import instead_of_route
 
 TITLE = "atom"

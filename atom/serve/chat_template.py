@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from atom.checkpoint import Tokenizer
-from atom.serve.bodies import check_size
 from atom.serve.context import Context
-from atom.serve.errors import FieldError
+from atom.serve.http.bodies import check_size
+from atom.serve.http.errors import FieldError
 from atom.serve.openai.schema import ChatMessage, Tool, find_fault
 from atom.serve.template_variables import check_variables
 

@@ -21,12 +21,12 @@ from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.sampling_params import SamplingParams
+from atom.serve.auth.tenants import Tenant
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.replicas import Replicas
-from atom.serve.errors import ContextLengthError, FieldError, ModelNotFoundError, body_of, shown, status_of
-from atom.serve.metrics import Metrics
-from atom.serve.tenants import Tenant
-from atom.serve.traces import open_traces
+from atom.serve.http.errors import ContextLengthError, FieldError, ModelNotFoundError, body_of, shown, status_of
+from atom.serve.ops.metrics import Metrics
+from atom.serve.ops.traces import open_traces
 
 LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render

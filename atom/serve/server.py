@@ -46,19 +46,19 @@ from atom.errors import (
     PassError,
     UnsupportedError,
 )
-from atom.gc_utils import settle
-from atom.serve import log
+from atom.process.gc_utils import settle
 from atom.serve.app import create_app
+from atom.serve.auth.tenants import read_tenants
 from atom.serve.context import Context, read_template
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.events import wait_for_any
 from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.engine.replicas import Replicas
-from atom.serve.http import limited_protocol
-from atom.serve.metrics import Metrics
+from atom.serve.http.protocol import limited_protocol
+from atom.serve.ops import log
+from atom.serve.ops.metrics import Metrics
+from atom.serve.ops.systemd import adopt, notify
 from atom.serve.output.parsers import prepare_chats
-from atom.serve.systemd import adopt, notify
-from atom.serve.tenants import read_tenants
 
 LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two checks of the engines

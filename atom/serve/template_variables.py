@@ -12,7 +12,7 @@ from typing import Any
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.chat_template import EFFORTS
 from atom.serve.context import OWN_VARIABLES
-from atom.serve.errors import FieldError, shown
+from atom.serve.http.errors import FieldError, shown
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call whether the model thinks
 COMMON = {*SWITCHES, "reasoning_effort", "date_string", "builtin_tools", "tools_in_user_message"}  # sent to all models

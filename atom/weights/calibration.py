@@ -49,7 +49,7 @@ from atom.graph.formats import FormatError, block_of
 from atom.graph.interpret import Weights, interpret_ranks
 from atom.graph.parts import parts_of
 from atom.graph.recipes import leaves
-from atom.messages import say
+from atom.process.messages import say
 from atom.weights.gptq import Turns, plan_turns
 from atom.weights.packed_file import PackedFile
 from atom.weights.packed_store import describe_file

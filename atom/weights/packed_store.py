@@ -25,7 +25,7 @@ from atom.checkpoint import Checkpoint, JoinedCheckpoint
 from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
 from atom.graph.recipe_contents import packed_while_loading, shuffled_alone
 from atom.kernels import layout_type
-from atom.messages import say
+from atom.process.messages import say
 from atom.weights.evaluate import view
 from atom.weights.packed_file import PackedFile
 from atom.weights.quantize import part_types

@@ -23,9 +23,9 @@ from stub_engine import Options, StubEngine  # noqa: E402
 
 from atom.checkpoint import Tokenizer  # noqa: E402
 from atom.checkpoint.tokenizer_files import load_tokenizer  # noqa: E402
-from atom.runtime.grammar import GrammarCompiler  # noqa: E402
+from atom.runtime.requests.grammar import GrammarCompiler  # noqa: E402
+from atom.runtime.requests.vocabulary import Vocabulary  # noqa: E402
 from atom.runtime.types import RequestOptions, RequestOutput, Sequence  # noqa: E402
-from atom.runtime.vocabulary import Vocabulary  # noqa: E402
 from atom.sampling_params import SamplingParams  # noqa: E402
 
 TOOLS, RESULT = "<|tools|>", "<|tool_result|>"  # tokens of the template's own, which no client writes

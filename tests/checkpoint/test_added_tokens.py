@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from atom.checkpoint import Tokenizer, open_checkpoint
 from atom.checkpoint.encoder import EncoderProcess
-from atom.runtime.detokenizer import Detokenizer
+from atom.runtime.requests.detokenizer import Detokenizer
 from atom.sampling_params import SamplingParams
 
 TEXTS = ("<s>a <plain>  b</s>", "a <special> b <new> c<plain>d", "<image>x <plain><special>", "[unk]")

@@ -35,8 +35,8 @@ from atom.errors import PassError, UnsupportedError
 from atom.graph import show
 from atom.kernels import Target, find_target
 from atom.kernels.inductor.piece_compiler import InductorCompiler
-from atom.kernels.triton.binary_cache import BinaryCache
-from atom.kernels.triton.piece_compiler import TritonCompiler
+from atom.kernels.triton.compile.binary_cache import BinaryCache
+from atom.kernels.triton.compile.piece_compiler import TritonCompiler
 from atom.pieces import PieceError, identity
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("one_compiler")]

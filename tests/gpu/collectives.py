@@ -21,7 +21,7 @@ from atom.graph import Mesh
 from atom.kernels import Communicator, Rendezvous, connect_rank
 from atom.kernels.peers import collectives, tiles
 from atom.kernels.peers.communicator import PeerCommunicator
-from atom.runtime.ranks import RankLink, RankProcess, Ranks
+from atom.runtime.ranks.links import RankLink, RankProcess, Ranks
 
 MESH = Mesh(tensor=2, experts=2)
 TESTS = Path(__file__).parents[1]

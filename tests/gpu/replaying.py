@@ -25,7 +25,7 @@ from torch import Tensor
 from atom.graph import Mesh
 from atom.kernels import Communicator, Rendezvous, connect_rank
 from atom.kernels.peers.communicator import PeerCommunicator
-from atom.runtime.ranks import RankLink, RankProcess, Ranks
+from atom.runtime.ranks.links import RankLink, RankProcess, Ranks
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # rows and columns of the tensors in each graph: summed whole, in parts and in tiles; what is done with the largest is

@@ -19,8 +19,8 @@ from torch import Tensor
 from weights.test_calibration import hooked
 
 from atom import LLMEngine
-from atom.build import calibration as planning
-from atom.build import load_weights
+from atom.assemble import calibration as planning
+from atom.assemble import load_weights
 from atom.checkpoint import SILENT, open_checkpoint
 from atom.compiler import compile_graph
 from atom.config.load import load

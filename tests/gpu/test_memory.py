@@ -16,7 +16,7 @@ from triton import knobs
 from atom import LLMEngine, SamplingParams
 from atom.graph import Type, W
 from atom.runtime import memory
-from atom.runtime.runner import Runner
+from atom.runtime.step.runner import Runner
 from atom.weights import load_dummy
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of the machine are measured in a moment, and less well."""
-    from atom.jobs import roofline
+    from atom.jobs.bench import roofline
 
     monkeypatch.setattr(roofline, "READ_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr(roofline, "PRODUCT_SIZES", [64])

@@ -20,7 +20,7 @@ import tiny
 import torch
 
 from atom import LLMEngine, SamplingParams
-from atom.build import load_weights
+from atom.assemble import load_weights
 from atom.checkpoint import SilentProgress, open_checkpoint
 from atom.cli import main
 from atom.compiler import compile_graph, semantic_graph

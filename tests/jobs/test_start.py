@@ -15,7 +15,8 @@ from atom.config.load import load
 from atom.config.overrides import rewrite, write_recipe
 from atom.config.schema_keys import jobs_of, keys
 from atom.errors import ConfigError
-from atom.jobs import bench, generate
+from atom.jobs import generate
+from atom.jobs.bench import job as bench
 from atom.jobs.start import JOBS, check_objective, choose_job, load_job
 
 

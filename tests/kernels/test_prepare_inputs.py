@@ -14,9 +14,9 @@ from torch import Tensor
 from atom.graph import Batch
 from atom.kernels import find_step_kernels
 from atom.kernels.step import Inputs
-from atom.kernels.triton.prepare_inputs import ENTRIES, TOKENS
-from atom.runtime.request_state import RequestState
-from atom.runtime.step_input import BatchShape, PackedRows
+from atom.kernels.triton.step.prepare_inputs import ENTRIES, TOKENS
+from atom.runtime.step.input import BatchShape, PackedRows
+from atom.runtime.step.request_state import RequestState
 
 NUM_SLOTS = 11  # of which the last, behind these, is nobody's
 KINDS = ("full", "window_5", "latent")

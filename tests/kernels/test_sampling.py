@@ -11,9 +11,9 @@ from torch import Tensor
 
 from atom.kernels import find_step_kernels, logprobs
 from atom.kernels.logprobs import top_logprobs
-from atom.kernels.triton import sampling
-from atom.runtime.request_state import RequestState
-from atom.runtime.step_input import pack_admission
+from atom.kernels.triton.step import sampling
+from atom.runtime.step.input import pack_admission
+from atom.runtime.step.request_state import RequestState
 from atom.runtime.types import Sequence
 from atom.sampling_params import SamplingParams
 

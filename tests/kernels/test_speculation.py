@@ -15,9 +15,9 @@ from atom.graph import ops
 from atom.graph.noise import hash_seeds, uniform
 from atom.kernels import find_kernel, find_step_kernels
 from atom.kernels.backend import LoadContext
-from atom.runtime.request_state import RequestState
-from atom.runtime.speculation import NgramDrafter
-from atom.runtime.step_input import pack_admission
+from atom.runtime.draft.speculation import NgramDrafter
+from atom.runtime.step.input import pack_admission
+from atom.runtime.step.request_state import RequestState
 from atom.runtime.types import Sequence
 
 NUM_SLOTS, WIDTH = 9, 5000

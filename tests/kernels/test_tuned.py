@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import triton
-from kernels.triton.test_tune import STYLES
+from kernels.triton.linear.test_tune import STYLES
 
 import atom
 from atom.cache.files import Unfit

@@ -151,7 +151,7 @@ def test_a_layer_that_reads_two_values_of_an_earlier_one_is_refused():
 def test_stages_multiply_in_no_shape_that_the_whole_model_does_not(checkpoints: Callable[[str], Path]):
     """So that what `tune=true` measures without stages, even of a few layers, is all that stages look up."""
     pytest.importorskip("triton")
-    from atom.kernels.triton.grouped_tune import products_of as products_of_experts
+    from atom.kernels.triton.experts.grouped_tune import products_of as products_of_experts
     from atom.kernels.triton.linear.tune import products_of
 
     def shapes(*fields: str, stage: int = 0) -> set[Any]:

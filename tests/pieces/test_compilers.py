@@ -22,7 +22,7 @@ from atom.graph import parse
 from atom.kernels import Kernel, find_kernel, registry
 from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.kernels.registry import trace_calls
-from atom.kernels.triton.codegen import write_source
+from atom.kernels.triton.compile.codegen import write_source
 from atom.pieces import PieceError, compile_pieces, compilers
 
 

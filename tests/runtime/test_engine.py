@@ -11,12 +11,12 @@ import pytest
 
 from atom.errors import CapacityError, ConfigError, RequestError
 from atom.runtime.engine import Engine
-from atom.runtime.kv_cache import KVCache
+from atom.runtime.kv.cache import KVCache
 from atom.runtime.metrics import EngineStats
-from atom.runtime.scheduler import Scheduler
+from atom.runtime.requests.vocabulary import Vocabulary
+from atom.runtime.schedule.scheduler import Scheduler
 from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOptions, RequestOutput, Sampled, StepLimits
 from atom.runtime.types import Sequence as Running
-from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
 EOS = 0

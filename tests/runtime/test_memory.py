@@ -14,16 +14,16 @@ import tiny
 import torch
 
 from atom import LLMEngine, weights
-from atom.build.kv_blocks import plan_kv
+from atom.assemble.kv_blocks import plan_kv
 from atom.compiler import compile_graph
 from atom.config import Config
 from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
 from atom.runtime import memory
-from atom.runtime.model import Computed, Model
-from atom.runtime.program import Bindings
-from atom.runtime.step_input import BatchShape
+from atom.runtime.step.input import BatchShape
+from atom.runtime.step.model import Computed, Model
+from atom.runtime.step.program import Bindings
 from atom.runtime.types import CacheKind, StepLimits
 
 GIB = 1 << 30
@@ -190,7 +190,7 @@ def test_nothing_is_loaded_of_weights_that_do_not_fit(
 ) -> None:
     features = frozenset({"nvidia", "sm_90", "A GPU"})
     monkeypatch.setattr("atom.compiler.compile.find_target", lambda device: Target(device, features))
-    monkeypatch.setattr("atom.build.engine.load_weights", lambda *_: pytest.fail("weights are loaded"))
+    monkeypatch.setattr("atom.assemble.engine.load_weights", lambda *_: pytest.fail("weights are loaded"))
     gpu(2**-20, 1)  # 1 KiB
     with pytest.raises(CapacityError, match=r"the weights take .* GiB \(.*\), the GPU has 0\.0 GiB"):
         LLMEngine.from_config(config_of(checkpoints("qwen3")))

@@ -13,25 +13,26 @@ import msgspec
 import pytest
 import torch
 
-from atom import LLMEngine, SamplingParams, build, weights
-from atom.build.runner import use_parameters
+from atom import LLMEngine, SamplingParams, assemble, weights
+from atom.assemble.runner import use_parameters
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
 from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError
 from atom.graph import Graph, ops
 from atom.kernels import Target, tuned
-from atom.kernels.triton import grouped_tiles, grouped_tune, search
+from atom.kernels.triton import search
+from atom.kernels.triton.experts import grouped_tiles, grouped_tune
+from atom.kernels.triton.experts.grouped_tiles import Tiles
 from atom.kernels.triton.gpu import Gpu
-from atom.kernels.triton.grouped_tiles import Tiles
 from atom.kernels.triton.linear import linear, matrix, tiles
 from atom.kernels.triton.linear import tune as kernels
-from atom.kernels.triton.linear.style import PLAIN
 from atom.kernels.triton.linear.tiles import Matrix, Parameters
+from atom.kernels.triton.linear.weight_encoding import PLAIN
 from atom.runtime import tune as tuning
-from atom.runtime.cuda_graphs import Graphs
-from atom.runtime.model import Model
-from atom.runtime.program import Bindings
+from atom.runtime.step.cuda_graphs import Graphs
+from atom.runtime.step.model import Model
+from atom.runtime.step.program import Bindings
 from atom.runtime.types import StepLimits
 
 GPU = Gpu(2, 227 << 10, (0, 0), "Test GPU")
@@ -68,7 +69,7 @@ def open_model(checkpoint: Path, **more: Any) -> tuple[Model, Graph]:
     config = load(engine_overrides(str(checkpoint), {**FIELDS, "model.layers": 1, **more}))
     graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
     tensors = weights.load_dummy(graph.recipes(), seed=0)
-    blocks = {kind.name: 2 for kind in build.cache_kinds(graph)}
+    blocks = {kind.name: 2 for kind in assemble.cache_kinds(graph)}
     model = Model(graph, Bindings(tensors), 4, StepLimits(8, 64, 32), device="cpu", backend="triton")
     model.bind(blocks)
     return model, graph
@@ -333,7 +334,7 @@ def test_products_by_experts_are_measured_beside_linears(
     )
     bindings = Bindings(weights.load_dummy(graph.recipes(), seed=0))
     model = Model(graph, bindings, 4, StepLimits(8, 64, 32), device="cpu", backend="triton")
-    model.bind({kind.name: 2 for kind in build.cache_kinds(graph)})
+    model.bind({kind.name: 2 for kind in assemble.cache_kinds(graph)})
     slow, fast = Tiles(16, 32, 32, 4, 1), Tiles(32, 32, 32, 4, 1)
     monkeypatch.setattr(grouped_tune, "candidates", lambda shape, gpu: [slow, fast])
     tuners = [kernels.LinearTuner(model.device), grouped_tune.ExpertsTuner(model.device)]
@@ -364,7 +365,7 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
 ):
     model, _ = opened
     asked: list[Path] = []
-    monkeypatch.setattr("atom.build.runner.tune", lambda model, tuner, cache, *_, **__: asked.append(cache))
+    monkeypatch.setattr("atom.assemble.runner.tune", lambda model, tuner, cache, *_, **__: asked.append(cache))
 
     def start(**fields: Any) -> str:
         given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}

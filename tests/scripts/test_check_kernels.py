@@ -18,7 +18,7 @@ from scripts.check_kernels import find_tritons, read_failures
 
 KERNELS = """
 import triton.language as tl
-from atom.kernels.triton.jit import jit
+from atom.kernels.triton.compile.jit import jit
 
 @jit
 def good(x, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr):
@@ -115,7 +115,7 @@ print(json.dumps(check_kernels.record("sm_90", Path(sys.argv[1]))[1]))
 """
     )
     assert {"atom.kernels.triton.linear.matrix._matrix_kernel", "atom.kernels.peers.tiles._all_reduce_kernel",
-            "atom.kernels.triton.linear.packed_hopper._multiply"} <= set(missing)  # fmt: skip
+            "atom.kernels.hopper.packed_linear._multiply"} <= set(missing)  # fmt: skip
     assert not any(each.endswith("._add_splits") for each in missing), "which only kernels call"
 
 

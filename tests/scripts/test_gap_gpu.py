@@ -120,8 +120,8 @@ def test_requests_must_end_in_every_way():
 
 
 def test_the_kernels_that_begin_and_end_a_step_have_these_names():
-    from atom.kernels.triton import prepare_inputs, sampling
     from atom.kernels.triton.attention import prefill
+    from atom.kernels.triton.step import prepare_inputs, sampling
 
     for module, name in ((prepare_inputs, gap_gpu.FIRST), (sampling, gap_gpu.LAST), (prefill, gap_gpu.OF_PROMPTS)):
         assert callable(getattr(module, name).run), f"{module.__name__} has no kernel {name}"

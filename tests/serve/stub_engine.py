@@ -285,11 +285,11 @@ def open_stub(options: Options, progress: Progress, replica: int = 0) -> StubEng
 
 def slow_down(write_seconds: float) -> None:
     """Have a real engine take so long to write a block to a file, and think that it computes a token in a second."""
-    import atom.build.runner
-    from atom.runtime.kv_files import Block, KVFiles
+    import atom.assemble.runner
+    from atom.runtime.kv.files import Block, KVFiles
     from atom.runtime.types import SwapCosts
 
-    atom.build.runner.measure_swap = lambda *_: SwapCosts(0.0, 0.0, 1.0)
+    atom.assemble.runner.measure_swap = lambda *_: SwapCosts(0.0, 0.0, 1.0)
     write = KVFiles._write
 
     def write_slowly(self: KVFiles, block: Block) -> None:
@@ -334,8 +334,8 @@ def main() -> int:
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.config.load import load  # which an engine's process does without
     from atom.jobs.report import report
-    from atom.serve import log
     from atom.serve.engine import replica
+    from atom.serve.ops import log
     from atom.serve.server import Server, run_loop
 
     config = load(rest)

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from serving import Server
 
 from atom.config import HTTPConfig
-from atom.serve.bodies import read_body
-from atom.serve.body_faults import describe
+from atom.serve.http.bodies import read_body
+from atom.serve.http.body_faults import describe
 from atom.serve.llama_cpp import ROUTES
 from atom.serve.openai.responses_schema import ResponsesRequest
 from atom.serve.openai.schema import ChatRequest, CompletionRequest

@@ -16,9 +16,9 @@ from atom.errors import ConfigError, RequestError
 from atom.serve.chat_template import Conversation, encode_conversation, name_thoughts, plain_message, read_arguments
 from atom.serve.context import Context, read_template
 from atom.serve.engine.replicas import Replicas
-from atom.serve.errors import FieldError
-from atom.serve.metrics import Metrics
+from atom.serve.http.errors import FieldError
 from atom.serve.openai.schema import ChatMessage, Tool
+from atom.serve.ops.metrics import Metrics
 
 
 @pytest.fixture(scope="module")

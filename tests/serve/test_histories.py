@@ -26,7 +26,7 @@ from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Submit
 from atom.serve.engine.replicas import Replicas
-from atom.serve.metrics import Metrics
+from atom.serve.ops.metrics import Metrics
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 SCHEMA = {

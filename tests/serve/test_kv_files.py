@@ -13,7 +13,7 @@ import tiny
 import wire
 from serving import Server, Start, family, is_alive
 
-from atom.runtime.kv_files import HEAD_BYTES
+from atom.runtime.kv.files import HEAD_BYTES
 
 NUM_TALKS, NUM_TURNS = 6, 3
 BLOCKS = ["level=0", "serve.block_size=4", "serve.max_model_len=200", "serve.max_num_batched_tokens=64"]

@@ -22,10 +22,10 @@ from atom.serve.anthropic.schema import MessagesRequest
 from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
-from atom.serve.metrics import Metrics
 from atom.serve.openai import responses
 from atom.serve.openai.responses_schema import ResponsesRequest
 from atom.serve.openai.schema import ChatRequest
+from atom.serve.ops.metrics import Metrics
 
 WHEELS = ["trl==1.16.0", "axolotl==0.19.0"]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

@@ -11,7 +11,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from generated import check_block
 from pydantic import BaseModel
-from serve.test_middleware import all_routes
+from serve.http.test_middleware import all_routes
 from serve.vllm_names import FIELDS, MODELS, ROCM_FIELDS, ROCM_ROUTES, ROUTES, STRUCTURED_OUTPUTS
 from vllm_sources import sources, tree, version
 
@@ -20,7 +20,7 @@ from atom.config.schema_keys import keys
 from atom.serve import vllm
 from atom.serve.anthropic.schema import CountRequest, MessagesRequest
 from atom.serve.app import instead_of
-from atom.serve.bodies import read_body
+from atom.serve.http.bodies import read_body
 from atom.serve.openai import schema
 from atom.serve.openai.responses_schema import ResponsesRequest
 

@@ -19,9 +19,9 @@ from test_kv_scales import add_tokenizer
 from torch import Tensor, nn
 
 from atom import LLMEngine, SamplingParams, weights
-from atom.build import calibration as planning
-from atom.build import load_weights
-from atom.build.calibration import plain_graph
+from atom.assemble import calibration as planning
+from atom.assemble import load_weights
+from atom.assemble.calibration import plain_graph
 from atom.cache import Cache
 from atom.checkpoint import SILENT, open_checkpoint
 from atom.compiler import compile_graph, semantic_graph
@@ -30,7 +30,7 @@ from atom.errors import ArtifactError, CapacityError, ConfigError
 from atom.graph import PackedWeight, Quantize, Recipe, Type
 from atom.graph.recipe_ranges import narrow
 from atom.graph.recipes import leaves
-from atom.jobs import explain
+from atom.jobs.explain import job as explain
 from atom.weights import calibration
 from atom.weights.calibration import PRIOR_ROWS, Calibration, measure_moments, units_of
 from atom.weights.evaluate import tensors_in

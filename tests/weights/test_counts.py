@@ -12,7 +12,7 @@ import pytest
 
 import atom.compiler.compile
 from atom import LLMEngine
-from atom.build import compiling
+from atom.assemble import compiling
 from atom.config import Config
 from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atom.build import load_weights
+from atom.assemble import load_weights
 from atom.checkpoint import SILENT, open_checkpoint
 from atom.compiler import compile_graph
 from atom.config.load import load

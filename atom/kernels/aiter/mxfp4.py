@@ -19,10 +19,10 @@ from atom.graph import PackedWeight
 from atom.kernels.aiter.functions import Aiter
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention.common import wait_for_inputs
+from atom.kernels.triton.compile.jit import jit
+from atom.kernels.triton.experts.grouped_tiles import most_tiles
+from atom.kernels.triton.experts.grouping import combine_rows, group_pairs
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
-from atom.kernels.triton.grouped_tiles import most_tiles
-from atom.kernels.triton.grouping import combine_rows, group_pairs
-from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.row_kernels import activate_gates
 
 MIN_ROWS, MAX_ROWS = 16, 128  # of a tile

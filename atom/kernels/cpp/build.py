@@ -23,10 +23,10 @@ import torch
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES
 from atom.cache.temporary import temporary_folder
-from atom.child_process import start_python
 from atom.errors import ArtifactError
 from atom.kernels.cpu import instruction_set, libraries
-from atom.messages import say
+from atom.process.child_process import start_python
+from atom.process.messages import say
 
 FOLDER = Path(__file__).parent
 SOURCES = PLAIN, PACKED, ATTENTION = "plain.cpp", "packed.cpp", "attention.cpp"
@@ -136,7 +136,7 @@ def _compile(source: str) -> bytes:
 
 def _run(command: Sequence[str], folder: str, errors: IO[str]) -> int | None:
     """Run a compiler that ends with this process; its exit code, None after SECONDS. folder: of its temporary files"""
-    code = "import sys; from atom.child_process import run_guarded; run_guarded(*sys.argv[1:])"
+    code = "import sys; from atom.process.child_process import run_guarded; run_guarded(*sys.argv[1:])"
     process = start_python(code, *command, stderr=errors, has_own_session=False, TMPDIR=folder)
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
     try:

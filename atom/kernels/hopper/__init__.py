@@ -89,7 +89,7 @@ def _kernels() -> Iterator[Kernel]:
     for op, accepts, acts in ((ops.grouped_linear, _accepts_grouped, ()), (ops.experts, _accepts_experts, GIVEN)):
         accepts, load = (
             on_device("cuda", accepts, packed=PACKED, acts=acts),
-            loader("moe", f"ShuffledExperts.{op.name}"),
+            loader("experts.moe", f"ShuffledExperts.{op.name}"),
         )
         yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
 

@@ -40,8 +40,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.jit import jit
 
 MAX_PROGRAMS, MAX_RANKS = 128, 8
 WORD = 8  # bytes in the arena, for 4 of a tensor

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.peers.collectives import DTYPES, MAX_PROGRAMS, MAX_RANKS, WORDS_BYTES, Arena, as_words, pack, unpack
-from atom.kernels.triton.jit import jit
+from atom.kernels.triton.compile.jit import jit
 
 SLOT_WORDS = 32768  # of all sources together: 4 bytes each
 FLAG_WORDS = 32  # between two flags: none shares a line of the cache

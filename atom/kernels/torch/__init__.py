@@ -28,7 +28,7 @@ from atom.kernels.torch.linear import accepts, find_features, pack, packed_linea
 from atom.kernels.torch.moe import combine, packed_grouped_linear
 from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
-from atom.kernels.torch.speculation import gumbel_argmax
+from atom.kernels.torch.step.speculation import gumbel_argmax
 
 
 def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts = accepts_all, **options: Any) -> Kernel:
@@ -56,5 +56,5 @@ BACKEND = Backend(
     layouts={"onednn": pack},
     find_features=find_features,
     find_versions=lambda: {"torch": torch.__version__},
-    step_kernels=partial(import_step_kernels, __name__),
+    step_kernels=partial(import_step_kernels, f"{__name__}.step"),
 )

@@ -72,7 +72,7 @@ def keep_binaries(cache: Cache) -> Iterator[None]:
     """Keep binaries in a cache folder. `cache.warnings` says what was ignored there, after this context stderr."""
     own = Cache(cache.folder)  # it must stay open while Triton compiles
     own.warnings = cache.warnings
-    binaries = _module("binary_cache").keep_in(own)
+    binaries = _module("compile.binary_cache").keep_in(own)
     try:
         yield
     finally:
@@ -80,12 +80,12 @@ def keep_binaries(cache: Cache) -> Iterator[None]:
 
 
 def compile_launches(pool: Executor) -> AbstractContextManager[None]:
-    launches: AbstractContextManager[None] = _module("precompile").compile_launches(pool)
+    launches: AbstractContextManager[None] = _module("compile.precompile").compile_launches(pool)
     return launches
 
 
 def find_tuners(device: torch.device) -> list[Tuner]:
-    return [_module("linear.tune").LinearTuner(device), _module("grouped_tune").ExpertsTuner(device)]
+    return [_module("linear.tune").LinearTuner(device), _module("experts.grouped_tune").ExpertsTuner(device)]
 
 
 def _module(name: str) -> Any:
@@ -237,16 +237,18 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
     _kernel(ops.norm_rope_write_latent, "attention.latent", accepts=accepts_cache),
     _kernel(ops.paged_mla_attention, "attention.latent", "PagedLatentAttention", accepts_latent),
-    _kernel(ops.router, "router", "Router.router"),
-    _kernel(ops.add_norm_router, "router", "Router.add_norm_router"),
-    _kernel(ops.group, "grouping"),
-    _kernel(ops.grouped_linear, "moe", "Experts.grouped_linear", accepts_grouped, ("scaled", "int4", "int8", *FP4)),
-    _kernel(ops.combine, "grouping"),
-    _kernel(ops.gumbel_argmax, "speculation"),
-    _kernel(ops.lora, "lora", accepts=accepts_lora),
-    _kernel(ops.expand_lora, "lora", accepts=accepts_lora),
-    _kernel(ops.grouped_lora, "lora"),
-    _kernel(ops.experts, "moe", "Experts.experts", accepts_experts, PACKED),
+    _kernel(ops.router, "experts.router", "Router.router"),
+    _kernel(ops.add_norm_router, "experts.router", "Router.add_norm_router"),
+    _kernel(ops.group, "experts.grouping"),
+    _kernel(
+        ops.grouped_linear, "experts.moe", "Experts.grouped_linear", accepts_grouped, ("scaled", "int4", "int8", *FP4)
+    ),
+    _kernel(ops.combine, "experts.grouping"),
+    _kernel(ops.gumbel_argmax, "step.speculation"),
+    _kernel(ops.lora, "linear.lora", accepts=accepts_lora),
+    _kernel(ops.expand_lora, "linear.lora", accepts=accepts_lora),
+    _kernel(ops.grouped_lora, "linear.lora"),
+    _kernel(ops.experts, "experts.moe", "Experts.experts", accepts_experts, PACKED),
 )
 
 BACKEND = Backend(
@@ -257,6 +259,6 @@ BACKEND = Backend(
     find_versions=find_versions,
     keep_binaries=keep_binaries,
     compile_launches=compile_launches,
-    step_kernels=partial(import_step_kernels, __name__),
+    step_kernels=partial(import_step_kernels, f"{__name__}.step"),
     find_tuners=find_tuners,
 )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from atom.kernels.triton.jit import jit
+from atom.kernels.triton.compile.jit import jit
 
 
 class Gate(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from triton.runtime import driver
 
 from atom.kernels.triton import knows_gluon
-from atom.kernels.triton.binary_cache import kept
+from atom.kernels.triton.compile.binary_cache import kept
 
 
 class Gpu(NamedTuple):

@@ -18,8 +18,8 @@ from triton.errors import TritonError
 from atom.errors import is_out_of_memory
 from atom.graph.packed import PackedWeight
 from atom.kernels.triton.gpu import Gpu, find_gpu
-from atom.kernels.triton.linear.style import operand_of
 from atom.kernels.triton.linear.tiles import TileError
+from atom.kernels.triton.linear.weight_encoding import operand_of
 
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005

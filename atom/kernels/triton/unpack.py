@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.graph import PackedWeight
-from atom.kernels.triton.jit import jit
+from atom.kernels.triton.compile.jit import jit
 
 # the code below, for two or four bytes at a time, which the compiler does one by one
 FP8_PTX = tl.constexpr("""{.reg .b32 a, b, c, d;

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from atom.config.model_files import model_files, search_path_of
 from atom.errors import AtomError
-from atom.messages import say
+from atom.process.messages import say
 
 MODEL = "atom.plugin.vllm.model:AtomForCausalLM"
 PLATFORM = "atom.plugin.vllm.platform.AtomPlatform"

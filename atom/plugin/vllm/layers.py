@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from atom.graph import TORCH_DTYPES, Graph, Recipe
 from atom.graph.graph import type_of
 from atom.plugin.vllm.ops import attention_layer, mla_attention_layer
-from atom.runtime.program import Kernels
+from atom.runtime.step.program import Kernels
 
 
 class AttentionLayers(nn.Module):

@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from atom import weights
-from atom.build import check_kv_scales, left_out, refuse_act
+from atom.assemble import check_kv_scales, left_out, refuse_act
 from atom.cache import Cache
 from atom.checkpoint import SILENT
 from atom.compiler import Compiled, compile_model, mesh_of
@@ -29,14 +29,14 @@ from atom.config.stored_names import stacked_parts
 from atom.errors import AtomError, UnsupportedError
 from atom.graph import BODY, HEAD, Graph, Recipe
 from atom.kernels import compile_launches, find_tuners
-from atom.messages import say
 from atom.plugin.vllm import DISABLE
 from atom.plugin.vllm.communicator import GroupCommunicator, NoCommunicator
 from atom.plugin.vllm.config import overrides_of
 from atom.plugin.vllm.layers import AttentionLayers
 from atom.plugin.vllm.ops import attention_layer, mla_attention_layer
 from atom.plugin.vllm.tied_head import without_copy
-from atom.runtime.program import Bindings, Executable, Kernels, score
+from atom.process.messages import say
+from atom.runtime.step.program import Bindings, Executable, Kernels, score
 from atom.runtime.tune import measured_kernels
 from atom.weights.arriving import load_arriving
 from atom.weights.evaluate import Loaded, overwrite

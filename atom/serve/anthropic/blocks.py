@@ -16,8 +16,8 @@ import msgspec
 from msgspec import json
 from pydantic_core import from_json
 
+from atom.serve.http.sse import event
 from atom.serve.output.output_parser import Answer, Delta, ToolCall, ToolDelta
-from atom.serve.sse import event
 
 ThinkingShown = Literal["whole", "empty", "none"]  # its text; a block without text; no block
 DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'

@@ -3,7 +3,7 @@
 curl localhost:8000/v1/messages -H "Content-Type: application/json" -H "x-api-key: KEY" \\
     -d '{"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
 
-Clients with Anthropic's SDK only change `base_url`. Errors have Anthropic's body (`atom.serve.errors`), and `ping`
+Clients with Anthropic's SDK only change `base_url`. Errors have Anthropic's body (`atom.serve.http.errors`), and `ping`
 events keep a silent stream open.
 """
 
@@ -18,15 +18,15 @@ from atom.sampling_params import SamplingParams
 from atom.serve.anthropic.blocks import BlockStream, ThinkingShown, content_blocks
 from atom.serve.anthropic.prompt import prepare
 from atom.serve.anthropic.schema import CountRequest, MessagesRequest, Thinking
-from atom.serve.bodies import body_route
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
-from atom.serve.errors import FieldError, json_response
+from atom.serve.http.bodies import body_route
+from atom.serve.http.errors import FieldError, json_response
+from atom.serve.http.response import Answering, Choice, EngineRequest, Responder
+from atom.serve.http.sse import event
 from atom.serve.ids import new_id
 from atom.serve.openai.params import sampling_params
 from atom.serve.openai.schema import Generation, StructuredOutputs
-from atom.serve.response import Answering, Choice, EngineRequest, Responder
-from atom.serve.sse import event
 
 NO_THREADS = (
     "thread: conversations are not kept here; send all messages, without thread. The SDK's thread() does so with "

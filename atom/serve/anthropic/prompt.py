@@ -33,7 +33,7 @@ from atom.serve.anthropic.schema import CountRequest, FreeChoice, HostedTool, Me
 from atom.serve.anthropic.stand_ins import readable_text
 from atom.serve.chat_template import Conversation, encode_plain
 from atom.serve.context import Context
-from atom.serve.errors import FieldError, shown
+from atom.serve.http.errors import FieldError, shown
 from atom.serve.ids import new_id
 from atom.serve.openai.schema import Function, NamedFunction, NamedTool, Tool
 from atom.serve.output.output_parser import is_opened

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
-from atom.liveness import Life, Vitals, Watch
+from atom.process.liveness import Life, Vitals, Watch
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import NO_OPTIONS, RequestOptions
 from atom.sampling_params import SamplingParams

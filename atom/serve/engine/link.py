@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from atom.liveness import BEAT_SECONDS
+from atom.process.liveness import BEAT_SECONDS
 from atom.serve.engine.frames import Frames, Message, encode
 from atom.serve.engine.protocol import Beat, Failed, ToEngine, to_engine
 

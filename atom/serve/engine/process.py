@@ -20,8 +20,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from atom.child_process import Process, end, exit_status, fork
 from atom.config import Config
+from atom.process.child_process import Process, end, exit_status, fork
 from atom.serve.engine.frames import Start, encode
 
 READ_SECONDS = 1.0  # to read its last lines: another process may hold its stderr open

@@ -19,11 +19,11 @@ from dataclasses import replace
 from functools import partial
 
 from atom.config import Config
-from atom.liveness import read_vitals
-from atom.serve import log
+from atom.process.liveness import read_vitals
 from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import EngineProcess, describe_exit
 from atom.serve.engine.router import Load
+from atom.serve.ops import log
 
 LOG = logging.getLogger("atom.serve")
 MAX_FAILURES = 3  # starts in a row

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from atom.runtime.prefix_cache import chain_hash, pack
+from atom.runtime.kv.prefix_cache import chain_hash, pack
 
 MAX_BLOCKS = 1 << 17  # hashes kept for a replica, some 20 MB: 2 million tokens
 MAX_AHEAD = 32  # sequences more than the least loaded replica has, up to which load is even

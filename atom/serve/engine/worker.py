@@ -9,7 +9,8 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
 
 It has four threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; one
 prepares those with a grammar, which may take seconds to compile; the main thread loads the model and runs the steps;
-one sends heartbeats (`atom.liveness`). The main thread imports torch at once, as the configuration may come later.
+one sends heartbeats (`atom.process.liveness`). The main thread imports torch at once, as the configuration may come
+later.
 
 It ignores the signals of a terminal or a supervisor, since the HTTP process decides when the last request is done, and
 ends with the compilers that it has started: when it is told, with the KV that is to be kept in files; and when the
@@ -33,19 +34,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
-from atom.child_process import end_children, end_group, limit_end
 from atom.config import Config
 from atom.config.parallel import devices_of
 from atom.devices import open_early
 from atom.errors import AtomError, RequestError
-from atom.gc_utils import no_collection, settle
 from atom.measurement.phases import PhaseClock, seconds_since_exec
-from atom.runtime.inbox import Inbox, Urgent, Work
+from atom.process.child_process import end_children, end_group, limit_end
+from atom.process.gc_utils import no_collection, settle
+from atom.runtime.draft.speculation import DraftLog
 from atom.runtime.metrics import EngineStats
-from atom.runtime.speculation import DraftLog
-from atom.runtime.step_guard import StepGuard
+from atom.runtime.requests.inbox import Inbox, Urgent, Work
+from atom.runtime.step.guard import StepGuard
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
-from atom.serve import log
 from atom.serve.engine.frames import Start
 from atom.serve.engine.grammar_queue import GrammarQueue
 from atom.serve.engine.link import Link, fail, send_heartbeats
@@ -68,6 +68,7 @@ from atom.serve.engine.protocol import (
     UnloadAdapter,
     WakeUp,
 )
+from atom.serve.ops import log
 
 if TYPE_CHECKING:
     from atom.runtime.engine import Engine
@@ -327,7 +328,7 @@ def _raise(error: Exception) -> NoReturn:
 def import_engine() -> None:
     """Import what opens an engine."""
     with no_collection():
-        import atom.build  # noqa: F401
+        import atom.assemble  # noqa: F401
 
 
 def open_real(start: Start, progress: Progress) -> Engine:
@@ -336,7 +337,7 @@ def open_real(start: Start, progress: Progress) -> Engine:
     with no_collection():
         import torch
 
-        from atom.build import open_engine
+        from atom.assemble import open_engine
 
         if config.parallel.replicas > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.parallel.replicas, 1))

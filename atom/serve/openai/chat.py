@@ -13,18 +13,18 @@ from fastapi import APIRouter, Request, Response
 from msgspec import json
 
 from atom.runtime.types import Logprobs
-from atom.serve.bodies import body_route
 from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
-from atom.serve.errors import FieldError
+from atom.serve.http.bodies import body_route
+from atom.serve.http.errors import FieldError
+from atom.serve.http.response import Answering, Choice, EngineRequest
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import sampling_params
 from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
 from atom.serve.output.parsers import Talk
-from atom.serve.response import Answering, Choice, EngineRequest
 from atom.serve.template_variables import effort_variables
 
 

@@ -13,15 +13,15 @@ from fastapi import APIRouter, Request, Response
 from msgspec import json, msgpack
 
 from atom.errors import RequestError
-from atom.serve.bodies import body_route
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
-from atom.serve.errors import FieldError
+from atom.serve.http.bodies import body_route
+from atom.serve.http.errors import FieldError
+from atom.serve.http.response import Answering, Choice, EngineRequest
 from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import check_tokens, sampling_params, split_inputs
 from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import CompletionRequest
-from atom.serve.response import Answering, Choice, EngineRequest
 
 
 def routes(context: Context) -> APIRouter:

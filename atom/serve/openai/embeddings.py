@@ -15,13 +15,13 @@ from fastapi import APIRouter, Request, Response
 
 from atom.errors import RequestError
 from atom.sampling_params import SamplingParams
-from atom.serve.bodies import body_route
 from atom.serve.context import CUT_TOKENS, Context
-from atom.serve.errors import FieldError
+from atom.serve.http.bodies import body_route
+from atom.serve.http.errors import FieldError
+from atom.serve.http.response import Choice, EngineRequest, Responder
 from atom.serve.ids import new_id
 from atom.serve.openai.params import check_tokens, request_options, split_inputs
 from atom.serve.openai.schema import EmbeddingRequest
-from atom.serve.response import Choice, EngineRequest, Responder
 
 
 def routes(context: Context) -> APIRouter:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from atom.checkpoint import Tokenizer
-from atom.runtime.detokenizer import BROKEN
+from atom.runtime.requests.detokenizer import BROKEN
 from atom.runtime.types import Logprobs
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece vocabularies

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from atom.serve.context import Context
-from atom.serve.errors import json_response
+from atom.serve.http.errors import json_response
 
 
 def routes(context: Context) -> APIRouter:

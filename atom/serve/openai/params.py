@@ -12,7 +12,7 @@ from atom.config import Config
 from atom.errors import RequestError
 from atom.runtime.types import RequestOptions
 from atom.sampling_params import SamplingParams
-from atom.serve.errors import FieldError, constraint_error, shown
+from atom.serve.http.errors import FieldError, constraint_error, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's

@@ -12,11 +12,11 @@ from msgspec import json
 from atom.runtime.types import openai_reason
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
+from atom.serve.http.response import Answering, Choice, EngineRequest, Responder
+from atom.serve.http.sse import DONE, event
 from atom.serve.ids import new_id
 from atom.serve.openai.params import find_constraint, request_options
 from atom.serve.openai.schema import Generation
-from atom.serve.response import Answering, Choice, EngineRequest, Responder
-from atom.serve.sse import DONE, event
 
 Body = TypeVar("Body", bound=Generation)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from msgspec import Raw
 
+from atom.serve.http.sse import event
 from atom.serve.ids import new_id
 from atom.serve.output.output_parser import Delta, ToolDelta
-from atom.serve.sse import event
 
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the type of an item's one part

@@ -17,11 +17,12 @@ from msgspec import Raw
 
 from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
-from atom.serve.bodies import body_route
 from atom.serve.chat_template import Conversation, encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
-from atom.serve.errors import FieldError, json_response
+from atom.serve.http.bodies import body_route
+from atom.serve.http.errors import FieldError, json_response
+from atom.serve.http.response import Answering, Choice, EngineRequest, Responder
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import talk_of, template_kwargs
 from atom.serve.openai.logprobs import chat_logprobs, raw
@@ -62,7 +63,6 @@ from atom.serve.openai.schema import FunctionCall as ChatCall
 from atom.serve.output.content_tokens import ContentTokens
 from atom.serve.output.output_parser import Delta, OutputParser
 from atom.serve.output.parsers import Talk
-from atom.serve.response import Answering, Choice, EngineRequest, Responder
 
 # fields of a request that its response repeats
 REPEATED = (

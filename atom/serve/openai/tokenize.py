@@ -10,10 +10,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from atom.serve.bodies import body_route
 from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
-from atom.serve.errors import FieldError, json_response
+from atom.serve.http.bodies import body_route
+from atom.serve.http.errors import FieldError, json_response
 from atom.serve.openai.params import check_tokens
 from atom.serve.openai.schema import DetokenizeRequest, TokenizeRequest
 from atom.serve.openai.tools import offered_tools

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atom.serve.context import Context
-from atom.serve.errors import FieldError
+from atom.serve.http.errors import FieldError
 from atom.serve.openai.schema import AllowedChoice, NamedTool, OtherTool, Tool
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from atom.runtime.detokenizer import Detokenizer, TextCodec
+from atom.runtime.requests.detokenizer import Detokenizer, TextCodec
 from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
 from atom.serve.output.incremental_text import Span

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from atom.config.tool_formats import ToolFormat
-from atom.runtime.detokenizer import MARK
+from atom.runtime.requests.detokenizer import MARK
 from atom.serve.output.call_deltas import ToolDelta
 from atom.serve.output.channel_parser import ChannelSplitter
 from atom.serve.output.incremental_text import Span, add_span

@@ -20,9 +20,9 @@ from atom.checkpoint.chat_template import compile_template
 from atom.config import Config
 from atom.config.tool_formats import ToolFormat, detect_format, openers, read_format
 from atom.errors import CheckpointError, RequestError
-from atom.runtime.detokenizer import MARK
+from atom.runtime.requests.detokenizer import MARK
 from atom.sampling_params import SamplingParams
-from atom.serve.errors import FieldError, shown
+from atom.serve.http.errors import FieldError, shown
 from atom.serve.openai.schema import AllowedChoice, NamedTool, Tool
 from atom.serve.output.call_deltas import new_call_id
 from atom.serve.output.call_grammar import call_grammar

@@ -13,14 +13,14 @@ from kernels.checks import assert_as_near
 
 pytest.importorskip("triton")
 
-from kernels.hopper.test_few_hopper import make_experts, without_others
+from kernels.hopper.test_few_experts import make_experts, without_others
 from kernels.hopper.test_hopper import CLAMPED, HOPPER, IS_HOPPER
 from kernels.hopper.ways import watch_ways
 
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels import find_kernel
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton import moe
+from atom.kernels.triton.experts import moe
 
 BLOCKS, ACT = "fp8[128, 128]", "fp8[1, 128]"  # experts in these blocks are multiplied with activations in fp8
 SIZES: dict[str | None, tuple[int, int]] = {  # width and hidden size by format: odd numbers of what its layout takes

@@ -15,16 +15,16 @@ from atom.graph import PackedWeight, Type, W, ops
 from atom.graph.recipes import Shuffle, Stack
 from atom.kernels import Target, find_kernel
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
-from atom.kernels.triton import grouped_tune, moe
 from atom.kernels.triton.activations import Gate
+from atom.kernels.triton.experts import grouped_tune, moe
+from atom.kernels.triton.experts.grouped_linear import unpack_experts
+from atom.kernels.triton.experts.grouped_tune import ExpertsTuner, Product, Recording
 from atom.kernels.triton.gpu import Gpu, find_gpu
-from atom.kernels.triton.grouped_linear import unpack_experts
-from atom.kernels.triton.grouped_tune import ExpertsTuner, Product, Recording
 from atom.kernels.triton.linear import packed, row_kernels, shuffled, tiles
 from atom.kernels.triton.linear.linear import Products
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import style_of
 from atom.kernels.triton.linear.tune import candidates
+from atom.kernels.triton.linear.weight_encoding import style_of
 from atom.runtime.tune import compile_options
 from atom.weights import load_dummy
 from atom.weights.quantize import part_types
@@ -256,8 +256,9 @@ import itertools, sys, torch, triton
 from kernels.compiling import use_hopper
 from kernels.hopper.test_hopper import FORMATS, H200, draw
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton.linear import linear, packed_hopper
-from atom.kernels.triton import moe
+from atom.kernels.triton.linear import linear
+from atom.kernels.hopper import packed_linear as packed_hopper
+from atom.kernels.triton.experts import moe
 from atom.kernels.triton.activations import Gate
 
 launches = itertools.count()
@@ -345,7 +346,7 @@ class TestOnHopper:
     ):
         weight, x = shuffle(draw(fmt, 384, 512, device="cuda")), make(256, 512)
         x[rows:] = torch.nan
-        from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
+        from atom.kernels.hopper import packed_linear as packed_hopper  # imports what only NVIDIA's GPUs need
 
         read, find = list[int](), packed_hopper.readable_rows
         monkeypatch.setattr(packed_hopper, "readable_rows", lambda *args: read.append(find(*args)) or read[-1])

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
-from atom.kernels.triton import few_hopper, grouped_hopper, grouped_packed_hopper, moe
-from atom.kernels.triton.linear import packed_hopper
+from atom.kernels.hopper import few_experts as few_hopper
+from atom.kernels.hopper import grouped_linear as grouped_hopper
+from atom.kernels.hopper import grouped_packed_linear as grouped_packed_hopper
+from atom.kernels.hopper import packed_linear as packed_hopper
+from atom.kernels.triton.experts import moe
 
 WAYS: tuple[tuple[str, Any, str], ...] = (
     ("few", few_hopper, "multiply_gates"),

@@ -12,19 +12,22 @@ import collections, itertools, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from atom.kernels.aiter import mxfp4
-from atom.kernels.triton import few_experts, grouped_linear, grouping, lora, moe, router, sampling, speculation
+from atom.kernels.triton.experts import few_experts, grouped_linear, grouping, moe, router
+from atom.kernels.triton.linear import lora
+from atom.kernels.triton.step import sampling, speculation
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
-from atom.kernels.triton import prepare_inputs
-from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector, words
+from atom.kernels.triton.step import prepare_inputs
+from atom.kernels.triton.linear import linear, matrix, packed, quantized, row_kernels, split_blocks, tiles, vector
+from atom.kernels.triton.linear import kquant_gemv
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
 from atom.graph import Batch, PackedWeight, PagedCache, Type
 from atom.kernels.step import Inputs
 from atom.kernels.triton.gpu import Gpu
-from atom.runtime.request_state import RequestState
-from atom.runtime.step_input import PackedRows
+from atom.runtime.step.request_state import RequestState
+from atom.runtime.step.input import PackedRows
 from atom.weights.quantize import quantize
 
 TARGETS = {

@@ -16,10 +16,10 @@ from scripted import Said, Script
 from atom.checkpoint.tokenizer_files import load_tokenizer
 from atom.config import Config
 from atom.config.load import load
+from atom.serve.auth.tenants import read_keys
 from atom.serve.context import Context
 from atom.serve.engine.frames import Message
 from atom.serve.engine.protocol import Failed, Finish, Output, Outputs, Refused, Submit
-from atom.serve.tenants import read_keys
 
 ASK: dict[str, Any] = {"model": "talker", "max_tokens": 24, "messages": [{"role": "user", "content": "Hello"}]}
 TOOL = {

@@ -8,7 +8,7 @@ import pytest
 
 from atom.config.load import load
 from atom.errors import AtomError, EngineDeadError, RequestError
-from atom.liveness import Vitals
+from atom.process.liveness import Vitals
 from atom.runtime.metrics import EngineStats
 from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, EngineState, QueueFullError
@@ -29,7 +29,7 @@ from atom.serve.engine.protocol import (
     to_engine,
 )
 from atom.serve.engine.stream import RequestStream, UnreadError
-from atom.serve.errors import status_of
+from atom.serve.http.errors import status_of
 
 ONE = SamplingParams(max_tokens=4)
 CONFIG = load(["serve.http.max_queue=3", "serve.http.heartbeat_seconds=4"])

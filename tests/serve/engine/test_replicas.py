@@ -18,7 +18,7 @@ from atom.compiler.artifact import launch_ingredients, recipe_of
 from atom.config.load import load
 from atom.errors import EngineDeadError, RequestError
 from atom.kernels import find_target
-from atom.liveness import Vitals
+from atom.process.liveness import Vitals
 from atom.sampling_params import SamplingParams
 from atom.serve.engine import replica, replicas, worker
 from atom.serve.engine.client import EngineState
@@ -284,7 +284,7 @@ def test_replicas_share_the_cores(num_replicas: int, expected: int, monkeypatch:
     def open_engine(config: Any, progress: Any, *, replica: int, **_options: Any) -> tuple[int, int]:
         return torch.get_num_threads(), replica
 
-    monkeypatch.setattr("atom.build.open_engine", open_engine)
+    monkeypatch.setattr("atom.assemble.open_engine", open_engine)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(6)

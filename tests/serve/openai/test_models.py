@@ -13,8 +13,8 @@ from scripted import Said
 from serving import Server, Start
 
 from atom.config.load import load
+from atom.serve.auth.tenants import Tenant, read_keys
 from atom.serve.context import Context
-from atom.serve.tenants import Tenant, read_keys
 
 NAMES = ["default", "dummy", "local-model", "tgi"]
 ASKED = [{"role": "user", "content": "Hello"}]

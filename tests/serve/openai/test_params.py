@@ -7,7 +7,7 @@ import pytest
 
 from atom.config import Config
 from atom.config.load import load
-from atom.serve.errors import FieldError
+from atom.serve.http.errors import FieldError
 from atom.serve.openai.params import sampling_params
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
 

@@ -19,7 +19,7 @@ from call_texts import WORD, WRITERS, mutate, write_calls
 from pydantic_core import from_json
 
 from atom.config.tool_formats import ToolFormat, format_files, read_format
-from atom.runtime.detokenizer import MARK
+from atom.runtime.requests.detokenizer import MARK
 from atom.serve.output.channel_parser import ChannelReader
 from atom.serve.output.output_parser import OutputParser
 from atom.serve.output.reasoning_parser import ReasoningSplitter

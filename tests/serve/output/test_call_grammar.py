@@ -9,8 +9,8 @@ from tokenizers import Tokenizer as Backend
 
 from atom.checkpoint import Tokenizer
 from atom.config.tool_formats import read_format
-from atom.runtime.grammar import GrammarCompiler
-from atom.runtime.vocabulary import Vocabulary
+from atom.runtime.requests.grammar import GrammarCompiler
+from atom.runtime.requests.vocabulary import Vocabulary
 from atom.serve.output.call_grammar import call_grammar
 
 ANSWER = {"json": {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}}, "required": ["kind"]}}

@@ -13,9 +13,9 @@ from atom.checkpoint import Tokenizer
 from atom.config import Config, tool_formats
 from atom.config.load import load
 from atom.errors import CheckpointError
-from atom.runtime.detokenizer import Detokenizer
+from atom.runtime.requests.detokenizer import Detokenizer
 from atom.sampling_params import SamplingParams
-from atom.serve.errors import FieldError
+from atom.serve.http.errors import FieldError
 from atom.serve.openai.schema import NamedTool, Tool
 from atom.serve.output.output_parser import Answer
 from atom.serve.output.parsers import Talk, choose_format, prepare_chats

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import next_power_of_2
-from atom.kernels.triton.jit import jit
 
 NOTHING = tl.constexpr(-1e38)  # below any score
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.attention.common import find_owner, look_up, sequence_bucket, wait_for_inputs
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.jit import jit
 from atom.kernels.triton.unpack import unpack_bytes
 
 MAX_BYTES = 512 << 20  # of what is unpacked at a time: 131,072 positions of Qwen3-8B

@@ -43,8 +43,8 @@ from atom.kernels.triton.attention.common import (
     store_attended,
 )
 from atom.kernels.triton.attention.rope import rotate_heads
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
-from atom.kernels.triton.jit import jit
 from atom.kernels.triton.unpack import unpack_bytes
 
 MANY = 64  # sequences: with more, a program has the ends of several
@@ -313,7 +313,7 @@ class Decode:
         rows = group * query_len
         gpu = find_gpu(q.device)
         if self._parameters is None and suits_hopper(gpu, q, cache, query_len):
-            from atom.kernels.triton.attention import decode_hopper  # imports what only NVIDIA's GPUs need
+            from atom.kernels.hopper import decode_attention as decode_hopper  # imports what only NVIDIA's GPUs need
 
             find_memory = functools.partial(self._find_memory, q.device, kv_heads, rows, dim)
             return decode_hopper.decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from atom.kernels.triton.attention.common import find_owner, look_up, sequence_bucket, wait_for_inputs
 from atom.kernels.triton.attention.context import PIECE, Pieces, Unpacked
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
-from atom.kernels.triton.jit import jit
 
 TILE = 128  # positions of a sequence that a program expands at a time
 MAX_BYTES = 1 << 30  # of what is expanded at a time

@@ -29,9 +29,9 @@ from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_b
 from atom.kernels.triton.attention.expand import Expansion
 from atom.kernels.triton.attention.prefill import FEW_TOKENS
 from atom.kernels.triton.attention.rope import store_rotated
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
-from atom.kernels.triton.jit import jit
-from atom.kernels.triton.rows import new_rows
+from atom.kernels.triton.padded_alloc import new_rows
 
 ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
 MAX_SPLITS = 128  # of a context
@@ -129,7 +129,7 @@ class PagedLatentAttention:
     def _attend_expanded(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
                          k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor:  # fmt: skip
         """Attend those prompts for which it pays: the plan of expand.py."""
-        from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
+        from atom.kernels.hopper import prefill_attention as prefill_hopper  # imports what only NVIDIA's GPUs need
 
         if self._tickets is None:
             self._tickets = torch.zeros(2, dtype=torch.int32, device=q_nope.device)

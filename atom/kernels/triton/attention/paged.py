@@ -20,7 +20,7 @@ from atom.kernels.triton.attention import decode, prefill
 from atom.kernels.triton.attention.common import has_rows
 from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.rope import norm_rope_write
-from atom.kernels.triton.rows import new_rows
+from atom.kernels.triton.padded_alloc import new_rows
 
 
 class _Attention:

@@ -28,8 +28,8 @@ from atom.kernels.triton.attention.common import (
     wait_for_inputs,
 )
 from atom.kernels.triton.attention.context import PIECE, Context
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
-from atom.kernels.triton.jit import jit
 
 FEW_TOKENS = 512  # of prompts in a step, or of a window, up to which the kernel of prefill_hopper.py is not faster
 WIDE_TOKENS, WIDE_MEAN = 2048, 1024  # of a step, and of a prompt or window, from which it is with heads of 256 dims
@@ -189,7 +189,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     gpu, plan = find_gpu(q.device), None
     if parameters is None:
         if suits_hopper(gpu, q, cache, num_decodes, num_sequences - num_decodes, window):
-            from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
+            from atom.kernels.hopper import prefill_attention as prefill_hopper  # imports what only NVIDIA's GPUs need
 
             blocks, places = cache, table
             if cache.dtype != q.dtype:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention.common import has_rows, to_entry, wait_for_inputs
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.jit import jit
 
 ROWS = 8  # per program
 

@@ -1,1 +1,1 @@
-"""Triton's matrix products of few rows, their tuning, and gates on Hopper."""
+"""Linears in Triton: GEMVs, GEMMs of few rows, packed weights, adapters, tuning."""

@@ -47,9 +47,9 @@ from atom.kernels.triton.linear.row_kernels import (
     span_of,
 )
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import Weight, style_of_weight
 from atom.kernels.triton.linear.tiles import MAX_ROWS, Find, Matrix, Parameters, Shape, Vector, find
 from atom.kernels.triton.linear.vector import multiply_vector
+from atom.kernels.triton.linear.weight_encoding import Weight, style_of_weight
 
 BACKENDS = ("triton", "hopper")  # whose kernels these are
 PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
@@ -134,7 +134,7 @@ class Products:
             self._arrived = make_counters(x.device)
         if isinstance(tiles, Matrix):
             return multiply_matrix(x, weight, bias, kind, self._arrived, tiles)
-        from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
+        from atom.kernels.hopper import packed_linear as packed_hopper  # imports what only NVIDIA's GPUs need
 
         assert isinstance(weight, PackedWeight), f"{tiles} is for packed weights"
         gate = None if kind is None else Gate(kind)
@@ -164,7 +164,7 @@ def multiply_by_library(x: Tensor, weight: Weight, bias: Tensor | None, kind: st
     """Rows x [T, I], normed already, by the vendor's library, or by gate_hopper.py where that is faster."""
     plain = unpack(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
     if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, plain, kind):
-        from atom.kernels.triton.linear import gate_hopper  # imports what only NVIDIA's GPUs need
+        from atom.kernels.hopper import gated_linear as gate_hopper  # imports what only NVIDIA's GPUs need
 
         return gate_hopper.gated_linear(x, plain)
     y = F.linear(x, plain, bias)

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.activations import activate_rounded
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.packed import (
     SPAN,
     are_minima,
@@ -36,8 +36,8 @@ from atom.kernels.triton.linear.packed import (
     unpack_half,
 )
 from atom.kernels.triton.linear.row_kernels import weight_rows
-from atom.kernels.triton.linear.style import Weight, operand_of
 from atom.kernels.triton.linear.tiles import MAX_TILES, Matrix, TileError
+from atom.kernels.triton.linear.weight_encoding import Weight, operand_of
 from atom.kernels.triton.unpack import spread
 
 

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.graph.packed import PackedWeight
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.jit import jit
-from atom.kernels.triton.linear.style import FACTOR_SPAN, SPANS, operand_of
+from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, SPANS, operand_of
 
 SPAN = tl.constexpr(FACTOR_SPAN)
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.

@@ -13,8 +13,8 @@ from torch import Tensor
 from atom.dtypes import DTYPES
 from atom.graph.formats import parse_format
 from atom.graph.packed import PackedWeight
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.jit import jit
 from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
 
 INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each

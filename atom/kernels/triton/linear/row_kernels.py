@@ -21,9 +21,9 @@ from torch import Tensor
 
 from atom.graph.formats import parse_format
 from atom.kernels.triton.activations import activate_rounded
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
-from atom.kernels.triton.jit import jit
-from atom.kernels.triton.rows import new_rows
+from atom.kernels.triton.padded_alloc import new_rows
 
 FP8 = torch.float8_e4m3fn
 # of many rows that are short, a program quantizes some, since to start one takes longer than a row

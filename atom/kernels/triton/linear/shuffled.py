@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from atom.kernels.triton.gpu import Gpu
-from atom.kernels.triton.linear.style import Style
+from atom.kernels.triton.linear.weight_encoding import Style
 
 BLOCK_OUT = 64  # rows of a weight that a program takes; where gated, half of them gates
 BOX = 64  # bytes of a row of a weight that one copy brings

@@ -22,7 +22,7 @@ from torch import Tensor
 from atom.graph.formats import parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES, Blocks, take_apart
 from atom.graph.packed import PackedWeight
-from atom.kernels.triton.linear.style import SPANS
+from atom.kernels.triton.linear.weight_encoding import SPANS
 
 AT_ONCE = 1 << 26  # numbers, of which some copies are made
 

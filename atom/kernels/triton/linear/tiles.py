@@ -17,7 +17,7 @@ from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import FACTOR_SPAN, PLAIN, SPANS, Style
+from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, PLAIN, SPANS, Style
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]

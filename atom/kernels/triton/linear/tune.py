@@ -21,7 +21,6 @@ from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.linear import BACKENDS, PRODUCTS, Products
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.style import PLAIN, SPANS, Style, style_of, style_of_weight
 from atom.kernels.triton.linear.tiles import (
     MAX_STAGES,
     MAX_TILES,
@@ -35,6 +34,7 @@ from atom.kernels.triton.linear.tiles import (
     key_of,
     to_entry,
 )
+from atom.kernels.triton.linear.weight_encoding import PLAIN, SPANS, Style, style_of, style_of_weight
 from atom.kernels.triton.search import Call, ProductTuner, Trial, specialized
 
 # Of a thread: of as many, some candidates spill registers already, and compile in 2 to 4 s; of more, some take minutes.

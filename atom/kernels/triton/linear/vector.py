@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.jit import jit
+from atom.kernels.triton.linear.kquant_gemv import multiply_words
 from atom.kernels.triton.linear.packed import (
     are_minima,
     has_factors,
@@ -26,9 +27,8 @@ from atom.kernels.triton.linear.packed import (
     unpack_half,
 )
 from atom.kernels.triton.linear.row_kernels import load_row, load_total, store_outputs, weight_rows
-from atom.kernels.triton.linear.style import SPANS, Style, Weight, operand_of
 from atom.kernels.triton.linear.tiles import TileError, Vector
-from atom.kernels.triton.linear.words import multiply_words
+from atom.kernels.triton.linear.weight_encoding import SPANS, Style, Weight, operand_of
 
 
 def multiply_vector(

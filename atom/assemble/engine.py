@@ -1,0 +1,228 @@
+"""Open an engine: compile, load weights, connect the ranks, open runner and schedulers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from atom.assemble import settings
+from atom.assemble.adapters import open_adapters, open_loras
+from atom.assemble.checks import check_same_tokens, check_weights
+from atom.assemble.compiling import compile_with, digest_of
+from atom.assemble.kv_blocks import cache_kinds, kinds_of_all
+from atom.assemble.kv_scales import gather_kv_scales, keep_kv_scales, plan_kv_scales, set_kv_scales
+from atom.assemble.loading import has_own_heads, load_weights, open_checked, settle_heads
+from atom.assemble.ranks import (
+    RankModel,
+    check_placed,
+    compare_ranks,
+    connect,
+    describe_rank,
+    place_ranks,
+    start_processes,
+    start_ranks,
+)
+from atom.assemble.report import report_engine, report_unused
+from atom.assemble.runner import open_runner
+from atom.assemble.scheduling import open_caches, open_kv_files, open_schedulers
+from atom.assemble.sleep import open_sleeper, stable_memories
+from atom.cache import Cache
+from atom.cache.temporary import temporary_folder
+from atom.checkpoint import CheckedProgress, Progress, stop_ids
+from atom.checkpoint.lora import read_adapter
+from atom.compiler import Compiled, mesh_of, whole_graph
+from atom.config import Config
+from atom.config.checkpoint import is_here
+from atom.graph import Graph, Recipe
+from atom.kernels.stable_memory import StableMemory
+from atom.measurement.phases import PhaseClock
+from atom.process.gc_utils import no_collection
+from atom.process.messages import say
+from atom.runtime.engine import Engine
+from atom.runtime.kv.scales import KVScales, ScalePlan, ScaleStore, measured_names
+from atom.runtime.profiler import Profiler
+from atom.runtime.ranks.driver import Driver, RanksProfiler
+from atom.runtime.ranks.links import RankProcess, Ranks
+from atom.runtime.ranks.remote import Placement
+from atom.runtime.requests.grammar import Grammars
+from atom.runtime.requests.vocabulary import Vocabulary
+from atom.runtime.schedule.data_parallel import DataParallelBuilder, DataParallelScheduler
+from atom.runtime.sleep import place_in
+from atom.runtime.step.builder import StepBuilder
+from atom.runtime.step.runner import Runner
+from atom.weights.evaluate import Loaded
+from atom.weights.lora import LoraWeights
+from atom.weights.packed_store import describe_file
+
+
+@no_collection()
+def open_engine(
+    config: Config,
+    progress: Progress,
+    compiled: Compiled | None = None,
+    *,
+    replica: int = 0,
+    clock: PhaseClock | None = None,
+    opens_grammars: bool = False,
+) -> Engine:
+    """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives.
+
+    replica: its number; each draws tokens of its own where a request has no seed. clock: has the phases before this one
+    opens_grammars: a thread makes the compiler of grammars meanwhile; else the first request that needs it does
+    """
+    clock, serve, mesh = clock or PhaseClock(), config.serve, mesh_of(config)
+    for path in (serve.lora_modules or {}).values():
+        read_adapter(Path(path))  # a wrong folder is told before anything is compiled
+    with ExitStack() as started:
+        placement = place_ranks(config, started)
+        processes = start_processes(config, replica, started)  # which import torch meanwhile
+        model = load_model(config, progress, compiled, placement or processes, started, clock, opens_grammars)
+        config, graph, ranks = model.config, model.compiled.graph, model.ranks
+        runner, num_blocks, stages, scales = open_runners(model, config, progress, placement, clock)
+        if model.plan.tokens:
+            keep_kv_scales(model.store, scales, model.scales.num_tokens)
+        host = runner.host
+        kinds = kinds_of_all([stage.kinds for stage in stages] or [cache_kinds(graph)])
+        if host is not None:
+            host.files = open_kv_files(host, config)
+        files = None if host is None else host.files
+        salt = b"" if files is None else identify_kv(graph, model.stored, scales, serve.block_size)
+        caches = open_caches(kinds, num_blocks, host, salt, config)
+        schedulers = open_schedulers(caches, runner, config)
+        builders = [StepBuilder(runner.capacity) for _ in caches]
+        report_engine(kinds, num_blocks, host, config)
+        driver = None if ranks is None else Driver(runner, ranks, mesh)
+        traces: dict[str, Any] = {"folder": serve.torch_profiler_dir, "is_detailed": serve.profiler_more}
+        sleeper = open_sleeper(runner, graph, model.tensors, config, num_blocks, *model.memories)
+        engine = Engine(
+            driver or runner,
+            schedulers[0] if ranks is None else DataParallelScheduler(schedulers),
+            builders[0] if ranks is None else DataParallelBuilder(builders),
+            model.vocabulary,
+            seed=config.seed + replica,
+            profiler=Profiler(**traces) if driver is None else RanksProfiler(driver, **traces),
+            ranks=ranks,
+            files=files,
+            loras=open_loras(model.adapters, stages, driver, sleeper, config),
+            keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
+            sleeper=sleeper,
+            grammars=model.grammars,
+        )
+        clock.stop("engine")
+        say(f"opened in {clock.describe()}")
+        weakref.finalize(engine, started.pop_all().close)  # what the stack would end now ends with the engine
+        return engine
+
+
+class LoadedModel(NamedTuple):
+    """A compiled model with its weights, of which a runner is opened."""
+
+    config: Config  # with what only the weights decide
+    compiled: Compiled
+    ranks: Ranks | None  # the others; None: there are none
+    tensors: dict[Recipe, Loaded]
+    adapters: LoraWeights | None
+    vocabulary: Vocabulary
+    grammars: Grammars
+    scales: KVScales
+    store: ScaleStore
+    plan: ScalePlan
+    stored: list[str]  # descriptions of the weights' files
+    memories: tuple[StableMemory, StableMemory] | tuple[None, None]  # of an engine that sleeps: for weights, for KV
+
+
+def load_model(
+    config: Config,
+    progress: Progress,
+    compiled: Compiled | None,
+    placed: Placement | Sequence[RankProcess],
+    started: ExitStack,
+    clock: PhaseClock,
+    opens_grammars: bool,
+) -> LoadedModel:
+    """Compile the model unless it is, have the other ranks load their weights, and load this rank's.
+
+    placed, started: as `start_ranks` has them; opens_grammars: as `open_engine` has it
+    """
+    with ExitStack() as opened:
+        is_first = is_here(config) or config.checkpoint is None  # the embedded one is small; others are downloaded last
+        checkpoint = open_checked(config, progress, opened) if is_first else None
+        waited_for = CheckedProgress(progress, functools.partial(check_placed, placed))
+        compiled = compiled or compile_with(config, waited_for, checkpoint)
+        graph = compiled.graph
+        if checkpoint is None:
+            checkpoint = open_checked(config, progress, opened)
+            config, previous = settle_heads(config, checkpoint), config
+            if has_own_heads(config) != has_own_heads(previous):  # by weights that were not here before
+                compiled = compile_with(config, waited_for, checkpoint)
+                graph = compiled.graph
+            check_weights(graph, checkpoint, config)
+        report_unused(checkpoint.generation_config, config)
+        clock.stop("model")
+        ranks = start_ranks(config, compiled, placed, started)
+        progress = progress if ranks is None else CheckedProgress(progress, ranks.check)
+        tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+        check_same_tokens(tokenizer, checkpoint, config)
+        vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
+        grammars = Grammars(vocabulary)
+        if opens_grammars:
+            grammars.open_early()
+        clock.stop("tokenizer")
+        memory, _ = memories = stable_memories(config)
+        place = None if memory is None else functools.partial(place_in, memory)
+        tensors = load_weights(graph, checkpoint, config, progress, place=place, tokenizer=tokenizer)
+        adapters = open_adapters(graph, tensors, config)
+        clock.stop("weights")
+        scales, cache = KVScales(graph, tensors), Cache(settings.cache_of(config))
+        store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, cache)
+        plan = plan_kv_scales(store, vocabulary, config)
+        stored = [f"seed {config.seed}"] if config.load_dummy else list(map(describe_file, checkpoint.files()))
+    return LoadedModel(
+        config, compiled, ranks, tensors, adapters, vocabulary, grammars, scales, store, plan, stored, memories
+    )
+
+
+def open_runners(
+    model: LoadedModel, config: Config, progress: Progress, placement: Placement | None, clock: PhaseClock
+) -> tuple[Runner, dict[str, int], list[RankModel], dict[str, float]]:
+    """Open this rank's runner, while the others open theirs.
+
+    Gives also the KV blocks, the models of the stages if there are other ranks, and the scales of an fp8 cache.
+    """
+    compiled, ranks, tensors, scales, mesh = model.compiled, model.ranks, model.tensors, model.scales, mesh_of(config)
+    if ranks is None:
+        measure = set_kv_scales(scales, model.plan, mesh)
+        _, kv_memory = model.memories
+        runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, clock=clock, kv_memory=kv_memory)
+        return runner, num_blocks, [], scales.values()
+    progress = CheckedProgress(progress, ranks.check)
+    with temporary_folder() as folder:
+        stages = compare_ranks(ranks.exchange(describe_rank(compiled.graph, tensors, model.adapters)), mesh)
+        ranks.exchange(msgspec.msgpack.encode(model.plan))
+        communicator = connect(ranks, config, placement, folder)
+        measure = set_kv_scales(scales, model.plan, mesh, communicator)
+        clock.stop("ranks")
+        kinds_of = [stage.kinds for stage in stages]
+        runner, num_blocks = open_runner(
+            compiled, tensors, config, progress, measure, communicator, kinds_of, ranks.exchange, clock
+        )
+        values = gather_kv_scales(scales, ranks.exchange)
+        ranks.wait()
+    return runner, num_blocks, stages, values
+
+
+def identify_kv(graph: Graph, stored: Sequence[str], scales: Mapping[str, float], block_size: int) -> bytes:
+    """A digest of all that KV depends on beside tokens: the text, which has dtypes and layouts, and the weights.
+
+    stored: descriptions of the weights' files
+    """
+    caches = [f"{cache.name} {cache.kind} {cache.type}" for cache in graph.caches()]
+    parts = [digest_of(graph), *stored, *caches, f"{block_size} {sorted(scales.items())}"]
+    return hashlib.sha256("\n".join(parts).encode()).digest()

@@ -1,0 +1,85 @@
+"""Plan the KV blocks of each cache kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from atom.assemble import settings
+from atom.compiler import mesh_of
+from atom.config import Config
+from atom.config.schema import ServeConfig
+from atom.errors import CapacityError
+from atom.graph import Graph
+from atom.runtime.kv.host_blocks import plan_host_blocks
+from atom.runtime.kv.plan import plan_memory
+from atom.runtime.types import CacheKind
+
+
+def cache_kinds(graph: Graph) -> list[CacheKind]:
+    """The cache kinds of the graph's layers."""
+    found: dict[str, CacheKind] = {}
+    for cache in graph.caches():
+        known = found.get(cache.kind)
+        size = cache.type.num_bytes + (known.bytes_per_token if known else 0)
+        found[cache.kind] = CacheKind(cache.kind, size, cache.window)
+    return list(found.values())
+
+
+def kinds_of_all(kinds_of: Sequence[Sequence[CacheKind]]) -> list[CacheKind]:
+    """The cache kinds of all stages, each once."""
+    return list({kind.name: kind for kinds in kinds_of for kind in kinds}.values())
+
+
+def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
+    """Plan the KV blocks by cache kind. CapacityError or ConfigError where they hold no sequence of max_model_len.
+
+    left: bytes that a GPU has for them; None: serve.kv_cache_memory
+    """
+    serve = config.serve
+    num_ranks = mesh_of(config).num_ranks
+    if left is not None and left <= 0 and serve.num_kvcache_blocks is None:
+        raise CapacityError(
+            f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves no memory for KV: weights and "
+            f"the largest step take {-left / 2**30:.1f} GiB more. Raise that, or lower "
+            f"serve.max_num_batched_tokens ({serve.max_num_batched_tokens}) or serve.max_num_seqs "
+            f"({serve.max_num_seqs})"
+        )
+
+    def describe_room(has: int, needs: int) -> str:
+        if left is not None:
+            return f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {has}: raise that"
+        each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+        return f"serve.kv_cache_memory has {has}{each}: raise serve.kv_cache_memory to {needs * num_ranks}"
+
+    return plan_memory(
+        kinds,
+        serve.block_size,
+        settings.limits_of(config),
+        memory_bytes=serve.kv_cache_memory // num_ranks if left is None else left,
+        num_blocks=serve.num_kvcache_blocks,
+        describe_room=describe_room,
+    )
+
+
+def plan_stages(kinds_of: Sequence[Sequence[CacheKind]], config: Config) -> dict[str, int]:
+    """Plan the KV blocks of all stages: of each cache kind as many as the stage with the fewest has."""
+    plans = [plan_kv(kinds, config) for kinds in kinds_of]
+    return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
+
+
+def plan_host(kinds_of: Sequence[Sequence[CacheKind]], serve: ServeConfig) -> dict[str, int]:
+    """Plan the KV blocks in serve.swap_space: of each cache kind as many as the stage with the fewest holds."""
+    plans = [plan_host_blocks(kinds, serve.block_size, serve.swap_space) for kinds in kinds_of]
+    least = min(num_blocks for plan in plans for num_blocks in plan.values())
+    return {kind.name: least for kind in kinds_of_all(kinds_of)}
+
+
+def take_least(plans: Sequence[bytes]) -> dict[str, int]:
+    """The KV blocks that each rank has room for, by cache kind, of what all have exchanged."""
+    least: dict[str, int] = {}
+    for plan in plans:
+        for kind, num_blocks in msgspec.msgpack.decode(plan, type=dict[str, int]).items():
+            least[kind] = min(num_blocks, least.get(kind, num_blocks))
+    return least

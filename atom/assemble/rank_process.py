@@ -1,0 +1,187 @@
+"""The process of a rank beside the one that drives.
+
+`build.ranks.start_ranks` starts it, or on another host a supervisor does (`runtime.remote_ranks`). It opens the model
+that the driver has compiled, with its own parts of the weights, and takes the driver's steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from atom.assemble import (
+    RankOpening,
+    compare_ranks,
+    compile_with,
+    describe_rank,
+    digest_of,
+    gather_kv_scales,
+    load_weights,
+    open_adapters,
+    open_checked,
+    open_runner,
+    set_kv_scales,
+)
+from atom.checkpoint import SilentProgress
+from atom.compiler import mesh_of
+from atom.errors import ArtifactError, AtomError, ConfigError, RequestError
+from atom.kernels import Rendezvous, connect_rank
+from atom.process.gc_utils import no_collection, settle
+from atom.process.messages import say
+from atom.runtime.kv.scales import KVScales, ScalePlan
+from atom.runtime.profiler import Profiler
+from atom.runtime.ranks.driver import WAIT
+from atom.runtime.ranks.links import RankLink
+from atom.runtime.step.input import StepInput
+from atom.runtime.step.runner import Pending, Runner
+from atom.runtime.types import BlockCopies, LoadAdapter, Profile
+from atom.weights.lora import LoraWeights
+
+DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies | LoadAdapter | Profile)
+
+
+def main(link: RankLink) -> None:
+    """Serve as a rank, until the driver ends."""
+    try:
+        rank, is_leader = open_rank(link)
+        link.done()
+        running: list[Pending] = []
+        started: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        if is_leader:
+            threading.Thread(target=answer, args=(link, started), name="answer", daemon=True).start()
+        while True:  # ahead of the device, as the driver is
+            step = rank.take(link.receive())
+            if step is not None:
+                running = [*find_running(running), step]
+            if is_leader and step is not None:
+                started.put(step)
+    except Exception as error:
+        fail(link, error)
+
+
+def find_running(steps: Iterable[Pending]) -> list[Pending]:
+    """The steps that the device has not ended.
+
+    They own memory of the host that the device writes log probabilities to, so they are kept until then.
+    """
+    return [step for step in steps if not step.is_over]
+
+
+def answer(link: RankLink, started: queue.SimpleQueue[Pending]) -> None:
+    """Tell the driver what steps sample, one after the other."""
+    try:
+        while True:
+            link.answer(msgspec.msgpack.encode(started.get().wait()))
+    except Exception as error:
+        fail(link, error)
+
+
+def fail(link: RankLink, error: Exception) -> NoReturn:
+    """Tell the driver of an error, and end this process, whatever a device waits for."""
+    if not isinstance(error, AtomError):
+        traceback.print_exc()
+    link.fail(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@dataclass
+class Rank:
+    """What a rank does for its driver."""
+
+    runner: Runner
+    profiler: Profiler
+    adapters: LoraWeights | None  # None: the model is served without any
+    done: Callable[[str], object]  # answers what the driver waits for: why it was refused, or nothing
+    pending: deque[Pending] = field(default_factory=deque)  # steps that were not started to their end
+
+    def take(self, body: bytes) -> Pending | None:
+        """Do what the driver tells: take a step or copies, finish the oldest step, start or stop the profiler, or load
+        an adapter. Gives the step that was started to its end."""
+        match None if body == WAIT else DECODER.decode(body):
+            case BlockCopies() as copies:
+                self.runner.copy(copies)
+                return None
+            case Profile() as told:
+                profile(self.profiler, told)
+                return None
+            case LoadAdapter() as told:
+                self.done(self._load(told))
+                return None
+            case StepInput() as step:
+                self.pending.append(self.runner.execute(step))
+        return self.pending.popleft().finished() if self.runner.model.defers_logits == (body == WAIT) else None
+
+    def _load(self, told: LoadAdapter) -> str:
+        """Load an adapter; why it is refused, if it is. The driver has checked what its files say."""
+        assert self.adapters is not None, "the driver has adapters"
+        try:
+            files = self.adapters.read(told.path)
+            files.hash()
+        except AtomError as error:
+            return str(error)
+        if files.digest != told.digest:
+            return f"{told.path} has other files than on the host that drives; copy the same ones to all hosts"
+        self.adapters.write(told.number, files)
+        return ""
+
+
+def profile(profiler: Profiler, told: Profile) -> None:
+    """Start or stop the profiler; a trace that cannot be written, on a host of its own, ends no engine."""
+    try:
+        profiler.start() if told.starts else profiler.stop()
+    except (ConfigError, RequestError) as error:
+        say(f"a rank has no trace: {error}")
+
+
+@no_collection()
+def open_rank(link: RankLink) -> tuple[Rank, bool]:
+    """Open the model that the driver's opening describes, and connect to the other ranks.
+
+    Also gives whether the driver reads what this rank samples, as it does of the first rank of each other data group.
+    """
+    opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
+    config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)
+    if opening.num_threads is not None:
+        torch.set_num_threads(opening.num_threads)
+    with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
+        checkpoint = open_checked(config, progress, opened)
+        compiled = compile_with(config, progress, checkpoint, mesh.stage(opening.rank))
+        if digest_of(compiled.graph) != opening.text:
+            raise ArtifactError(
+                "it has compiled another text than the process that drives: are their versions the same?"
+            )
+        tensors = load_weights(compiled.graph, checkpoint, config, progress, opening.rank)
+    if num_compiled := compiled.report.compiled:
+        say(f"rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have")
+    adapters = open_adapters(compiled.graph, tensors, config, opening.rank)
+    stages = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors, adapters)), mesh)
+    kinds_of = [stage.kinds for stage in stages]
+    plan, *_ = link.exchange(b"")
+    folder = link.receive().decode()
+    shared = Path(folder) if folder else None
+    rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, shared, config.parallel.collectives)
+    communicator = connect_rank(config.device, rendezvous)
+    scales = KVScales(compiled.graph, tensors)
+    measure = set_kv_scales(scales, msgspec.msgpack.decode(plan, type=ScalePlan), mesh, communicator)
+    with contextlib.redirect_stderr(io.StringIO()):  # likewise
+        runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of, link.exchange)
+    gather_kv_scales(scales, link.exchange)
+    settle()
+    serve = config.serve
+    profiler = Profiler(serve.torch_profiler_dir, rank=opening.rank, is_detailed=serve.profiler_more)
+    return Rank(runner, profiler, adapters, link.done), opening.rank in mesh.leaders

@@ -1,0 +1,72 @@
+"""Print on stderr how an engine was opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atom.assemble import settings
+from atom.config import Config
+from atom.process.messages import say
+from atom.runtime.kv.host_blocks import HostBlocks
+from atom.runtime.kv.plan import num_blocks_needed
+from atom.runtime.types import CacheKind
+from atom.sampling_params import unused_values
+
+
+def report_engine(
+    kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], host: HostBlocks | None, config: Config
+) -> None:
+    """Print what an engine has room for, and what of its checkpoint is not plain from the configuration."""
+    say(_describe_pool(kinds, num_blocks, config))
+    if host is not None:
+        say(_describe_host(host, config.serve.block_size))
+    if "vision_config" in config.hf:
+        say(f"{config.checkpoint} also reads images; here its text model runs alone")
+    for text in (_describe_unread_rope(config), _describe_sampling(config)):
+        if text:
+            say(text)
+
+
+def report_unused(generation: Mapping[str, Any], config: Config) -> None:
+    """Print the values of generation_config.json that are not applied here, unless all of it is left out."""
+    unused = {} if config.sampling.defaults == "none" else unused_values(generation)
+    text = ", ".join(f"{name} {value}" if isinstance(value, int | float) else name for name, value in unused.items())
+    if text:
+        say(f"not used of the checkpoint's generation_config.json, though it changes answers in transformers: {text}")
+
+
+def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], config: Config) -> str:
+    serve, limits = config.serve, settings.limits_of(config)
+    length, step = limits.max_model_len, limits.max_num_batched_tokens
+    num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
+    num_requests = min(
+        (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
+        for kind in kinds
+    )
+    return f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len"
+
+
+def _describe_host(host: HostBlocks, block_size: int) -> str:
+    assert host.costs is not None, "they were measured"
+    num_tokens, costs = (max(host.num_blocks.values()) - 1) * block_size, host.costs
+    times = (
+        f"{costs.load_token_seconds * 1e6:.3g} us a token to load, {costs.compute_token_seconds * 1e6:.3g} to compute"
+    )
+    return f"KV on the host: {num_tokens} tokens, {times}"
+
+
+def _describe_unread_rope(config: Config) -> str:
+    """Say that whole heads are rotated though config.json gives a part; empty if the model reads it or has no rope."""
+    rope, part = config.model.attention.rope, (config.hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if rope.kind == "none" or rope.partial != 1 or part in (None, 1):
+        return ""
+    unread = f"rope_parameters.partial_rotary_factor={part} of config.json is not applied by model={config.model.name}"
+    return f"{unread}, as in most families of transformers; model.attention.rope.partial={part} applies it"
+
+
+def _describe_sampling(config: Config) -> str:
+    """Describe the checkpoint's sampling defaults that are in effect; empty without any."""
+    stated = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
+    text = ", ".join(f"{name} {value:g}" for name, value in stated.items())
+    return f"sampling as the checkpoint says: {text}; sampling.defaults=none leaves it out" if text else ""

@@ -1,0 +1,1 @@
+"""`job=bench`, and the roofline that it compares with."""

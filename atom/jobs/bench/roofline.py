@@ -1,0 +1,339 @@
+"""The roofline: the least time of a step, by rates measured here.
+
+What a step has to read and to multiply is divided by these rates.
+
+    costs = read_costs(compile_graph(config))
+    limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matrix products
+    work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
+    least_seconds(costs, step, limits)                      # no step of these rows takes less
+
+It counts the weights, each read once a step (the head's where a row samples, an expert's with the probability that a
+token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
+from atom.graph.graph import call_of, node_leaves, type_of
+from atom.graph.recipe_contents import held_bytes
+from atom.graph.shares import group_of, num_parts, token_share
+from atom.graph.types import Type
+from atom.jobs.bench.workload import Step
+
+ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention)
+READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
+OTHER_READ_BYTES = 2 << 30
+BATCH_SECONDS = 0.02  # least seconds of a measurement
+NUM_BATCHES = 5  # batches, of which the fastest counts
+PRODUCT_SECONDS = 0.005  # least seconds of a product that is large enough
+ALL_READ = 0.99  # expected share of experts above which parts do not differ
+NUM_DRAWS = 200  # of choices of experts, over which the busiest part is averaged
+PRODUCT_SIZES = [1 << power for power in range(9, 15)]
+
+
+class Work(NamedTuple):
+    bytes: float = 0.0  # read
+    flops: float = 0.0  # on numbers of the run's dtype
+    fp8: float = 0.0  # operations on such numbers
+    int8: float = 0.0
+
+    def times(self, count: int) -> Work:
+        return Work(*(each * count for each in self))
+
+
+def total(works: Iterable[Work]) -> Work:
+    return Work(*map(sum, zip(*works, strict=True))) if (works := list(works)) else Work()
+
+
+@dataclass(frozen=True)
+class Limits:
+    bandwidth: float  # bytes/s read
+    flops: float  # FLOP/s of matrix products, in the dtype of the run or, on a CPU, in float32 where that is faster
+    fp8: float | None = None  # the same of such numbers; None: as those of the run's dtype
+    int8: float | None = None
+
+    def of_each(self, ranks: int) -> Limits:
+        """What each of several ranks has of a machine that they share."""
+        return Limits(**{name: rate / ranks for name, rate in self.measured().items()})
+
+    def seconds(self, work: Work) -> float:
+        """The least seconds of some work, where reading and computing overlap."""
+        eight_bits = work.fp8 / (self.fp8 or self.flops) + work.int8 / (self.int8 or self.flops)
+        return max(work.bytes / self.bandwidth, work.flops / self.flops + eight_bits)
+
+    def measured(self) -> dict[str, float]:
+        """The rates that are known, by name."""
+        return {name: rate for name, rate in vars(self).items() if rate is not None}
+
+
+class Product(NamedTuple):
+    """A call that multiplies rows with a weight."""
+
+    shape: tuple[int, ...]
+    num_bytes: int  # of the weight, and of a bias
+    num_elements: int
+    share: float = 1.0  # share of the weight that a row is multiplied with: the experts that it chose
+    parts: int = 1  # of the experts, of which each rank has one
+    groups: int = 1  # whose rows come together
+    act: str = "flops"  # the field of Work that its operations count for
+    fmt: str | None = None  # of the weight, where it stays packed
+
+    def work(self, num_rows: int) -> Work:
+        """The work of a product; of experts, the expected share that some row needs is read."""
+        num_rows *= self.groups
+        num_bytes = self.num_bytes * share_read(self.share, self.shape[0] * self.parts, self.parts, num_rows)
+        return Work(num_bytes, **{self.act: 2.0 * num_rows * self.num_elements * self.share})
+
+
+@cache
+def share_read(share: float, num_experts: int, parts: int, num_rows: int) -> float:
+    """The expected share of a weight that some row needs; of experts in parts, of the part of which most is needed.
+
+    Rows choose that share of the experts, all equally likely.
+    """
+    expected = 1 - (1 - share) ** num_rows
+    if parts == 1 or expected > ALL_READ:
+        return float(expected)
+    random, top_k = np.random.default_rng(0), round(share * num_experts)
+    busiest = 0.0
+    for _ in range(NUM_DRAWS):
+        chosen = random.random((num_rows, num_experts)).argpartition(top_k - 1, axis=1)[:, :top_k]
+        is_read = np.bincount(chosen.ravel(), minlength=num_experts) > 0
+        busiest += is_read.reshape(parts, -1).mean(1).max()
+    return busiest / NUM_DRAWS
+
+
+class Attention(NamedTuple):
+    """One layer's attention."""
+
+    window: int | None  # tokens that a query sees, itself included
+    num_bytes: int  # of KV, a token
+    decode_flops: int  # of a query and a token that it sees
+    prefill_flops: int  # likewise, in a prompt
+    weight: Product | None = None  # a further weight that it multiplies with
+
+    def work(self, step: Step) -> Work:
+        window = self.window or 1 << 62
+        seen = sum(min(context, window) for context in step.decodes)
+        num_read, flops = seen, float(seen * self.decode_flops)
+        for start, num_tokens in step.chunks:
+            num_read += min(start + num_tokens, window - 1 + num_tokens)
+            flops += visible_pairs(start, num_tokens, window) * self.prefill_flops
+        work = Work(float(num_read * self.num_bytes), flops)
+        return work if self.weight is None else total([work, self.weight.work(step.num_tokens)])
+
+
+@dataclass
+class Costs:
+    """The costs of one run of a program: what it reads and computes."""
+
+    num_bytes: int = 0  # of weights that are in no product: norms
+    products: list[Product] = field(default_factory=list)  # in order
+    attention: list[Attention] = field(default_factory=list)  # in order
+
+    def work(self, num_rows: int) -> Work:
+        """The work without attention; none without rows."""
+        if not num_rows:
+            return Work()
+        products = (product.work(num_rows).times(count) for product, count in Counter(self.products).items())
+        return total([Work(self.num_bytes), *products])
+
+
+def read_costs(graph: Graph) -> dict[str, Costs]:
+    """Read the costs of each program off the lowered graph."""
+    return {name: program_costs(program) for name, program in graph.programs.items()}
+
+
+def acts_of(costs: Mapping[str, Costs]) -> set[str]:
+    """The formats of 8 bits of the activations that products multiply."""
+    return {product.act for each in costs.values() for product in each.products} & PRODUCTS.keys()
+
+
+def program_costs(program: Program) -> Costs:
+    costs = Costs()
+    for node in program.nodes:
+        assert isinstance(node.target, ops.Op)
+        if node.target is ops.embedding:  # a token takes one row of it
+            continue
+        weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
+        products = find_products(node, weights)
+        if node.target in ATTENTION:
+            (cache,) = (arg for arg in node.args if isinstance(arg, KV))
+            costs.attention.append(attention_costs(node, cache, products[0] if products else None))
+        else:
+            costs.products += products
+        if not products:
+            costs.num_bytes += sum(map(held_bytes, weights))
+    return costs
+
+
+def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
+    """The products of a call whose weights include a matrix or stacks of experts' matrices; none of others."""
+    if not node.target.weights:
+        return []
+    if node.target is ops.experts:
+        return [product for place in node.target.weights for product in expert_products(node, place)]
+    matrix = type_of(node.args[node.target.weight])
+    shape = tuple(int(size) for size in matrix.shape)
+    parts = groups = 1
+    if node.target is ops.grouped_linear:
+        group = group_of(node)
+        parts = group.args[2].ranks if len(group.args) > 2 else 1
+        groups = _num_groups(group.args[0])
+    act = str(node.kwargs.get("act", "flops")).partition("[")[0]
+    num_bytes, share = sum(map(held_bytes, weights)), float(token_share(node))
+    return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act, matrix.fmt)]
+
+
+def expert_products(node: Node, place: int) -> list[Product]:
+    """The products of `experts` with the weight at a place: with those chosen, and with those of all tokens."""
+    weight, bias = node.args[place], node.args[place + 2] if len(node.args) > place + 2 else None
+    num_bytes = held_bytes(weight) + (0 if bias is None else held_bytes(bias))
+    experts, *rest = (int(size) for size in weight.type.shape)
+    router, top_k = call_of(node.args[2]), int(node.args[2].meta["type"].shape[1])
+    shared = router.kwargs.get("shared", 0)
+    parts, act = num_parts(node), str(node.kwargs.get("act", "flops")).partition("[")[0]
+    sizes = ((experts - shared, (top_k - shared) / ((experts - shared) * parts)), (shared, 1.0))
+    return [
+        Product(
+            (num, *rest), num_bytes * num // experts, weight.type.num_elements * num // experts, share,
+            parts, _num_groups(node.args[0]), act, weight.type.fmt,
+        )
+        for num, share in sizes
+        if num
+    ]  # fmt: skip
+
+
+def _num_groups(rows: Node) -> int:
+    """Of how many groups of ranks these are the tokens."""
+    return int(rows.meta["type"].bytes_per_token // rows.meta["type"].row.num_bytes)
+
+
+def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
+    query: Type = node.args[0].meta["type"]  # [T, N, D]
+    heads, dim = (int(size) for size in query.shape[1:])
+    if weight is None:
+        flops = 4 * heads * dim
+        return Attention(node.kwargs.get("window"), cache.type.num_bytes, flops, flops)
+    rows, rank = weight.shape  # latent: [N (P + U), L], where a head has P = dim plain dims and U of a value
+    entry, value = rank + int(node.args[1].meta["type"].shape[-1]), rows // heads - dim
+    absorbed, expanded = entry + rank, dim + entry - rank + value
+    return Attention(None, cache.type.num_bytes, 2 * heads * absorbed, 2 * heads * expanded, weight)
+
+
+def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
+    """The work of a step: in products with weights, and in attention."""
+    rows = step.num_rows(costs)
+    layers = Counter(layer for name in rows for layer in costs[name].attention)
+    return {
+        "matrix": total(costs[name].work(num) for name, num in rows.items()),
+        "attention": total(layer.work(step).times(count) for layer, count in layers.items()),
+    }
+
+
+def least_seconds(costs: Mapping[str, Costs], step: Step, limits: Limits) -> float:
+    """The least seconds of a step, whose data groups compute at the same time."""
+    return max(limits.seconds(total(step_work(costs, each).values())) for each in step.groups or (step,))
+
+
+def visible_pairs(start: int, num_tokens: int, window: int) -> int:
+    """The number of pairs of query and visible token, for queries at positions start to start + num_tokens."""
+    num_growing = min(max(window - start, 0), num_tokens)  # queries that see all before them
+    growing = num_growing * start + num_growing * (num_growing + 1) // 2
+    return growing + (num_tokens - num_growing) * window
+
+
+def measure_limits(device: str, dtype: str, acts: Iterable[str] = ()) -> Limits:
+    """Measure this machine's limits, which takes some seconds; all memory is freed afterwards.
+
+    acts: formats of 8 bits whose products are measured too. They take no longer than those of dtype, which such numbers
+    can be made into; nor do those of 16 bits on a CPU take longer than those of float32.
+    """
+    bandwidth = measure_reads(device, TORCH_DTYPES[dtype])
+    dtypes = {TORCH_DTYPES[dtype], torch.float32} if device == "cpu" else {TORCH_DTYPES[dtype]}
+    flops = max(measure_products(device, each, torch.mm) for each in dtypes)
+    rates = {act: max(flops, measure_act(device, act)) for act in acts}
+    limits = Limits(bandwidth, flops, **rates)
+    if device != "cpu":
+        torch.accelerator.empty_cache()
+    return limits
+
+
+def measure_reads(device: str, dtype: torch.dtype) -> float:
+    """Measure bytes/s: the best of a sum, a copy (which writes as much), and a product with a vector."""
+    num_bytes = READ_BYTES.get(device, OTHER_READ_BYTES)
+    data = torch.full((num_bytes,), 0x3C, dtype=torch.uint8, device=device)  # unwritten pages would be one page
+    wide, (source, target) = data.view(torch.float32), data.chunk(2)
+    matrix = data.view(dtype).view(-1, 4096)
+    vector = torch.zeros(4096, dtype=dtype, device=device)
+    reads: list[Callable[[], object]] = [wide.sum, lambda: target.copy_(source), lambda: matrix @ vector]
+    return max(data.nbytes / fastest(read, device) for read in reads)
+
+
+def measure_products(device: str, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """Measure FLOP/s of products of square matrices, which grow until one takes long enough."""
+    best = 0.0
+    for size in PRODUCT_SIZES:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        seconds = fastest(lambda a=a, b=b: multiply(a, b.t()), device)  # type: ignore[misc]
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > PRODUCT_SECONDS:
+            break
+    return best
+
+
+def measure_act(device: str, act: str) -> float:
+    """Measure FLOP/s of products in a format of 8 bits; 0 where torch has none, as 2.11 for fp8 on a CPU."""
+    try:
+        return measure_products(device, *PRODUCTS[act])
+    except NotImplementedError:
+        return 0.0
+
+
+def multiply_fp8(a: Tensor, b: Tensor) -> Tensor:
+    scale = torch.ones((), device=a.device)
+    return F.scaled_mm(
+        a, b, scale, F.ScalingType.TensorWise, scale, F.ScalingType.TensorWise,
+        output_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+
+
+PRODUCTS: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor]]] = {
+    "fp8": (torch.float8_e4m3fn, multiply_fp8),
+    "int8": (torch.int8, torch._int_mm),
+}
+
+
+@torch.inference_mode()
+def fastest(call: Callable[[], object], device: str) -> float:
+    """Seconds per call in the fastest of some batches, each long enough to hide the launch."""
+
+    def batch(num_calls: int) -> float:
+        started = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        wait_for(device)
+        return time.perf_counter() - started
+
+    batch(1)
+    num_calls = max(1, round(BATCH_SECONDS / batch(1)))
+    return min(batch(num_calls) for _ in range(NUM_BATCHES)) / num_calls
+
+
+def wait_for(device: str) -> None:
+    """Wait until a device has finished its work."""
+    if device != "cpu":
+        torch.accelerator.synchronize()

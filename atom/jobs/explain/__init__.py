@@ -1,0 +1,1 @@
+"""`job=explain`: passes, sizes and layouts of a model."""

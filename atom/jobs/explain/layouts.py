@@ -1,0 +1,208 @@
+"""Estimate a model on GPUs: room for KV, limits of decode.
+
+    limits = decode_limits([graph], gpu, mesh)           # of 1 and 32 requests, by the text of each stage's ranks
+    for layout in layouts(gpu, config, target): …        # the same for tp2, tp4_ep, …
+
+A limit is the roofline of a step and the collectives in it, one after the other. A collective takes as long as the
+GPU's file says of a sum of as many bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from atom.assemble import cache_kinds, kinds_of_all, plan_stages
+from atom.compiler import compile_graph, level_of, mesh_of
+from atom.config import Config, GPUConfig
+from atom.config.check_parallel import divides_heads
+from atom.config.schema import ParallelConfig
+from atom.errors import CapacityError, ConfigError, UnsupportedError
+from atom.graph import BODY, Graph, Mesh, ops
+from atom.graph.formats import act_of
+from atom.graph.graph import results_of
+from atom.graph.recipe_contents import held_bytes
+from atom.jobs.bench.roofline import PRODUCTS, Limits, Product, program_costs, read_costs, step_work, total
+from atom.jobs.bench.workload import Step
+from atom.kernels import Target
+from atom.runtime.kv.plan import num_blocks_needed
+from atom.runtime.types import CacheKind
+
+NUM_GPUS = (2, 4, 8, 16)  # that are shown beside one
+ON_A_HOST = 8  # of these; more are shown where no fewer are enough
+NUM_REQUESTS = (1, 32)  # whose limits are shown
+CONTEXT = 1024  # tokens that each of these sees
+
+
+def kv_pool(kinds: list[CacheKind], config: Config, others: Sequence[list[CacheKind]] = ()) -> dict[str, Any]:
+    """The capacity of the configured pool: tokens by cache kind, the longest sequence, up to max_model_len, and how
+    many sequences of max_model_len it holds.
+
+    others: the kinds of other stages, which have as many blocks
+    """
+    serve, kinds_of = config.serve, [kinds, *others]
+    lengths = range(1, (serve.max_model_len or 0) + 1)
+    longest = bisect_left(lengths, True, key=lambda length: _plan(kinds_of, config, length) is None)
+    num_blocks = _plan(kinds_of, config, longest) or {kind.name: 0 for kind in kinds_of_all(kinds_of)}
+    num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
+    needed = _blocks_of_one(kinds_of, config, serve.max_model_len or 0)
+    return {
+        "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
+        "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
+        "kv_longest_sequence": longest,
+        "kv_sequences": min((num_usable[name] // num for name, num in needed.items() if num), default=0),
+    }
+
+
+def _plan(kinds_of: Sequence[list[CacheKind]], config: Config, length: int) -> dict[str, int] | None:
+    """The pool's blocks by cache kind for sequences of this length; None where it does not hold one."""
+    serve = replace(config.serve, max_model_len=length)
+    try:
+        num_blocks = plan_stages(kinds_of, replace(config, serve=serve))
+    except (CapacityError, ConfigError):
+        return None
+    needed = _blocks_of_one(kinds_of, config, length)
+    return num_blocks if all(needed[name] < num for name, num in num_blocks.items()) else None  # block 0 is padding's
+
+
+def _blocks_of_one(kinds_of: Sequence[list[CacheKind]], config: Config, length: int) -> dict[str, int]:
+    """The blocks by cache kind that a sequence of this length needs."""
+    size, step = config.serve.block_size, min(length, config.serve.max_num_batched_tokens)
+    return {kind.name: num_blocks_needed(kind, size, length, step) for kind in kinds_of_all(kinds_of)}
+
+
+def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
+    """Whether weights and the KV of one sequence of max_model_len fit in all of a GPU's memory, and its limits.
+
+    graphs: of all stages
+    """
+    mesh, pools = mesh_of(config), []
+    weights_bytes = [sum(map(held_bytes, graph.recipes())) for graph in graphs]
+    for graph, held in zip(graphs, weights_bytes, strict=True):
+        left = max(gpu.memory - held, 0)  # of each rank
+        serve = replace(config.serve, kv_cache_memory=left * mesh.num_ranks, num_kvcache_blocks=None)
+        pools.append(kv_pool(cache_kinds(graph), replace(config, serve=serve)))
+    longest = min(pool["kv_longest_sequence"] for pool in pools)
+    names = dict.fromkeys(name for pool in pools for name in pool["kv_tokens"])
+    fewest = {name: min(pool["kv_tokens"].get(name, inf) for pool in pools) for name in names}
+    return {
+        "weights_fit": max(weights_bytes) <= gpu.memory,
+        "fits": longest == config.serve.max_model_len,
+        "kv_tokens": {name: num * mesh.data for name, num in fewest.items()},
+        "kv_longest_sequence": longest,
+        "kv_sequences": min(pool["kv_sequences"] for pool in pools) * mesh.data,
+        "gpus_for_weights": -(-max(weights_bytes) // gpu.memory),
+        "decode": decode_limits(graphs, gpu, mesh),
+    }
+
+
+def limits_of(gpu: GPUConfig) -> Limits:
+    """The rates of a GPU's file; products that it has none for take no time."""
+    return Limits(gpu.bandwidth, gpu.rates.get("bf16", inf), **{act: gpu.rates.get(act) for act in PRODUCTS})
+
+
+def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
+    """The most tokens a second that some requests get, by number; with it, the seconds of a step's collectives.
+
+    The latter are None where the GPU's file has no times for as many ranks; then they do not count. graphs: of all
+    stages, which take a step one after the other
+    """
+    limits = limits_of(gpu)
+    result = []
+    for num_requests in NUM_REQUESTS:
+        num_rows = -(-num_requests // mesh.data)  # of the fullest group
+        step = Step(0.0, array("q", [CONTEXT] * num_rows), [], num_rows)
+        collectives = collective_seconds(graphs, gpu, mesh, num_rows)
+        work = (total(step_work(read_costs(graph), step).values()) for graph in graphs)
+        seconds = sum(map(limits.seconds, work)) + (collectives or 0.0)
+        rate = num_requests / seconds
+        result.append({"requests": num_requests, "tokens_per_second": rate, "collective_seconds": collectives})
+    return result
+
+
+def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float | None:
+    """The most tokens a second of long prompts, by the products of layers; None where the GPU states no rate.
+
+    A weight's product counts at the rate of its 8-bit numbers, where the GPU states one. Attention, the head and
+    reading do not count. graphs: of all stages, one after the other
+    """
+    if "bf16" not in gpu.rates:
+        return None
+    products = [product for graph in graphs for product in program_costs(graph.programs[BODY]).products]
+    seconds = sum(sum(product.work(1)[1:]) / rate_of(product, gpu) for product in products)
+    return mesh.data / seconds
+
+
+def rate_of(product: Product, gpu: GPUConfig) -> float:
+    """FLOP/s"""
+    act = act_of(product.fmt) if product.fmt else None
+    return gpu.rates.get(act.partition("[")[0] if act else product.act, gpu.rates["bf16"])
+
+
+def collective_seconds(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:
+    """The seconds of the collectives of a step with so many rows; None where they are not known."""
+    seconds = 0.0
+    programs = (program for graph in graphs for program in graph.programs.values())
+    nodes = (node for program in programs for node in program.nodes if node.target.is_collective)
+    for node in nodes:
+        if node.target is ops.send:  # what takes time is to receive it
+            continue
+        ranks = 2 if node.target is ops.receive else mesh.size(node.kwargs["axis"])
+        if ranks not in gpu.all_reduce:
+            return None
+        given, taken = (
+            sum(value.meta["type"].bytes_per_token for value in values)
+            for values in (node.all_input_nodes, results_of(node))
+        )
+        seconds += sum_seconds(gpu.all_reduce[ranks], max(given, taken) * num_rows)
+    return seconds
+
+
+def sum_seconds(measured: Mapping[int, float], num_bytes: int) -> float:
+    """The seconds of a sum, between those that were measured of other sizes; beyond the largest, as many more."""
+    sizes = sorted(measured)
+    at = bisect_left(sizes, num_bytes)
+    if at == 0:
+        return measured[sizes[0]]
+    if at == len(sizes):
+        return measured[sizes[-1]] * num_bytes / sizes[-1]
+    low, high = sizes[at - 1], sizes[at]
+    return measured[low] + (measured[high] - measured[low]) * (num_bytes - low) / (high - low)
+
+
+def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[dict[str, Any]]:
+    """What each of several GPUs would hold and be limited to; why not, where ranks cannot divide the model.
+
+    Of a mixture, also with whole experts on each, and with data groups, where the weights fit.
+    """
+    is_mixture, fitted = any(mlp.kind == "moe" for mlp in config.model.mlp), False
+    for num in NUM_GPUS:
+        if fitted and num > ON_A_HOST:
+            return
+        names = {f"tp{num}": ParallelConfig(tensor=num)}
+        if is_mixture:
+            names[f"tp{num}_ep"] = ParallelConfig(tensor=num, experts=num)
+            names[f"dp{num}_ep"] = ParallelConfig(data=num, experts=num)
+        for name, parallel in names.items():
+            layout = {"name": name, **_layout(gpu, replace(config, parallel=parallel), target)}
+            yield layout
+            if not layout.get("weights_fit", True):
+                break
+            fitted = fitted or "refused" not in layout
+
+
+def _layout(gpu: GPUConfig, config: Config, target: Target | None) -> dict[str, Any]:
+    mesh = mesh_of(config)
+    try:
+        if not divides_heads(mesh.tensor, config.model.attention):
+            raise UnsupportedError(f"its heads cannot be divided among {mesh.tensor}")
+        if mesh.experts > min((mlp.experts or 1 for mlp in config.model.mlp if mlp.kind == "moe"), default=1):
+            raise UnsupportedError("a layer has fewer experts")
+        graph = compile_graph(replace(config, level=min(level_of(config), 1)), target=target)
+    except UnsupportedError as error:
+        return {"refused": str(error)}
+    return {"weights_bytes": sum(map(held_bytes, graph.recipes())), **fit(gpu, [graph], config)}

@@ -1,0 +1,1 @@
+"""`job=profile`: where the time of a step goes."""

@@ -1,0 +1,1 @@
+"""Sweeps (`-m`): jobs of several overrides, and their report."""

@@ -1,0 +1,474 @@
+"""Decode attention on NVIDIA's Hopper, in Gluon.
+
+It computes what decode.py does, and cuts sequences up in the same way.
+
+    args = q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap
+    decode(*args, newest, query_len, memory_of)
+
+Keys and values come by TMA, some tiles ahead and, but for the newest, while the kernel ahead still runs. A tile's keys
+are the left operand of one product and its values, transposed, that of the other, so that a tile of few queries wastes
+nothing. The tensor cores take both from shared memory; where entries are in fp8, from registers, where they become
+bf16. Which column is which is free in a sum over columns, and which row in what is stored in the end: so a thread takes
+neighbouring bytes, of keys those of its columns, and of values those of its rows at each of its positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
+from atom.kernels.triton.attention.common import (
+    LOG2E,
+    NOTHING,
+    cap_scores,
+    find_owner,
+    find_run,
+    score_factor,
+    sequence_bucket,
+)
+from atom.kernels.triton.attention.rope import rotate_heads
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
+
+POSITIONS = gl.constexpr(64)  # of keys and values in a tile
+PIECE = gl.constexpr(16)  # of them, which one copy brings
+PIECES = gl.constexpr(4)  # POSITIONS / PIECE
+BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+OPERANDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+KEYS = gl.constexpr(  # a thread has 32 neighbours of two rows, 8 apart
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [64, 128],
+    )
+)  # fmt: skip
+VALUES = gl.constexpr(  # a thread has 4 neighbours of 16 rows
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+        [[0, 32], [0, 64]], [], [64, 128],
+    )
+)  # fmt: skip
+QUERIES_BY = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))  # to load by
+PARTS_BY = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]))
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # to clear values by
+SEQUENCES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+# of 4 neighbours in two rows, as bf16: a pair of rows for each
+VALUES_ASM = gl.constexpr("""{
+.reg .b32 a, b, c, d, e, f, g, h, t;
+prmt.b32 a, $4, $5, 0x4000;
+prmt.b32 b, $4, $5, 0x5010;
+prmt.b32 c, $4, $5, 0x6020;
+prmt.b32 d, $4, $5, 0x7030;
+and.b32 e, a, 0x7f007f00;
+and.b32 f, b, 0x7f007f00;
+and.b32 g, c, 0x7f007f00;
+and.b32 h, d, 0x7f007f00;
+shr.u32 e, e, 4;
+shr.u32 f, f, 4;
+shr.u32 g, g, 4;
+shr.u32 h, h, 4;
+lop3.b32 e, a, 0x80008000, e, 0xEA;
+lop3.b32 f, b, 0x80008000, f, 0xEA;
+lop3.b32 g, c, 0x80008000, g, 0xEA;
+lop3.b32 h, d, 0x80008000, h, 0xEA;
+mov.b32 t, 0x7b807b80;
+mul.rn.bf16x2 $0, e, t;
+mul.rn.bf16x2 $1, f, t;
+mul.rn.bf16x2 $2, g, t;
+mul.rn.bf16x2 $3, h, t;
+}""")
+
+
+@jit
+def _find_column(place, IS_FP8: gl.constexpr):
+    """The column of keys and queries at a place of the sum over columns."""
+    return place // 2 % 4 * 32 + place // 16 * 4 + place % 2 * 2 + place // 8 % 2 if IS_FP8 else place
+
+
+@jit
+def _find_dim(row, IS_FP8: gl.constexpr):
+    """The column of values that is a row of the transposed product."""
+    return row // 16 % 4 * 32 + row % 8 * 4 + row // 64 * 2 + row // 8 % 2 if IS_FP8 else row
+
+
+@jit
+def _unpack_keys(tile, LEFT: gl.constexpr):
+    """Bytes [positions, columns] -> [positions, places], as `_find_column` has them"""
+    numbers = gl.inline_asm_elementwise(EVEN_ODD_FP8_PTX, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4)
+    numbers = numbers.reshape([POSITIONS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([POSITIONS, 128])
+    return gl.convert_layout(numbers, LEFT)
+
+
+@jit
+def _unpack_values(tile, LEFT: gl.constexpr):
+    """Bytes [positions, columns] -> [rows, positions], as `_find_dim` has them"""
+    numbers = gl.inline_asm_elementwise(VALUES_ASM, "=r,=r,=r,=r,r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=8)
+    # a thread's numbers lie by position, then by column; they are called the other way round
+    numbers = numbers.reshape([POSITIONS // 2, 2, 4, 8, 2, 2]).permute((1, 2, 4, 3, 0, 5)).reshape([128, POSITIONS])
+    return gl.convert_layout(numbers, LEFT)
+
+
+@jit
+def _clear_values(values, position, oldest, stop, DIM: gl.constexpr):
+    """Zeros to the values [positions, DIM] from `position` on which nobody sees: what is there may be no number, and as
+    such would not vanish under a weight of 0."""
+    if (position < oldest) | (position + POSITIONS > stop):
+        seen = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(1, LINES))
+        is_seen = (seen >= oldest) & (seen < stop)
+        values.store(gl.where(is_seen[:, None], values.load(LINES), 0.0))
+
+
+@jit
+def _find_span(lengths, sequence, before, NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr):
+    """The end of a sequence's tiles, their first position, and the tile behind them, which come from `before` on."""
+    length = gl.load(lengths + sequence)
+    start = 0
+    if WINDOW is not None:
+        start = gl.maximum(length - (WINDOW + QUERIES - 1), 0) // PIECE * PIECE
+    return length - NEWEST, start, before + gl.maximum(gl.cdiv(length - NEWEST - start, POSITIONS), 1)
+
+
+@jit
+def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
+          DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Send for the keys and values of a tile."""
+    keys, values, ready = memory
+    rows = ()
+    for piece in gl.static_range(PIECES):
+        at = position + piece * PIECE
+        block = gl.load(blocks + at // BLOCK_SIZE, mask=at < stop, other=0)
+        row = gl.where(at < stop, block * BLOCK_SIZE + at % BLOCK_SIZE, -PIECE)  # there it is all zeros
+        rows += (row,)  # type: ignore[assignment]
+    bar = ready.index(slot)
+    mbarrier.expect(bar, 2 * POSITIONS * DIM * (128 // COLUMNS))
+    for part in gl.static_range(DIM // COLUMNS):
+        for piece in gl.static_range(PIECES):
+            box, column = (slot * (DIM // COLUMNS) + part) * PIECES + piece, head * DIM + part * COLUMNS
+            async_load(pieces, [rows[piece], column], bar, keys.index(box))
+            async_load(pieces, [rows[piece], HEADS * DIM + column], bar, values.index(box))
+
+
+@jit
+def _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory, MAY_WAIT: gl.constexpr,
+               NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+               HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Send for the keys and values of the next tile; the cursor of the tile behind it.
+
+    cursor: the next tile, the sequence of the last one sent for, the tiles before that sequence, and its `_find_span`.
+    MAY_WAIT: for the kernel ahead, which writes the newest keys and values, where the tile has them.
+    """
+    tile, sequence, before, stop, start, after = cursor
+    if tile >= after:
+        sequence += 1
+        before = after
+        stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+    position = start + (tile - before) * POSITIONS
+    if MAY_WAIT & (position + POSITIONS > stop - QUERIES):
+        tl.extra.cuda.gdc_wait()
+    blocks = table + sequence.to(gl.int64) * table_stride
+    _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE, HEADS, DIM, COLUMNS)
+    return tile + 1, sequence, before, stop, start, after
+
+
+@jit
+def _store_attended(acc, best, total, sinks, v_scale, out, dims, rows, HEADS: gl.constexpr, GROUP: gl.constexpr,
+                    QUERIES: gl.constexpr, DIM: gl.constexpr, BY_ROW: gl.constexpr):  # fmt: skip
+    """acc [rows, dims] or, unless BY_ROW, [dims, rows] over its total, and sinks', to the heads of a group at `out`."""
+    AXIS: gl.constexpr = 1 if BY_ROW else 0
+    if sinks is not None:
+        sink = gl.load(sinks + rows % GROUP, mask=rows < GROUP * QUERIES, other=0.0).to(gl.float32) * LOG2E
+        sink = gl.minimum(gl.maximum(sink, NOTHING), -NOTHING)  # infinite ones would give NaN
+        higher = gl.maximum(best, sink)
+        fade = gl.exp2(best - higher)
+        total = total * fade + gl.exp2(sink - higher)
+        acc = acc * gl.expand_dims(fade, AXIS)
+    share = 1.0 / gl.where(total > 0, total, 1.0)
+    if v_scale is not None:
+        share = share * v_scale
+    acc = acc * gl.expand_dims(share, AXIS)
+    places = rows // GROUP * (HEADS * GROUP * DIM) + rows % GROUP * DIM
+    is_row = gl.expand_dims(rows < GROUP * QUERIES, AXIS)
+    pointers = out + gl.expand_dims(places, AXIS) + gl.expand_dims(dims, 1 - AXIS)
+    gl.store(pointers, acc.to(out.dtype.element_ty), mask=is_row)
+
+
+@jit
+def _merge(sums, stats, sinks, v_scale, out, head, first, last, PROGRAMS: gl.constexpr, HEADS: gl.constexpr,
+           GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
+           IS_FP8: gl.constexpr):  # fmt: skip
+    """The parts that programs first to last left of one sequence, as one softmax, to its queries' heads at `out`."""
+    BY_PART: gl.constexpr = gl.SliceLayout(2, PARTS_BY)
+    ROWS: gl.constexpr = GROUP * QUERIES
+    SUM: gl.constexpr = gl.SliceLayout(0, PARTS_BY)
+    each = gl.arange(0, PARTS, layout=gl.SliceLayout(1, BY_PART))
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, BY_PART))
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, SUM))
+    best = gl.full([BLOCK_M], NOTHING, gl.float32, gl.SliceLayout(0, BY_PART))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, BY_PART))
+    acc = gl.zeros([BLOCK_M, DIM], gl.float32, SUM)
+    for part in range(first, last + 1, PARTS):
+        programs = part + each
+        slots = (head * PROGRAMS + programs) * 2 + (programs == first).to(gl.int32)
+        is_row = (programs <= last)[:, None] & (rows < ROWS)[None, :]
+        at = slots[:, None] * ROWS + rows[None, :]
+        bests = gl.load(stats + 2 * at, mask=is_row, other=NOTHING, cache_modifier=".cg")
+        totals = gl.load(stats + 2 * at + 1, mask=is_row, other=0.0, cache_modifier=".cg")
+        places = gl.expand_dims(at, 2) * DIM + gl.expand_dims(gl.expand_dims(dims, 0), 0)
+        parts = gl.load(sums + places, mask=gl.expand_dims(is_row, 2), other=0.0, cache_modifier=".cg")
+        higher = gl.maximum(best, gl.max(bests, 0))
+        fades, fade = gl.exp2(bests - higher[None, :]), gl.exp2(best - higher)
+        total = total * fade + gl.sum(totals * fades, 0)
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, SUM))[:, None] + gl.sum(
+            parts * gl.expand_dims(fades, 2), 0
+        )
+        best = higher
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SUM)
+    best, total = gl.convert_layout(best, BY_ROW), gl.convert_layout(total, BY_ROW)
+    rows = gl.convert_layout(rows, BY_ROW)
+    _store_attended(acc, best, total, sinks, v_scale, out, _find_dim(dims, IS_FP8), rows, HEADS, GROUP, QUERIES, DIM,
+                    True)  # fmt: skip
+
+
+@jit
+def _load_queries(q, q_stride, row, head, cos, sin, q_norm, EPS: gl.constexpr, INTERLEAVED: gl.constexpr,
+                  HALF: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, NEWEST: gl.constexpr, DIM: gl.constexpr,
+                  BLOCK_M: gl.constexpr, IS_FP8: gl.constexpr):  # fmt: skip
+    """The queries of sequence `row` [BLOCK_M, places], with NEWEST normed and rotated."""
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, QUERIES_BY))
+    columns = _find_column(gl.arange(0, DIM, layout=gl.SliceLayout(0, QUERIES_BY)), IS_FP8)[None, :]
+    heads = q + (row * (ROWS // GROUP) + rows // GROUP) * q_stride + (head * GROUP + rows % GROUP) * DIM
+    if not NEWEST:
+        return gl.load(heads[:, None] + columns, mask=(rows < ROWS)[:, None], other=0.0)
+    else:
+        norms = None if q_norm is None else q_norm + 0 * rows
+        rotated = rotate_heads(
+            heads, columns, row + 0 * rows, rows < ROWS, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF
+        )
+        return rotated.to(q.dtype.element_ty)
+
+
+@jit
+def _attend_newest(
+    queries, k_row, v_row, cos, sin, k_norm, entry, row, EPS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    HALF: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
+    TILE: gl.constexpr,
+):  # fmt: skip
+    """Write the newest key and value of sequence `row` to `entry` -> the scores [BLOCK_M] of its key, and its value."""
+    first = gl.arange(0, 1, layout=gl.SliceLayout(1, QUERIES_BY))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, QUERIES_BY))[None, :]
+    norms = None if k_norm is None else k_norm + 0 * first
+    rotated = rotate_heads(k_row + 0 * first, columns, row + 0 * first, first == 0, cos, sin, norms, EPS, INTERLEAVED,
+                           DIM, HALF)  # fmt: skip
+    key = rotated.to(queries.dtype)
+    gl.store(entry + columns, key)
+    products = gl.sum(queries.to(gl.float32) * key.to(gl.float32), 1)
+    scores = cap_scores(products, None, SCALE, SOFTCAP) * score_factor(None, SCALE, SOFTCAP)
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(1, TILE))
+    value = gl.load(v_row + dims)
+    gl.store(entry + HEADS * DIM + dims, value)
+    return gl.convert_layout(scores, gl.SliceLayout(0, TILE)), value.to(gl.float32)
+
+
+@jit(
+    do_not_specialize=["num_decodes", "table_stride"],
+    do_not_specialize_on_alignment=["table", "lengths", "slots"],
+)
+def _decode(
+    q, k, v, cos, sin, q_norm, k_norm, slots, cache, pieces, table, lengths, sinks, k_scale, v_scale, out, sums, stats,
+    tickets, num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    HALF: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PROGRAMS: gl.constexpr,
+    BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As decode.py's: one program, a run of tiles of the kv head program_id(0)."""
+    ROWS: gl.constexpr = GROUP * QUERIES
+    NEWEST: gl.constexpr = 0 if k is None else 1  # positions that are in no tile
+    dtype: gl.constexpr = q.dtype.element_ty
+    ENTRY: gl.constexpr = cache.dtype.element_ty
+    IS_FP8: gl.constexpr = gl.uint8 == ENTRY
+    COLUMNS: gl.constexpr = 128 if IS_FP8 else 64  # that one copy brings
+    BOXES: gl.constexpr = STAGES * (DIM // COLUMNS) * PIECES
+    SHARED: gl.constexpr = BYTES if IS_FP8 else OPERANDS
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(0, TILE)  # of queries
+    tl.extra.cuda.gdc_launch_dependents()
+    head, program = gl.program_id(0), gl.program_id(1)
+    sequences = gl.arange(0, BLOCK_S, layout=SEQUENCES)
+    counts = gl.load(lengths + sequences, mask=sequences < num_decodes, other=0)
+    if WINDOW is not None:
+        counts -= gl.maximum(counts - (WINDOW + QUERIES - 1), 0) // PIECE * PIECE
+    counts = gl.where(sequences < num_decodes, gl.maximum(gl.cdiv(counts - NEWEST, POSITIONS), 1), 0)
+    tile, end, share = find_run(counts, program, PROGRAMS)
+    if tile >= end:
+        return
+    sequence, before = find_owner(counts, tile)
+
+    keys = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], SHARED)
+    values = gl.allocate_shared_memory(ENTRY, [BOXES, PIECE, COLUMNS], SHARED)
+    key_tiles = reinterpret(keys, ENTRY, [STAGES, POSITIONS, DIM], SHARED)
+    value_tiles = reinterpret(values, ENTRY, [STAGES, POSITIONS, DIM], SHARED)
+    queries = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], OPERANDS)
+    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, POSITIONS], OPERANDS)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    fence_async_shared()
+    barrier()
+    memory = (keys, values, ready)
+
+    stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+    cursor = (tile, sequence, before, stop, start, after)  # of the tile to be sent for
+    for stage in gl.static_range(STAGES):
+        if cursor[0] < end:
+            cursor = _send_next(cursor, pieces, table, lengths, table_stride, head, stage, memory, NEWEST == 0, NEWEST,
+                                WINDOW, QUERIES, BLOCK_SIZE, HEADS, DIM, COLUMNS)  # fmt: skip
+    tl.extra.cuda.gdc_wait()
+
+    if k_scale is not None:
+        k_scale = gl.load(k_scale)
+    if v_scale is not None:
+        v_scale = gl.load(v_scale)
+    if sinks is not None:
+        sinks += head * GROUP
+    factor = score_factor(k_scale, SCALE, SOFTCAP)
+    rows = gl.arange(0, BLOCK_M, layout=BY_ROW)
+    positions = gl.arange(0, POSITIONS, layout=gl.SliceLayout(1, TILE))[:, None]
+    places = gl.arange(0, DIM, layout=gl.SliceLayout(1, TILE))
+    step = 0
+    while tile < end:
+        stop, start, after = _find_span(lengths, sequence, before, NEWEST, WINDOW, QUERIES)
+        run_end = gl.minimum(end, after)
+        row = sequence.to(gl.int64)
+        own = _load_queries(q, q_stride, row, head, cos, sin, q_norm, EPS, INTERLEAVED, HALF, GROUP, ROWS, NEWEST, DIM,
+                            BLOCK_M, IS_FP8)  # fmt: skip
+        queries.store(own)
+        best = gl.full([BLOCK_M], NOTHING, gl.float32, BY_ROW)
+        total = gl.zeros([POSITIONS, BLOCK_M], gl.float32, TILE)  # of each thread's positions
+        acc = gl.zeros([DIM, BLOCK_M], gl.float32, TILE)
+        if NEWEST and run_end == after:
+            entry = cache + (gl.load(slots + row) * (2 * HEADS) + head) * DIM
+            scores, value = _attend_newest(
+                own, k + row * k_stride + head * DIM, v + row * v_stride + head * DIM, cos, sin, k_norm, entry, row,
+                EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, HEADS, DIM, TILE,
+            )  # fmt: skip
+            is_seen = stop >= 0
+            best = gl.where(is_seen, scores, best)
+            total = gl.where((positions == 0) & is_seen, 1.0, total)
+            acc = gl.where(is_seen, value[:, None], acc)
+        fence_async_shared()
+        barrier()
+        ends = stop - (QUERIES - 1) + rows // GROUP
+        for at in range(tile, run_end):
+            slot = step % STAGES
+            mbarrier.wait(ready.index(slot), step // STAGES & 1)
+            scores = gl.zeros([POSITIONS, BLOCK_M], gl.float32, TILE)
+            tile_keys, tile_values = key_tiles.index(slot), value_tiles.index(slot).permute((1, 0))
+            if IS_FP8:
+                tile_keys = _unpack_keys(tile_keys.load(KEYS), LEFT)
+            scores = warpgroup_mma(tile_keys, queries.permute((1, 0)), scores, use_acc=False, is_async=True)
+            if IS_FP8:
+                tile_values = _unpack_values(value_tiles.index(slot).load(VALUES), LEFT)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
+            seen = start + (at - before) * POSITIONS + positions
+            is_seen = seen < ends[None, :]
+            if WINDOW is not None:
+                is_seen = is_seen & (seen >= ends[None, :] + (NEWEST - WINDOW))
+            scores = gl.where(is_seen, scores, float("-inf"))
+            if not IS_FP8:
+                oldest = 0 if WINDOW is None else stop + (NEWEST - WINDOW - (QUERIES - 1))
+                _clear_values(value_tiles.index(slot), start + (at - before) * POSITIONS, oldest, stop, DIM)
+            higher = gl.maximum(best, gl.max(scores, 0) * factor)
+            new_weights = gl.exp2(scores * factor - higher[None, :])
+            fade = gl.exp2(best - higher)
+            total = total * fade[None, :] + new_weights
+            best = higher
+            weights.store(new_weights.to(dtype).permute((1, 0)))
+            fence_async_shared()
+            barrier()  # all have written their weights and, in fp8, read the tile
+            acc = warpgroup_mma(tile_values, weights.permute((1, 0)), acc * fade[None, :], is_async=True)
+            if not IS_FP8:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                barrier()  # all have read the tile
+            if cursor[0] < end:
+                cursor = _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory, False, NEWEST,
+                                    WINDOW, QUERIES, BLOCK_SIZE, HEADS, DIM, COLUMNS)  # fmt: skip
+            if IS_FP8:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            step += 1
+        sum_total = gl.sum(total, 0)
+        out_row = out + row * (QUERIES * HEADS * GROUP * DIM) + head * (GROUP * DIM)
+        first_part, last_part = before // share, (after - 1) // share
+        if first_part == last_part:
+            _store_attended(acc, best, sum_total, sinks, v_scale, out_row, _find_dim(places, IS_FP8), rows, HEADS,
+                            GROUP, QUERIES, DIM, False)  # fmt: skip
+        else:
+            part = ((head * PROGRAMS + program) * 2 + (program == first_part).to(gl.int32)) * ROWS + rows
+            gl.store(stats + 2 * part, best, mask=rows < ROWS)
+            gl.store(stats + 2 * part + 1, sum_total, mask=rows < ROWS)
+            gl.store(sums + part[None, :] * DIM + places[:, None], acc, mask=(rows < ROWS)[None, :])
+            barrier()  # all threads' parts are written before one thread takes the ticket
+            ticket = tickets + head * PROGRAMS + first_part
+            if gl.atomic_add(ticket, 1, sem="acq_rel") == last_part - first_part:
+                _merge(sums, stats, sinks, v_scale, out_row, head, first_part, last_part, PROGRAMS, HEADS, GROUP,
+                       QUERIES, DIM, PARTS, BLOCK_M, IS_FP8)  # fmt: skip
+                gl.store(ticket, 0)
+        tile = run_end
+        before = after
+        sequence += 1
+
+
+_byte_descriptors = TensorDescriptors((PIECE.value, 128), BYTES.value)
+_descriptors = TensorDescriptors((PIECE.value, 64), OPERANDS.value)
+
+
+class Tiling(NamedTuple):
+    programs_per_unit: int  # on a multiprocessor
+    stages: int  # tiles in memory at a time
+    max_registers: int  # a thread
+
+
+def choose(entry_size: int) -> Tiling:
+    """entry_size: of a number of the cache, in bytes"""
+    return Tiling(4, 3, 128) if entry_size == 1 else Tiling(2, 3, 240)
+
+
+def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
+           k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
+           softcap: float | None, newest: tuple[Any, ...] | None, query_len: int, find_memory: Callable[[int], Any],
+           tiling: Tiling | None = None) -> None:  # fmt: skip
+    """As `decode.Decode`; find_memory: of so many programs for each kv head; newest: not of entries in fp8"""
+    num_blocks, block_size, _, kv_heads, dim = cache.shape
+    group, row = q.shape[1] // kv_heads, 2 * kv_heads * dim
+    per_unit, stages, max_registers = tiling or choose(cache.element_size())
+    programs = -(-find_gpu(q.device).units * per_unit // kv_heads)
+    if cache.element_size() == 1:
+        cache = cache.view(torch.uint8)
+    descriptors = _byte_descriptors if cache.element_size() == 1 else _descriptors
+    pieces = descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
+    block_m = max(8, next_power_of_2(group * query_len))
+    k = v = cos = sin = q_norm = k_norm = slots = None
+    eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0
+    if newest is not None:
+        k, v, cos, sin, q_norm, k_norm, slots, eps, interleaved = newest
+        half, k_stride, v_stride = 0 if cos is None else cos.shape[1], k.stride(0), v.stride(0)
+    _decode[(kv_heads, programs)](
+        q, k, v, cos, sin, q_norm, k_norm, slots, cache, pieces, table, lengths, sinks, k_scale, v_scale, out,
+        *find_memory(programs), num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half,
+        scale, softcap, window, block_size, kv_heads, group, query_len, dim, programs, sequence_bucket(num_decodes),
+        block_m, max(1, 32 // block_m), stages, num_warps=4, maxnreg=max_registers, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,396 @@
+"""Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon.
+
+    if suits_few(x, ids, gate_up):
+        y = multiply_few(x, weights, ids, (gate_up, down), biases, Gate("silu"), counters)      # as the op `experts`
+
+A weight is plain, or packed and laid out as hopper/shuffle.py says. A program has ROWS rows of it: gates and the ups
+beside them of one pair of token and expert, or so many downs of each of a token's experts. Their boxes come by TMA,
+some stages ahead, and are multiplied by mma, of which x is the right side. Of downs that has a column for each
+expert's x, and of the products those count in which a column meets its own expert's rows. Where there are few gates,
+programs split the columns of a tile, and the last one to arrive adds up what all of them have.
+
+Downs are sent for before gates and ups have ended: the ids were written by a kernel that these have waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.packed_linear import (
+    BYTES,
+    UP_EXPONENT,
+    _load_operands,
+    _load_scales,
+    _unpack,
+    gated_shape,
+)
+from atom.kernels.triton.activations import Gate, activate_rounded
+from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.linear.weight_encoding import PLAIN, Style, Weight, style_of_weight
+from atom.kernels.triton.padded_alloc import new_rows, readable_rows
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
+
+ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its rows, and bytes or plain numbers of each
+TOKENS = gl.constexpr(8)  # rows of x in a box, which a product by mma has at least
+ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+MOST_CHOSEN = TOKENS.value  # experts of a token
+FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
+OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
+MAX_STAGES = 8
+PROGRAMS = {8: 2, 4: 3}  # at most of a multiprocessor, where columns are split, by a number's bits; no plain ones are
+LEAST_STEPS = 4  # of a split
+
+
+class Ring(NamedTuple):
+    """The shared memory of a program."""
+
+    boxes: int  # in a stage
+    stages: int
+    splits: int = 1  # programs that share a tile's columns
+
+    def steps(self, inner: int, columns: int) -> int:
+        """Stages that a program goes through. columns: of a box"""
+        return -(-inner // (self.boxes * columns))  # no constant of a kernel, whose loop would be unrolled
+
+
+def choose_ring(programs: int, inner: int, style: Style, gpu: Gpu, *, splits_columns: bool = False) -> Ring:
+    """A ring that holds a program's part of the weight, or as much as fits where all programs run at once.
+
+    splits_columns: those of a tile may be split, each of some steps, where there is room for more programs
+    """
+    columns = columns_of(style)
+    boxes = max(2, -(-(style.columns or 1) // columns))
+    steps = -(-inner // (boxes * columns))
+    room = PROGRAMS.get(style.bits, 0) * gpu.units // programs if splits_columns else 1
+    splits = max(1, min(room, steps // LEAST_STEPS))
+    together = min(-(-programs * splits // gpu.units), 4)
+    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(style))
+    return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
+
+
+def columns_of(style: Style) -> int:
+    """Columns of a box."""
+    return int(WIDTH.value) * style.per_byte
+
+
+def box_bytes(style: Style) -> int:
+    """The shared memory of a box of the weight, and of x beside it."""
+    weight = ROWS.value * WIDTH.value * (2 if style.values is None else 1)
+    return int(weight + TOKENS.value * columns_of(style) * 2)
+
+
+@jit
+def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
+          PARTS: gl.constexpr, BOXES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Send for a stage: the weight's boxes, those of x, or both. starts: where the parts of a box begin in the weight
+
+    PARTS: that a box has, each of neighbouring rows; None: gates and ups, in turns of 8.
+    """
+    x_boxes, weight_boxes, ready = memory
+    bar = ready.index(slot)
+    ALL: gl.constexpr = 1 if PARTS is None else PARTS  # that there is room for
+    if WITH_WEIGHT:
+        BYTES_OF_PART: gl.constexpr = ROWS // ALL * WIDTH * (weight_boxes.dtype.primitive_bitwidth // 8)
+        mbarrier.expect(bar, BOXES * (len(starts) * BYTES_OF_PART + TOKENS * COLUMNS * 2))
+        for number in gl.static_range(BOXES):
+            column, box = (step * BOXES + number) * WIDTH, slot * BOXES + number
+            if PARTS is None:
+                async_load(weight, [starts[0], 0, 0, column], bar, weight_boxes.index(box))
+            else:
+                for part in gl.static_range(len(starts)):
+                    place = weight_boxes.index(box * PARTS + part)
+                    async_load(weight, [starts[part], column], bar, place)
+    if WITH_X:
+        for number in gl.static_range(BOXES):
+            column = (step * BOXES + number) * COLUMNS
+            async_load(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
+
+
+@jit
+def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory for boxes of x and of the weight, the latter as tiles, and barriers."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    BITS: gl.constexpr = weight.dtype.primitive_bitwidth
+    SWIZZLE: gl.constexpr = WIDTH * BITS // 8
+    TILE: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, BITS, 2)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES, TOKENS, COLUMNS], gl.NVMMASharedLayout(128, 16, 2))
+    if PARTS is None:
+        GATED: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, BITS, 4)
+        boxes = gl.allocate_shared_memory(weight.dtype, [STAGES * BOXES, ROWS // 16, 2, 8, WIDTH], GATED)
+    else:
+        boxes = gl.allocate_shared_memory(weight.dtype, [STAGES * BOXES * PARTS, ROWS // PARTS, WIDTH], TILE)
+    tiles = reinterpret(boxes, weight.dtype, [STAGES * BOXES, ROWS, WIDTH], TILE)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    fence_async_shared()
+    barrier()
+    return (x_boxes, boxes, ready), tiles
+
+
+@jit
+def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
+            SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr,
+            STAGES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """The products of a tile by x, fp32[ROWS, TOKENS], in so many steps from `begin` on, of which some were sent for.
+
+    blocks: where the scales of each row begin, of which it has NUM.
+    """
+    x_boxes, _, ready = memory
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
+    HAS_OPERANDS: gl.constexpr = VALUES == "u4" or VALUES == "e2m1"
+    EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
+    COUNT: gl.constexpr = BOXES // EVERY
+    gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    factors, operands, block = None, None, begin * COUNT  # of the next boxes, since a load takes long
+    if SCALES_SUMS:
+        factors = _load_scales(scales, blocks, block, NUM, COUNT)
+    if HAS_OPERANDS:
+        operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        block += COUNT
+        if SCALES_SUMS:
+            next_factors = _load_scales(scales, blocks, block, NUM, COUNT)
+        if HAS_OPERANDS:
+            next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
+        for group in gl.static_range(COUNT):
+            sums = gl.zeros([ROWS, TOKENS], gl.float32, ACC) if SCALES_SUMS else acc
+            for number in gl.static_range(EVERY):
+                box = slot * BOXES + group * EVERY + number
+                if VALUES is None:
+                    numbers = tiles.index(box).load(LEFT)
+                else:
+                    operand = operands[group] if HAS_OPERANDS else None  # type: ignore[index]
+                    numbers = _unpack(tiles.index(box).load(BYTES), operand, VALUES, LEFT)
+                sums = mma_v2(numbers, x_boxes.index(box).permute((1, 0)).load(RIGHT), sums)
+            if SCALES_SUMS:
+                acc += sums * factors[group].to(gl.float32)[:, None]  # type: ignore[index]
+            else:
+                acc = sums
+        if SCALES_SUMS:
+            factors = next_factors
+        if HAS_OPERANDS:
+            operands = next_operands
+        if step + STAGES < steps:
+            barrier()  # all have read the stage
+            _send(x, weight, x_row, starts, begin + step + STAGES, slot, memory, True, True, PARTS, BOXES, COLUMNS)
+    return acc
+
+
+@jit
+def _pick(acc, column):
+    """One column of each row's products, i32[ROWS]: fp32[ROWS]"""
+    columns = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))
+    return gl.sum(gl.where(columns[None, :] == column[:, None], acc, 0.0), 1)
+
+
+@jit
+def _finish(y, scales, blocks, bias, own, VALUES: gl.constexpr, SCALE_COLUMNS: gl.constexpr):
+    """The sums of rows, fp32[ROWS], scaled, with their biases. own: each row in the weight"""
+    if VALUES == "e2m1":
+        y *= 1 << UP_EXPONENT
+    if VALUES is not None and SCALE_COLUMNS is None:
+        y *= gl.load(scales + blocks).to(gl.float32)
+    if bias is not None:
+        y += gl.load(bias + own).to(gl.float32)
+    return y
+
+
+@jit(do_not_specialize=["steps"])
+def _gates_kernel(
+    x, ids, weight, scales, zeros, bias, y, partial, arrived, steps, TOP_K: gl.constexpr, OUT: gl.constexpr,
+    INNER: gl.constexpr, VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BOXES: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """ROWS / 2 gates and their ups of one pair of token and expert, activated, in so many steps of all splits.
+
+    OUT: gates and ups of an expert.
+    """
+    NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    memory, tiles = _allocate(x, weight, None, BOXES, STAGES, COLUMNS)
+    pair, first = gl.program_id(1), gl.program_id(0) * (ROWS // 2)
+    each = (steps + SPLITS - 1) // SPLITS
+    begin = gl.program_id(2) * each
+    own_steps = gl.minimum(steps - begin, each)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    expert = gl.load(ids + pair).to(gl.int32)
+    starts = ((expert * OUT + first) // 8,)
+    for stage in gl.static_range(STAGES):
+        if stage < own_steps:
+            _send(x, weight, pair // TOP_K, starts, begin + stage, stage, memory, True, True, None, BOXES, COLUMNS)
+    row = gl.arange(0, ROWS, layout=ROW)
+    out = gl.minimum(first + row // 16 * 8 + row % 8, OUT // 2 - 1) + row // 8 % 2 * (OUT // 2)
+    own = expert * OUT + out
+    blocks = own // SCALE_ROWS * NUM
+    acc = _sum_up(x, weight, scales, zeros, blocks, pair // TOP_K, starts, begin, own_steps, memory, tiles, VALUES,
+                  SCALE_COLUMNS, NUM, None, BOXES, STAGES, COLUMNS)  # fmt: skip
+    sums, is_last = _pick(acc, row * 0), True
+    if SPLITS > 1:
+        tile = pair * gl.num_programs(0) + gl.program_id(0)
+        place = partial + tile * SPLITS * ROWS + row
+        gl.store(place + gl.program_id(2) * ROWS, sums)
+        barrier()
+        is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            sums = gl.zeros([ROWS], gl.float32, ROW)
+            for split in gl.static_range(SPLITS):
+                sums += gl.load(place + split * ROWS, cache_modifier=".cg")
+            gl.store(arrived + tile, 0)
+    if is_last:
+        result = _finish(sums, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
+        gates, ups = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
+        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        turn = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
+        column = first + turn[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
+        gl.store(y + pair * (OUT // 2) + column, m, mask=column < OUT // 2)
+
+
+@jit(do_not_specialize=["steps"])
+def _downs_kernel(
+    x, weights, ids, weight, scales, zeros, bias, y, steps, TOP_K: gl.constexpr, OUT: gl.constexpr, INNER: gl.constexpr,
+    VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """ROWS / PARTS outputs of a token, summed over its experts, in so many steps.
+
+    PARTS: a power of 2, of which TOP_K are used.
+    """
+    NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    EACH: gl.constexpr = ROWS // PARTS
+    memory, tiles = _allocate(x, weight, PARTS, BOXES, STAGES, COLUMNS)
+    first_pair, first = gl.program_id(1) * TOP_K, gl.program_id(0) * EACH
+    starts = ()
+    for choice in gl.static_range(TOP_K):
+        expert = gl.load(ids + first_pair + choice, cache_modifier=".cg").to(gl.int32)
+        starts += (expert * OUT + first,)  # type: ignore[assignment]
+    for stage in gl.static_range(STAGES):
+        if stage < steps:
+            _send(x, weight, first_pair, starts, stage, stage, memory, True, False, PARTS, BOXES, COLUMNS)
+    row = gl.arange(0, ROWS, layout=ROW)
+    choices = gl.minimum(row // EACH, TOP_K - 1)
+    experts = gl.load(ids + first_pair + choices, cache_modifier=".cg").to(gl.int32)
+    own = experts * OUT + gl.minimum(first + row % EACH, OUT - 1)
+    blocks = own // SCALE_ROWS * NUM
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    for stage in gl.static_range(STAGES):
+        if stage < steps:
+            _send(x, weight, first_pair, starts, stage, stage, memory, False, True, PARTS, BOXES, COLUMNS)
+    shares = gl.load(weights + first_pair + choices)
+    acc = _sum_up(x, weight, scales, zeros, blocks, first_pair, starts, 0, steps, memory, tiles, VALUES, SCALE_COLUMNS,
+                  NUM, PARTS, BOXES, STAGES, COLUMNS)  # fmt: skip
+    result = _finish(_pick(acc, row // EACH), scales, blocks, bias, own, VALUES, SCALE_COLUMNS)
+    result = gl.where(row // EACH < TOP_K, result.to(y.dtype.element_ty).to(gl.float32) * shares, 0.0)
+    total = gl.sum(result.reshape([PARTS, EACH]), 0)
+    place = first + gl.arange(0, EACH, layout=total.type.layout)
+    gl.store(y + gl.program_id(1) * OUT + place, total.to(y.dtype.element_ty), mask=place < OUT)
+
+
+@functools.cache
+def _x_descriptors(columns: int) -> TensorDescriptors:
+    return TensorDescriptors((TOKENS.value, columns), gl.NVMMASharedLayout(128, 16, 2))
+
+
+@functools.cache
+def _gate_descriptors(bits: int) -> TensorDescriptors:
+    shape = (ROWS.value // 16, 2, 8, WIDTH.value)
+    return TensorDescriptors(shape, gl.NVMMASharedLayout(WIDTH.value * bits // 8, bits, 4))
+
+
+@functools.cache
+def _down_descriptors(rows: int, bits: int) -> TensorDescriptors:
+    return TensorDescriptors((rows, WIDTH.value), gl.NVMMASharedLayout(WIDTH.value * bits // 8, bits, 2))
+
+
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, Style]:
+    """Values, scales and zeros of a weight, and how it holds numbers."""
+    if isinstance(weight, Tensor):
+        return weight, None, None, PLAIN
+    parts = weight.parts
+    return parts["values"], parts["scales"], parts.get("zeros"), style_of_weight(weight)
+
+
+def suits_few(x: Tensor, ids: Tensor, gate_up: Weight) -> bool:
+    """Whether these tokens go through their experts without being grouped; packed ones are laid out for it."""
+    _, out, inner = gate_up.shape
+    most = FEW_PLAIN if isinstance(gate_up, Tensor) else FEW_PACKED
+    is_few = 0 < len(x) <= most and ids.shape[1] <= MOST_CHOSEN
+    return is_few and x.dtype == torch.bfloat16 and out % 16 == inner % 8 == 0
+
+
+def multiply_few(
+    x: Tensor, weights: Tensor, ids: Tensor, matrices: tuple[Weight, Weight],
+    biases: tuple[Tensor | None, Tensor | None], gate: Gate, counters: Tensor,
+) -> Tensor:  # fmt: skip
+    """experts of few tokens: x [T, H], weights fp32[T, k], ids i64[T, k], gate_up and down as in the op -> [T, H]"""
+    m = multiply_gates(x, ids, matrices[0], biases[0], gate, counters)
+    return multiply_downs(m, weights, ids, matrices[1], biases[1])
+
+
+def multiply_gates(
+    x: Tensor, ids: Tensor, weight: Weight, bias: Tensor | None, gate: Gate, counters: Tensor,
+    ring: Ring | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W].
+
+    counters: of `matrix.make_counters`; calls that share them must run one after another
+    """
+    values, scales, zeros, style = _parts(weight)
+    experts, out, inner = weight.shape
+    x = align_rows(x)
+    columns, tiles = columns_of(style), -(-out // ROWS.value)
+    # as of a power of two tokens, for which kernels are compiled ahead
+    programs = tiles * next_power_of_2(len(ids)) * ids.shape[1]
+    has_counters = programs <= len(counters)
+    ring = ring or choose_ring(programs, inner, style, find_gpu(x.device), splits_columns=has_counters)
+    weights = _gate_descriptors(values.element_size() * 8).find(values, *gated_shape(values, experts, out))
+    y, partial = new_rows(x, ids.numel(), out // 2), None
+    if ring.splits > 1:
+        partial = x.new_empty(len(y) * tiles * ring.splits * ROWS.value, dtype=torch.float32)
+    x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
+    _gates_kernel[(tiles, len(y), ring.splits)](
+        x_tiles, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
+        ring.steps(inner, columns), ids.shape[1], out, inner, style.values, columns, style.rows, style.columns, *gate,
+        *ring, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
+def multiply_downs(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x [k T, W], weights fp32[T, k], ids i64[T, k], weight [E, H, W], bias [E, H] -> [T, H]
+
+    The kernel ahead is `multiply_gates`, of the same ids.
+    """
+    values, scales, zeros, style = _parts(weight)
+    experts, out, inner = weight.shape
+    (tokens, top_k), width, columns = ids.shape, values.shape[-1], columns_of(style)
+    parts = next_power_of_2(top_k)
+    each = ROWS.value // parts
+    tiles = -(-out // each)
+    ring = choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
+    downs = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
+    y = x.new_empty(tokens, out)
+    x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
+    _downs_kernel[(tiles, tokens)](
+        x_tiles, weights, ids, downs, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner,
+        style.values, columns, style.rows, style.columns, parts, ring.boxes, ring.stages, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return y

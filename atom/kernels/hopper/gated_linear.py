@@ -1,0 +1,152 @@
+"""Gated linear for many rows on NVIDIA's Hopper, in Gluon.
+
+The product and the gates are one kernel, where linear.py has two.
+
+    m = gated_linear(x, weight)     # x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]
+
+One warp loads tiles of x and of the weight by TMA, and two groups of warps multiply half of a tile's rows each. A
+product has the gates of some outputs on its left and their ups on its right, so that a thread holds both of a pair; the
+results are stored while the next tile's products run. Rounding is as in linear.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from atom.kernels.hopper.gluon import async_load, async_store, jit, reinterpret
+from atom.kernels.hopper.warp_groups import GROUPS, STAGES, make_barriers, multiply_steps
+from atom.kernels.triton.attention.common import wait_for_inputs
+from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+
+ROWS = gl.constexpr(128)  # of x, which a group of warps has
+OUTS = gl.constexpr(64)  # gates, and as many ups, in a tile
+INNER = gl.constexpr(64)  # columns of x and of the weight in a stage
+BAND = 2048 // 256  # rows of tiles that all outputs are made of before the next ones: they and the weight stay in L2
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SILU = gl.constexpr(  # of two at a time: the compiler's division, and rounding one by one, take twice as long
+    """{
+    .reg .f32 a, b, s, t;
+    .reg .b32 active;
+    shl.b32 a, $1, 16;
+    and.b32 b, $1, 0xffff0000;
+    mul.f32 s, a, 0fBFB8AA3B;
+    mul.f32 t, b, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 s, s;
+    ex2.approx.ftz.f32 t, t;
+    add.f32 s, s, 0f3F800000;
+    add.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 s, s;
+    rcp.approx.ftz.f32 t, t;
+    mul.f32 a, a, s;
+    mul.f32 b, b, t;
+    cvt.rn.bf16x2.f32 active, b, a;
+    mul.rn.bf16x2 $0, active, $2;
+    }"""
+)
+
+
+@jit
+def find_place(tile, sizes):
+    """The row and column of a tile: the tiles of a band of rows are computed side by side."""
+    _, _, row_tiles, out_tiles, band = sizes
+    first = tile // (band * out_tiles) * band
+    within = tile - first * out_tiles
+    height = gl.minimum(row_tiles - first, band)
+    return first + within % height, within // height
+
+
+@jit
+def produce(x, weight, sizes, memory):
+    """Load tiles of x and of the weight, gates and ups, for each of this program's products."""
+    out, steps, row_tiles, out_tiles, _ = sizes
+    x_boxes, w_boxes, _, ready, free = memory
+    turn = 0
+    for tile in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
+        row_tile, out_tile = find_place(tile, sizes)
+        row, gate = row_tile * (GROUPS * ROWS), out_tile * OUTS
+        for step in range(steps):
+            slot, column = turn % STAGES, step * INNER
+            bar = ready.index(slot)
+            mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+            mbarrier.expect(bar, (GROUPS * ROWS + 2 * OUTS) * INNER * 2)
+            for who in gl.static_range(GROUPS):
+                box = x_boxes.index(slot * GROUPS + who)
+                async_load(x, [row + who * ROWS, column], bar, box)
+            async_load(weight, [gate, column], bar, w_boxes.index(slot * 2))
+            async_load(weight, [out + gate, column], bar, w_boxes.index(slot * 2 + 1))
+            turn += 1
+
+
+@jit
+def consume(y, sizes, memory, WHO: gl.constexpr):
+    """ROWS rows of each tile."""
+    _, steps, row_tiles, out_tiles, _ = sizes
+    x_boxes, w_boxes, y_boxes, ready, free = memory
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * OUTS, 16])
+    STORED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 16])
+    weights = reinterpret(w_boxes, y_boxes.dtype, [STAGES, 2 * OUTS, INNER], SHARED)
+    first = 0
+    for tile in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
+        acc = multiply_steps(x_boxes, weights, ready, free, first, steps, WHO, ACC)
+        first += steps
+
+        tma.store_wait(0)  # of the tile before
+        gates, ups = acc.to(y_boxes.dtype).reshape([ROWS, 2, OUTS]).permute((0, 2, 1)).split()
+        m = gl.inline_asm_elementwise(SILU, "=r,r,r", [gates, ups], dtype=gl.bfloat16, is_pure=True, pack=2)
+        box = y_boxes.index(WHO)
+        box.store(gl.convert_layout(m, STORED))
+        fence_async_shared()
+        row_tile, out_tile = find_place(tile, sizes)
+        async_store(y, [(row_tile * GROUPS + WHO) * ROWS, out_tile * OUTS], box)
+    tma.store_wait(0)
+
+
+@jit(do_not_specialize=["out", "steps", "row_tiles", "out_tiles", "band"])
+def _gated_linear(x, weight, y, out, steps, row_tiles, out_tiles, band):
+    """Some of row_tiles by out_tiles tiles, over steps of INNER columns, of which there are two at least."""
+    wait_for_inputs(True)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS, ROWS, INNER], SHARED)
+    w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, OUTS, INNER], SHARED)
+    y_boxes = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS, OUTS], SHARED)
+    ready, free = make_barriers()
+
+    sizes = (out, steps, row_tiles, out_tiles, band)
+    memory = (x_boxes, w_boxes, y_boxes, ready, free)
+    gl.warp_specialize(
+        [
+            (consume, (y, sizes, memory, 0)),
+            (consume, (y, sizes, memory, 1)),
+            (produce, (x, weight, sizes, memory)),
+        ],
+        [4, 1],  # warps
+        [232, 40],  # registers a thread
+    )
+
+
+_x_descriptors = TensorDescriptors((ROWS.value, INNER.value), SHARED.value)
+_weight_descriptors = TensorDescriptors((OUTS.value, INNER.value), SHARED.value)
+_y_descriptors = TensorDescriptors((ROWS.value, OUTS.value), SHARED.value)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """As Products.gated_linear with kind="silu", where linear.suits_hopper says so; rows of x may lie apart."""
+    (rows, inner), out = x.shape, weight.shape[0] // 2
+    y = x.new_empty(rows, out)
+    descriptors = (
+        _x_descriptors.find(x, (rows, inner), x.stride()),
+        _weight_descriptors.find(weight, (2 * out, inner), weight.stride()),
+        _y_descriptors.find(y, (rows, out), (out, 1)),
+    )
+    row_tiles, out_tiles = -(-rows // (GROUPS.value * ROWS.value)), -(-out // OUTS.value)
+    _gated_linear[(min(find_gpu(x.device).units, row_tiles * out_tiles),)](
+        *descriptors, out, -(-inner // INNER.value), row_tiles, out_tiles, BAND,
+        num_warps=4, maxnreg=168, launch_pdl=True,
+    )  # fmt: skip
+    return y

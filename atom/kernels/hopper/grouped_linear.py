@@ -1,0 +1,494 @@
+"""Products of many rows by experts on NVIDIA's Hopper, in Gluon.
+
+The gates behind a product are in its kernel, and so are biases.
+
+    y = multiply(x, weight, ends, bias)                    # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
+    m = multiply(x, weight, ends, bias, Gate("silu"))         # weight [E, 2 W, I], gates before ups -> [P, W]
+    plan = plan_fp8(ends, len(x))                             # of products of the same rows
+    y = multiply_fp8(x, x_scales, weight, plan)               # of 1 x 128 by those of 128 x 128, both in fp8
+
+Programs take one tile after another of all experts, as `_plan_kernel` lays them out: rows of an expert by outputs.
+One warp loads tiles of x and of the weight by TMA, two groups of warps multiply half of a tile's rows each. Where a
+tile has gates, they are on the left of a product and their ups on its right, so that a thread holds both of a pair. A
+tile ends where its expert's rows do: those behind are multiplied and not stored, and a group that has none waits.
+
+Where nothing is added to a product, a tile stays in registers, rounded, and is stored while the tensor cores multiply
+the next one: with few columns, storing takes as long as several steps.
+
+Products in fp8 are summed up by the tensor cores over 128 columns, which share a scale, and those sums in float32.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from atom.graph import PackedWeight
+from atom.kernels.hopper.gated_linear import SILU
+from atom.kernels.hopper.gluon import async_load, async_store, jit, reinterpret
+from atom.kernels.hopper.warp_groups import (
+    GROUPS,
+    STAGES,
+    end_steps,
+    make_barriers,
+    multiply_steps,
+    start_steps,
+    take_steps,
+)
+from atom.kernels.triton.activations import Gate
+from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
+from atom.kernels.triton.compile.jit import jit as triton_jit
+from atom.kernels.triton.experts.grouped_tiles import most_tiles
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.linear.row_kernels import FP8, activate_gates
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+
+ROWS = gl.constexpr(64)  # of x, which a product has
+BAND = 2048  # rows of an expert that all outputs are made of before the next ones: they and the weight stay in L2
+ENTRY = gl.constexpr(8)  # numbers of an entry of the plan, of which five are used
+DELAY = gl.constexpr(3)  # steps between the stores of two halves of a tile, the first of which has been read by then
+SPAN = gl.constexpr(128)  # columns and outputs that share a scale in fp8
+STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+# gates and ups in bf16, two at a time, rounded at each step as `activations.gated` does
+SWIGLUOAI = """{{
+    .reg .b32 g, u, p, s, low, high;
+    .reg .f32 a, b, s0, s1;
+    mov.b32 high, {limit};
+    mov.b32 low, {minus_limit};
+    min.NaN.bf16x2 g, $1, high;
+    min.NaN.bf16x2 u, $2, high;
+    max.NaN.bf16x2 u, u, low;
+    shl.b32 p, g, 16;
+    mov.b32 a, p;
+    and.b32 p, g, 0xffff0000;
+    mov.b32 b, p;
+    mul.f32 a, a, {alpha};
+    mul.f32 b, b, {alpha};
+    cvt.rn.bf16x2.f32 p, b, a;
+    shl.b32 s, p, 16;
+    mov.b32 a, s;
+    and.b32 s, p, 0xffff0000;
+    mov.b32 b, s;
+    mul.f32 s0, a, 0fBFB8AA3B;
+    mul.f32 s1, b, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 s0, s0;
+    ex2.approx.ftz.f32 s1, s1;
+    add.f32 s0, s0, 0f3F800000;
+    add.f32 s1, s1, 0f3F800000;
+    rcp.approx.ftz.f32 s0, s0;
+    rcp.approx.ftz.f32 s1, s1;
+    cvt.rn.bf16x2.f32 s, s1, s0;
+    mul.rn.bf16x2 g, g, s;
+    mov.b32 p, 0x3f803f80;
+    add.rn.bf16x2 u, u, p;
+    mul.rn.bf16x2 $0, g, u;
+    }}"""
+
+
+class Tile(NamedTuple):
+    """What a program multiplies at a time."""
+
+    products: int  # of ROWS rows, for each group
+    outs: int  # of the weight; where gated, half of them gates
+    columns: int  # of x and of the weight in a stage
+
+
+PLAIN, IN_FP8 = Tile(1, 256, 64), Tile(2, 128, 128)
+
+
+class Plan(NamedTuple):
+    """The tiles of rows of all experts, which products of the same rows share."""
+
+    tiles: Tensor  # i32[num + 1, ENTRY], as `_plan_kernel` says
+    num: int  # tiles that there is room for
+    block_rows: int  # of a tile
+
+
+@triton_jit(do_not_specialize=["num"])
+def _plan_kernel(ends, plan, num, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+                 BAND: tl.constexpr, ENTRY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """An entry for each tile of rows: its expert, the first row of its band, the end of the expert's rows, the first
+    tile of the band, and how many it has; behind all `num` places the number of tiles."""
+    wait_for_inputs(PDL)
+    each = tl.arange(0, BLOCK_E)
+    their_ends = tl.load(ends + each, mask=each < EXPERTS, other=0).to(tl.int32)
+    begins = tl.load(ends + each - 1, mask=(each > 0) & (each < EXPERTS), other=0).to(tl.int32)
+    counts = tl.where(each < EXPERTS, tl.cdiv(their_ends - begins, BLOCK_R), 0)
+    tile = tl.program_id(0)
+    expert, before = find_owner(counts, tile)
+    is_own = each == expert
+    first = (tile - before) // BAND * BAND
+    entry = plan + tile * ENTRY
+    tl.store(entry, expert)
+    tl.store(entry + 1, tl.sum(tl.where(is_own, begins, 0)) + first * BLOCK_R)
+    tl.store(entry + 2, tl.sum(tl.where(is_own, their_ends, 0)))
+    tl.store(entry + 3, before + first)
+    tl.store(entry + 4, tl.minimum(tl.sum(tl.where(is_own, counts, 0)) - first, BAND))
+    tl.store(plan + num * ENTRY, tl.sum(counts), mask=tile == 0)
+
+
+@jit
+def _find_place(tile, plan, out_tiles, BLOCK_R: gl.constexpr):
+    """The expert of a tile, its first row, the end of the expert's rows, and the number of its tile of outputs."""
+    entry = plan + tile // out_tiles * ENTRY
+    expert, first_row, end = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    within, height = tile - gl.load(entry + 3) * out_tiles, gl.load(entry + 4)
+    return expert, first_row + within % height * BLOCK_R, end, within // height
+
+
+@jit
+def _produce(x, weight, plan, sizes, memory, IS_GATED: gl.constexpr, PRODUCTS: gl.constexpr, HALF: gl.constexpr):
+    """Load tiles of x and of the weight, in two halves, for each of this program's products."""
+    out, steps, out_tiles, num = sizes
+    x_boxes, w_boxes, _, ready, free = memory
+    BOXES: gl.constexpr = GROUPS * PRODUCTS
+    COLUMNS: gl.constexpr = x_boxes.shape[2]
+    BYTES: gl.constexpr = (BOXES * ROWS + 2 * HALF) * 128  # of a stage
+    turn = 0
+    for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
+        expert, row, _end, out_tile = _find_place(tile, plan, out_tiles, BOXES * ROWS)
+        if IS_GATED:
+            left = expert * 2 * out + out_tile * HALF
+            right = left + out
+        else:
+            left = expert * out + out_tile * 2 * HALF
+            right = left + HALF
+        for step in range(steps):
+            slot, column = turn % STAGES, step * COLUMNS
+            bar = ready.index(slot)
+            mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+            mbarrier.expect(bar, BYTES)
+            for number in gl.static_range(BOXES):
+                async_load(x, [row + number * ROWS, column], bar, x_boxes.index(slot * BOXES + number))
+            async_load(weight, [left, column], bar, w_boxes.index(slot * 2))
+            async_load(weight, [right, column], bar, w_boxes.index(slot * 2 + 1))
+            turn += 1
+
+
+@jit
+def _pass_over(first, steps, memory):
+    """Let the steps of a tile go by, as a group without rows of it."""
+    _, _, _, ready, free = memory
+    for turn in range(first, first + steps):
+        slot = turn % STAGES
+        mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+        mbarrier.arrive(free.index(slot))
+
+
+@jit
+def _consume(y, y_rows, bias, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
+    """ROWS rows of each tile, in bf16."""
+    out, steps, out_tiles, num = sizes
+    x_boxes, w_boxes, y_boxes, ready, free = memory
+    COLUMNS: gl.constexpr = x_boxes.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
+    first = 0
+    for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
+        expert, row, end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
+        row += WHO * ROWS
+        if row < end:
+            acc = multiply_steps(x_boxes, weights, ready, free, first, steps, WHO, ACC)
+            _finish(acc, y, y_rows, bias, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
+        else:
+            _pass_over(first, steps, memory)
+        first += steps
+    tma.store_wait(0)
+
+
+@jit
+def _consume_late(y, y_rows, plan, sizes, memory, WHO: gl.constexpr, HALF: gl.constexpr):
+    """As `_consume`, with nothing added: a tile is rounded, and stored while the next one is multiplied."""
+    out, steps, out_tiles, num = sizes
+    x_boxes, w_boxes, y_boxes, ready, free = memory
+    COLUMNS: gl.constexpr = x_boxes.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
+    box, out = y_boxes.index(WHO), out // 8 * 8  # which it is a multiple of: rows are stored in words of 16 bytes
+    rounded = gl.zeros([ROWS, 2 * HALF], y_rows.dtype.element_ty, ACC)
+    its_row, its_end, its_column = 0, 0, 0  # no rows yet
+    first = 0
+    for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
+        _expert, row, end, out_tile = _find_place(tile, plan, out_tiles, GROUPS * ROWS)
+        row += WHO * ROWS
+        if row < end:
+            left, right = _halves(rounded)
+            acc, slot = start_steps(x_boxes, weights, ready, first, WHO, ACC)
+            _store(left, y, y_rows, box, its_row, its_end, its_column, out)
+            later = first + 1 + gl.minimum(DELAY, steps - 1)
+            acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, first + 1, later, WHO)
+            _store(right, y, y_rows, box, its_row, its_end, its_column + HALF, out)
+            acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, later, first + steps, WHO)
+            rounded = end_steps(acc, slot, free).to(y_rows.dtype.element_ty)
+            its_row, its_end, its_column = row, end, out_tile * 2 * HALF
+        else:
+            _pass_over(first, steps, memory)
+        first += steps
+    left, right = _halves(rounded)
+    _store(left, y, y_rows, box, its_row, its_end, its_column, out)
+    _store(right, y, y_rows, box, its_row, its_end, its_column + HALF, out)
+    tma.store_wait(0)
+
+
+@jit
+def _consume_fp8(y, y_rows, scales, plan, sizes, memory, WHO: gl.constexpr, GATE: gl.constexpr, HALF: gl.constexpr):
+    """Twice ROWS rows of each tile, in fp8."""
+    x_scales, w_scales, x_stride, blocks, order, top_k = scales
+    out, steps, out_tiles, num = sizes
+    x_boxes, w_boxes, y_boxes, ready, free = memory
+    COLUMNS: gl.constexpr = x_boxes.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 32])
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    weights = reinterpret(w_boxes, x_boxes.dtype, [STAGES, 2 * HALF, COLUMNS], w_boxes.layout)
+    is_left = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, ACC))[None, :] < HALF
+    first = 0
+    for tile in range(gl.program_id(0), gl.load(plan + num * ENTRY) * out_tiles, gl.num_programs(0)):
+        expert, row, end, out_tile = _find_place(tile, plan, out_tiles, 2 * GROUPS * ROWS)
+        row += WHO * 2 * ROWS
+        if row < end:
+            if GATE is None:
+                block = out_tile
+                other = block
+            else:
+                block = out_tile * HALF // SPAN
+                other = (out_tile * HALF + out) // SPAN
+            left_scales = w_scales + (expert * blocks + block) * steps
+            right_scales = w_scales + (expert * blocks + gl.minimum(other, blocks - 1)) * steps
+            own = row + gl.arange(0, ROWS, layout=ROW)
+            upper_rows, lower_rows = gl.minimum(own, end - 1), gl.minimum(own + ROWS, end - 1)
+            if order is not None:
+                upper_rows = gl.load(order + upper_rows).to(gl.int32) // top_k
+                lower_rows = gl.load(order + lower_rows).to(gl.int32) // top_k
+            upper = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
+            lower = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
+            upper_scale, lower_scale = gl.load(x_scales + upper_rows), gl.load(x_scales + lower_rows)
+            left_scale, right_scale = gl.load(left_scales).to(gl.float32), gl.load(right_scales).to(gl.float32)
+            for step in range(steps):
+                turn = first + step
+                slot = turn % STAGES
+                after = gl.minimum(step + 1, steps - 1)
+                next_upper = gl.load(x_scales + after * x_stride + upper_rows)
+                next_lower = gl.load(x_scales + after * x_stride + lower_rows)
+                next_left = gl.load(left_scales + after).to(gl.float32)
+                next_right = gl.load(right_scales + after).to(gl.float32)
+                mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+                right, box = weights.index(slot).permute((1, 0)), (slot * GROUPS + WHO) * 2
+                part = gl.zeros([ROWS, 2 * HALF], gl.float32, ACC)
+                part = warpgroup_mma(x_boxes.index(box), right, part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=(part,))
+                upper += part * gl.where(
+                    is_left, (upper_scale * left_scale)[:, None], (upper_scale * right_scale)[:, None]
+                )
+                part = warpgroup_mma(x_boxes.index(box + 1), right, part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=(part,))
+                mbarrier.arrive(free.index(slot))
+                lower += part * gl.where(
+                    is_left, (lower_scale * left_scale)[:, None], (lower_scale * right_scale)[:, None]
+                )
+                upper_scale, lower_scale, left_scale, right_scale = next_upper, next_lower, next_left, next_right
+            _finish(upper, y, y_rows, None, y_boxes.index(WHO), expert, row, end, out, out_tile, GATE)
+            if row + ROWS < end:
+                _finish(lower, y, y_rows, None, y_boxes.index(WHO), expert, row + ROWS, end, out, out_tile, GATE)
+        else:
+            _pass_over(first, steps, memory)
+        first += steps
+    tma.store_wait(0)
+
+
+@jit
+def _halves(values):
+    HALF: gl.constexpr = values.shape[1] // 2
+    left, right = values.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+    return left, right
+
+
+@jit
+def _finish(acc, y, y_rows, bias, box, expert, row, end, out, out_tile, GATE: gl.constexpr):
+    """Add biases, activate gates, round, and store: [ROWS, outs] of a tile."""
+    HALF: gl.constexpr = acc.shape[1] // 2
+    left, right = _halves(acc)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, left.type.layout)
+    column = gl.arange(0, HALF, layout=COLUMNS)
+    if GATE is None:
+        column += out_tile * 2 * HALF
+        if bias is not None:
+            own = bias + expert * out
+            left += gl.load(own + gl.minimum(column, out - 1)).to(gl.float32)[None, :]
+            right += gl.load(own + gl.minimum(column + HALF, out - 1)).to(gl.float32)[None, :]
+        _store(left.to(y_rows.dtype.element_ty), y, y_rows, box, row, end, out_tile * 2 * HALF, out)
+        _store(right.to(y_rows.dtype.element_ty), y, y_rows, box, row, end, out_tile * 2 * HALF + HALF, out)
+    else:
+        if bias is not None:
+            own = bias + expert * 2 * out + gl.minimum(out_tile * HALF + column, out - 1)
+            left += gl.load(own).to(gl.float32)[None, :]
+            right += gl.load(own + out).to(gl.float32)[None, :]
+        gates, ups = left.to(y_rows.dtype.element_ty), right.to(y_rows.dtype.element_ty)
+        m = gl.inline_asm_elementwise(GATE, "=r,r,r", [gates, ups], dtype=gl.bfloat16, is_pure=True, pack=2)
+        _store(m, y, y_rows, box, row, end, out_tile * HALF, out)
+
+
+@jit
+def _store(values, y, y_rows, box, row, end, column, out):
+    """Store [ROWS, N] values: a whole tile by TMA, one that the expert's rows end in by row."""
+    tma.store_wait(0)  # of the tile before
+    box.store(values)
+    if row + ROWS <= end:
+        fence_async_shared()
+        async_store(y, [row, column], box)
+    else:
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+        columns = column + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, STORED))
+        places = y_rows + rows.to(gl.int64)[:, None] * out + columns[None, :]
+        gl.store(places, box.load(STORED), mask=(rows < end)[:, None] & (columns < out)[None, :])
+
+
+@jit(do_not_specialize=["out", "steps", "out_tiles", "num", "x_stride", "blocks", "top_k"])
+def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, steps, out_tiles, num, x_stride, blocks,
+              top_k, GATE: gl.constexpr, PRODUCTS: gl.constexpr, HALF: gl.constexpr,
+              COLUMNS: gl.constexpr):  # fmt: skip
+    """Some tiles of a plan of `num` entries, over steps of COLUMNS columns.
+
+    out: columns of y. Products in fp8 have scales, x_scales x_stride apart for each step, of rows or, with an order, of
+    tokens.
+    """
+    wait_for_inputs(True)
+    BITS: gl.constexpr = 1024 // COLUMNS
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    y_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    stored: gl.constexpr = HALF
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS * PRODUCTS, ROWS, COLUMNS], OPERAND)
+    w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, HALF, COLUMNS], OPERAND)
+    y_boxes = gl.allocate_shared_memory(y.dtype, [GROUPS, ROWS, stored], y_layout)
+    ready, free = make_barriers()
+
+    sizes = (out, steps, out_tiles, num)
+    memory = (x_boxes, w_boxes, y_boxes, ready, free)
+    if x_scales is None and bias is None and GATE is None:
+        gl.warp_specialize(
+            [
+                (_consume_late, (y, y_rows, plan, sizes, memory, 0, HALF)),
+                (_consume_late, (y, y_rows, plan, sizes, memory, 1, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, False, PRODUCTS, HALF)),
+            ],
+            [4, 1],  # warps
+            [232, 40],  # registers a thread
+        )
+    elif x_scales is None:
+        gl.warp_specialize(
+            [
+                (_consume, (y, y_rows, bias, plan, sizes, memory, 0, GATE, HALF)),
+                (_consume, (y, y_rows, bias, plan, sizes, memory, 1, GATE, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, GATE is not None, PRODUCTS, HALF)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        scales = (x_scales, w_scales, x_stride, blocks, order, top_k)
+        gl.warp_specialize(
+            [
+                (_consume_fp8, (y, y_rows, scales, plan, sizes, memory, 0, GATE, HALF)),
+                (_consume_fp8, (y, y_rows, scales, plan, sizes, memory, 1, GATE, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, GATE is not None, PRODUCTS, HALF)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+
+
+@cache
+def write_gate(gate: Gate | None) -> str | None:
+    """The instructions of a gate, which a kernel takes; None: it has none of this kind."""
+    if gate is None:
+        return None
+    kind, limit, alpha = gate
+    if kind == "silu":
+        return str(SILU.value)
+    if kind != "swigluoai" or limit is None or alpha is None:
+        return None
+    bits = int(torch.tensor(limit, dtype=torch.bfloat16).view(torch.int16)) & 0xFFFF
+    pair, float_bits = bits << 16 | bits, struct.unpack("<I", struct.pack("<f", alpha))[0]
+    return SWIGLUOAI.format(
+        limit=f"0x{pair:08x}", minus_limit=f"0x{pair | 0x80008000:08x}", alpha=f"0f{float_bits:08X}"
+    )
+
+
+@cache
+def _descriptors(block_rows: int, columns: int, bits: int) -> TensorDescriptors:
+    return TensorDescriptors((block_rows, columns), gl.NVMMASharedLayout(128, bits, 2))
+
+
+def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
+    """Lay out tiles of so many rows; ends i64[E]: where each expert's end."""
+    experts, gpu = len(ends), find_gpu(ends.device)
+    num = most_tiles(rows, experts, block_rows)
+    tiles = ends.new_empty(num + 1, ENTRY.value, dtype=torch.int32)
+    _plan_kernel[(num,)](
+        ends, tiles, num, EXPERTS=experts, BLOCK_E=next_power_of_2(experts), BLOCK_R=block_rows,
+        BAND=BAND // block_rows, ENTRY=ENTRY.value, num_warps=1, **gpu.options,
+    )  # fmt: skip
+    return Plan(tiles, num, block_rows)
+
+
+def plan_fp8(ends: Tensor, rows: int) -> Plan:
+    """The plan of `multiply_fp8`."""
+    return make_plan(ends, rows, _block_rows(IN_FP8))
+
+
+def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> Tensor:
+    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with gates, of
+    which some kinds are a launch of their own"""
+    plan, written = make_plan(ends, len(x), _block_rows(PLAIN)), write_gate(gate)
+    y = _launch(x, weight, plan, bias, None, None, None, 1, written, PLAIN)
+    return activate_gates(y, *gate) if gate is not None and written is None else y
+
+
+def multiply_fp8(
+    x: Tensor, x_scales: Tensor, weight: PackedWeight, plan: Plan, gate: Gate | None = None,
+    order: Tensor | None = None, top_k: int = 1,
+) -> Tensor:  # fmt: skip
+    """multiply of a weight in blocks of 128 x 128 by x fp8[P, I], with x_scales fp32[P, I / 128], whose columns lie
+    together; in bf16
+
+    order: i64[P], the pair of token and expert of each row; then x_scales are of tokens, which have top_k pairs each
+    """
+    values, scales, written = weight.parts["values"].view(FP8), weight.parts["scales"], write_gate(gate)
+    assert gate is None or written is not None, f"the kernel has no {gate}"
+    return _launch(x, values, plan, None, x_scales, scales, order, top_k, written, IN_FP8)
+
+
+def _block_rows(tile: Tile) -> int:
+    return int(GROUPS.value * tile.products * ROWS.value)
+
+
+def _launch(x: Tensor, weight: Tensor, plan: Plan, bias: Tensor | None, x_scales: Tensor | None,
+            w_scales: Tensor | None, order: Tensor | None, top_k: int, gate: str | None,
+            tile: Tile) -> Tensor:  # fmt: skip
+    (rows, inner), (experts, outs, _), gpu = x.shape, weight.shape, find_gpu(x.device)
+    assert plan.block_rows == _block_rows(tile), "its tiles are of other products"
+    out = outs if gate is None else outs // 2
+    y = x.new_empty(rows, out, dtype=torch.bfloat16)
+    half, bits = tile.outs // 2, 1024 // tile.columns
+    out_tiles = -(-out // (tile.outs if gate is None else half))
+    _multiply[(min(gpu.units, plan.num * out_tiles),)](
+        _descriptors(ROWS.value, tile.columns, bits).find(x, (rows, inner), x.stride()),
+        _descriptors(half, tile.columns, bits).find(weight, (experts * outs, inner), (inner, 1)),
+        _descriptors(ROWS.value, half, 16).find(y, (rows, out), (out, 1)),
+        y, bias, x_scales, w_scales, order, plan.tiles, out, -(-inner // tile.columns), out_tiles, plan.num,
+        0 if x_scales is None else x_scales.stride(1), 0 if w_scales is None else w_scales.shape[1], top_k,
+        gate, tile.products, half, tile.columns, num_warps=4, maxnreg=168, launch_pdl=True,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,1 @@
+"""The step on a CPU: inputs, sampling, drafts, copies of blocks."""

@@ -1,0 +1,1 @@
+"""Compile Triton kernels: JIT, binaries in the cache folder, generated source."""

@@ -1,0 +1,180 @@
+"""Tune products by experts: the tiles to try, and a step's calls.
+
+    options = candidates(Shape(256, 128, 1536, 2048, 2, 2, PLAIN), find_gpu(device))
+    tuner = ExpertsTuner(device)                   # what tune=true asks of these kernels
+
+How many rows an expert has depends on the tokens: those of the step are random, so about uniform.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.fx import Node
+
+from atom.graph import BODY, HEAD, Graph, Shuffle, ops
+from atom.graph.graph import type_of
+from atom.graph.ops import Op
+from atom.graph.types import BITS, Type
+from atom.kernels.triton.activations import Gate
+from atom.kernels.triton.experts import grouped_tiles
+from atom.kernels.triton.experts.grouped_tiles import Find, Parameters, Shape, Tiles, key_of, with_whole_groups
+from atom.kernels.triton.experts.moe import Experts, ShuffledExperts, describe
+from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
+from atom.kernels.triton.linear.weight_encoding import Style, Weight, style_of
+from atom.kernels.triton.search import ProductTuner, Trial, specialized
+
+BACKENDS: Mapping[str, type[Experts]] = {"triton": Experts, "hopper": ShuffledExperts}  # whose kernels these are
+OPS = (ops.grouped_linear, ops.experts)
+HEIGHTS = (16, 32, 64, 128)  # rows of a tile
+FORMS = (  # outputs, columns and warps of a tile
+    (32, 256, 4), (64, 128, 4), (64, 256, 4), (64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (128, 128, 8),
+)  # fmt: skip
+STAGES = (2, 3, 4, 5)
+
+
+class Product(NamedTuple):
+    """A product by experts of a text that these kernels take."""
+
+    experts: int
+    out: int
+    inner: int
+    gates: int  # 2 where half of the outputs are gates
+    pairs: int  # of token and expert, a token of the step
+    num_calls: int  # in a step
+    style: Style  # how its weight holds numbers
+
+    def shape(self, tokens: int) -> Shape:
+        return Shape(tokens * self.pairs, self.experts, self.out, self.inner, self.gates, 2, self.style)
+
+
+def products_of(graph: Graph) -> list[Product]:
+    """The products of decodes with these kernels and weights unpacked to 16 bits, those that read most first."""
+    programs = [program for name, program in graph.programs.items() if name in (BODY, HEAD)]
+    nodes = [node for program in programs for node in program.nodes if node.target in OPS]
+    taken = [node for node in nodes if node.meta.get("kernel") in BACKENDS]
+    counts = Counter(product for node in taken for product in _products(node))
+    products = [product._replace(num_calls=count) for product, count in counts.items()]
+    return sorted(products, key=lambda each: -each.experts * each.out * each.inner * each.num_calls * each.style.bits)
+
+
+def _products(node: Node) -> Iterator[Product]:
+    if node.target is ops.experts:
+        pairs = type_of(node.args[2]).bytes_per_token * 8 // BITS["i64"]
+        weights = {node.args[3]: 2, node.args[4]: 1}
+    else:
+        rows = type_of(node.args[0])
+        pairs, weights = rows.bytes_per_token // rows.row.num_bytes, {node.args[1]: 1}
+    for weight, gates in weights.items():
+        type: Type = type_of(weight)
+        experts, out, inner = map(int, type.shape)
+        if BITS[type.dtype] == 16:
+            style = style_of(type.fmt, out, None, isinstance(weight, Shuffle))
+            yield Product(experts, out, inner, gates, int(pairs), 0, style)
+
+
+def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:
+    """Tiles that may be the fastest for such a product."""
+    found = _shuffled(shape, gpu) if shape.style.is_shuffled else _tiles(shape, gpu)
+    return list(dict.fromkeys(found))
+
+
+def _tiles(shape: Shape, gpu: Gpu) -> Iterator[Tiles]:
+    """Tiles of up to about four times an average expert's rows, with as many stages as fit, and with one less."""
+    heights = [rows for rows in HEIGHTS if rows <= max(16, 4 * shape.rows / shape.experts)]
+    for rows, (out, inner, warps) in itertools.product(heights, FORMS):
+        if rows * out > 128 * 128 or out < 2 * shape.gates:
+            continue
+        tiles = Tiles(rows, out, inner, warps, 2)
+        if shape.style.values is not None:
+            tiles = with_whole_groups(tiles, shape)
+        stage = tiles.inner * (rows * 2 + out * shape.style.bits // 8)
+        most = 2 if gpu.capability == (0, 0) else STAGES[-1]  # Triton 3.6 compiles no more for AMD
+        fitting = [num for num in STAGES if num <= most and num * stage <= gpu.shared_memory] or [1]
+        for stages in fitting[-2:]:
+            yield tiles._replace(num_stages=stages)
+
+
+def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
+    usual, style = grouped_tiles.choose(shape, gpu), shape.style
+    assert isinstance(usual, Wgmma), "of a shuffled weight"
+    is_by_row = shape.rows <= shape.experts  # each row has a tile of its own, of which programs may share the columns
+    heights = (8,) if is_by_row else (usual.block_rows // 2, usual.block_rows, usual.block_rows * 2)
+    splits = (1, 2, 4, 8) if is_by_row else (1,)
+    for height, boxes, stages, num in itertools.product(heights, (1, 2, 4), (2, 3, 4, 6, 8), splits):
+        width = boxes * BOX * 8 // style.bits
+        fits = stages * boxes * box_bytes(height, style) <= gpu.shared_memory - OTHER_MEMORY
+        programs = shape.rows * ceil(shape.out / BLOCK_OUT) * num
+        is_split = num == 1 or (shape.inner >= 2 * num * width and programs <= 4 * gpu.units)
+        is_whole = width % (style.columns or 1) == 0 and is_split
+        if 8 <= height <= (64 if style.values == "e2m1" else 128) and fits and is_whole:
+            yield Wgmma(height, boxes, stages, num)
+
+
+class Recording:
+    """Records the calls of a step's products that differ for Triton, on the step's own inputs."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[Any, ...], dict[Any, Callable[..., Tensor]]] = {}
+        self.kernels = _kernels({name: self._recording(kind)() for name, kind in BACKENDS.items()})
+
+    def calls_of(self, product: Product) -> list[Callable[..., Tensor]]:
+        """The recorded calls of a product; empty where other kernels take so few rows."""
+        return [*self._calls.get((*product[:4], product.style), {}).values()]
+
+    def _recording(self, kind: type[Experts]) -> type[Experts]:
+        calls = self._calls
+
+        class RecordingExperts(kind):  # type: ignore[misc, valid-type]
+            def multiply(self, x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None,
+                         gate: Gate | None = None) -> Tensor:  # fmt: skip
+                y: Tensor = super().multiply(x, weight, ends, bias, gate)
+                repeated = partial(_multiply, super().multiply, x, weight, ends, bias, gate)
+                shape = describe(x, weight, gate)
+                key = *shape[1:5], shape.style
+                calls.setdefault(key, {}).setdefault((gate, *map(specialized, (x, weight, bias))), repeated)
+                return y
+
+        return RecordingExperts
+
+
+def _multiply(run: Callable[..., Tensor], x: Tensor, weight: Weight, ends: Tensor, *args: Any,
+              parameters: Callable[..., Parameters | None]) -> Tensor:  # fmt: skip
+    """Repeat a call, by the kernel's rule where `parameters` gives none; the rows of the experts that are here."""
+    tiles = parameters()
+    y = run(x, weight, ends, *args, parameters=None if tiles is None else parameters)
+    return y[: int(ends[-1])]
+
+
+def _kernels(products: Mapping[str, Experts]) -> dict[tuple[Op, str], Callable[..., Any]]:
+    """The methods of these objects by op and backend, as a text names them."""
+    return {(op, backend): getattr(each, op.name) for op in OPS for backend, each in products.items()}
+
+
+class ExpertsTuner(ProductTuner):
+    """The backend's `Tuner` of products by experts, of weights of 16 bits and packed ones."""
+
+    table, what = "experts", "products by experts"
+    products, recording = staticmethod(products_of), Recording
+    known, to_entry = staticmethod(grouped_tiles.finder), staticmethod(grouped_tiles.to_entry)
+
+    def key(self, rows: int, product: Product) -> str:
+        return key_of(product.shape(rows))
+
+    def trial(self, known: Find) -> Trial:
+        return Trial(known, key_of)
+
+    def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
+        return _kernels({name: kind(find) for name, kind in BACKENDS.items()})
+
+    def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
+        shape = product.shape(rows)
+        current = find(shape, self._gpu)
+        return current, [each for each in candidates(shape, self._gpu) if each != current]

@@ -1,0 +1,1 @@
+"""The step on a GPU: inputs, sampling, drafts, copies of blocks."""

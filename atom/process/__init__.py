@@ -1,0 +1,1 @@
+"""Processes: children, liveness, messages on stderr, threads, garbage collection."""

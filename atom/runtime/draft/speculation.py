@@ -1,0 +1,158 @@
+"""Draft tokens ahead of the model, which verifies them in one step.
+
+    drafter = NgramDrafter(num_tokens=3, min_n=2, max_n=4)
+    sequence.drafts = drafter.draft(sequence, most=3)     # what followed the last place where its last tokens stood
+
+A step computes the newest token of a sequence and its drafts, each as a row of one token. The model's own draw at the
+newest token decides as ever; the first draft counts where it equals that draw, and then the draw at the draft decides,
+and so on. So the tokens are the same as without speculation, seed by seed, whatever was drafted.
+
+Where steps run ahead, only the runner knows the newest tokens: it drafts, verifies and accepts by itself
+(`Model.decode_drafts`, `Model.verify`), and the scheduler learns at the commit how many tokens there are.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise, zip_longest
+from typing import Any, Protocol
+
+from atom.runtime.metrics import SchedulerStats
+from atom.runtime.step.input import NUM_REPORTED
+from atom.runtime.types import Sequence
+
+LOG_INTERVAL = 1000  # drafts that a line of a server's log is about
+MAX_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
+
+
+class Drafter(Protocol):
+    """Proposes the tokens of an answer that come next."""
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        """At most so many tokens behind the newest one; none where there is no guess."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Free what is kept of a sequence, which has ended."""
+
+
+def is_drafted(sequence: Sequence) -> bool:
+    """Whether drafts are verified for a sequence: its draws depend on logits alone, and no report is asked for."""
+    params, num_output = sequence.params, len(sequence.output) + sequence.num_pending
+    is_free = params.logprobs is None and not params.has_token_rules and sequence.matcher is None
+    return is_free and num_output > 0 and num_output >= params.min_tokens
+
+
+class NgramDrafter:
+    """Prompt lookup (Saxena 2023): what followed the latest place where the last n tokens stood, for the largest n."""
+
+    def __init__(self, num_tokens: int, min_n: int, max_n: int) -> None:
+        assert num_tokens < NUM_REPORTED, "a step's draws of a sequence must be told apart"
+        self._num_tokens, self._sizes = num_tokens, range(max_n, min_n - 1, -1)
+        self._indices: dict[str, _Index] = {}  # by sequence id
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        index = self._indices.setdefault(sequence.id, _Index(self._sizes))
+        if not index.extend(sequence):
+            return []
+        tokens, at = index.tokens, index.find()
+        if at is None:
+            return []
+        span = len(tokens) - at  # what follows is repeated, where it ends before the draft does
+        return [tokens[at + number % span] for number in range(min(most, self._num_tokens))]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indices.pop(sequence.id, None)
+
+
+class RunnerDrafter:
+    """Has the runner draft, which knows the newest tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        return [-1] * min(most, self._num_tokens)
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+def acceptance_rates(length: float | None, num_tokens: int) -> tuple[float, ...]:
+    """The chances to accept each draft after those before it, with which a step gives `length` tokens on average.
+
+    As in ROCm/ATOM: drafts within the whole part of the length are always accepted, the next one with the chance that
+    the rest of the length gives. Empty without a length.
+    """
+    if length is None:
+        return ()
+    return tuple(min(max(length - 1 - at, 0.0), 1.0) for at in range(num_tokens))
+
+
+class _Index:
+    """The places of n-grams in a sequence, by their tokens: the index of the token behind each."""
+
+    def __init__(self, sizes: range) -> None:
+        self.tokens: list[int] = []
+        self._places: list[tuple[int, dict[tuple[int, ...], int]]] = [(size, {}) for size in sizes]
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Index the new tokens, or some of them if there are many; whether all are indexed.
+
+        An n-gram at the very end is a place once a token follows it.
+        """
+        first = len(self.tokens)
+        self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MAX_INDEXED))
+        for size, places in self._places:
+            for at in range(max(first, size), len(self.tokens)):
+                places[tuple(self.tokens[at - size : at])] = at
+        return len(self.tokens) == sequence.num_tokens
+
+    def find(self) -> int | None:
+        """The index of the token that followed the longest match of the last tokens, at its latest place."""
+        found = (places.get(tuple(self.tokens[-size:])) for size, places in self._places)
+        return next((at for at in found if at is not None), None)
+
+
+def draft_statistics(stats: SchedulerStats) -> dict[str, Any]:
+    """Counts of drafts, under ROCm/ATOM's names: distribution is that of the accepted tokens of a draft."""
+    at_least = [stats.num_drafts, *stats.accepted_per_pos, 0]
+    return {
+        "total_draft_tokens": stats.num_draft_tokens,
+        "total_accepted_tokens": stats.num_accepted_tokens,
+        "acceptance_rate": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
+        "distribution": {number: more - fewer for number, (more, fewer) in enumerate(pairwise(at_least))},
+        "average_tokens_per_forward": 1 + stats.num_accepted_tokens / max(stats.num_drafts, 1),
+    }
+
+
+def describe_drafts(stats: SchedulerStats, title: str = "MTP Stats") -> str:
+    """The same as a line, as ROCm/ATOM writes it."""
+    if not stats.num_drafts:
+        return f"[{title}] no token has been drafted (serve.method=ngram drafts some)"
+    found = draft_statistics(stats)
+    return (
+        f"[{title}] Average toks/fwd: {found['average_tokens_per_forward']:.2f}, "
+        f"Accepted/Total Draft tokens: {stats.num_accepted_tokens}/{stats.num_draft_tokens}, "
+        f"Acceptance rate: {found['acceptance_rate']:.2%}, "
+        f"Accepted tokens distribution: {found['distribution']}"
+    )
+
+
+class DraftLog:
+    """Describes drafts once there are so many more of them."""
+
+    def __init__(self, interval: int = LOG_INTERVAL) -> None:
+        self._interval, self._before = interval, SchedulerStats()
+
+    def describe(self, stats: SchedulerStats) -> str | None:
+        """A line about the drafts since the last line; None while they are few. stats: a copy that nobody changes"""
+        before = self._before
+        if stats.num_drafts - before.num_drafts < self._interval:
+            return None
+        self._before = stats
+        counts = zip_longest(stats.accepted_per_pos, before.accepted_per_pos, fillvalue=0)
+        since = SchedulerStats(
+            num_drafts=stats.num_drafts - before.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
+            accepted_per_pos=[count - had for count, had in counts],
+        )
+        return describe_drafts(since, "MTP Stats Interval")

@@ -1,0 +1,173 @@
+"""Manage the KV blocks of one cache kind: held, free or cached; no tensors.
+
+    pool = BlockPool(CacheKind("full", 2048), 1024, 16, PrefixCache())
+    block = pool.take()                                 # blank, else the least recently used of the cached
+    pool.publish(block, prefix)                         # others find it, and share it
+    pool.release(block)                                 # by its last holder: cached
+
+A pool may have a `HostPool` behind it, in host memory, where the content of cached blocks is saved. That one may have
+files behind it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+
+from atom.runtime.kv.files import KVFiles, digest_of
+from atom.runtime.kv.prefix_cache import Prefix, PrefixCache
+from atom.runtime.types import CacheKind
+
+SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are needed
+
+
+class BlockPool:
+    """The blocks of one cache kind: held by tables, free and blank, or free and cached until they are taken."""
+
+    def __init__(
+        self, kind: CacheKind, num_blocks: int, block_size: int, prefixes: PrefixCache, host: HostPool | None = None
+    ) -> None:
+        """host: where the content of cached blocks is saved"""
+        assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
+        self.kind, self.name, self.window = kind, kind.name, kind.window  # the name is that of its blocks in `Prefix`
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_holders = [0] * num_blocks
+        self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
+        self.blank = list(range(num_blocks - 1, 0, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.host = host
+        self.saves: list[tuple[int, int]] = []  # of blocks to the host's, to come with the next plan
+        self.is_overwritten = False  # one of these blocks is taken already
+        self._prefixes = prefixes
+
+    @property
+    def num_free(self) -> int:
+        return len(self.blank) + len(self.cached)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.kind.bytes_per_token
+
+    def take(self, *, to_load: bool = False) -> int:
+        """Take a free block. to_load: for a load from the host, which runs after the save of what the block held"""
+        if self.blank:
+            block = self.blank.pop()
+        else:
+            block, _ = self.cached.popitem(last=False)
+            self._evict(block, to_load)
+            self.drop(block)
+        self.num_holders[block] = 1
+        return block
+
+    def drop(self, block: int) -> None:
+        """Drop the prefix whose last tokens a block holds."""
+        self._prefixes.forget(self._prefix_of(block), self.name)
+        self.prefix[block] = None
+
+    def forget(self) -> None:
+        """Drop all prefixes, and the copies that were to come with the next plan; no block is held."""
+        while self.cached:
+            block, _ = self.cached.popitem(last=False)
+            self.drop(block)
+            self.blank.append(block)
+        self.saves, self.is_overwritten = [], False
+
+    def share(self, block: int) -> int:
+        if not self.num_holders[block]:
+            del self.cached[block]
+        self.num_holders[block] += 1
+        return block
+
+    def release(self, block: int) -> None:
+        self.num_holders[block] -= 1
+        if self.num_holders[block]:
+            return
+        if self.prefix[block]:
+            self.cached[block] = None
+        else:
+            self.blank.append(block)
+
+    def publish(self, block: int, prefix: Prefix) -> None:
+        self.prefix[block] = prefix
+        prefix.blocks[self.name] = block
+
+    def take_saves(self, most: int) -> list[tuple[int, int]]:
+        """The saves to come with the next plan, with at most so many blocks that will be taken soon."""
+        assert self.host is not None, "only a pool with one on the host saves blocks"
+        ahead = min(SAVED_AHEAD, self.host.num_blocks // 2) - len(self.blank)
+        for block in islice(self.cached, max(ahead, 0)):
+            if most <= 0:
+                break
+            most -= self._save(block)
+        saves, self.saves, self.is_overwritten = self.saves, [], False
+        return saves
+
+    def has(self, prefix: Prefix, on_host: bool) -> bool:
+        """Whether it holds the prefix's last tokens, or the host does."""
+        return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
+
+    def _evict(self, block: int, to_load: bool) -> None:
+        """Save the content of a cached block that is taken."""
+        self.is_overwritten |= self._save(block) and not to_load
+
+    def _save(self, block: int) -> bool:
+        """Save a cached block that the host does not have, if it has room; whether the next plan copies it."""
+        prefix, host = self._prefix_of(block), self.host
+        if host is None or host.name in prefix.blocks or not host.can_refill:
+            return False
+        copy = host.refill(prefix)
+        self.saves.append((block, copy))
+        return True
+
+    def _prefix_of(self, block: int) -> Prefix:
+        prefix = self.prefix[block]
+        assert prefix, "a cached block has a prefix"
+        return prefix
+
+    def first_seen(self, query: int) -> int:
+        """The index of the first block that a query at this position sees."""
+        return 0 if self.window is None else max(query - self.window + 1, 0) // self.block_size
+
+
+class HostPool(BlockPool):
+    """The blocks in host memory of one cache kind, whose content may go to files when they are taken."""
+
+    def __init__(
+        self, kind: CacheKind, num_blocks: int, block_size: int, prefixes: PrefixCache, files: KVFiles | None
+    ) -> None:
+        super().__init__(kind, num_blocks, block_size, prefixes)
+        self.name = f"host:{kind.name}"
+        self.fresh: set[int] = set()  # blocks that the next plan's copies write to
+        self._files = files
+        self._writes: list[tuple[int, bytes]] = []  # blocks to files, by key, to come with the next plan
+        self._fills: list[tuple[int, object]] = []  # blocks from files, likewise
+
+    @property
+    def can_refill(self) -> bool:
+        """Whether a block is free that no copy of the next plan touches."""
+        return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
+
+    def refill(self, prefix: Prefix, content: object = None) -> int:
+        """Take a block for the content of a prefix. content: read from a file; None: a save brings it"""
+        block = self.take()
+        self.publish(block, prefix)
+        self.release(block)
+        self.fresh.add(block)
+        if content is not None:
+            self._fills.append((block, content))
+        return block
+
+    def take_copies(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, object]]]:
+        """The blocks to write to files with the next plan, and those to fill from files."""
+        copies = self._writes, self._fills
+        self._writes, self._fills = [], []
+        self.fresh.clear()
+        return copies
+
+    def forget(self) -> None:
+        super().forget()
+        self.take_copies()
+
+    def _evict(self, block: int, to_load: bool) -> None:
+        if self._files is not None:
+            self._writes.append((block, digest_of(self._prefix_of(block))))

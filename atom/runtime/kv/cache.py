@@ -1,0 +1,460 @@
+"""Allocate KV blocks to sequences, by cache kind; no tensors.
+
+Room, sharing and prefix hits are decided here; `kv_plan.py` says how many blocks there are, `block_pool.py` which is
+taken next.
+
+    cache = KVCache([CacheKind("full", 2048)], {"full": 1024}, block_size=16, enable_prefix_caching=True)
+    sequence.num_computed = cache.match_prefix(sequence)    # fills sequence.blocks with what is there already
+    cache.allocate(sequence, 40)                            # room for the KV of positions 0 to 39; the step runs
+    sequence.num_computed = 40
+    cache.commit(sequence)                                  # its 2 full blocks are prefixes for others from now on
+    cache.free(sequence)                                    # and stay so until their room is needed
+
+Each cache kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none.
+
+A pool may have another one behind it, in host memory. What its cached blocks hold is copied there before they are used
+for something else, whosever it was: an evicted prefix, a preempted sequence, an idle conversation. A prefix that is
+found there alone takes blocks again and is copied back. These copies go with the plan of a step:
+
+    plan = Plan(rows, num_decodes, cache.take_copies(planned))    # saves come before loads
+
+Loads of a long prefix take longer than a step. So each plan has a part of them, and its step waits for none: the
+sequence joins the step behind the last part.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Set
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from atom.runtime.kv.block_pool import BlockPool, HostPool
+from atom.runtime.kv.files import Fetch, KVFiles, chain, digest_of
+from atom.runtime.kv.plan import num_blocks_needed
+from atom.runtime.kv.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
+from atom.runtime.types import BlockCopies, CacheKind, Sequence, SwapCosts
+
+SAVED_BYTES = 64 << 20  # at most beside a step, which takes longer than these copies
+LOADED_BYTES = 256 << 20  # likewise where sequences wait for them; 5 ms of PCIe 5, as a decode step of an 8B model
+
+
+class Cached(NamedTuple):
+    """The cached prefix of a sequence."""
+
+    num_tokens: int
+    num_shared: int  # of these, in blocks that it need not allocate
+
+
+class KVCache:
+    """All pools of one model, the tables in `Sequence.blocks`, and the prefix cache."""
+
+    def __init__(
+        self,
+        kinds: SequenceOf[CacheKind],
+        num_blocks: Mapping[str, int],
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        salt: bytes = b"",
+        num_host_blocks: Mapping[str, int] | None = None,
+        costs: SwapCosts | None = None,
+        files: KVFiles | None = None,
+        loaded_bytes: int = LOADED_BYTES,
+    ) -> None:
+        """num_blocks: with block 0, where padding reads and writes. salt: all that the KV of this engine depends on.
+
+        num_host_blocks: likewise, in host memory, if any. costs: of loading from there; None: it always pays.
+        files: where blocks go that are pushed out of there. loaded_bytes: beside a step without prompts
+        """
+        self.block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefixes = PrefixCache()
+        self.costs, self._loaded_bytes = costs, loaded_bytes
+        self.host_pools = {
+            kind.name: HostPool(kind, num_host_blocks[kind.name], block_size, self.prefixes, files)
+            for kind in kinds
+            if num_host_blocks is not None
+        }
+        self.pools = [
+            BlockPool(kind, num_blocks[kind.name], block_size, self.prefixes, self.host_pools.get(kind.name))
+            for kind in kinds
+        ]
+        self.files = files
+        self._full = [pool for pool in self.pools if pool.window is None]
+        self._windows = [pool for pool in self.pools if pool.window is not None]
+        self._salt = salt
+        self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, and how many blocks
+        self._loads: dict[Sequence, dict[str, list[tuple[int, int]]]] = {}  # by kind: blocks, and those of the host
+        self._fetches: dict[Sequence, Fetch] = {}
+
+    @property
+    def num_free(self) -> dict[str, int]:
+        """Free blocks by cache kind."""
+        return {pool.name: pool.num_free for pool in self.pools}
+
+    @property
+    def fullest(self) -> tuple[int, int]:
+        """Used blocks and all blocks of the fullest pool."""
+        counts = ((pool.num_blocks - 1 - pool.num_free, pool.num_blocks - 1) for pool in self.pools)
+        return max(counts, key=lambda count: count[0] / count[1])
+
+    @property
+    def host_usage(self) -> tuple[int, int]:
+        """Blocks of the host that hold something, and all of them; of the kind that has most there."""
+        pools = self.host_pools.values()
+        counts = ((pool.num_blocks - 1 - len(pool.blank), pool.num_blocks - 1) for pool in pools)
+        return max(counts, default=(0, 0), key=lambda count: count[0])
+
+    def has_room(self, num_tokens: int, num_shared: int, spare: int) -> bool:
+        """Whether a sequence of that many tokens, of which some are shared, fits now and leaves so many blocks."""
+        needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
+        return all(pool.num_free - spare >= needed - num_shared // self.block_size for pool, needed in needs)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a sequence of that many tokens fits when it is alone."""
+        needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
+        return all(needed < pool.num_blocks for pool, needed in needs)
+
+    def match_prefix(self, sequence: Sequence, spare: int = 0) -> int | None:
+        """Give the sequence the longest prefix that all kinds have, less than all its tokens; its number of tokens.
+
+        Blocks that the host alone has are allocated, to be loaded, if those of all its tokens would leave `spare` in
+        each pool; None where they would not, with nothing taken.
+        """
+        path = self._find_prefix(sequence)
+        loaded = (at for at in range(len(path)) if self.host_pools and self._is_loaded(path, at))
+        num_shared = next(loaded, len(path))
+        if num_shared < len(path) and not self._has_room_to_load(sequence, path, spare):
+            return None
+        if path:
+            tables = {pool.name: [prefix.blocks.get(pool.name, 0) for prefix in path] for pool in self.pools}
+            self._share(sequence, len(path), tables)
+            if num_shared < len(path):
+                self._load(sequence, path)
+        if num_shared:
+            self._set_published(sequence, path[num_shared - 1], num_shared)
+        return len(path) * self.block_size
+
+    def find_cached(self, sequence: Sequence) -> Cached:
+        """What `match_prefix` would give the sequence."""
+        path = self._find_prefix(sequence)
+        num_loaded = sum(self._is_loaded(path, at) for at in range(len(path))) if self.host_pools else 0
+        return Cached(len(path) * self.block_size, (len(path) - num_loaded) * self.block_size)
+
+    @property
+    def loading(self) -> Set[Sequence]:
+        """The sequences that have copies which come with later plans."""
+        return self._loads.keys()
+
+    def num_loading(self, sequence: Sequence) -> int:
+        """The sequence's tokens whose copies come with later plans."""
+        return max(map(len, self._loads.get(sequence, {}).values()), default=0) * self.block_size
+
+    def take_copies(self, planned: Mapping[Sequence, int]) -> BlockCopies | None:
+        """The copies that come with the plan of these sequences, each with its number of tokens; None without any."""
+        if not self.host_pools:
+            return None
+        saves, loads = dict[str, list[tuple[int, int]]](), dict[str, list[tuple[int, int]]]()
+        awaited = [each for each in planned if each in self._loads]
+        awaits_saves = any(pool.is_overwritten for pool in self.pools)
+        for pool in self.pools:
+            if saved := pool.take_saves(SAVED_BYTES // pool.block_bytes or 1):
+                saves[pool.name] = saved
+        writes, fills = dict[str, list[tuple[int, bytes]]](), dict[str, list[tuple[int, object]]]()
+        for kind, host in self.host_pools.items():
+            written, filled = host.take_copies()
+            if written:
+                writes[kind] = written
+            if filled:
+                fills[kind] = filled
+        budget = math.inf if awaited else self._loaded_beside(sum(planned.values()))
+        for sequence in awaited or list(self._loads):
+            budget -= self._take_loads(sequence, budget, loads)
+        copies = BlockCopies(writes, fills, saves, loads, awaits_saves, bool(awaited))
+        return copies if writes or fills or saves or loads else None
+
+    def fetch(self, sequence: Sequence) -> None:
+        """Begin to read the sequence's blocks that are in files alone."""
+        if self.files is None:
+            return
+        content, path = self._find_path(sequence)
+        first = self._count_hit(path, on_host=True)
+        most = min(pool.num_blocks - 1 for pool in self.host_pools.values())
+        content = content[first * self._width : (first + most) * self._width]
+        if not content:
+            return
+        key = digest_of(path[first - 1]) if first else chain(b"", self._salt + sequence.salt)
+        seconds = math.inf
+        if self.costs is not None:  # no longer than it takes to compute them
+            seconds = self.costs.compute_token_seconds * (len(content) // TOKEN_BYTES)
+
+        def needs(num_blocks: int) -> dict[str, int]:
+            query = (first + num_blocks) * self.block_size
+            return {
+                pool.name: 0 if pool.window is None else max(pool.first_seen(query) - first, 0) for pool in self.pools
+            }
+
+        fetch = Fetch(key, content, self._width, needs, first, sequence, time.perf_counter() + seconds)
+        self._fetches[sequence] = fetch
+        self.files.fetch(fetch)
+
+    def is_fetching(self, sequence: Sequence) -> bool:
+        """Whether blocks of the sequence are being read, and it should wait for them."""
+        fetch = self._fetches.get(sequence)
+        if fetch is not None and fetch.is_late:
+            del self._fetches[sequence]
+            return False
+        return fetch is not None
+
+    def drop_fetch(self, sequence: Sequence) -> None:
+        if (fetch := self._fetches.pop(sequence, None)) is not None:
+            fetch.is_dropped = True
+
+    def take_fetched(self) -> None:
+        """Give blocks that were read a place on the host, where `match_prefix` finds them."""
+        for fetch in [] if self.files is None else self.files.take_fetched():
+            self._fetches.pop(fetch.sequence, None)
+            self._refill(fetch)
+
+    def _refill(self, fetch: Fetch) -> None:
+        sequence = fetch.sequence
+        prefix = self.prefixes.extend(None, self._salt + sequence.salt)
+        content = pack(sequence.tokens(0, fetch.first * self.block_size)) + fetch.content
+        for index in range(fetch.first + len(fetch.blocks)):
+            if prefix is None:  # another one has its hash
+                return
+            child = self.prefixes.extend(prefix, content[index * self._width : (index + 1) * self._width])
+            if child is None:
+                self.prefixes.prune(prefix)
+                return
+            child.num_users += 1  # while others are pushed out
+            for pool in self.pools:
+                host = self.host_pools[pool.name]
+                if (held := child.blocks.get(host.name)) is not None:
+                    host.release(host.share(held))  # used last
+                elif index >= fetch.first and pool.name not in child.blocks:
+                    row = fetch.blocks[index - fetch.first].get(pool.name)
+                    if row is not None and host.can_refill:
+                        host.refill(child, row)
+            child.num_users -= 1
+            prefix = child
+        self.prefixes.prune(prefix)
+
+    def cached_blocks(self) -> Iterator[tuple[str, int, int, bytes]]:
+        """All cached blocks, the last used first: kind, block or 0, the host's block or 0, key of the file."""
+        for pool in self.pools:
+            held = [(block, 0) for block in reversed(pool.cached)]
+            host = self.host_pools[pool.name]
+            held += [(0, block) for block in reversed(host.cached) if block not in host.fresh]
+            for block, copy in held:
+                prefix = pool.prefix[block] if block else host.prefix[copy]
+                assert prefix, "a cached block has a prefix"
+                yield pool.name, block, copy, digest_of(prefix)
+
+    def fork(self, parent: Sequence, child: Sequence) -> int:
+        """Give the child the full blocks, less than all, of the prompt that its parent computed; their tokens.
+
+        0 where a window of the parent has moved past them, which it has not in the step after its prompt was computed.
+        """
+        num_shared = (len(parent.prompt) - 1) // self.block_size
+        query = num_shared * self.block_size
+        assert parent.num_computed >= query, f"{parent.id}: forked before its prompt was computed"
+        for pool in self._windows:
+            if not all(parent.blocks[pool.name][pool.first_seen(query) : num_shared]):
+                return 0
+        self._share(child, num_shared, parent.blocks)
+        return query
+
+    def allocate(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> int:
+        """Allocate blocks for positions up to `num_tokens`, leaving `spare` in each pool; the positions that have room.
+
+        These are fewer where a window pool is short, since a shorter step can run; and 0, with nothing taken,
+        where not one more token has room. A full kind takes room for all known tokens at once: a prompt that has begun
+        never waits for the rest.
+        """
+        known = max(num_tokens, sequence.num_tokens)
+        for pool in self.pools:
+            goal = known if pool.window is None else num_tokens
+            room = len(sequence.blocks.setdefault(pool.name, [])) * self.block_size
+            if room < goal:
+                room += max(pool.num_free - spare, 0) * self.block_size
+                if room < goal and pool.window is None:
+                    return 0
+                num_tokens = min(num_tokens, room)
+        if num_tokens <= max(sequence.num_computed, sequence.num_planned):
+            return 0
+        for pool in self.pools:
+            goal = known if pool.window is None else num_tokens
+            table = sequence.blocks[pool.name]
+            while len(table) * self.block_size < goal:
+                table.append(pool.take())
+        return num_tokens
+
+    def commit(self, sequence: Sequence) -> None:
+        """Publish the blocks that `num_computed` tokens fill, and release those that no later query sees."""
+        if self.enable_prefix_caching:
+            self._publish(sequence)
+        for pool in self._windows:
+            query = sequence.num_computed
+            if query == len(sequence.prompt):  # siblings begin at its last full block, in the next step
+                query = (query - 1) // self.block_size * self.block_size
+            table = sequence.blocks[pool.name]
+            index = pool.first_seen(query) - 1
+            while index >= 0 and table[index]:
+                pool.release(table[index])
+                table[index] = 0
+                index -= 1
+
+    def free(self, sequence: Sequence) -> None:
+        for pool in self.pools:
+            for block in reversed(sequence.blocks.get(pool.name, [])):  # what follows a prefix goes before it
+                if block:
+                    pool.release(block)
+        sequence.blocks = {}
+        if sequence in self._published:
+            self.prefixes.leave(self._published.pop(sequence)[0])
+        if sequence in self._loads:
+            self._forget_loads(sequence)
+            for pool in self.pools:  # another one may write to its blocks, that are to be saved
+                pool.is_overwritten |= bool(pool.saves)
+
+    def forget(self) -> None:
+        """Forget all prefixes but those in files; no sequence has blocks."""
+        for pool in (*self.pools, *self.host_pools.values()):
+            pool.forget()
+
+    def _find_prefix(self, sequence: Sequence) -> list[Prefix]:
+        """The longest cached prefix, block by block: all kinds have it, and it leaves at least one token to compute.
+
+        It includes blocks that only the host has, if loading them pays.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        _, path = self._find_path(sequence)
+        num_hit = self._count_hit(path, on_host=False)
+        if self.host_pools:
+            num_found = self._count_hit(path, on_host=True)
+            if self.costs is None or self.costs.pays((num_found - num_hit) * self.block_size):
+                num_hit = num_found
+        return path[:num_hit]
+
+    def _find_path(self, sequence: Sequence) -> tuple[bytes, list[Prefix]]:
+        """The sequence's tokens in whole blocks, less than all; and those prefixes of which full kinds have blocks."""
+        limit, width = (sequence.num_tokens - 1) // self.block_size, self._width
+        content = pack(sequence.tokens(0, limit * self.block_size))
+        prefix = self.prefixes.find(None, self._salt + sequence.salt)
+        path: list[Prefix] = []
+        for index in range(limit):
+            prefix = prefix and self.prefixes.find(prefix, content[index * width : (index + 1) * width])
+            if not prefix or not all(pool.has(prefix, on_host=True) for pool in self._full):
+                break
+            path.append(prefix)
+        return content, path
+
+    def _count_hit(self, path: list[Prefix], on_host: bool) -> int:
+        """The longest beginning of a path, in blocks, after which a query finds every block that it sees."""
+        since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
+        num_hit = 0
+        for index, prefix in enumerate(path):
+            if not all(pool.has(prefix, on_host) for pool in self._full):
+                break
+            for pool in self._windows:
+                if not pool.has(prefix, on_host):
+                    since[pool.name] = index + 1
+            query = (index + 1) * self.block_size
+            if all(since[pool.name] <= pool.first_seen(query) for pool in self._windows):
+                num_hit = index + 1
+        return num_hit
+
+    def _is_loaded(self, path: list[Prefix], at: int) -> bool:
+        """Whether a sequence that hits this path has to load a block of its prefix number `at`."""
+        query, blocks = len(path) * self.block_size, path[at].blocks
+        return any(pool.name not in blocks and at >= pool.first_seen(query) for pool in self.pools)
+
+    def _has_room_to_load(self, sequence: Sequence, path: list[Prefix], spare: int) -> bool:
+        """Whether loading a path leaves `spare` free blocks; full kinds also need room for the tokens after it."""
+        for pool in self.pools:
+            first = pool.first_seen(len(path) * self.block_size)
+            shared = [block for prefix in path[first:] if (block := prefix.blocks.get(pool.name))]
+            num_blocks = len(path) if pool.window is not None else -(-sequence.num_tokens // self.block_size)
+            num_idle = sum(not pool.num_holders[block] for block in shared)
+            if num_blocks - first - len(shared) > pool.num_free - num_idle - spare:
+                return False
+        return True
+
+    def _load(self, sequence: Sequence, path: list[Prefix]) -> None:
+        """Allocate the blocks that a sequence's tables lack, to be loaded from the host, which holds its own."""
+        loads = self._loads[sequence] = {}
+        for pool in self.pools:
+            if (host := pool.host) is not None:
+                first = pool.first_seen(len(path) * self.block_size)
+                missing = [at for at in range(first, len(path)) if not sequence.blocks[pool.name][at]]
+                loads[pool.name] = [(at, host.share(path[at].blocks[host.name])) for at in missing]
+        for pool in self.pools:
+            table, pairs = sequence.blocks[pool.name], loads[pool.name]
+            for place, (at, copy) in enumerate(pairs):
+                table[at] = pool.take(to_load=True)
+                pairs[place] = table[at], copy
+
+    def _loaded_beside(self, num_tokens: int) -> float:
+        """The bytes that can be loaded in about the time that a step of so many tokens takes."""
+        if self.costs is None or not self.costs.load_token_seconds:
+            return self._loaded_bytes
+        num_loaded = num_tokens * self.costs.compute_token_seconds / self.costs.load_token_seconds
+        return self._loaded_bytes + num_loaded * sum(pool.kind.bytes_per_token for pool in self.pools)
+
+    def _take_loads(self, sequence: Sequence, budget: float, loads: dict[str, list[tuple[int, int]]]) -> int:
+        """Move a sequence's loads to those of a plan until they are more than the budget; their bytes."""
+        num_bytes, left = 0, self._loads[sequence]
+        for pool in self.pools:
+            pairs = left.get(pool.name, [])
+            count = 0
+            while count < len(pairs) and num_bytes < budget:
+                self.host_pools[pool.name].release(pairs[count][1])
+                count, num_bytes = count + 1, num_bytes + pool.block_bytes
+            if count:
+                loads.setdefault(pool.name, []).extend(pairs[:count])
+                left[pool.name] = pairs[count:]
+        if not any(left.values()):
+            del self._loads[sequence]
+        return num_bytes
+
+    def _forget_loads(self, sequence: Sequence) -> None:
+        for kind, pairs in self._loads.pop(sequence).items():
+            for _, copy in pairs:
+                self.host_pools[kind].release(copy)
+
+    def _publish(self, sequence: Sequence) -> None:
+        prefix, index = self._published.get(sequence, (None, 0))
+        num_full = sequence.num_computed // self.block_size
+        if index >= num_full:
+            return
+        prefix = prefix or self.prefixes.extend(None, self._salt + sequence.salt)
+        if not prefix:
+            return
+        while index < num_full:
+            tokens = sequence.tokens(index * self.block_size, (index + 1) * self.block_size)
+            child = self.prefixes.extend(prefix, pack(tokens))
+            if not child:  # another prefix has its hash: tried again at the next commit
+                break
+            for pool in self.pools:
+                block = sequence.blocks[pool.name][index]
+                if block and pool.name not in child.blocks:
+                    pool.publish(block, child)
+            prefix, index = child, index + 1
+        self._set_published(sequence, prefix, index)
+
+    def _set_published(self, sequence: Sequence, prefix: Prefix, num_blocks: int) -> None:
+        prefix.num_users += 1
+        if sequence in self._published:
+            self.prefixes.leave(self._published[sequence][0])
+        self._published[sequence] = prefix, num_blocks
+
+    def _share(self, sequence: Sequence, num_blocks: int, tables: Mapping[str, list[int]]) -> None:
+        """Share the first `num_blocks` blocks of other tables, if any: those that the sequence's next query sees."""
+        for pool in self.pools:
+            first = pool.first_seen(num_blocks * self.block_size)
+            shared = [block and pool.share(block) for block in tables[pool.name][first:num_blocks]]
+            sequence.blocks[pool.name] = [0] * first + shared

@@ -1,0 +1,1 @@
+"""The processes of an engine that is divided among devices or hosts."""

@@ -1,0 +1,139 @@
+"""Drive the ranks of an engine: each is told its step.
+
+    runner = Driver(runner, ranks, Mesh(tensor=2, data=2))
+    pending = runner.execute(step)                  # of the first data group, with those of the others
+    sampled = pending.wait()                        # likewise
+
+The first rank of a group gives what its group sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from atom.checkpoint.lora import AdapterFiles
+from atom.errors import EngineDeadError, RequestError
+from atom.graph import Mesh
+from atom.runtime.profiler import Profiler
+from atom.runtime.ranks.links import Ranks
+from atom.runtime.step.input import Capacity, StepInput
+from atom.runtime.step.runner import Pending, Runner
+from atom.runtime.types import BlockCopies, LoadAdapter, Profile, Sampled
+
+WAIT = b""  # what ranks are told in place of a step
+FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
+
+
+class Driver:
+    def __init__(self, runner: Runner, ranks: Ranks, mesh: Mesh) -> None:
+        """runner: of rank 0"""
+        self.runner, self.run_ahead, self._ranks = runner, runner.run_ahead, ranks
+        self._groups = [mesh.coordinates(rank)["data"] for rank in range(mesh.num_ranks)]
+        self._leaders = mesh.leaders[1:]
+        self._dead: EngineDeadError | None = None  # why no further step can be started
+
+    @property
+    def capacity(self) -> Capacity:
+        """The capacity of each group's runner."""
+        return self.runner.capacity
+
+    def execute(self, step: StepInput) -> RanksPending:
+        """Start a step of each group. EngineDeadError, now and from then on, where it fails on any rank."""
+        if self._dead is not None:
+            raise self._dead
+        with self.fatal():
+            self._tell_groups(step)
+            return RanksPending(self.runner.execute(step), self, self._leaders)
+
+    def tell_to_wait(self) -> None:
+        """Tell the stages before the last one, which run ahead, to finish the oldest step."""
+        if self.runner.model.defers_logits:
+            self._tell_all(WAIT)
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Start copies of blocks of each group. EngineDeadError, now and from then on, where it fails on any rank."""
+        if self._dead is not None:
+            raise self._dead
+        with self.fatal():
+            self._tell_groups(copies)
+            self.runner.copy(copies)
+
+    def profile(self, *, starts: bool) -> None:
+        """Have the other ranks start or stop their profilers between two steps."""
+        self._tell_all(msgspec.msgpack.encode(Profile(starts)))
+
+    def load_adapter(self, number: int, files: AdapterFiles) -> None:
+        """Have the other ranks load an adapter, and wait for them. RequestError says which one does not, and why."""
+        self._tell_all(msgspec.msgpack.encode(LoadAdapter(number, files.path, files.digest)))
+        if refused := self._ranks.wait():
+            raise RequestError("; ".join(refused))
+
+    def check(self) -> None:
+        """Raise why the ranks cannot go on, if they cannot."""
+        self._ranks.check()
+
+    def receive(self, rank: int) -> Sampled:
+        """What the group of a rank sampled in the oldest step that was not received."""
+        return msgspec.msgpack.decode(self._ranks.receive(rank), type=Sampled)
+
+    @contextmanager
+    def fatal(self) -> Iterator[None]:
+        """End all ranks where this raises: what others have begun cannot be taken back."""
+        try:
+            yield
+        except BaseException as error:
+            fault = self._ranks.await_fault(FAULT_SECONDS) if isinstance(error, Exception) else None
+            why = str(fault or f"a step of several ranks failed: {type(error).__name__}: {error}")
+            self._dead = EngineDeadError(why)
+            self._ranks.fail(self._dead)
+            if not isinstance(error, Exception):
+                raise
+            raise self._dead from error
+
+    def _tell_all(self, body: bytes) -> None:
+        """Send all other ranks the same."""
+        self._ranks.tell([body] * (len(self._groups) - 1))
+
+    def _tell_groups(self, message: StepInput | BlockCopies) -> None:
+        """Send each other rank the message of its group; `message` is left with that of the first group."""
+        messages, message.others = [message, *message.others], []
+        bodies = list(map(msgspec.msgpack.encode, messages))
+        self._ranks.tell([bodies[group] for group in self._groups[1:]])
+
+
+class RanksProfiler(Profiler):
+    """Traces all ranks, each of which writes a file of its own; `stop` gives the first one's."""
+
+    def __init__(self, driver: Driver, folder: str | None, *, is_detailed: bool) -> None:
+        super().__init__(folder, is_detailed=is_detailed)
+        self._driver = driver
+
+    def start(self) -> None:
+        super().start()
+        self._driver.profile(starts=True)
+
+    def stop(self) -> Path:
+        if self.is_running:
+            self._driver.profile(starts=False)  # first, so that all write at the same time
+        return super().stop()
+
+
+@dataclass
+class RanksPending:
+    """A started step of all groups."""
+
+    own: Pending  # of the first group
+    driver: Driver
+    leaders: range  # the first ranks of the others
+
+    def wait(self) -> Sampled:
+        """Wait for all groups; what they sampled."""
+        with self.driver.fatal():
+            self.driver.tell_to_wait()
+            sampled = self.own.wait(self.driver.check)
+            return replace(sampled, others=list(map(self.driver.receive, self.leaders)))

@@ -1,0 +1,1 @@
+"""What belongs to one request: text, grammar, logit processors, adapter."""

@@ -1,0 +1,1 @@
+"""Decide what each step runs: queues, priorities, plans, data-parallel groups."""

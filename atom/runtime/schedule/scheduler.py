@@ -1,0 +1,556 @@
+"""Schedule a step: decodes first, then prompts in chunks.
+
+It is policy alone, without a device and without tensors.
+
+    scheduler = Scheduler(cache, StepLimits(64, 8192, 4096))
+    scheduler.add(sequence)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        sampled = ...                                                # the step runs
+        ended = scheduler.commit(plan, sampled, lambda sequence: finish_reason(sequence, 4096))
+
+A plan names no token. Tokens are appended, blocks published and sequences ended at its commit, which may come late:
+until then a sequence keeps its blocks and its slot, even if it is aborted. Where steps run ahead, a sequence of a
+pending plan is planned again, past its end where that was not foreseen; else it waits for its commit. Drafts of a
+pending plan count as accepted until then: positions and blocks are planned for the most that there may be.
+
+Stages of a pipeline compute a plan each: a sequence whose next token is being computed waits for it, and a plan has a
+part of the decodes, so that there are as many plans as stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from operator import attrgetter
+
+import numpy as np
+
+from atom.errors import RequestError
+from atom.runtime.draft.speculation import Drafter, RunnerDrafter, is_drafted
+from atom.runtime.draft.table import Acceptance
+from atom.runtime.kv.cache import Cached, KVCache
+from atom.runtime.metrics import SchedulerStats
+from atom.runtime.schedule.fair_queue import FairQueue
+from atom.runtime.step.input import NUM_REPORTED
+from atom.runtime.types import Logprobs, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
+
+
+def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
+    """Why the last token ends the answer: eos, stop_{id}, max_tokens, or None. Stop strings are the caller's."""
+    params, token = sequence.params, sequence.output[-1]
+    if len(sequence.output) >= params.min_tokens:
+        if token in sequence.stop_ids and not params.ignore_eos:
+            return "eos"
+        if params.stop_token_ids and token in params.stop_token_ids:
+            return f"stop_{token}"
+    if len(sequence.output) >= params.max_tokens or sequence.num_tokens >= max_model_len:
+        return "max_tokens"
+    return None
+
+
+def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
+    """Take in what a step reports of the prompt of a row: log probabilities, and what is pooled for an embedding."""
+    sequence = row.sequence
+    if place in sampled.prompt_logprobs:
+        known = sequence.prompt_logprobs[: row.start + 1]
+        sequence.prompt_logprobs = [*known, *sampled.prompt_logprobs[place]]
+    if place in sampled.pooled:
+        pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
+        if sequence.pooled is not None and row.start:  # else it may have been preempted
+            pooled += sequence.pooled
+        sequence.pooled = pooled
+
+
+_priority = attrgetter("priority")
+
+
+class Scheduler:
+    """Continuous batching: decodes first, then prompts in chunks, first come first served; the last is preempted first.
+
+    Of several tenants each has its turn (`FairQueue`). A lower `priority` counts as an earlier arrival, among waiting
+    and among running sequences; a waiting sequence takes no blocks from a running one. The first running sequence can
+    take the blocks of all others, and `add` refuses what does not fit alone: so every sequence ends.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: StepLimits,
+        run_ahead: int = 0,
+        drafter: Drafter | None = None,
+        num_stages: int = 1,
+        delay_factor: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """drafter: of tokens that decodes verify; where steps run ahead, the runner's. num_stages: with a plan each
+
+        delay_factor: a waiting sequence is admitted once one has waited for this many times what the last step with
+        prompts took, so that more wait and are computed together; at once where nothing runs. 0: always at once.
+        """
+        assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
+        assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
+        self.cache, self.limits = cache, limits
+        self.num_slots = limits.max_decodes
+        self.stats = SchedulerStats()
+        self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
+        self.waiting = FairQueue()
+        self.running: dict[Sequence, None] = {}  # in the order of admission
+        self._drafter = drafter
+        self._acceptance = Acceptance(NUM_REPORTED)
+        self._run_ahead = run_ahead  # plans behind the oldest that is pending
+        self._num_stages = num_stages
+        self._delay_factor = delay_factor
+        self._clock = clock
+        self._step_began = clock()  # the oldest step that is not committed
+        self._prompt_seconds = 0.0  # that the last step with prompts took
+        self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
+        self._leaving: set[Sequence] = set()  # preempted once they are in no plan
+        self._slots = list(range(self.num_slots - 1, -1, -1))  # free ones
+        self._refused: Sequence | None = None  # found no room, and no block has been freed since
+        self.is_paused = False  # none is admitted
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_waiting_by_tenant(self) -> Counter[str]:
+        return self.waiting.counts()
+
+    @property
+    def num_open(self) -> int:
+        """The number of sequences that may be added and need not wait for a slot; 0 where one waits for blocks."""
+        return 0 if self._refused is not None else max(len(self._slots) - len(self.waiting), 0)
+
+    @property
+    def fullest(self) -> tuple[int, int]:
+        """Used blocks and all blocks of the fullest pool."""
+        return self.cache.fullest
+
+    @property
+    def host_usage(self) -> tuple[int, int]:
+        """Blocks of host memory that hold something, and all of them."""
+        return self.cache.host_usage
+
+    def has_room(self, sequence: Sequence, num_shared: int, num_promised: int) -> bool:
+        """Whether blocks are free for a sequence, of which some tokens are shared, beside those promised to others."""
+        return self.cache.has_room(sequence.num_tokens, num_shared, num_promised + len(self.running))
+
+    def find_cached(self, sequence: Sequence) -> Cached:
+        """The sequence's tokens that it need not compute here."""
+        return Cached(0, 0) if sequence.needs_prompt else self.cache.find_cached(sequence)
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise RequestError for a sequence that can never run."""
+        num_prompt = len(sequence.prompt)
+        if sequence.id in self.sequences:
+            raise RequestError(f"the id {sequence.id} is in use, choose another")
+        if not num_prompt:
+            raise RequestError("the prompt is empty, give at least one token")
+        is_pooled = sequence.pooling is not None
+        if num_prompt >= self.limits.max_model_len + is_pooled:
+            fault = "is longer than" if is_pooled else "leaves no room for an answer in"
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens {fault} max_model_len="
+                f"{self.limits.max_model_len}, shorten it or raise max_model_len"
+            )
+        num_tokens = min(num_prompt + sequence.params.max_tokens, self.limits.max_model_len)
+        if not self.cache.can_ever_fit(max(num_tokens - 1, num_prompt)):  # the KV of the last token is never computed
+            raise RequestError(
+                f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
+                "shorten them or raise kv_cache_memory (num_kvcache_blocks where it is set)"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; raises as `check` does, with nothing changed."""
+        self.check(sequence)
+        self.sequences[sequence.id] = sequence
+        self.waiting.add(sequence)
+        if sequence.parent is None and not sequence.needs_prompt:
+            self.cache.fetch(sequence)
+
+    def abort(self, id: str, reason: str = "abort") -> Sequence | None:
+        """End a sequence, whatever step it is in; None where there is none of that id."""
+        sequence = self.sequences.get(id)
+        if sequence is None:
+            return None
+        if sequence not in self.running:
+            self.waiting.remove(sequence)
+            self.cache.drop_fetch(sequence)
+        self._end(sequence, reason)
+        return sequence
+
+    def schedule(self) -> Plan:
+        """Plan the next step. It has no rows where there is no work, or none before a pending plan is committed."""
+        self.cache.take_fetched()
+        if not self._in_flight:
+            self._step_began = self._clock()
+        planned: dict[Sequence, int] = {}  # the tokens of each in the step
+        budget = self._plan_running(planned)
+        if not self.is_paused and not self._is_delayed():
+            self._admit(planned, budget)
+        decode_rows: list[ScheduledRequest] = []
+        other_rows: list[ScheduledRequest] = []
+        for sequence, num_tokens in planned.items():
+            row = self._plan(sequence, num_tokens)
+            (decode_rows if row.is_decode else other_rows).append(row)
+        copies = self.cache.take_copies(planned) if planned else None
+        if copies is not None:
+            self.stats.num_saved_blocks += sum(map(len, copies.saves.values()))
+            self.stats.num_loaded_blocks += sum(map(len, copies.loads.values()))
+        return Plan(decode_rows + other_rows, len(decode_rows), copies)
+
+    def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
+        """Take in what a step sampled; the sequences that it ended.
+
+        `finish` is called after each appended token and gives the reason to end there, or None. Sequences aborted since
+        the plan was made get no token.
+        """
+        self.stats.num_steps += 1
+        now = self._clock()
+        if len(plan.rows) > plan.num_decodes:  # advanced prompts publish blocks, and free those outside their windows
+            self._refused = None
+            self._prompt_seconds = now - self._step_began
+        self._step_began = now
+        ended = []
+        answers = enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
+        has_reports = bool(sampled.prompt_logprobs or sampled.pooled)
+        for place, row in enumerate(plan.rows):
+            sequence = row.sequence
+            self._land(row)
+            answer = next(answers) if row.samples else None
+            if sequence.finish_reason is not None:
+                self.stats.num_overrun += row.samples
+                self._release(sequence)
+                continue
+            sequence.num_computed = sequence.num_tokens if row.samples else row.start + row.num_tokens
+            self.cache.commit(sequence)
+            if has_reports:
+                take_reports(row, place, sampled)
+            if answer is None:
+                self.stats.num_chunks += 1
+            else:
+                at, (token, logprobs) = answer
+                tokens = [token, *sampled.accepted[at]] if at in sampled.accepted else [token]
+                if self._take(row, tokens, logprobs, sampled.num_drafted.get(at, 0), finish):
+                    ended.append(sequence)
+            if sequence in self._leaving and sequence not in self._in_flight:
+                self._preempt(sequence)
+        return ended
+
+    def retract(self, plan: Plan) -> None:
+        """Take back the newest plan, whose step did not take place: its rows may be planned again."""
+        for row in plan.rows:
+            self._land(row)
+            row.sequence.num_planned = row.start
+            if row.sequence.finish_reason is not None:
+                self._release(row.sequence)
+
+    def drop_kv(self) -> None:
+        """Preempt all running sequences, and forget all prefixes; no plan is pending."""
+        assert not self._in_flight, "all plans are committed"
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence)
+        self.cache.forget()
+
+    def _plan_running(self, planned: dict[Sequence, int]) -> int:
+        """Plan the running sequences, decodes first; the tokens of the step that are left."""
+        decodes, prompts = self._find_ready()
+        budget = self.limits.max_num_batched_tokens
+        kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
+        most_drafts = self._most_drafts(len(decodes))
+        for at, sequence in enumerate(decodes + prompts):
+            if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
+                continue
+            if self._drafter is not None:
+                self._draft(sequence, most_drafts, budget - max(len(decodes) - at, 1) - kept)
+            num_tokens = self._extend(sequence, budget)
+            if not num_tokens:
+                num_tokens, budget = self._make_room(sequence, budget, planned)
+            if num_tokens:
+                planned[sequence] = num_tokens
+                budget -= num_tokens
+        return budget
+
+    def _find_ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences that need not wait for a commit: decodes, and prompts.
+
+        With stages of a pipeline, only a part of the decodes. A sequence whose KV is being loaded is among them only
+        where there is no other.
+        """
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        loading: list[Sequence] = []
+        for sequence in self.running:
+            if sequence in self.cache.loading:
+                loading.append(sequence)
+            elif num_left := self._num_left(sequence):
+                (decodes if num_left == 1 else prompts).append(sequence)
+        decodes.sort(key=_priority)
+        prompts.sort(key=_priority)
+        if self._num_stages > 1:
+            num_decodes = len(decodes) + sum(sequence.num_pending > 0 for sequence in self.running)
+            del decodes[-(-num_decodes // self._num_stages) :]
+        if not decodes and not prompts:
+            prompts = sorted(loading, key=_priority)[:1]
+        return decodes, prompts
+
+    def _make_room(self, sequence: Sequence, budget: int, planned: dict[Sequence, int]) -> tuple[int, int]:
+        """Preempt later sequences until a running one has room for its next tokens.
+
+        Gives how many tokens have it, 0 where the sequence skips this step and keeps its blocks, and the budget then.
+        """
+        while not sequence.num_unverified:  # else its commit may leave it behind what has no room
+            free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
+            last = max(free, key=_priority)
+            if last is sequence:
+                return 0, budget + self._ask_to_leave(sequence, planned)
+            budget += planned.pop(last, 0)
+            self._preempt(last)
+            if num_tokens := self._extend(sequence, budget):
+                return num_tokens, budget
+        return 0, budget
+
+    def _is_delayed(self) -> bool:
+        """Whether those that wait should wait for more, as by vLLM's scheduler_delay_factor."""
+        if not (self._delay_factor and self.waiting and self.running):
+            return False
+        waited = self._clock() - min(sequence.arrival for sequence in self.waiting)
+        return waited <= self._delay_factor * self._prompt_seconds
+
+    def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
+        """Admit waiting sequences to the running ones and to the step."""
+        passed = []  # that wait for something else than room
+        while self.waiting and budget and self._slots:
+            sequence = self.waiting.pop()
+            if self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
+                passed.append(sequence)
+                continue
+            num_tokens = 0 if sequence is self._refused else self._start(sequence, budget)
+            if not num_tokens:
+                self._refused = sequence
+                self.waiting.put_back(sequence)
+                break
+            self.running[sequence] = None
+            if planned and sequence in self.cache.loading:  # beside this step
+                continue
+            planned[sequence] = num_tokens
+            budget -= num_tokens
+        for sequence in reversed(passed):
+            self.waiting.put_back(sequence)
+
+    def _waits_for_parent(self, sequence: Sequence) -> bool:
+        parent = sequence.parent
+        if parent not in self.running or sequence.needs_prompt:
+            return False
+        return parent.num_computed < len(parent.prompt)
+
+    def _start(self, sequence: Sequence, budget: int) -> int:
+        """Allocate a cached prefix and room for tokens after it; the number of these tokens, 0 if nothing was taken."""
+        num_cached = num_forked = 0
+        sequence.drafts = []  # those of a plan that preempted it
+        if not sequence.needs_prompt:
+            found = self.cache.match_prefix(sequence, spare=len(self.running))
+            if found is None:
+                return 0
+            num_cached = found
+            if not num_cached and sequence.parent in self.running:
+                num_forked = self.cache.fork(sequence.parent, sequence)
+        sequence.num_computed = sequence.num_planned = num_cached + num_forked
+        # a spare block for each running one: a sequence admitted to the last blocks is preempted at once
+        num_tokens = self._extend(sequence, budget, spare=len(self.running))
+        if not num_tokens:
+            self.cache.free(sequence)
+            sequence.num_computed = sequence.num_planned = 0
+            return 0
+        sequence.slot = self._slots.pop()
+        if sequence.admitted_at is None:
+            sequence.admitted_at = time.perf_counter()
+            sequence.num_cached = num_cached
+            self.waiting.charge(sequence, num_prompt=len(sequence.prompt) - num_cached - num_forked)
+        self._count_hits(sequence, num_cached, num_forked)
+        return num_tokens
+
+    def _count_hits(self, sequence: Sequence, num_cached: int, num_forked: int) -> None:
+        """Count the tokens that an admitted sequence need not compute."""
+        stats, cache = self.stats, self.cache
+        if cache.enable_prefix_caching and not sequence.needs_prompt:
+            stats.num_prefix_queries += sequence.num_tokens
+            if cache.host_pools:
+                num_loading = cache.num_loading(sequence)
+                stats.num_host_queries += sequence.num_tokens - num_cached + num_loading
+                stats.num_host_hit_tokens += num_loading
+        stats.num_prefix_hit_tokens += num_cached
+        stats.num_forked_tokens += num_forked
+
+    def _keep_for_prompts(self, has_prompts: bool) -> int:
+        """The tokens of a step that are kept for prompts, so not used for drafts."""
+        can_admit = bool(self.waiting and self._slots) and self.waiting.peek() is not self._refused
+        return self.limits.max_num_batched_tokens // 2 if has_prompts or can_admit else 0
+
+    def _most_drafts(self, num_decodes: int) -> int:
+        """The most drafts of each of a step's decodes; where times are known, what gives the most tokens/s."""
+        if self._drafter is None or not num_decodes:
+            return 0
+        if (table := self.limits.draft_table) is None:
+            return self.limits.max_verified_tokens // num_decodes - 1
+        best = table.best(num_decodes, self._acceptance.rates)
+        if not best:
+            self._acceptance.forget()
+        return best
+
+    def _draft(self, sequence: Sequence, most: int, budget: int) -> None:
+        """Draft what may follow the newest token of a decode, no further than its answer can go.
+
+        most: drafts of a decode of this step. budget: tokens that neither the other decodes nor this one need
+        """
+        sequence.drafts = []
+        if self._drafter is None or self._num_left(sequence) != 1 or not is_drafted(sequence):
+            return
+        num_left = min(
+            sequence.params.max_tokens - self._fewest(sequence),
+            self.limits.max_model_len - sequence.num_tokens - sequence.num_pending,
+        )
+        most = min(num_left - 1, budget, most)
+        if most > 0:
+            sequence.drafts = self._drafter.draft(sequence, most)
+
+    def _extend(self, sequence: Sequence, budget: int, spare: int = 0) -> int:
+        """Allocate room for the sequence's next tokens, at most `budget`; how many tokens have it.
+
+        Drafts that have no room are dropped.
+        """
+        start, stop = sequence.num_planned, sequence.num_tokens + sequence.num_pending
+        if sequence.drafts:
+            end = stop + len(sequence.drafts)
+            # with a spare block for each running one: none is preempted for a draft
+            if end - start <= budget and self.cache.allocate(sequence, end, max(spare, len(self.running))) == end:
+                return end - start
+            sequence.drafts = []
+        stop = self.cache.allocate(sequence, min(start + budget, stop), spare)
+        return max(stop - start, 0)
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """The number of tokens that its next step may compute: 0 where it waits for a commit."""
+        if sequence in self._in_flight:
+            is_last = (
+                self._fewest(sequence) >= sequence.params.max_tokens
+                or sequence.num_tokens + sequence.num_pending >= self.limits.max_model_len
+            )
+            waits = sequence.needs_host or (self._num_stages > 1 and sequence.num_pending > 0)
+            if not self._run_ahead or waits or is_last:
+                return 0
+        return sequence.num_tokens + sequence.num_pending - sequence.num_planned
+
+    def _fewest(self, sequence: Sequence) -> int:
+        """The number of output tokens once pending plans are committed, if they accept no draft."""
+        return len(sequence.output) + sequence.num_pending - sequence.num_unverified
+
+    def _ask_to_leave(self, sequence: Sequence, planned: dict[Sequence, int]) -> int:
+        """Have the last sequence preempted at its commit; the tokens of this step that this frees."""
+        last = max(reversed(self.running), key=_priority)
+        if last is sequence or self._leaving:
+            return 0
+        self._leaving.add(last)
+        return planned.pop(last, 0)
+
+    def _plan(self, sequence: Sequence, num_tokens: int) -> ScheduledRequest:
+        """The sequence's row of the step that is being planned."""
+        start, drafts = sequence.num_planned, tuple(sequence.drafts)
+        samples = start + num_tokens - len(drafts) == sequence.num_tokens + sequence.num_pending
+        self.stats.num_ahead += sequence in self._in_flight
+        self._in_flight[sequence] += 1
+        sequence.num_planned += num_tokens
+        sequence.num_pending += samples + len(drafts)
+        sequence.num_unverified += len(drafts)
+        return ScheduledRequest(sequence, start, num_tokens, samples, drafts)
+
+    def _take(
+        self,
+        row: ScheduledRequest,
+        tokens: list[int],
+        logprobs: Logprobs | None,
+        num_drafted: int,
+        finish: Callable[[Sequence], str | None],
+    ) -> bool:
+        """Append what was drawn for a row, up to the end of the answer; whether it has ended."""
+        sequence = row.sequence
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        sequence.num_planned -= 1 + len(row.drafts) - len(tokens)  # the rest was rejected
+        self._acceptance.count(len(row.drafts), len(tokens) - 1)
+        num_taken, reason = 0, None
+        for token in tokens:
+            sequence.output.append(token)
+            num_taken += 1
+            reason = finish(sequence)
+            if reason is not None or sequence.finish_reason is not None:
+                break
+        self.waiting.charge(sequence, num_output=num_taken)
+        if num_drafted:
+            self._count_drafts(sequence, num_drafted, min(num_taken, len(tokens) - 1))
+            self.stats.num_overrun += len(tokens) - num_taken
+        if sequence.finish_reason is not None:  # finish may have aborted it
+            return False
+        if reason is not None:
+            self._end(sequence, reason)
+            return True
+        if len(tokens) > 1:
+            sequence.num_computed = sequence.num_tokens - 1
+            self.cache.commit(sequence)
+        return False
+
+    def _count_drafts(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        stats = self.stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += num_drafted
+        stats.num_accepted_tokens += num_accepted
+        sequence.num_accepted += num_accepted
+        counts = [*stats.accepted_per_pos, *[0] * (num_accepted - len(stats.accepted_per_pos))]
+        stats.accepted_per_pos = [count + (at < num_accepted) for at, count in enumerate(counts)]  # others hold the old
+
+    def _land(self, row: ScheduledRequest) -> None:
+        """Note that a plan of the sequence is no longer pending."""
+        sequence = row.sequence
+        sequence.num_pending -= row.samples + len(row.drafts)
+        sequence.num_unverified -= len(row.drafts)
+        self._in_flight[sequence] -= 1
+        if not self._in_flight[sequence]:
+            del self._in_flight[sequence]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Free a sequence's blocks and slot; its tokens stay, their KV is computed again."""
+        del self.running[sequence]
+        self._leaving.discard(sequence)
+        self._release(sequence)
+        sequence.num_computed = sequence.num_planned = 0
+        self.waiting.put_back(sequence)
+        self.stats.num_preemptions += 1
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+        del self.sequences[sequence.id]
+        self.running.pop(sequence, None)
+        self._leaving.discard(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free its blocks and slot, unless a pending plan uses them: then that plan's commit does."""
+        if sequence not in self._in_flight:
+            self.cache.free(sequence)
+            if sequence.slot >= 0:
+                self._slots.append(sequence.slot)
+                sequence.slot = -1
+            self._refused = None

@@ -1,0 +1,1 @@
+"""Run a step: numbers from a plan, request state, model, CUDA graphs."""

@@ -1,0 +1,394 @@
+"""Capture steps of a model as CUDA graphs, and replay them.
+
+Pure decodes are captured by their number, steps with prompts by their tokens and decodes.
+
+    graphs = Graphs(model)
+    graphs.compile(sizes, 16384)         # kernels of steps of up to 16384 tokens, on all cores
+    graphs.capture(sizes)                # decodes of these numbers of rows, and steps with prompts
+    started = graphs.start(step)         # of a StepInput; None where its shape was not captured
+
+The host takes as long to launch the kernels of a small step as those of a large one, and longer than a GPU takes to run
+the small one. So steps with prompts are captured up to a size.
+
+All graphs share one memory pool and overwrite each other's results: a step's results are read before the next step.
+Stages of a pipeline that finish their steps later need only the shapes of these results.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atom.kernels import compile_launches
+from atom.runtime.step.input import BatchShape, PackedRows, StepInput
+from atom.runtime.step.model import Computed, Model
+from atom.runtime.step.program import Hidden, score
+from atom.sampling_params import SAMPLING_KINDS
+
+PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
+PROMPT_ROWS = 65  # likewise, one row of padding included: logits of all are computed and sampled
+MIN_DECODES = 16  # beside prompts; then powers of two
+MAX_FLOPS = 8e12  # of a step with prompts: one of more keeps a GPU longer than the host that starts its kernels
+FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as long to read the weights
+# tokens of a step: all of more than SHORT share the kernels of one of LONG, except kernels of experts, which differ by
+# the rows of each expert
+SHORT, LONG = 512, 4096
+
+
+Drawn = tuple[Tensor, Tensor | None]  # tokens i64[draws, R], and the drafts of rows that have some
+
+
+@dataclass
+class Started:
+    """The rows of a step that sample: their slots i32[R], logits [R, V], and the graphs that sample from these."""
+
+    slots: Tensor
+    logits: Tensor | None
+    behind: tuple[Tensor, ...] = ()  # logits [D, V] behind the first drafts of the first rows, and so on
+    hidden: Hidden | None = None  # of a step with prompts
+    most: Tensor | None = None  # i32[R], the drafts of each that may be accepted
+    unscored: Hidden = ()  # what the head takes of these rows, where it has not run
+    follow: Callable[[], object] = lambda: None  # runs what follows the sampling
+    tails: dict[str, tuple[torch.cuda.CUDAGraph, Drawn]] = field(default_factory=dict)
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    packed: Tensor  # the input buffer of the step's numbers
+    started: Started
+    sends: Sequence[Callable[[], object]] = ()  # of what it computes, to other stages of a pipeline
+    sent: bytearray | None = None  # its present content
+
+
+def _find_or_capture(
+    captured: dict[Any, _Captured | None], key: Any, capture: Callable[[Any], _Captured]
+) -> _Captured | None:
+    """The graph of a shape, captured now if that was left for later; None where there is to be none."""
+    if key not in captured:
+        return None
+    found = captured[key] = captured[key] or capture(key)
+    return found
+
+
+def begin(
+    model: Model, computed: Computed, slots: Tensor, rows: PackedRows | None = None, most: Tensor | None = None
+) -> Started:
+    """The `Started` of what a model has computed. rows: of a step with prompts"""
+    if rows is not None:
+        most = rows.most
+    started = Started(slots, computed.logits, computed.behind, None if rows is None else computed.hidden, most)
+    started.unscored = computed.unscored
+    if model.has_draft_programs:
+        started.follow = partial(model.follow, computed, slots, rows)
+    return started
+
+
+def draw(model: Model, started: Started, logits: Tensor, kind: str, penalties: bool = False) -> Drawn:
+    """Sample rows that were started, and behind their drafts. logits: [R, V] behind the newest tokens"""
+    slots = started.slots[: len(logits)]
+    if started.most is None or not started.behind:
+        return model.sample(slots, logits, kind, penalties)[None], None
+    behind = [each[: len(logits)] for each in started.behind]
+    return model.verify(slots, started.most[: len(logits)], [logits, *behind], kind, penalties)
+
+
+class Graphs:
+    def __init__(self, model: Model, flops: float | None = None) -> None:
+        """flops: of a token in the stage that computes the most; None: in the model"""
+        self._model, self._flops = model, flops
+        self._decodes: dict[int, _Captured | None] = {}  # by their number, smallest first; None: not captured yet
+        self._drafts: dict[tuple[int, int], _Captured | None] = {}  # of decodes with drafts, by both numbers
+        self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
+        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as given to `compile`
+        self._sizes: Sequence[int] = ()  # of decodes, likewise
+        self._pool: Any = None
+        self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of decodes for which there are graphs, smallest first."""
+        return tuple(self._decodes)
+
+    @property
+    def shapes(self) -> tuple[BatchShape, ...]:
+        """The shapes of steps with prompts for which there are graphs, smallest first."""
+        return tuple(self._mixed)
+
+    @property
+    def draft_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of decodes, and of drafts of each, for which there are graphs, smallest first."""
+        return tuple(self._drafts)
+
+    def clear(self) -> None:
+        self._decodes.clear()
+        self._drafts.clear()
+        self._mixed.clear()
+        self._pool = None
+
+    def start(self, step: StepInput) -> Started | None:
+        """Start a step; None where its shape was not captured."""
+        shape, size = step.shape, step.shape.num_rows
+        if not step.is_decode:
+            found = _find_or_capture(self._mixed, shape, self._capture_mixed)
+        elif shape.num_drafts:
+            drafting = size, shape.num_drafts
+            found = _find_or_capture(self._drafts, drafting, lambda sizes: self._capture_drafts(*sizes))
+        else:
+            found = _find_or_capture(self._decodes, size, self._capture_decodes)
+        if found is None:
+            return None
+        if found.sent != step.packed:
+            found.packed.copy_(self._model.send(step.packed))
+            found.sent = step.packed
+        found.graph.replay()
+        for send in found.sends:
+            send()
+        if found.started.unscored:  # the next replay comes before this step samples
+            return replace(found.started, slots=found.started.slots.clone())
+        return found.started
+
+    @torch.inference_mode()
+    def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
+        """Compile, on all cores, the kernels of steps of up to max_tokens, captured or not.
+
+        sizes: those that `capture` is then called with
+        """
+        self._max_tokens, self._sizes = max_tokens, sizes
+        draft_sizes = self._find_draft_sizes()
+        model = self._model
+        most = min(max_tokens, model.state.num_slots)
+        largest = max([*sizes, most])
+        # kernels of decodes differ by the power of two that holds the rows
+        powers = {1 << power for power in range(largest.bit_length())}
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+            compile_launches(model.device.type, pool),
+            model.thinned(),
+        ):
+            # the slowest to compile first: long prompts, and sampling
+            self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))
+            self._sample_in_every_way()
+            self._rehearse_mixed(BatchShape(max_tokens, most, most))  # with which memory is measured
+            for shape in self._find_shapes():
+                if not shape.num_decodes and shape.num_tokens <= SHORT:
+                    self._rehearse_mixed(shape)
+            for num_tokens in _doubled(2 * SHORT, max_tokens) if model.has_experts else ():
+                self._rehearse_mixed(BatchShape(num_tokens, 1, 1))
+            for size in sorted({*powers, largest}):
+                self._rehearse_decodes(size)
+            fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in draft_sizes[::-1]}
+            for (_, num_drafts), size in fewest.items():
+                self._rehearse_drafts(size, num_drafts)
+            for num_drafts in range(1, 1 + model.num_drafts):  # fewer at the end of answers, where none is captured
+                self._rehearse_mixed(BatchShape(3, 2, 2, 1).drafting(num_drafts))
+                for size in {1, self._most_drafting(num_drafts, largest)}:
+                    self._rehearse_drafts(size, num_drafts)
+            place_of_padding = model.padding * model.tables.shape[2]
+            model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # its present value
+        self._sample_in_every_way()  # launched, since a kernel's first launch must not be in a graph
+
+    def _find_shapes(self, is_likely: bool = False) -> list[BatchShape]:
+        """The shapes of steps with prompts to capture, smallest first; none is larger than a step can be.
+
+        is_likely: as in `_choices`
+        """
+        num_slots = self._model.state.num_slots
+        largest = max(FREE_TOKENS, int(MAX_FLOPS / (self._flops or self._model.flops_a_token)))
+        shapes, fewer = [], -1  # decodes: more than those of the shapes before
+        for num_decodes in (0, *_doubled(MIN_DECODES, num_slots)):
+            num_left = num_slots - (fewer + 1)  # prompts beside so many decodes
+            most = min(self._max_tokens - (fewer + 1), PROMPT_TOKENS[-1]) if num_left else 0
+            for num_tokens in (*(num for num in PROMPT_TOKENS if num < most), most):
+                if 0 <= num_tokens <= largest - num_decodes:
+                    num_rows = num_decodes + min(num_tokens + 1, num_left + 1, PROMPT_ROWS)
+                    plain = BatchShape(num_decodes + num_tokens, num_rows, num_rows, num_decodes)
+                    choices = self._choices(fewer + 1, num_decodes, is_likely)
+                    drafting = (plain.drafting(num_drafts) for num_drafts in choices)
+                    shapes += [plain, *(shape for shape in drafting if shape.num_tokens <= largest)]
+            fewer = num_decodes
+        return sorted(shapes, key=lambda each: (each.num_tokens, each.num_rows))
+
+    def _rehearse_decodes(self, size: int) -> None:
+        slots = self._model.send(np.full(size, self._model.padding, np.int32))
+        self._end_rehearsal(begin(self._model, self._model.decode(slots), slots))
+
+    def _find_draft_sizes(self, is_likely: bool = False) -> list[tuple[int, int]]:
+        """The numbers of decodes, and of drafts of each, to capture. is_likely: as in `_choices`"""
+        fewer, found = 0, list[tuple[int, int]]()
+        for size in sorted(self._sizes):
+            found += [(size, num_drafts) for num_drafts in self._choices(fewer + 1, size, is_likely)]
+            fewer = size
+        return found
+
+    def _choices(self, least: int, most: int, is_likely: bool = False) -> list[int]:
+        """The numbers of drafts that `least` to `most` decodes may have, smallest first.
+
+        Without a draft table this is one number: that which the scheduler gives `least` decodes. is_likely: only the
+        numbers that the table usually chooses
+        """
+        limits, num_drafts = self._model.limits, self._model.num_drafts
+        if not num_drafts or not most:
+            return []
+        if (table := limits.draft_table) is None:
+            choices = {min(num_drafts, limits.max_verified_tokens // max(least, 1) - 1)}
+        else:
+            find = table.likely if is_likely else table.choices
+            choices = {each for num in range(max(least, 1), most + 1) for each in find(num)}
+        return sorted(each for each in choices if each > 0)
+
+    def _most_drafting(self, num_drafts: int, largest: int) -> int:
+        """The largest number of decodes, up to this one, that may have so many drafts each; at least 1."""
+        limits = self._model.limits
+        return largest if limits.draft_table else max(min(largest, limits.max_verified_tokens // (1 + num_drafts)), 1)
+
+    def _rehearse_drafts(self, size: int, num_drafts: int) -> None:
+        slots, most = self._pad_drafts(size)
+        begin(self._model, self._model.decode_drafts(slots, most, num_drafts), slots).follow()
+
+    def _pad_drafts(self, size: int) -> Tensor:
+        """Slots and `most` i32[2, S] of padding."""
+        return self._model.send(np.repeat(np.array([self._model.padding, 0], np.int32), size)).view(2, size)
+
+    def _rehearse_mixed(self, shape: BatchShape) -> None:
+        packed = self._model.send(shape.pad(self._model.padding))
+        rows = shape.split(packed)
+        self._end_rehearsal(begin(self._model, self._model.mix(shape, packed), rows.sampled, rows))
+
+    def _end_rehearsal(self, started: Started) -> None:
+        if started.unscored:  # the last stage has sent the logits
+            score(self._model.head, started.unscored)
+        started.follow()
+
+    def _sample_in_every_way(self) -> None:
+        """Sample a row of padding with penalties, with the host's logit processors, and as graphs do."""
+        model = self._model
+        slots = model.send(np.full(1, model.padding, np.int32))
+        logits = torch.zeros(1, model.state.vocab, dtype=model.logits_dtype, device=model.device)
+        model.sample(slots, logits, SAMPLING_KINDS[-1], penalties=True)
+        for penalties in (True, False):
+            model.sample(slots, logits.float(), SAMPLING_KINDS[-1], penalties)
+        for kind in SAMPLING_KINDS[::-1]:
+            model.sample(slots, logits, kind)
+        if model.num_drafts:
+            slots, most = self._pad_drafts(1)
+            for num_drafts in sorted({model.num_drafts, *(each for _, each in self._find_draft_sizes())}):
+                behind = logits.new_zeros(1, 1 + num_drafts, model.state.vocab)  # whose rows lie apart
+                for kind in SAMPLING_KINDS:
+                    model.verify(slots, most, behind.unbind(1), kind)
+                model.verify(slots, most, behind.unbind(1), SAMPLING_KINDS[-1], penalties=True)
+        first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
+        model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
+        """Capture decodes of these numbers of rows, and steps with prompts; `compile` comes first.
+
+        Numbers of drafts that seldom pay are captured when they are first needed. is_lazy: so are all shapes but those
+        that take the most memory.
+        """
+        self.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._decodes = dict.fromkeys(sorted(sizes))
+        self._drafts = dict.fromkeys(each for each in self._find_draft_sizes() if sizes and each[0] <= max(sizes))
+        self._mixed = dict.fromkeys(self._find_shapes() if sizes else ())
+        likely = {*self._find_draft_sizes(is_likely=True), *self._find_shapes(is_likely=True)}
+        # the smaller ones fit into the memory of the largest
+        for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
+            self._decodes[size] = self._capture_decodes(size)
+        by_tokens = sorted(self._drafts, key=lambda each: each[0] * (1 + each[1]), reverse=True)
+        for drafting in by_tokens:
+            if drafting == by_tokens[0] or (drafting in likely and not is_lazy):
+                self._drafts[drafting] = self._capture_drafts(*drafting)
+        largest = {max(self._mixed, key=of) for of in (_tokens_first, _rows_first)} if self._mixed else set()
+        for shape in list(self._mixed)[::-1]:
+            if shape in largest or (shape in likely and not is_lazy):
+                self._mixed[shape] = self._capture_mixed(shape)
+
+    @torch.inference_mode()
+    def _capture_decodes(self, size: int) -> _Captured:
+        model = self._model
+        self._rehearse_decodes(size)  # what a first launch allocates for good must not be in a graph
+        slots = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
+        graph, computed = self._capture(lambda: model.decode(slots))
+        sends = self._take_sends()
+        return _Captured(graph, slots, self._started(begin(model, computed, slots)), sends)
+
+    @torch.inference_mode()
+    def _capture_drafts(self, size: int, num_drafts: int) -> _Captured:
+        self._rehearse_drafts(size, num_drafts)
+        packed = self._pad_drafts(size).clone()
+        slots, most = packed
+        graph, computed = self._capture(lambda: self._model.decode_drafts(slots, most, num_drafts))
+        return _Captured(graph, packed.view(-1), self._started(begin(self._model, computed, slots, most=most)))
+
+    @torch.inference_mode()
+    def _capture_mixed(self, shape: BatchShape) -> _Captured:
+        model = self._model
+        self._rehearse_mixed(shape)
+        packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
+        graph, computed = self._capture(lambda: model.mix(shape, packed))
+        sends, rows = self._take_sends(), shape.split(packed)
+        return _Captured(graph, packed, self._started(begin(model, computed, rows.sampled, rows)), sends)
+
+    def _take_sends(self) -> list[Callable[[], object]]:
+        """The sends that the last capture has held back."""
+        communicator = self._model.communicator
+        return [] if communicator is None else [partial(send, unowned(x)) for x, send in communicator.take_held()]
+
+    def _started(self, started: Started) -> Started:
+        """What a graph starts that has just been captured; captures what comes behind it."""
+        model, logits = self._model, started.logits
+        if not started.unscored:  # else what comes behind it waits for another stage
+            assert logits is not None, "each shape has rows that sample"
+            started.tails = {
+                kind: self._capture(partial(draw, model, started, logits, kind)) for kind in SAMPLING_KINDS
+            }
+            if model.has_draft_programs:
+                started.follow = self._capture(started.follow)[0].replay
+            started.logits, started.behind = unowned(logits), tuple(map(unowned, started.behind))
+        started.hidden = started.hidden and tuple(map(unowned, started.hidden))
+        started.unscored = tuple(map(unowned, started.unscored))
+        return started
+
+    def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Capture what a function launches: the graph, and the function's results on the device."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            except BaseException:
+                with suppress(RuntimeError):  # a failed capture raises again here
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph, result
+
+
+_tokens_first, _rows_first = attrgetter("num_tokens", "num_rows"), attrgetter("num_rows", "num_tokens")
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """first, its doubles below last, and last, which may be smaller."""
+    return [*(first << power for power in range(32) if first << power < last), last]
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """The same memory without owning it, so that the next graph of the pool may reuse it."""
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())

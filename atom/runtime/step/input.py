@@ -1,0 +1,209 @@
+"""StepInput: one step as plain numbers and arrays, for a runner.
+
+It can be sent to another process as it is.
+
+    step = builder.build(plan)                                  # `atom.runtime.step.builder`
+    sent = msgspec.msgpack.encode(step)
+    pending = runner.execute(msgspec.msgpack.decode(sent, type=StepInput))
+
+A row is an index in the batch, a slot one in the runner's request state. Nothing here names a sequence.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from atom.runtime.types import BlockCopies, Sampled
+from atom.sampling_params import SamplingParams
+
+NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
+NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for a slot's first draft, -3 for the second one
+# slot, tokens known, seed, top_k, adapter and the other numbers of `pack_admission`
+ADMISSION = struct.Struct("=qqQqq6d")
+
+
+class PackedRows(NamedTuple):
+    """The rows and tokens of a step with prompts: arrays or tensors i32."""
+
+    slots: Any  # [S]
+    starts: Any  # [S + 1], of its rows among the tokens
+    ends: Any  # [S]: positions known after the step, or 0 where the slot has the length
+    sampled: Any  # [R]: slots of the rows that sample
+    places: Any  # [R]: theirs among the tokens
+    given: Any  # [T]: tokens, or -1 where the slot has it; further down its drafts, see NO_DRAFT
+    row_of: Any  # [T]
+    most: Any  # [R]: drafts behind the first of these tokens that may be accepted
+
+
+class BatchShape(msgspec.Struct, frozen=True):
+    """T tokens of S rows, R of which sample. The first D rows are decodes, the others prompts.
+
+    A decode has one token, and those that the runner drafts for it. A token that the host has drafted is a decode of
+    its own, in the slot of its sequence.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_samples: int
+    num_decodes: int = 0
+    num_drafts: int = 0  # of each decode, by the runner
+
+    @property
+    def num_decoded(self) -> int:
+        """The tokens of decodes, which come first."""
+        return self.num_decodes * (1 + self.num_drafts)
+
+    def drafting(self, num_drafts: int) -> BatchShape:
+        """The same with so many drafts of each decode. It has none yet"""
+        num_tokens = self.num_tokens + self.num_decodes * num_drafts
+        return msgspec.structs.replace(self, num_tokens=num_tokens, num_drafts=num_drafts)
+
+    def holds(self, other: BatchShape) -> bool:
+        """Whether the other shape fits, with one more row for padding where there are padding tokens."""
+        num_tokens, num_more = (each.num_tokens - each.num_decoded for each in (other, self))
+        num_rows = other.num_rows - other.num_decodes + (num_tokens < num_more)
+        return (
+            other.num_decodes <= self.num_decodes
+            and other.num_drafts <= self.num_drafts
+            and num_tokens <= num_more
+            and num_rows <= self.num_rows - self.num_decodes
+            and other.num_samples <= self.num_samples
+        )
+
+    def split(self, packed: Any) -> PackedRows:
+        """The parts of an array or a tensor i32, in their order."""
+        rows, samples, tokens = self.num_rows, self.num_samples, self.num_tokens
+        bounds = accumulate((rows, rows + 1, rows, samples, samples, tokens, tokens, samples), initial=0)
+        return PackedRows(*(packed[start:stop] for start, stop in pairwise(bounds)))
+
+    def pad(self, slot: int) -> bytearray:
+        """A batch of padding alone, i32 as in `split`. slot: that of padding."""
+        packed = bytearray(4 * (3 * self.num_rows + 1 + 3 * self.num_samples + 2 * self.num_tokens))
+        rows = self.split(np.frombuffer(packed, np.int32))
+        rows.slots[:] = rows.sampled[:] = slot
+        num_queries = 1 + self.num_drafts
+        rows.starts[:] = np.minimum(np.arange(self.num_rows + 1) * num_queries, self.num_decoded)
+        rows.row_of[:] = np.minimum(np.arange(self.num_tokens) // num_queries, self.num_decodes)
+        if self.num_drafts:  # which see themselves, as other decodes of padding do
+            rows.ends[: self.num_decodes] = 1
+        return packed
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """The capacity of a runner, and the shapes that it has captured."""
+
+    kinds: tuple[str, ...]  # of cache, in the order of its block tables
+    num_slots: int  # slot `num_slots` is that of padding
+    table_width: int  # blocks of a slot
+    vocab: int
+    decode_sizes: tuple[int, ...] = ()  # numbers of decodes that are captured, smallest first
+    mixed_shapes: tuple[BatchShape, ...] = ()  # of steps with prompts, likewise
+    num_drafts: int = 0  # tokens that the runner drafts itself, at most
+    draft_sizes: tuple[tuple[int, int], ...] = ()  # captured numbers of decodes, and of drafts of each
+
+
+class Counted(msgspec.Struct):
+    """The tokens that the penalties of a slot count."""
+
+    slot: int
+    prompt: list[int]
+    output: list[int]
+
+
+class History(msgspec.Struct):
+    """The tokens of a slot so far, from which its drafts are made."""
+
+    slot: int
+    tokens: bytearray  # i32
+
+
+class Shaping(msgspec.Struct):
+    """The host's logit processors, by row that samples: values added, then tokens banned, then tokens allowed."""
+
+    added: list[tuple[int, int, float]] = []  # row, token id below the vocabulary's size, value
+    banned: list[tuple[int, int]] = []  # row, token id
+    allowed: list[tuple[int, bytes]] = []  # row, bool[V]
+
+
+class Scored(msgspec.Struct):
+    """A row whose prompt tokens have their log probabilities reported."""
+
+    row: int
+    first: int  # index of its first token in the batch
+    targets: list[int]  # the token that follows it, and the next ones
+    num_top: int
+    num_rows: int  # that the head computes: targets, and padding where other data groups have more
+
+
+class Pooled(msgspec.Struct):
+    """A row, some tokens of which go into an embedding."""
+
+    row: int
+    first: int  # index of the first of them in the batch
+    num_tokens: int
+
+
+class Draft(msgspec.Struct):
+    """Drafts of a row to verify: each is accepted if the row of the token before it draws it."""
+
+    row: int  # that samples
+    first: int  # row that samples behind the first token; the rows behind the others follow
+    tokens: list[int]
+    slot: int
+    length: int  # tokens known
+
+
+class StepInput(msgspec.Struct, kw_only=True, tag=True):
+    """A step. Its batch may be padded to a shape that the runner has captured."""
+
+    shape: BatchShape
+    is_decode: bool  # each row computes the newest token of its slot: the host sends no token
+    packed: bytearray  # i32: the rows' slots [S] where is_decode, then `most` [S] if it drafts; else BatchShape.split
+    admissions: bytearray = bytearray()  # see pack_admission, one behind the other
+    counted: list[Counted] = []  # of admissions with penalties
+    histories: list[History] = []  # of admissions, where the runner drafts
+    table_entries: bytearray = bytearray()  # i32[2, E]: flat indices into the tables [C, slots + 1, M], and blocks
+    reported: list[int] = []  # by row that samples: the index of its token in the state's `reported`
+    sampling: str = "greedy"  # one of SAMPLING_KINDS
+    has_penalties: bool = False
+    shaping: Shaping | None = None
+    logprobs: list[tuple[int, int]] = []  # row that samples, how many of the most likely tokens beside its own
+    scored: list[Scored] = []
+    pooled: list[Pooled] = []
+    num_pooled: int = 0  # tokens that the pool computes: those of `pooled`, and padding as other data groups have more
+    drafts: list[Draft] = []
+    others: list[StepInput] = []  # of the other data groups, of the same shape
+
+
+class Pending(Protocol):
+    """A started step."""
+
+    def wait(self) -> Sampled:
+        """Wait for the step; what was sampled."""
+
+
+class Runner(Protocol):
+    """Executes steps."""
+
+    run_ahead: int  # steps that may be planned behind one that is not committed
+
+    def execute(self, step: StepInput) -> Pending:
+        """Start a step. One that raised did not take place: it may be built and started again."""
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Start copies of blocks beside the next step."""
+
+
+def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int, adapter: int = -1) -> bytes:
+    """Pack a sequence's admission to a slot. num_tokens: known when it samples next. seed: taken modulo 2^64.
+
+    adapter: its number; -1: none
+    """
+    p = params
+    floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, p.top_k, adapter, *floats)

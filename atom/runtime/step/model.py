@@ -1,0 +1,393 @@
+"""Run a model on a device: weights, KV pool, request state.
+
+It starts what a step needs there, and waits for nothing.
+
+model = Model(graph, Bindings(weights, code), 16, StepLimits(256, 8192, 4096), device="cuda")
+model.bind({"full": 1024})
+computed = model.decode(slots)                              # each row computes the newest token of its slot
+tokens = model.sample(slots, computed.logits, "greedy")     # which are the newest ones from now on
+model.follow(computed, slots)                               # where programs that draft follow the model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from atom.errors import naming_a_lack_of_memory
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type, ops
+from atom.graph.graph import ADAPTERS
+from atom.graph.shares import token_shares
+from atom.kernels import Communicator, find_step_kernels
+from atom.kernels.stable_memory import StableMemory
+from atom.kernels.step import BlockCopier, Inputs
+from atom.runtime.step.input import BatchShape, PackedRows
+from atom.runtime.step.program import Bindings, Executable, Hidden, Kernels, rows_of, score
+from atom.runtime.step.request_state import RequestState, send, zeros
+from atom.runtime.types import Drafting, StepLimits
+
+
+class Computed(NamedTuple):
+    """What a step computed, ahead of sampling."""
+
+    inputs: Inputs
+    hidden: Hidden  # what its head takes, of each token
+    logits: Tensor | None  # [R, V] of rows that sample
+    behind: tuple[Tensor, ...] = ()  # [D, V] behind the first drafts, the second ones, …, of decodes, which come first
+    states: Hidden = ()  # what its draft_in takes, of each token
+    unscored: Hidden = ()  # what its head takes of rows that sample, where logits are computed later
+
+
+class Model:
+    def __init__(
+        self,
+        graph: Graph,
+        bindings: Bindings,
+        block_size: int,
+        limits: StepLimits,
+        *,
+        device: str,
+        backend: str | None = None,
+        drafting: Drafting | None = None,
+        kinds: Sequence[str] | None = None,
+        defers_logits: bool = False,
+        kv_memory: StableMemory | None = None,
+    ) -> None:
+        """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step. drafting:
+        of tokens that decodes verify; None: there are none, or the host gives them. kinds: of caches, those of all
+        stages of a pipeline; None: the graph's. defers_logits: the head runs later, as another stage computes them.
+        kv_memory: where the caches go; None: where torch has memory"""
+        self.graph, self.block_size, self.limits = graph, block_size, limits
+        self.device = torch.device(device)
+        self.is_cpu = self.device.type == "cpu"
+        self._step = find_step_kernels(self.device.type, backend)
+        self._bindings = bindings
+        self.executables: dict[str, Executable] = {}
+        self.defers_logits, self._kv_memory = defers_logits, kv_memory
+        self.kinds = list(kinds or dict.fromkeys(cache.kind for cache in graph.caches()))
+        logits = logits_type(graph)
+        self.logits_dtype = TORCH_DTYPES[logits.dtype]
+        self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0
+        num_slots, width = limits.max_num_seqs, -(-(limits.max_model_len + self.num_drafts) // block_size)
+        max_history = limits.max_model_len + self.num_drafts + 2 if drafting else 0
+        self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
+        starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+        self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
+        self._behind = torch.arange(self.num_drafts, -1, -1, dtype=torch.int32, device=device)[:, None]
+        self.has_experts = any(
+            node.target in (ops.experts, ops.grouped_linear) for each in graph.programs.values() for node in each.nodes
+        )
+        self.has_draft_programs = drafting is not None and drafting.has_programs
+        self.carries_hidden = self.has_draft_programs and graph.carries_hidden
+        self._drafted = self._zero_drafted() if self.carries_hidden else []
+        self._has_adapters = any(node.name == ADAPTERS for node in graph.programs[BODY].inputs)
+        self._rates = torch.tensor(drafting.rates, device=device) if drafting and drafting.rates else None
+        self.tables = torch.zeros(len(self.kinds), num_slots + 1, width, dtype=torch.int32, device=device)
+
+    @property
+    def padding(self) -> int:
+        """The slot of padding rows."""
+        return self.state.num_slots
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """H of the vectors that are pooled."""
+        (vectors,) = self.graph.programs[POOL].results
+        return int(vectors.meta["type"].shape[-1])
+
+    @cached_property
+    def flops_a_token(self) -> float:
+        shares = token_shares([self.graph.programs[BODY]])
+        return 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
+
+    @property
+    def body(self) -> Executable:
+        return self.executables[BODY]
+
+    @property
+    def head(self) -> Executable:
+        return self.executables[HEAD]
+
+    @property
+    def caches(self) -> Mapping[KV, Tensor]:
+        return self._bindings.caches
+
+    @property
+    def communicator(self) -> Communicator | None:
+        return self._bindings.communicator
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that replace those which the text names."""
+        return self._bindings.kernels
+
+    def bind(self, num_blocks: Mapping[str, int]) -> None:
+        """Allocate another KV pool, empty, of so many blocks by cache kind."""
+        if self._kv_memory is not None:
+            self._kv_memory.clear()
+        caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self.graph.caches()}
+        self._bind(self._bindings._replace(caches=caches))
+
+    def unbind(self) -> None:
+        """Drop the KV pool and all references to weights; call `bind` before the next step."""
+        self._bindings = self._bindings._replace(caches={})
+        self.executables = {}
+
+    def use(self, kernels: Kernels) -> None:
+        """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
+        self._bind(self._bindings._replace(kernels=kernels))
+
+    @contextmanager
+    def thinned(self) -> Iterator[None]:
+        """Within this context, calls of programs that are alike are made once, to find out what steps launch."""
+        programs, whole = self.graph.programs, self.executables
+        self.executables = {
+            name: Executable(program, self._bindings, is_thinned=True) for name, program in programs.items()
+        }
+        try:
+            yield
+        finally:
+            self.executables = whole
+
+    def clear_slots(self) -> None:
+        """Reset slots and tables."""
+        self.state.lengths.fill_(1)
+        self.state.tokens.zero_()
+        self.tables.zero_()
+
+    def _bind(self, bindings: Bindings) -> None:
+        self._bindings = bindings
+        self.executables = {name: Executable(program, bindings) for name, program in self.graph.programs.items()}
+
+    def send(self, array: bytearray | npt.NDArray[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        """A copy on the device, which the host does not wait for."""
+        return send(array, dtype, self.device)
+
+    def extend_tables(self, entries: bytearray) -> None:
+        """Write block numbers to the tables [C, slots, M]. entries: i32[2, E], places counted through them, numbers"""
+        self._step.extend_tables(self.tables, self.send(entries).view(2, -1))
+
+    def block_copier(self, caches: Sequence[Tensor]) -> BlockCopier:
+        """What copies blocks of these caches [num_blocks, width] to rows and back, until `bind` replaces the caches."""
+        return self._step.block_copier(caches)
+
+    def decode(self, slots: Tensor) -> Computed:
+        """slots: i32[S], each of which computes its newest token"""
+        return self._compute(self._decode_inputs(slots))
+
+    def decode_drafts(self, slots: Tensor, most: Tensor, num_drafts: int) -> Computed:
+        """slots: i32[S], each of which drafts, and computes its newest token and drafts
+
+        most: i32[S], the drafts of each that may be accepted, which have blocks
+        """
+        assert self.drafting is not None
+        self._find_ngrams(slots)
+        inputs = self._decode_inputs(slots, most, num_drafts)
+        self._draft(slots, inputs)
+        computed = self._compute(inputs)
+        assert computed.logits is not None
+        first, *behind = computed.logits.view(len(slots), 1 + num_drafts, -1).unbind(1)
+        return computed._replace(logits=first, behind=tuple(behind))
+
+    def mix(self, shape: BatchShape, packed: Tensor) -> Computed:
+        """A step of this shape."""
+        rows = shape.split(packed)
+        num_decodes, num_drafts = shape.num_decodes, shape.num_drafts
+        decoding = rows.slots[:num_decodes] if num_drafts else rows.slots[:0]
+        self._find_ngrams(decoding)
+        inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, num_decodes, 1 + num_drafts)
+        self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
+        if self._has_adapters:
+            inputs = inputs._replace(adapters=self._adapters_of(rows.slots.index_select(0, rows.row_of)))
+        self._draft(decoding, inputs)
+        hidden, states = self._run_body(inputs)
+        if not shape.num_samples:
+            return Computed(inputs, hidden, None, states=states)
+        places = rows.places.long()
+        if num_drafts:
+            drafted = places[:num_decodes] + torch.arange(1, 1 + num_drafts, device=self.device)[:, None]
+            places = torch.cat([places, drafted.clamp(max=shape.num_tokens - 1).view(-1)])
+        sampled = rows_of(hidden, places)
+        if self.defers_logits:
+            return Computed(inputs, hidden, None, states=states, unscored=sampled)
+        sizes = [shape.num_samples] + [num_decodes] * num_drafts
+        first, *behind = torch.split(score(self.head, sampled), sizes)
+        return Computed(inputs, hidden, first, tuple(behind), states)
+
+    def follow(self, computed: Computed, slots: Tensor, rows: PackedRows | None = None) -> None:
+        """Run the draft over a step's tokens, which writes its KV, and keep what the next drafts begin with.
+
+        Comes after the step has sampled, since a draft that takes a hidden state reads the token behind it. slots:
+        i32[R] that sampled. rows: of a step with prompts; None: of decodes, with drafts or without
+        """
+        inputs = computed.inputs
+        if not self.carries_hidden:
+            self.executables[DRAFT](inputs._asdict())
+            return
+        tokens, places = self._step.draft_inputs(slots, rows, self.state, inputs)
+        draft_in = self.executables[DRAFT_IN]
+        (hidden,) = draft_in(dict(zip(draft_in.inputs, computed.states, strict=True)))
+        drafted = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})
+        for kept, values in zip(self._drafted, drafted, strict=True):
+            self._step.keep_rows(kept, slots, values, places)
+
+    def sample(self, slots: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
+        """slots: i32[R], logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""
+        out = torch.empty(len(slots), dtype=torch.int64, device=self.device)
+        self._step.sample(logits, slots, self.state, kind, out, penalties)
+        return out
+
+    def verify(
+        self, slots: Tensor, most: Tensor, logits: Sequence[Tensor], kind: str, penalties: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Sample behind each draft that equals the draw before it; the newest tokens of their slots are the last drawn.
+
+        logits: [S, V] behind the newest token, then behind each draft, of all rows or the first ones; the rest as in
+        `decode_drafts` -> tokens i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts]
+        """
+        drawn = torch.empty(len(logits), len(slots), dtype=torch.int64, device=self.device)
+        left = slots.repeat(len(logits), 1)  # the slots whose draws go on, else that of padding
+        for depth, rows in enumerate(logits):
+            if depth:
+                self._step.accept(drawn, left, most, self.state, depth, self._rates)
+            num_rows = len(rows)
+            self._step.sample(rows, left[depth, :num_rows], self.state, kind, drawn[depth, :num_rows], penalties)
+        return drawn, self._step.finish_drafts(drawn, left, slots, self.state, self._rates is not None)
+
+    def score_drawn(
+        self, logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor
+    ) -> None:
+        """See `kernels.torch.sampling.score_drawn`."""
+        self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
+
+    def pool(self, hidden: Hidden, places: Tensor, owners: Tensor, sums: Tensor) -> None:
+        """Add the vectors of tokens at places i64[R] to the sums fp32[P, H] of their owners i64[R]."""
+        sums.index_add_(0, owners, score(self.executables[POOL], rows_of(hidden, places)).float())
+
+    def _compute(self, inputs: Inputs) -> Computed:
+        hidden, states = self._run_body(inputs)
+        if self.defers_logits:
+            return Computed(inputs, hidden, None, states=states, unscored=hidden)
+        return Computed(inputs, hidden, score(self.head, hidden), states=states)
+
+    def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden]:
+        """Run the body; the results that the head takes, and those that draft_in takes."""
+        results: Hidden = self.body(inputs._asdict())
+        num_states = len(self.executables[DRAFT_IN].inputs) if self.carries_hidden else 0
+        return results[: len(self.head.inputs)], results[len(results) - num_states :]
+
+    def _find_ngrams(self, slots: Tensor) -> None:
+        """Draft for slots i32[S] by prompt lookup, if no program drafts."""
+        if len(slots) and self.drafting and not self.has_draft_programs:
+            self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
+
+    def _draft(self, slots: Tensor, inputs: Inputs) -> None:
+        """Draft token by token with the text's programs, if any, and write the drafts to `inputs` and the state.
+
+        A draft has the noise of the draw that it predicts. slots: i32[D] of the decodes in `inputs`
+        """
+        if not len(slots) or not self.has_draft_programs:
+            return
+        assert self.state.drafts is not None
+        num_drafts, num_tokens = inputs.batch.query_len - 1, len(slots) * inputs.batch.query_len
+        tokens = inputs.tokens[:num_tokens].view(len(slots), -1)
+        hidden: Hidden = ()
+        lag = int(self.carries_hidden)  # it is of a position and the token behind it, and that of the newest is there
+        if self.carries_hidden:
+            hidden = tuple(kept.index_select(0, slots) for kept in self._drafted)
+        head = self.executables[DRAFT_HEAD]
+        keys, *rest = self._step.draw_noise(slots, self.state, num_drafts)
+        drafted, places = list[Tensor](), self._split_places(inputs, len(slots)) if num_drafts > lag else []
+        for number in range(num_drafts):
+            if number >= lag:
+                positions, batch = places[number - lag]
+                token = drafted[-1] if drafted else tokens[:, 0].contiguous()
+                given = {"tokens": token, "positions": positions, "batch": batch}
+                hidden = self.executables[DRAFT](given | ({"hidden": hidden[0]} if self.carries_hidden else {}))
+            token, *behind = head(dict(zip(head.inputs, (*hidden, keys[number], *rest), strict=True)))
+            hidden = tuple(behind) or hidden
+            drafted.append(token)
+        tokens[:, 1:] = torch.stack(drafted, 1)
+        self.state.drafts[:, :num_drafts].index_copy_(0, slots.long(), tokens[:, 1:])
+
+    def _split_places(self, inputs: Inputs, num_rows: int) -> list[tuple[Tensor, Batch]]:
+        """The positions i64[S] of each row's first token, second token and so on, and a batch of these tokens alone."""
+        batch, num_queries = inputs.batch, inputs.batch.query_len
+        some = slice(num_rows * num_queries)
+        positions = aligned(inputs.positions[some].view(num_rows, num_queries).T)
+        mappings = aligned(inputs.slots[:, some].view(-1, num_rows, num_queries).permute(2, 0, 1))
+        lengths = aligned(batch.lengths[:num_rows].expand(num_queries, -1)).sub_(self._behind[-num_queries:])
+        tables = {kind: table[:num_rows] for kind, table in batch.tables.items()}
+        starts = self._starts[0][: num_rows + 1]
+        batches = (
+            Batch(tables, dict(zip(self.kinds, each.unbind(), strict=True)), starts, length, num_rows)
+            for each, length in zip(mappings, lengths, strict=True)
+        )
+        return list(zip(positions, batches, strict=True))
+
+    def _decode_inputs(self, slots: Tensor, most: Tensor | None = None, num_drafts: int = 0) -> Inputs:
+        num_rows, query_len = len(slots), 1 + num_drafts
+        starts = self._starts[num_drafts][: num_rows + 1]
+        inputs = self._inputs(num_rows * query_len, num_rows, starts, num_rows, query_len)
+        self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, most)
+        if self._has_adapters:
+            inputs = inputs._replace(adapters=self._adapters_of(slots.repeat_interleave(query_len)))
+        return inputs
+
+    def _adapters_of(self, slots: Tensor) -> Tensor:
+        """slots i32[T] -> i64[T]"""
+        adapters: Tensor = self.state.adapters.index_select(0, slots)
+        return adapters
+
+    def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int, query_len: int = 1) -> Inputs:
+        kinds, device = len(self.kinds), self.device
+        numbers = torch.empty(2 + kinds, num_tokens, dtype=torch.int64, device=device)
+        tables = torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device)
+        batch = Batch(
+            tables=dict(zip(self.kinds, tables.unbind(), strict=True)),
+            slot_mappings=dict(zip(self.kinds, numbers[2:].unbind(), strict=True)),
+            starts=starts,
+            lengths=torch.empty(num_rows, dtype=torch.int32, device=device),
+            num_decodes=num_decodes,
+            query_len=query_len,
+        )
+        return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
+
+    def _zero_drafted(self) -> list[Tensor]:
+        """Zeros, by slot, in place of the results of DRAFT that the first draft of a slot is read from."""
+        types = [node.meta["type"] for node in self.graph.programs[DRAFT].results]
+        shapes = [(self.padding + 1, *map(int, each.shape[1:])) for each in types]
+        return [
+            torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype], device=self.device)
+            for shape, each in zip(shapes, types, strict=True)
+        ]
+
+    def _allocate(self, cache: KV, num_blocks: int) -> Tensor:
+        shape = (num_blocks, self.block_size, *(int(dim) for dim in cache.type.shape))
+        nbytes = num_blocks * self.block_size * cache.type.num_bytes
+        has, knob = ("system", "kv_cache_memory") if self.is_cpu else ("GPU", "gpu_memory_utilization")
+        with naming_a_lack_of_memory(
+            f"the KV cache of {cache.name} takes {nbytes} bytes, more than the {has} has: "
+            f"lower serve.{knob}, or serve.num_kvcache_blocks where it is set"
+        ):
+            if self._kv_memory is not None:
+                return self._kv_memory.zeros(shape, TORCH_DTYPES[cache.type.dtype])
+            return zeros(shape, TORCH_DTYPES[cache.type.dtype], self.device)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A copy whose rows begin at multiples of 16 bytes, as kernels are compiled for; numbers have 4 bytes or 8."""
+    size = x.shape[-1]
+    return x.new_empty(*x.shape[:-1], -(-size // 4) * 4)[..., :size].copy_(x)
+
+
+def logits_type(graph: Graph) -> Type:
+    """The type of the logits [R, V] that its head gives."""
+    (logits,) = graph.programs[HEAD].results
+    return logits.meta["type"]  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""HTTP: uvicorn's protocol, middleware, bodies, errors, events, pages."""

@@ -1,0 +1,156 @@
+"""Limit, decode and check request bodies without blocking the event loop.
+
+    router = APIRouter(tags=["text"], route_class=body_route(context))
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response: ...
+
+FastAPI decodes and checks in the event loop. Even in a thread, each would hold the interpreter's lock until it is done.
+So a long body is read in a thread, and its values are counted before it is decoded: a long text costs no more than a
+short one, but 8 MB of empty lists take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any, get_type_hints
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atom.config import HTTPConfig
+from atom.config.spelling import did_you_mean
+from atom.errors import RequestError
+from atom.serve.context import Context
+from atom.serve.http.errors import shown
+from atom.serve.llama_cpp import FIELDS
+from atom.serve.refused_fields import REFUSED
+from atom.serve.vllm import INSTEAD
+
+CHUNK = 1 << 18  # bytes that are counted at a time
+HINTS = 4  # faults whose field is compared with those that there are
+GUIDED = "guided_"  # of vLLM's former names: guided_json, guided_regex, guided_choice, guided_grammar
+
+
+class BodyRoute(APIRoute):
+    """A route whose endpoint takes a `body`, and perhaps the `request`."""
+
+    context: Context
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        hints = get_type_hints(self.endpoint)
+        if "body" not in hints:
+            return super().get_route_handler()
+        context, endpoint, model = self.context, self.endpoint, hints["body"]
+
+        async def handle(request: Request) -> Response:
+            data = await request.body()
+            request.state.num_bytes = len(data)
+            if (coding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+                fault = f"compressed bodies are not supported; send it without Content-Encoding: {shown(coding)}"
+                raise HTTPException(415, fault)
+            kind = request.headers.get("content-type", "")
+            body = await context.work(len(data), partial(read_body, data, kind, model, context.config.serve.http))
+            arguments = {"body": body, "request": request}
+            answer: Response = await endpoint(**{name: arguments[name] for name in hints if name in arguments})
+            return answer
+
+        return handle
+
+
+def body_route(context: Context) -> type[APIRoute]:
+    """Make the class of routes that take bodies."""
+    return type("BodyRoute", (BodyRoute,), {"context": context})
+
+
+def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig) -> BaseModel:
+    """Decode and check a body. kind: its Content-Type.
+
+    RequestValidationError or HTTPException, as FastAPI raises them, where it is no JSON of this model; RequestError
+    where it has too many values.
+    """
+    value = None
+    if data and not is_json(kind):
+        raise RequestValidationError([{"type": "not_json", "loc": ("body",), "ctx": {"kind": kind}}])
+    if data:
+        check_size(data, limits)
+        try:
+            value = json.loads(data)
+        except json.JSONDecodeError as error:
+            fault = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
+            raise RequestValidationError([fault]) from error
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400) from error
+    if value is None:
+        raise RequestValidationError([{"type": "missing", "loc": ("body",)}])
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        faults: list[Any] = [fault | {"loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
+        for fault in faults[:HINTS]:
+            fault["msg"] = instead_of(fault, model) or fault["msg"] + hint(fault, model)
+        raise RequestValidationError(faults, body=value) from None
+
+
+def instead_of(fault: Any, model: type[BaseModel]) -> str | None:
+    """What to send in place of a known field of chats that is refused."""
+    name = unknown_field(fault)
+    return REFUSED.get(name) if name is not None and "tools" in model.model_fields else None
+
+
+def unknown_field(fault: Any) -> str | None:
+    """The name of a field that the body's model does not have; dotted, if it is a field of a field."""
+    return ".".join(map(str, fault["loc"][1:])) if fault["type"] == "extra_forbidden" else None
+
+
+def hint(fault: Any, model: type[BaseModel]) -> str:
+    """What may be meant by a field of the body that the model does not have."""
+    if (name := unknown_field(fault)) is None:
+        return ""
+    if instead := INSTEAD.get(name):
+        return f"; {instead}"
+    if "." in name:
+        return ""
+    if name.startswith(GUIDED) and "structured_outputs" in model.model_fields:
+        return f', take structured_outputs: {{"{name.removeprefix(GUIDED)[:16]}": …}}'
+    if (other := FIELDS.get(name)) in model.model_fields:
+        return f" (did you mean {other}?)"
+    return did_you_mean(name[:64], model.model_fields)
+
+
+def is_json(kind: str) -> bool:
+    main, _, sub = kind.partition(";")[0].strip().lower().partition("/")
+    return main == "application" and (sub == "json" or sub.endswith("+json"))
+
+
+def check_size(data: bytes, limits: HTTPConfig) -> None:
+    """Raise RequestError where a JSON text has more values or items than the limits."""
+    num_quotes = num_opened = num_commas = 0
+    for chunk in unescaped(data):
+        parts = chunk.split(b'"')
+        outside = b"".join(parts[num_quotes % 2 :: 2])  # the parts outside of strings
+        num_quotes += len(parts) - 1
+        num_opened += outside.count(b"[") + outside.count(b"{")
+        num_commas += outside.count(b",")
+        if num_quotes // 2 + num_opened > limits.max_items:
+            items = f"{limits.max_items} texts, names, lists and objects (serve.http.max_items)"
+            raise RequestError(f"the body has more than {items}; send fewer at a time")
+        if num_commas >= limits.max_values:
+            raise RequestError(f"the body has more than {limits.max_values} values (serve.http.max_values); send fewer")
+
+
+def unescaped(data: bytes) -> Iterator[bytes]:
+    """A JSON text without its escaped backslashes and quotes, in chunks, since a long call would hold the lock."""
+    start = 0
+    while start < len(data):
+        chunk = data[start : start + CHUNK]
+        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 and len(chunk) == CHUNK:
+            chunk = chunk[:-1]  # the character that it escapes is in the next chunk
+        start += len(chunk)
+        yield chunk.replace(b"\\\\", b"").replace(b'\\"', b"")

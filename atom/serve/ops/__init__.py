@@ -1,0 +1,1 @@
+"""For operators: routes, metrics, traces, logs, systemd."""

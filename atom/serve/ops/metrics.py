@@ -1,0 +1,341 @@
+"""Prometheus metrics, named as in vLLM, prefixed `atom:`.
+
+    metrics = Metrics(engines)
+    metrics.ttft.observe(0.12)                # seconds
+    metrics.render(tenant)                    # the text of /metrics for who asks
+
+Counts of an engine come from its last heartbeat, those of HTTP are counted here. Of several replicas each has a sample
+with its number, `engine="0"`. What vLLM has too bears its label `model_name` and, with serve.http.vllm_metrics=true,
+is there a second time as in vLLM: prefixed `vllm:`, with its buckets. The registry is the app's own, so that a process
+may have two apps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, takewhile
+from math import inf
+from typing import Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from atom.runtime.types import openai_reason
+from atom.sampling_params import SamplingParams
+from atom.serve.auth.tenants import Tenant
+from atom.serve.engine.client import EngineState
+from atom.serve.engine.protocol import Finish
+from atom.serve.engine.replica import Replica
+from atom.serve.engine.replicas import Replicas
+from atom.serve.ops import log
+
+# vLLM's buckets (vllm/v1/metrics/loggers.py), seconds
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+           1920.0, 7680.0)  # fmt: skip
+ANSWERS = (1, 2, 5, 10, 20)
+# ours beside them, for small models and fast GPUs
+FINE_TOKEN = (0.001, 0.0025, 0.005, 0.02, 0.03)
+FINE_REQUEST = (0.01, 0.025, 0.05, 0.1, 0.2)
+
+# of the metrics of engines, those that vLLM has
+VLLM_ENGINE = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prefix_cache_queries",
+    "prefix_cache_hits", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos", "external_prefix_cache_queries", "external_prefix_cache_hits",
+    "cpu_cache_usage_perc",
+}  # fmt: skip
+OLD_NAMES = {  # which older boards of vLLM ask for
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
+
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+
+
+def is_up(engine: Replica) -> bool:
+    return engine.client.state is EngineState.READY and not engine.client.stopped
+
+
+GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "num_requests_running": ("sequences in the engine's steps", lambda engine: engine.client.stats.num_running),
+    "num_requests_waiting": ("sequences that are not admitted", lambda engine: engine.client.num_waiting),
+    "kv_cache_usage_perc": ("share of the KV blocks in use, 0 to 1", lambda engine: engine.client.stats.kv_cache_usage),
+    "kv_cache_blocks": ("KV blocks in all", lambda engine: engine.client.stats.num_blocks),
+    "kv_cache_blocks_used": ("KV blocks in use", lambda engine: engine.client.stats.num_blocks_used),
+    "cpu_cache_usage_perc": (
+        "share of the KV blocks in host memory that have content, 0 to 1",
+        lambda engine: engine.client.stats.host_cache_usage,
+    ),
+    "engine_up": ("whether the engine serves, 1 or 0", is_up),
+}
+COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "num_preemptions": (
+        "sequences that gave way to others",
+        lambda engine: engine.client.stats.scheduler.num_preemptions,
+    ),
+    "prefix_cache_queries": (
+        "prompt tokens looked up in the prefix cache",
+        lambda engine: engine.client.stats.scheduler.num_prefix_queries,
+    ),
+    "prefix_cache_hits": (
+        "prompt tokens that it had",
+        lambda engine: engine.client.stats.scheduler.num_prefix_hit_tokens,
+    ),
+    "external_prefix_cache_queries": (
+        "of the prompt tokens looked up, those looked up in host memory",
+        lambda engine: engine.client.stats.scheduler.num_host_queries,
+    ),
+    "external_prefix_cache_hits": (
+        "of the prompt tokens that the prefix cache had, those loaded from host memory",
+        lambda engine: engine.client.stats.scheduler.num_host_hit_tokens,
+    ),
+    "spec_decode_num_drafts": (
+        "steps of a sequence that verified drafted tokens",
+        lambda engine: engine.client.stats.scheduler.num_drafts,
+    ),
+    "spec_decode_num_draft_tokens": (
+        "drafted tokens that were verified",
+        lambda engine: engine.client.stats.scheduler.num_draft_tokens,
+    ),
+    "spec_decode_num_accepted_tokens": (
+        "drafted tokens that count",
+        lambda engine: engine.client.stats.scheduler.num_accepted_tokens,
+    ),
+    "engine_steps": ("steps of the engine", lambda engine: engine.client.stats.scheduler.num_steps),
+    "engine_restarts": ("starts after the first", lambda engine: engine.num_restarts),
+}
+
+TENANT_COUNTERS: dict[str, tuple[str, Callable[[Tenant], float]]] = {
+    "key_requests": ("requests that an engine took", lambda tenant: tenant.num_requests),
+    "key_prompt_tokens": ("tokens of prompts", lambda tenant: tenant.num_prompt_tokens),
+    "key_generation_tokens": ("tokens generated", lambda tenant: tenant.num_output_tokens),
+}
+
+
+class Collector(Protocol):
+    def collect(self) -> Iterable[Metric]: ...
+
+
+class EngineCollector:
+    """Collects the engines' state when the metrics are read."""
+
+    def __init__(self, engines: Replicas) -> None:
+        self._engines, self._model = engines, engines.config.served_names[0]
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (about, value) in GAUGES.items():
+            yield self._fill(GaugeMetricFamily(f"atom:{name}", about, labels=self._labels(name)), value)
+        for name, (about, value) in COUNTERS.items():
+            yield self._fill(CounterMetricFamily(f"atom:{name}", about, labels=self._labels(name)), value)
+        yield self._accepted()
+
+    def _labels(self, name: str) -> list[str]:
+        return [*(["model_name"] if name in VLLM_ENGINE else []), *(["engine"] if len(self._engines) > 1 else [])]
+
+    def _values(self, labels: Sequence[str], engine: Replica) -> list[str]:
+        return [{"model_name": self._model, "engine": str(engine.number)}[label] for label in labels]
+
+    def _accepted(self) -> Metric:
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        labels = self._labels(name)
+        about = "drafts whose token at a position counts"
+        family = CounterMetricFamily(f"atom:{name}", about, labels=[*labels, "position"])
+        for engine in self._engines:
+            for position, count in enumerate(engine.client.stats.scheduler.accepted_per_pos):
+                family.add_metric([*self._values(labels, engine), str(position)], count)
+        return family
+
+    def _fill(self, family: Family, value: Callable[[Replica], float]) -> Family:
+        labels = self._labels(family.name.removeprefix("atom:"))
+        for engine in self._engines:
+            family.add_metric(self._values(labels, engine), value(engine))
+        return family
+
+
+class TenantCollector:
+    """Collects the counts of tenants by their names."""
+
+    def __init__(self, tenants: Sequence[Tenant]) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (about, value) in TENANT_COUNTERS.items():
+            counter = CounterMetricFamily(f"atom:{name}", about, labels=["key"])
+            for tenant in self._tenants:
+                counter.add_metric([tenant.name], value(tenant))
+            yield counter
+        about = "requests beyond a limit, or that found the queue full"
+        refused = CounterMetricFamily("atom:key_refused", about, labels=["key", "limit"])
+        running = GaugeMetricFamily("atom:key_requests_open", "requests that are being answered", labels=["key"])
+        for tenant in self._tenants:
+            running.add_metric([tenant.name], tenant.num_open)
+            for limit, count in tenant.num_refused.items():
+                refused.add_metric([tenant.name, limit], count)
+        yield refused
+        yield running
+
+
+class LogCollector:
+    def collect(self) -> Iterable[Metric]:
+        counter = CounterMetricFamily("atom:log_lines_dropped", "lines that stderr did not take", labels=[])
+        counter.add_metric([], log.num_dropped())
+        yield counter
+
+
+class Histogram:
+    """A histogram for one thread: it is updated for every token, so it takes no lock and does not walk the buckets."""
+
+    def __init__(
+        self, name: str, about: str, bounds: Sequence[float], more: Sequence[float] = (), model: str | None = None
+    ) -> None:
+        """bounds: vLLM's buckets; more: those that only we have. model: the label model_name, None for no label."""
+        self._name, self._about, self._model = name, about, model
+        self._vllm_bounds, self._bounds = bounds, sorted({*bounds, *more})
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._family(self._bounds)
+
+    def collect_vllm(self) -> Iterable[Metric]:
+        """The same with vLLM's buckets alone."""
+        yield self._family(self._vllm_bounds)
+
+    def _family(self, bounds: Sequence[float]) -> Metric:
+        totals = dict(zip([*self._bounds, inf], accumulate(self._counts), strict=True))
+        names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        buckets = [(name, float(totals[bound])) for name, bound in zip(names, [*bounds, inf], strict=True)]
+        labels = [] if self._model is None else ["model_name"]
+        family = HistogramMetricFamily(self._name, self._about, labels=labels)
+        family.add_metric([] if self._model is None else [self._model], buckets, self._sum)
+        return family
+
+
+class VLLMCollector:
+    """The metrics that vLLM has too: under its names, with its label `engine` and its words for reasons."""
+
+    def __init__(self, collectors: Sequence[Collector], *, has_one_engine: bool) -> None:
+        self._collectors, self._engine = collectors, {"engine": "0"} if has_one_engine else {}
+
+    def collect(self) -> Iterable[Metric]:
+        for collector in self._collectors:
+            families = collector.collect_vllm() if isinstance(collector, Histogram) else collector.collect()
+            for family in families:
+                name = family.name.removeprefix("atom:")
+                if all("model_name" in sample.labels for sample in family.samples):
+                    yield self._rename(family, name, name)
+                    if name in OLD_NAMES:
+                        yield self._rename(family, name, OLD_NAMES[name])
+
+    def _rename(self, family: Metric, name: str, alias: str) -> Metric:
+        totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for sample in family.samples:
+            labels = self._engine | sample.labels
+            if reason := labels.get("finished_reason"):
+                labels["finished_reason"] = openai_reason(reason)
+            if not sample.name.endswith("_created"):
+                totals[sample.name.replace(f"atom:{name}", f"vllm:{alias}", 1), tuple(labels.items())] += sample.value
+        renamed = Metric(f"vllm:{alias}", family.documentation, family.type)
+        for (sample_name, pairs), value in totals.items():
+            renamed.add_sample(sample_name, dict(pairs), value)
+        return renamed
+
+
+class Metrics:
+    def __init__(self, engines: Replicas) -> None:
+        config = engines.config
+        self.num_open = 0  # requests that are being answered, without those of probes and scrapes
+        self.ended_at = 0.0  # time.perf_counter() when the last of them ended
+        self._model = model = config.served_names[0]
+        self.registry = CollectorRegistry(auto_describe=False)
+        collectors: list[Collector] = [EngineCollector(engines)]
+        self.registry.register(collectors[0])
+        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, … of this process
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            found = Counter(f"atom:{name}", about, ("model_name", *labels), registry=self.registry)
+            collectors.append(found)
+            return found
+
+        def histogram(name: str, about: str, bounds: Sequence[float], more: Sequence[float] = ()) -> Histogram:
+            found = Histogram(f"atom:{name}", about, bounds, more, model)
+            self.registry.register(found)
+            collectors.append(found)
+            return found
+
+        sizes = powers_1_2_5(config.serve.max_model_len or config.model.max_position)
+        times = REQUEST, FINE_REQUEST
+        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts").labels(model)
+        self.generation_tokens = counter("generation_tokens", "tokens generated").labels(model)
+        self._requests = counter("request_success", "sequences that ended, by reason", "finished_reason")
+        self.http = Counter("atom:http_requests", "answers over HTTP", ("path", "status"), registry=self.registry)
+        self.registry.register(LogCollector())
+        self.tasks = Gauge("atom:event_loop_tasks", "tasks of the HTTP process", registry=self.registry)
+        self.ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", FIRST_TOKEN)
+        self.itl = histogram("inter_token_latency_seconds", "between two events of a sequence", TOKEN, FINE_TOKEN)
+        about = "of a sequence, after its first"
+        self.tpot = histogram("request_time_per_output_token_seconds", about, TOKEN, FINE_TOKEN)
+        self._e2e = histogram("e2e_request_latency_seconds", "from arrival to the last token", *times)
+        about = "from arrival in the engine to admission"
+        self._queue = histogram("request_queue_time_seconds", about, *times)
+        self._prefill = histogram("request_prefill_time_seconds", "from admission to the first token", *times)
+        self._decode = histogram("request_decode_time_seconds", "from the first token to the last", *times)
+        self._inference = histogram("request_inference_time_seconds", "from admission to the last token", *times)
+        self._prompt_size = histogram("request_prompt_tokens", "tokens of a sequence's prompt", sizes)
+        self._output_size = histogram("request_generation_tokens", "tokens of a sequence's answer", sizes)
+        about = "tokens of the longest answer to a prompt"
+        self.longest = histogram("request_max_num_generation_tokens", about, sizes)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a prompt's answers", sizes)
+        self._num_answers = histogram("request_params_n", "answers asked for to a prompt", ANSWERS)
+        self._tenants: list[Tenant] = []
+        if config.serve.http.vllm_metrics:
+            self.registry.register(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
+
+    def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """Have the counts of these tenants rendered too, and of no others."""
+        self._tenants = list(tenants)
+
+    def record_request(self, num_prompt: int, params: Sequence[SamplingParams]) -> None:
+        """Record a request. num_prompt: tokens of all its prompts; params: of each of them."""
+        self.prompt_tokens.inc(num_prompt)
+        for each in params:
+            self._max_tokens.observe(each.max_tokens)
+            self._num_answers.observe(each.n)
+
+    def record_end(self, finish: Finish, num_prompt: int, seconds: float) -> None:
+        """Record the end of a sequence. num_prompt: tokens of its prompt; seconds: since its request arrived."""
+        self.count_ends(finish.reason)
+        self._e2e.observe(seconds)
+        self._queue.observe(finish.queue)
+        self._prefill.observe(finish.prefill)
+        self._decode.observe(finish.decode)
+        self._inference.observe(finish.prefill + finish.decode)
+        self._prompt_size.observe(num_prompt)
+        self._output_size.observe(finish.num_output)
+
+    def count_ends(self, reason: str, num_sequences: int = 1) -> None:
+        self._requests.labels(self._model, reason).inc(num_sequences)
+
+    def render(self, tenant: Tenant) -> bytes:
+        """The metrics for a tenant: of the counts of keys an administrator gets all, others their own."""
+        shown = [each for each in self._tenants if tenant.is_admin or each is tenant]
+        counts = CollectorRegistry(auto_describe=False)
+        if shown:
+            counts.register(TenantCollector(shown))
+        return generate_latest(self.registry) + generate_latest(counts)
+
+
+def powers_1_2_5(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, … up to `most`, as vLLM counts tokens."""
+    return list(takewhile(lambda bound: bound <= most, (step * 10**power for power in range(12) for step in (1, 2, 5))))

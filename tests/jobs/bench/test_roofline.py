@@ -1,0 +1,349 @@
+"""What a step costs at the least, against arithmetic over published configs and limits that others worked out for them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import shutil
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from atom.assemble import cache_kinds
+from atom.compiler import compile_graph
+from atom.config.load import load
+from atom.jobs.bench.roofline import (
+    Attention,
+    Costs,
+    Limits,
+    Product,
+    Work,
+    acts_of,
+    least_seconds,
+    measure_limits,
+    read_costs,
+    share_read,
+    step_work,
+    total,
+    visible_pairs,
+)
+from atom.jobs.bench.workload import Step, recording
+from atom.kernels import Target
+from atom.runtime.kv.cache import KVCache
+from atom.runtime.schedule.data_parallel import DataParallelScheduler, split
+from atom.runtime.schedule.scheduler import Scheduler, finish_reason
+from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
+from atom.sampling_params import SamplingParams
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIZES = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
+         "max_position_embeddings": 40960, "torch_dtype": "bfloat16"}  # fmt: skip
+QWEN3_8B = {**SIZES, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288,
+            "tie_word_embeddings": False}  # fmt: skip
+QWEN3_06B = {**SIZES, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072,
+             "tie_word_embeddings": True}  # fmt: skip
+H200 = Limits(4.47e12, 804e12)
+
+
+@pytest.fixture(scope="module")
+def costs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Costs]]:
+    """The costs of a config.json: a dict, or a name in tests/configs."""
+
+    @functools.cache
+    def read(text: str, *overrides: str) -> dict[str, Costs]:
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(text)
+        return read_costs(compile_graph(load([f"checkpoint={folder}", "level=1", "device=cpu", *overrides])))
+
+    def costs_of(stated: Any, *overrides: str) -> dict[str, Costs]:
+        text = (CONFIGS / f"{stated}.json").read_text() if isinstance(stated, str) else json.dumps(stated)
+        return read(text, *overrides)
+
+    return costs_of
+
+
+def decode(*contexts: int) -> Step:
+    return Step(0.0, array("q", contexts), [], len(contexts))
+
+
+def test_the_bytes_and_operations_of_a_decode_by_hand(costs_of: Any):
+    costs = costs_of(QWEN3_8B)
+    attention = 4096 * 4096 * 2 + 2 * 4096 * 1024
+    matrices = 36 * (attention + 3 * 4096 * 12288) + 151936 * 4096
+    vectors = 36 * (2 * 4096 + 2 * 128) + 4096
+    work = step_work(costs, decode(300, 7))
+    assert work["matrix"] == Work((matrices + vectors) * 2 + 64 * 4, 2 * 2 * matrices), "64 rope frequencies in fp32"
+    assert work["attention"] == Work(307 * 36 * 2 * 8 * 128 * 2, 307 * 36 * 4 * 32 * 128)
+
+
+def test_a_head_is_read_where_a_row_samples_and_a_tied_one_like_any_other(costs_of: Any):
+    costs = costs_of(QWEN3_06B)
+    inside, last = (step_work(costs, Step(0.0, array("q"), [(0, 100)], sampled)) for sampled in (0, 1))
+    matrices = 1024 * 2048 + 3 * 1024 * 3072 + 151936 * 1024  # behind the last attention
+    vectors = 2 * 1024
+    assert last["matrix"].bytes - inside["matrix"].bytes == 2 * (matrices + vectors)
+    assert last["matrix"].flops - inside["matrix"].flops == 2 * matrices
+    assert last["attention"] == inside["attention"]
+
+
+def steps_of(lengths: list[tuple[int, int]]) -> list[Step]:
+    """The steps in which the engine's own scheduler answers all requests, without a model."""
+    scheduler = Scheduler(
+        KVCache([CacheKind("full", 1)], {"full": 1 << 15}, 16, enable_prefix_caching=False),
+        StepLimits(512, 16384, 40960),
+    )
+    for index, (num_in, num_out) in enumerate(lengths):
+        scheduler.add(Sequence(str(index), [0] * num_in, SamplingParams(max_tokens=num_out, ignore_eos=True)))
+    with recording(SimpleNamespace(scheduler=scheduler)) as record:  # type: ignore[arg-type]
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            num_sampled = sum(row.samples for row in plan.rows)
+            sampled = Sampled([0] * num_sampled, [None] * num_sampled)
+            scheduler.commit(plan, sampled, lambda sequence: finish_reason(sequence, 40960))
+    assert [len(times) for times in record.times().values()] == [num_out for _, num_out in lengths]
+    return record.steps
+
+
+def uniform(num: int) -> list[tuple[int, int]]:
+    draw = random.Random(0)
+    return [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(num)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("model", "lengths", "what", "stated", "tolerance"),
+    [
+        (QWEN3_8B, [(128, 256)], "output", 295, 0.01),
+        (QWEN3_8B, [(1024, 256)] * 32, "output", 4676, 0.01),
+        (QWEN3_8B, [(1024, 256)] * 128, "output", 7500, 0.02),
+        (QWEN3_8B, [(8192, 1)] * 8, "input", 49300 * 1.021, 0.01),  # of 36 layers the last one's mlp for few tokens
+        (QWEN3_06B, [(128, 512)], "output", 3660, 0.02),
+        (QWEN3_06B, uniform(256), "output", 38000, 0.05),  # by other lengths of the same distribution
+    ],
+)
+def test_the_limits_of_one_h200(
+    model: Any, lengths: list[tuple[int, int]], what: str, stated: float, tolerance: float, costs_of: Any
+):
+    costs, steps = costs_of(model), steps_of(lengths)
+    seconds = sum(H200.seconds(total(step_work(costs, step).values())) for step in steps)
+    num_tokens = sum(num_in if what == "input" else num_out for num_in, num_out in lengths)
+    assert num_tokens / seconds == pytest.approx(stated, rel=tolerance)
+
+
+def test_rows_behind_the_end_of_their_sequence_are_no_work():
+    cache = KVCache([CacheKind("full", 1)], {"full": 64}, 16, enable_prefix_caching=False)
+    scheduler = Scheduler(cache, StepLimits(4, 64, 64))
+    sequences = [Sequence(id, [0] * 5, SamplingParams(max_tokens=9, ignore_eos=True)) for id in "ab"]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    with recording(SimpleNamespace(scheduler=scheduler)) as record:  # type: ignore[arg-type]
+        for _ in range(2):
+            plan = scheduler.schedule()
+            if record.steps:
+                scheduler.abort("a")
+            scheduler.commit(plan, Sampled([0, 0], [None, None]), lambda sequence: None)
+    assert [(list(step.decodes), step.chunks, step.num_sampled) for step in record.steps] == [
+        ([], [(0, 5), (0, 5)], 2),
+        ([6], [], 1),
+    ]
+    assert [len(times) for times in record.times().values()] == [1, 2]
+
+
+def test_groups_compute_at_the_same_time_and_the_fullest_takes_longest(costs_of: Any):
+    caches = [KVCache([CacheKind("full", 1)], {"full": 64}, 16, enable_prefix_caching=False) for _ in range(2)]
+    scheduler = DataParallelScheduler([Scheduler(cache, StepLimits(4, 64, 64)) for cache in caches])
+    for id, length in (("a", 30), ("b", 10), ("c", 9)):
+        scheduler.add(Sequence(id, [0] * length, SamplingParams(max_tokens=3, ignore_eos=True)))
+    with recording(SimpleNamespace(scheduler=scheduler)) as record:  # type: ignore[arg-type]
+        for _ in range(2):
+            plan = scheduler.schedule()
+            counts = [len(part.rows) for part in split(plan, 2)]
+            first, second = (Sampled([0] * count, [None] * count) for count in counts)
+            scheduler.commit(plan, replace(first, others=[second]), lambda sequence: None)
+    assert [len(times) for times in record.times().values()] == [2, 2, 2]
+    costs = costs_of(QWEN3_06B)
+    for step, parts in zip(record.steps, ([[30], [10, 9]], [[31], [11, 10]]), strict=True):
+        found = [sorted([*group.decodes, *(length for _, length in group.chunks)]) for group in step.groups]
+        assert sorted(found) == sorted(map(sorted, parts)) and step.num_tokens == sum(g.num_tokens for g in step.groups)
+        each = [H200.seconds(total(step_work(costs, group).values())) for group in step.groups]
+        assert least_seconds(costs, step, H200) == max(each) > min(each)
+
+
+def test_experts_are_read_as_far_as_rows_are_expected_to_choose_them(costs_of: Any):
+    costs = costs_of("qwen3_30b_a3b")
+    dense = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048) + 151936 * 2048
+    vectors = 48 * (2 * 2048 + 2 * 128) + 2048
+    expert = 48 * 3 * 768 * 2048
+    for num_rows, num_read in [(1, 8.0), (2, 8 + 8 * 120 / 128), (4096, 128.0)]:
+        work = step_work(costs, decode(*[1] * num_rows))["matrix"]
+        assert work.bytes == pytest.approx(2 * (dense + vectors + expert * num_read) + 64 * 4, rel=1e-12)
+        assert work.flops == pytest.approx(2 * num_rows * (dense + 8 * expert), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "parts", "num_rows", "expected"),
+    [
+        (2, 1, 2, 1, 1.0),
+        (4, 2, 2, 1, 2 / 3),  # both in one part: 2 of the 6 pairs
+        (128, 8, 1, 1, 8 / 128),
+        (128, 8, 2, 1, 5.05 * 2 / 128),  # means of the largest of hypergeometric counts
+        (128, 8, 4, 1, 3.49 * 4 / 128),
+        (128, 8, 8, 1, 2.54 * 8 / 128),
+        (128, 8, 4, 1000, 1.0),
+    ],
+)
+def test_of_experts_in_parts_the_busiest_counts(
+    num_experts: int, top_k: int, parts: int, num_rows: int, expected: float
+):
+    assert share_read(top_k / num_experts, num_experts, parts, num_rows) == pytest.approx(expected, rel=0.04)
+
+
+def test_a_layer_with_shared_and_chosen_experts_has_both(costs_of: Any):
+    products = [each for costs in costs_of("deepseek_v3").values() for each in costs.products]
+    chosen = [each for each in products if each.share < 1]
+    assert Counter((each.shape, each.share) for each in chosen) == {
+        ((256, 4096, 7168), 8 / 256): 58,
+        ((256, 7168, 2048), 8 / 256): 58,
+    }, "of all layers but the first three"
+    assert Counter(each.shape for each in products if each.share == 1)[(4096, 7168)] == 58, "the shared one"
+
+
+def test_latents_are_seen_absorbed_by_decodes_and_expanded_by_prompts(costs_of: Any):
+    ((attention, num_layers),) = Counter(costs_of("deepseek_v3")["body"].attention).items()
+    assert num_layers == 61
+    assert attention.num_bytes == (512 + 64) * 2
+    assert attention.decode_flops == 2 * 128 * ((512 + 64) + 512)
+    assert attention.prefill_flops == 2 * 128 * ((128 + 64) + 128)
+
+
+def test_latents_in_fp8_are_fewer_bytes_and_as_many_operations(costs_of: Any):
+    plain, packed = (costs_of("deepseek_v3", *way)["body"].attention[0] for way in ([], ["quant.kv=fp8"]))
+    assert packed.num_bytes == 512 + 64 * 2
+    assert (packed.decode_flops, packed.prefill_flops) == (plain.decode_flops, plain.prefill_flops)
+
+
+def test_the_products_of_a_layer_are_in_the_order_of_the_text(costs_of: Any):
+    costs = costs_of(QWEN3_8B)
+    layer = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
+    assert [each.shape for each in costs["body"].products] == layer * 35 + layer[:1]
+    assert [each.shape for each in costs["head"].products] == [*layer[1:], (151936, 4096)]
+
+
+def test_what_latents_are_multiplied_with_is_read_once_a_layer(costs_of: Any):
+    attention, num_kv_b = costs_of("deepseek_v3")["body"].attention[0], 128 * (128 + 128) * 512
+    one, two = attention.work(decode(9)), attention.work(decode(9, 9))
+    assert one.bytes == 9 * 1152 + 2 * num_kv_b, "unpacked to bf16"
+    assert two.bytes - one.bytes == 9 * 1152
+    assert one.flops == 9 * attention.decode_flops + 2 * num_kv_b
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["qwen3_8b", "gpt_oss_20b", "deepseek_v3"])
+def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
+    """Which has other ops, since some are several in one."""
+    shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
+    config = load([f"checkpoint={tmp_path}", "level=1", "device=cpu"])
+    gpu = Target("cuda", frozenset({"nvidia", "sm_90"}))
+    graphs = compile_graph(config), compile_graph(config, target=gpu)
+    called = [{node.target for node in graph.programs["body"].nodes} for graph in graphs]
+    assert called[0] != called[1]
+    step = Step(0.0, array("q", [300, 7]), [(0, 100), (16, 5)], 3)
+    first, second = (step_work(read_costs(graph), step) for graph in graphs)
+    assert first["attention"].bytes > 0 and first["attention"] == second["attention"]
+    assert first["matrix"].bytes == second["matrix"].bytes
+    assert first["matrix"].flops == second["matrix"].flops + second["matrix"].fp8, "which a CPU multiplies unpacked"
+
+
+def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):
+    shutil.copy(CONFIGS / "gpt_oss_20b.json", tmp_path / "config.json")
+    graph = compile_graph(load([f"checkpoint={tmp_path}"]), target=Target("cuda", frozenset({"nvidia", "sm_90"})))
+    products = [product for each in read_costs(graph).values() for product in each.products]
+    up, down = ([each for each in products if each.shape == (32, rows, 2880)] for rows in (5760, 2880))
+    assert len(up) == len(down) == 24
+    for each, rows in ((up[0], 5760), (down[0], 2880)):
+        num_bytes = 32 * rows * (2880 // 2 + 2880 // 32 + 2)  # values, scales, a bias in bf16
+        assert each.num_bytes == num_bytes
+        assert each.work(1).bytes == pytest.approx(num_bytes * 4 / 32)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("quant", "act"), [("fp8", "fp8"), ("fp8_block", "fp8"), ("int8", "int8"), ("int4", "flops")])
+def test_operations_count_as_those_of_the_numbers_that_are_multiplied(quant: str, act: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    asked = ["quant.act=int8"] if act == "int8" else []
+    target = Target("cuda", frozenset({"nvidia", "sm_90"}))
+    costs = read_costs(compile_graph(load([f"checkpoint={tmp_path}", f"quant={quant}", *asked]), target=target))
+    assert acts_of(costs) == {act} - {"flops"}
+    work = total(each.work(10) for each in costs.values())
+    layers = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    head = 4096 * 151936  # in bf16
+    counted = Counter({act: 2 * 10 * layers}) + Counter(flops=2 * 10 * head)
+    assert work._replace(bytes=0) == Work(**counted)
+
+
+def test_a_window_bounds_what_is_read_and_seen(costs_of: Any):
+    assert [each.window for each in costs_of("gpt_oss_20b")["body"].attention] == [128, None] * 12
+    attention = Attention(window=10, num_bytes=3, decode_flops=5, prefill_flops=7)
+    assert attention.work(decode(4, 10, 25)) == Work((4 + 10 + 10) * 3, (4 + 10 + 10) * 5)
+    step = Step(0.0, array("q"), [(0, 6), (20, 4)], 0)
+    assert attention.work(step) == Work((6 + 13) * 3, (21 + 40) * 7), "four queries see 13 tokens together"
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 1000])
+@pytest.mark.parametrize(("start", "num_tokens"), [(0, 1), (0, 17), (3, 4), (5, 30), (6, 1), (7, 9), (100, 3)])
+def test_visible_pairs_are_those_of_each_query(start: int, num_tokens: int, window: int):
+    counted = sum(min(position + 1, window) for position in range(start, start + num_tokens))
+    assert visible_pairs(start, num_tokens, window) == counted
+
+
+def test_reading_and_computing_overlap():
+    limits = Limits(bandwidth=10.0, flops=100.0)
+    assert limits.seconds(Work(50.0, 100.0)) == 5.0
+    assert limits.seconds(Work(10.0, 300.0)) == 3.0
+    assert limits.seconds(Work(10.0, 300.0, fp8=100.0, int8=100.0)) == 5.0, "at the rate of others: not measured"
+    assert Limits(10.0, 100.0, fp8=400.0).seconds(Work(10.0, 300.0, fp8=400.0)) == 4.0
+    assert Limits(10.0, 100.0, fp8=400.0).of_each(2) == Limits(5.0, 50.0, 200.0)
+
+
+def test_a_program_without_rows_costs_nothing():
+    costs = Costs(num_bytes=10, products=[Product((5, 10), 100, 50), Product((4, 2, 5), 80, 40, share=1 / 4)])
+    assert costs.work(0) == Work(0, 0)
+    assert costs.work(1) == Work(10 + 100 + 20, 2 * (50 + 10))
+    assert total([]) == Work(0, 0)
+    assert total([Work(1, 2), Work(3, 4)]) == Work(4, 6)
+
+
+@pytest.mark.usefixtures("quick_limits")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_this_machine_has_limits(dtype: str):
+    limits = measure_limits("cpu", dtype, ["fp8", "int8"])
+    assert limits.measured().keys() == {"bandwidth", "flops", "fp8", "int8"}
+    assert limits.flops <= min(limits.fp8 or 0.0, limits.int8 or 0.0) < 1e15
+    assert 1e8 < limits.bandwidth < 1e13
+    assert 1e6 < limits.flops < 1e15
+
+
+@pytest.mark.usefixtures("quick_limits")
+@pytest.mark.parametrize(("dtype", "flops"), [("bf16", 5.0), ("fp32", 5.0), ("fp16", 7.0)])
+def test_a_cpu_that_is_slow_with_16_bits_multiplies_in_float32(
+    dtype: str, flops: float, monkeypatch: pytest.MonkeyPatch
+):
+    rates = {torch.bfloat16: 1.0, torch.float32: 5.0, torch.float16: 7.0}
+    monkeypatch.setattr("atom.jobs.bench.roofline.measure_products", lambda device, dtype, multiply: rates[dtype])
+    assert measure_limits("cpu", dtype).flops == flops
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "deepseek_v3"])
+def test_kv_bytes_are_those_of_the_pool(name: str, tmp_path: Path):
+    shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
+    graph = compile_graph(load([f"checkpoint={tmp_path}", "level=0"]))
+    attention = read_costs(graph)["body"].attention
+    assert sum(each.num_bytes for each in attention) == sum(kind.bytes_per_token for kind in cache_kinds(graph))

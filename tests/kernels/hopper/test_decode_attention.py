@@ -1,0 +1,194 @@
+"""Decodes over fp8 on Hopper: when the kernel is chosen, that it compiles, and on such a GPU what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.checks import relative_error
+from kernels.compiling import compile_for_hopper
+from kernels.paged import KIND, Case, change, make_case, move, reference, widen
+from kernels.triton.attention.test_norm_rope_attention import make_case as make_newest
+
+from atom.graph import ops
+from atom.kernels.triton.attention.decode import suits_hopper
+from atom.kernels.triton.attention.paged import NormRopeAttention, PagedAttention
+from atom.kernels.triton.gpu import Gpu
+
+FP8 = torch.float8_e4m3fn
+H200 = Gpu(132, 227 << 10, (9, 0))
+
+
+def is_chosen(gpu: Gpu = H200, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype = FP8, dim: int = 128,
+              heads: int = 8, queries: int = 1, block_size: int = 16, offset: int = 0) -> bool:  # fmt: skip
+    shape = torch.Size((3, block_size, 2, 2, dim))
+    cache = torch.zeros(shape.numel() + offset, dtype=cache_dtype)[offset:].view(shape)
+    return suits_hopper(gpu, torch.zeros(1, heads, dim, dtype=dtype), cache, queries)
+
+
+PLAIN: dict[str, Any] = {"cache_dtype": torch.bfloat16, "heads": 16}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"heads": 2}, {"heads": 64}, {"heads": 16, "queries": 4}, {"block_size": 256}, {"block_size": 48},
+        PLAIN, PLAIN | {"heads": 8, "queries": 2}, PLAIN | {"dtype": torch.float16, "cache_dtype": torch.float16},
+    ],
+)  # fmt: skip
+def test_it_takes(given: dict[str, Any]):
+    assert is_chosen(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"dtype": torch.float16},
+        {"dtype": torch.float32, "cache_dtype": torch.float32}, {"cache_dtype": torch.float16}, {"dim": 64},
+        PLAIN | {"dim": 64}, PLAIN | {"dim": 256}, {"heads": 66}, {"heads": 16, "queries": 5}, {"block_size": 24},
+        {"offset": 8}, PLAIN | {"heads": 14},
+    ],
+)  # fmt: skip
+def test_it_leaves_to_the_other_kernel(given: dict[str, Any]):
+    assert not is_chosen(**given)
+
+
+COMPILE = """
+import torch, triton
+from kernels.compiling import use_hopper
+from atom.kernels.triton.attention import decode
+from atom.kernels.hopper import decode_attention as decode_hopper
+from kernels.hopper.test_decode_attention import FP8, H200
+
+class Compile:
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        def compile(*args, **options):
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            ptx = made.asm["ptx"]
+            assert ptx.count("wgmma.mma_async") == 16 and ".local" not in ptx
+            assert options["maxnreg"] * 128 * tiling.programs_per_unit <= 65536
+            assert queries > 1 or (made.metadata.shared + 1024) * tiling.programs_per_unit <= 228 << 10
+            if dtype == FP8:
+                assert ptx.count("ld.shared.v4.b32") >= 4, "a thread reads 16 bytes of a key at once"
+            print("compiled")
+        return compile
+
+use_hopper()
+decode.find_gpu = decode_hopper.find_gpu = lambda device: H200
+decode_hopper._decode = Compile(decode_hopper._decode)
+numbers, angle, scale = torch.zeros(9, 9, dtype=torch.int32), torch.zeros(4, 32), torch.ones(1)
+for dtype, queries, window, sinks in (
+    (FP8, 1, None, None), (FP8, 4, 100, scale), (torch.bfloat16, 1, 100, scale), (torch.bfloat16, 4, None, None),
+):
+    q, cache = torch.zeros(4 * queries, 64, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 2, 8, 128).to(dtype)
+    scales = (scale, scale) if dtype == FP8 else (None, None)
+    newest = None
+    if queries == 1 and dtype != FP8:
+        newest = decode.Newest(q[:, :8], q[:, :8], angle, angle, q[0, 0], q[0, 0], numbers[0].long(), 1e-6, False)
+    tiling = decode_hopper.choose(cache.element_size())
+    args = q, cache, numbers, numbers[0], 4, sinks, *scales, torch.empty_like(q), 0.1, window, None, newest, queries
+    decode.Decode()(*args)
+"""
+
+
+@pytest.mark.slow
+def test_it_compiles_for_such_a_gpu():
+    done = compile_for_hopper(COMPILE)
+    assert done.stdout.split() == ["compiled"] * 4
+    assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
+
+
+IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+
+
+def run(case: Case, query_len: int = 1, scales: torch.Tensor | None = None, **attributes: Any) -> torch.Tensor:
+    """Decodes alone, three times with the same memory; scales: of keys and values, where entries are in fp8."""
+    blocks = case.cache.blocks if scales is None else (case.cache.blocks / scales.view(2, 1, 1)).to(FP8)
+    case = change(case, blocks, num_decodes=len(case.batch.lengths), query_len=query_len)
+    attend, pair = PagedAttention(), (None, None) if scales is None else scales.split(1)
+    outs = [attend(*case, *pair, **attributes) for _ in range(3)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    return outs[0].cpu()
+
+
+def expected(case: Case, scales: torch.Tensor | None = None, **attributes: Any) -> torch.Tensor:
+    """In float32 over the numbers that the cache holds."""
+    if scales is None:
+        return reference(case, wide=True, **attributes)
+    by = scales.cpu().view(2, 1, 1)
+    return reference(
+        change(case, (case.cache.blocks.nan_to_num().float() / by).to(FP8).float() * by), wide=True, **attributes
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
+class TestOnHopper:
+    @pytest.fixture(params=["fp8", "bf16"])
+    def scales(self, request: pytest.FixtureRequest) -> torch.Tensor | None:
+        return torch.tensor([0.7, 1.3], device="cuda") if request.param == "fp8" else None
+
+    @pytest.mark.parametrize(("kv_heads", "group", "block_size"), [(2, 4, 48), (3, 9, 32), (1, 32, 16)])
+    @pytest.mark.parametrize("window", [None, 1, 100])
+    @pytest.mark.parametrize("softcap", [None, 2.0])
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_lengths_around_the_ends_of_tiles(
+        self, scales, kv_heads, group, block_size, window, softcap, has_sinks, monkeypatch
+    ):
+        from atom.kernels.hopper import decode_attention as decode_hopper
+
+        calls, launch = [], decode_hopper.decode
+        monkeypatch.setattr(decode_hopper, "decode", lambda *args: (calls.append(args), launch(*args)))
+        lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 2000]
+        group = group if scales is not None else max(group, 8)
+        case = make_case(lengths, kv_heads=kv_heads, heads=kv_heads * group, dim=128, block_size=block_size,
+                         window=window, dtype=torch.bfloat16, has_sinks=has_sinks)  # fmt: skip
+        attributes = {"scale": 0.1, "window": window, "softcap": softcap}
+        out = run(move(case, "cuda"), scales=scales, **attributes)
+        assert len(calls) == 3
+        assert relative_error(out, expected(case, scales, **attributes)) < 0.004
+
+    @pytest.mark.parametrize("window", [None, 70])
+    @pytest.mark.parametrize("queries", [2, 4, 8])
+    def test_several_queries_see_what_is_before_each(self, scales, queries, window):
+        """A sequence of several queries is what a chunk of a prompt is."""
+        prefills = [(queries, length) for length in (queries, 64, 66, 129, 700, 3000)]
+        case = make_case((), prefills, kv_heads=2, heads=8, dim=128, window=window, dtype=torch.bfloat16)
+        out = run(move(case, "cuda"), queries, scales, scale=0.1, window=window)
+        assert relative_error(out, expected(case, scales, scale=0.1, window=window)) < 0.004
+
+    @pytest.mark.parametrize("lengths", [[40000], [30000, 5, 1], [1] * 300, [900] * 129])
+    def test_long_ones_and_many_are_cut_up(self, scales, lengths):
+        case = make_case(lengths, kv_heads=2, heads=16, dim=128, dtype=torch.bfloat16)
+        assert relative_error(run(move(case, "cuda"), 1, scales, scale=0.1), expected(case, scales, scale=0.1)) < 0.004
+
+    def test_a_sequence_of_no_positions_gives_zeros(self, scales):
+        case = make_case([70, 9, 200], kv_heads=2, heads=16, dim=128, dtype=torch.bfloat16)
+        case.batch.lengths[1] = 0
+        out = run(move(case, "cuda"), 1, scales, scale=0.1)
+        assert not out[1].any() and out[0].any() and out.isfinite().all()
+
+    @pytest.mark.parametrize(("kv_heads", "group", "turned"), [(2, 8, 128), (1, 9, 64), (3, 8, 0), (1, 32, 128)])
+    @pytest.mark.parametrize(("window", "has_sinks", "has_norm"), [(None, False, True), (70, True, False)])
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_the_newest_is_written_and_attended_to(
+        self, kv_heads, group, turned, window, has_sinks, has_norm, interleaved
+    ):
+        lengths = [1, 2, 16, 17, 64, 65, 66, 129, 2000]
+        case = make_newest(lengths, kv_heads=kv_heads, heads=kv_heads * group, dim=128, turned=turned, window=window,
+                           has_norm=has_norm, has_sinks=has_sinks, dtype=torch.bfloat16)  # fmt: skip
+        attributes = {"scale": 0.1, "window": window, "eps": 1e-6, "interleaved": interleaved}
+        wide = widen(case)
+        truth = ops.norm_rope_attention.body(*wide, **attributes)
+        slots = case.batch.slot_mappings[KIND]
+        for _ in range(2):
+            own = move(change(case, case.cache.blocks.clone()), "cuda")
+            out = NormRopeAttention()(*own, **attributes)
+            assert relative_error(out.cpu(), truth) < 0.01
+            after, before = own.cache.blocks.cpu().flatten(0, 1), case.cache.blocks.flatten(0, 1).clone()
+            assert relative_error(after[slots], wide.cache.blocks.flatten(0, 1)[slots]) < 0.004
+            after[slots] = before[slots] = 0
+            assert torch.equal(after.nan_to_num(7), before.nan_to_num(7))

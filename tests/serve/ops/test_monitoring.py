@@ -1,0 +1,91 @@
+"""What a server tells of itself; health, metrics and drafts have files of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import wire
+from serving import Start
+
+from atom.config.load import load
+from atom.serve.app import create_app
+from atom.serve.context import Context
+from atom.serve.engine.replicas import Replicas
+from atom.serve.ops.metrics import Metrics
+from atom.serve.ops.monitoring import describe_config, list_formats
+
+
+def test_ping_says_what_health_says_and_load_counts_sequences(start_server: Start):
+    server = start_server(stub={"step_seconds": 0.01})
+    for method in ("GET", "POST"):
+        assert wire.ask(server.url, method, "/ping")[::2] == wire.ask(server.url, "GET", "/health")[::2]
+    assert wire.ask(server.url, "GET", "/load").json == {"server_load": 0}
+    stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 4000, "n": 3})
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/load").json == {"server_load": 3})
+    stream.close()
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/load").json == {"server_load": 0})
+
+
+def test_server_info_shows_the_configuration_without_keys(start_server: Start, tmp_path: Path):
+    (tmp_path / "keys.yaml").write_text("ops: {key: sesame, admin: true}")
+    server = start_server(f"serve.http.api_keys=@{tmp_path}/keys.yaml", "serve.max_num_seqs=7", stub={})
+    headers = {"authorization": "Bearer sesame"}
+    answer = wire.ask(server.url, "GET", "/server_info?config_format=json", headers=headers)
+    told = answer.json["vllm_config"]
+    assert (told["serve"]["max_num_seqs"], told["serve"]["http"]["api_keys"]) == (7, f"@{tmp_path}/keys.yaml")
+    text = wire.ask(server.url, "GET", "/server_info", headers=headers).json["vllm_config"]
+    assert isinstance(text, str) and "'max_num_seqs': 7" in text
+    assert "sesame" not in answer.body.decode() + text
+    assert wire.ask(server.url, "GET", "/server_info?config_format=xml", headers=headers).status == 400
+
+
+def test_keys_that_are_in_the_configuration_itself_are_hidden():
+    shown = describe_config(load(["serve.http.api_keys=sesame"]))
+    assert shown["serve"]["http"]["api_keys"] == "***" and "sesame" not in str(shown)
+
+
+def version(device: str, gpus: str = "") -> dict[str, Any]:
+    """What /version answers, where the engine has told these GPUs."""
+
+    async def ask() -> dict[str, Any]:
+        engines = Replicas(load([f"device={device}"]))
+        engines[0].client.gpus = gpus
+        context = Context(load([f"device={device}"]), engines, Metrics(engines))
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(context, ())), base_url="http://a"
+        ) as http:
+            told: dict[str, Any] = (await http.get("/version")).json()
+        context.close()
+        return told
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("gpus", ["", "2 x A GPU"], ids=["loading", "ready"])
+def test_the_version_names_the_gpus_once_the_engine_has(gpus: str):
+    told = version("cuda", gpus)
+    assert (told["device"], told["hardware"]) == ("cuda", gpus)
+
+
+def test_the_version_names_the_formats_of_weights(tmp_path: Path):
+    config = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    stated = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    described = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "max_position_embeddings": 99, **config}
+    (tmp_path / "config.json").write_text(json.dumps({**described, "quantization_config": stated}))
+    for overrides, expected in {(): ["awq_int4"], ("quant=none",): []}.items():
+        assert list_formats(load([f"checkpoint={tmp_path}", *overrides])) == expected
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    for overrides, expected in {(): [], ("quant=fp8",): ["fp8"]}.items():
+        assert list_formats(load([f"checkpoint={tmp_path}", *overrides])) == expected
+    assert version("cpu")["weights"] == ["q4_1", "q8_0"], "the embedded model's"
+
+
+def test_the_version_names_the_processor_where_the_engine_runs_on_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atom.serve.ops.monitoring.describe_cpus", lambda: "8 x A CPU")
+    told = version("cpu")
+    assert (told["device"], told["hardware"]) == ("cpu", "8 x A CPU")

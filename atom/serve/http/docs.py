@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 def routes(openapi: Callable[[], Schema]) -> APIRouter:
     """openapi: gives the schema of all routes; called at the first request."""
     router = APIRouter(tags=["page"])
-    text = resources.files("atom.serve").joinpath("docs.html").read_text("utf-8")
+    text = resources.files("atom.serve.http").joinpath("docs.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True).from_string(text)
 
     @router.get("/docs", response_class=HTMLResponse)

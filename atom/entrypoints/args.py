@@ -141,7 +141,7 @@ def read_speculative(text: str) -> list[str]:
         if name not in SPECULATIVE:
             hint = did_you_mean(name, SPECULATIVE)
             known = ", ".join(SPECULATIVE)
-            raise ConfigError(f"--speculative-config: there is no such field {name}{hint}; there are: {known}")
+            raise ConfigError(f"--speculative-config: there is no such field {name}{hint} (known: {known})")
     if isinstance(stated.get("method"), str):
         stated["method"] = read_method(stated["method"])
     return [override(SPECULATIVE[name], value) for name, value in stated.items()]
@@ -157,11 +157,11 @@ class EngineArgs:
     dtype: str | None = flag(
         "dtype", "of weights and activations: bf16, fp16, fp32 or auto, the checkpoint's", of=(VLLM,)
     )
-    device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one", of=(VLLM,))
+    device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU if there is one", of=(VLLM,))
     seed: int | None = flag("seed", "of what is drawn", of=(VLLM,))
     tensor_parallel_size: int | None = flag("parallel.tensor", "ranks that a layer is divided among", "-tp")
     pipeline_parallel_size: int | None = flag("parallel.pipeline", "stages that layers are divided into", "-pp")
-    data_parallel_size: int | None = flag("parallel.replicas", "engines behind one server", "-dp")
+    data_parallel_size: int | None = flag("parallel.replicas", "engines of one server", "-dp")
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
     enable_prefix_caching: bool | None = flag(
         "serve.enable_prefix_caching",
@@ -247,7 +247,7 @@ class EngineArgs:
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every flag to the parser, under its name with - and with _, in groups by what it sets."""
         groups = {title: parser.add_argument_group(title) for title in TITLES}
-        about = "any fields of the configuration, put behind what the flags say"
+        about = "any fields of the configuration, applied after the flags"
         add_flag(parser, "set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE", help=about)
         for name, kind, flag in cls.flags():
             options: dict[str, Any] = {"metavar": "N" if kind in (int, float) else "TEXT", "type": flag.read or kind}
@@ -431,7 +431,7 @@ def refuse_value(name: str, value: Any, flag: Flag) -> UnsupportedError:
     if isinstance(value, bool):
         return UnsupportedError(f"--{'' if value else 'no-'}{name}: {flag.about}; leave it out")
     taken = ", ".join(map(spelled, flag.accepted))
-    return UnsupportedError(f"--{name}={spelled(value)}: {flag.about}; there is: {taken}")
+    return UnsupportedError(f"--{name}={spelled(value)}: {flag.about} (supported: {taken})")
 
 
 def describe(flag: Flag) -> str:
@@ -448,9 +448,9 @@ def describe(flag: Flag) -> str:
     else:
         (default,), is_only = flag.accepted, True
     if isinstance(default, bool):
-        return f"{flag.about} (not built yet)" if is_only else flag.about
+        return f"{flag.about} (not supported)" if is_only else flag.about
     words = flag.null if default in (None, [], "") else spelled(default)
-    return f"{flag.about} (default: {words}{'; others are not built yet' if is_only else ''})"
+    return f"{flag.about} (default: {words}{'; others are not supported' if is_only else ''})"
 
 
 def open_lists(texts: Sequence[str]) -> tuple[str, ...]:

@@ -32,11 +32,11 @@ from atom.sampling_params import SamplingParams
 
 REFUSED = {  # method of vLLM's class -> what to use instead
     "beam_search": "there is no beam search; SamplingParams(n=…) draws several answers",
-    "classify": "classifiers are not built; embed returns embeddings",
+    "classify": "classifiers are not supported; embed returns embeddings",
     "collective_rpc": "there is nothing to call in workers; llm_engine is the engine",
     "encode": "write embed",
     "get_metrics": "read llm_engine.metrics",
-    "reward": "reward models are not built; embed returns embeddings",
+    "reward": "reward models are not supported; embed returns embeddings",
 }
 
 

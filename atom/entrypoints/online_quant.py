@@ -23,7 +23,7 @@ def write_online_quant(text: str) -> list[str]:
     stated = read_object(f"{FLAG}={text}", text)
     for name in stated:
         if name not in FIELDS:
-            raise ConfigError(f"{FLAG}: there is no {name}{did_you_mean(name, FIELDS)}; there is: {', '.join(FIELDS)}")
+            raise ConfigError(f"{FLAG}: there is no {name}{did_you_mean(name, FIELDS)} (known: {', '.join(FIELDS)})")
     excluded = stated.get("exclude_layer") or []
     plain = [name for name in ([excluded] if isinstance(excluded, str) else excluded) if name not in UNPACKED]
     texts = [override("quant.fmt", format_of(stated["global_quant_config"]))] if "global_quant_config" in stated else []
@@ -34,7 +34,7 @@ def write_online_quant(text: str) -> list[str]:
 
 def format_of(name: Any) -> str:
     if name not in FORMATS:
-        raise ConfigError(f"{FLAG}: there is no format {name}; there is: {', '.join(FORMATS)}")
+        raise ConfigError(f"{FLAG}: there is no format {name} (supported: {', '.join(FORMATS)})")
     return FORMATS[name]
 
 

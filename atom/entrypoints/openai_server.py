@@ -39,7 +39,7 @@ class ServerArgs(VLLMArgs):
 
     host: str | None = flag("serve.http.host", "address to listen on")
     port: int | None = vllm_flag(
-        "serve.http.port", "the same as --server-port, beside which it is ROCm/ATOM's of an engine: none listens here"
+        "serve.http.port", "the same as --server-port; next to it, ROCm/ATOM's engine port, unused here"
     )
     server_port: int | None = flag("serve.http.port", "of HTTP; 0: a free one", of=(ROCM,))
     root_path: str | None = vllm_flag(

@@ -64,7 +64,7 @@ VLLM_REFUSED = {
         cpu-offload-params offload-backend offload-group-size offload-num-in-group offload-prefetch-step
         offload-params""",
     "weights stay what they are while an engine runs; leave it out": "weight-transfer-config",
-    "--enable-sleep-mode needs nothing beside it; leave it out": """
+    "--enable-sleep-mode needs nothing else; leave it out": """
         enable-cumem-allocator sleep-mode-backend sleep-mode-offload-cudagraph sleep-preserve-parameter-names
         enable-nccl-comm-suspend""",
     "llguidance is the one library for grammars; leave it out": """
@@ -77,7 +77,7 @@ VLLM_REFUSED = {
         data-parallel-size-local -dpl data-parallel-address -dpa data-parallel-rpc-port -dpp data-parallel-backend -dpb
         data-parallel-hybrid-lb -dph data-parallel-external-lb -dpe ray-workers-use-nsight worker-cls
         worker-extension-cls""",
-    "--data-parallel-size puts engines behind one server, which restarts them; leave it out": """
+    "--data-parallel-size runs several engines in one server, which restarts them; leave it out": """
         data-parallel-multi-port-external-lb -dpm data-parallel-supervisor-port dp-supervisor-probe-interval-s
         dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold dp-sync-interval enable-fault-tolerance
         fault-tolerance-config""",
@@ -92,19 +92,19 @@ VLLM_REFUSED = {
         disable-nccl-for-dp-synchronization ubatch-size enable-elastic-ep elastic-ep-max-dp-size""",
     "whether blocks are swapped follows from --swap-space; leave it out": "preemption-mode",
     "--swap-space keeps KV in host memory; leave it out": "kv-offloading-size kv-offloading-backend",
-    "prefixes are told apart by a hash and compared on a hit; leave it out": "prefix-caching-hash-algo",
+    "prefixes are looked up by a hash and compared on a hit; leave it out": "prefix-caching-hash-algo",
     "prefixes are shared in blocks of --block-size tokens; leave it out": "prefix-match-unit",
     "the prefix cache keeps what was used last; leave it out": "prefix-cache-retention-interval swa-bounded-replay",
     "the KV of every layer has the dtype of --kv-cache-dtype; leave it out": "kv-cache-dtype-skip-layers",
     "no KV leaves its engine; leave it out": """
         kv-transfer-config kv-events-config kv-sharing-fast-prefill""",
-    "models with such a state are not built; leave it out": """
+    "models with such a state are not supported; leave it out": """
         mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size mamba-backend mamba-cache-mode
         mamba-cache-philox-rounds enable-mamba-cache-stochastic-rounding mamba-ssu-algorithm
         enable-mamba-shared-prefix-checkpoint enable-mamba-fine-grained-prefix-cache use-replayssm replayssm-buffer-len
         gdn-prefill-backend kda-prefill-backend kda-decode-backend""",
-    "models of this kind are not built; leave it out": "diffusion-config -dc engram-config enable-hc-sp",
-    "the scheduler plans a step by --max-num-batched-tokens and --max-num-seqs alone; leave it out": """
+    "models of this kind are not supported; leave it out": "diffusion-config -dc engram-config enable-hc-sp",
+    "the scheduler plans a step only by --max-num-batched-tokens and --max-num-seqs; leave it out": """
         max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold num-lookahead-slots
         num-scheduler-steps scheduler-cls stream-interval max-num-scheduled-tokens prefill-schedule-interval
         scheduler-reserve-full-isl watermark long-prefill-token-threshold-adaptive""",
@@ -138,7 +138,7 @@ VLLM_REFUSED = {
         log-config-file logging-config log-error-stack disable-access-log-for-endpoints aggregate-engine-logging""",
     "a request says so itself: stream_options.include_usage": "enable-force-include-usage",
     "a request says so itself: return_token_ids": "return-tokens-as-token-ids",
-    "an answer has its text, tokens and log probabilities alone; leave it out": """
+    "an answer has only its text, tokens and log probabilities; leave it out": """
         enable-return-routed-experts return-sampling-mask enable-trace-replay aux-output-config""",
     "answers have no system_fingerprint; leave it out": "fingerprint-mode fingerprint-value",
     "answers bear no watermark; leave it out": "watermark-config",
@@ -149,12 +149,12 @@ VLLM_REFUSED = {
     "calls that tool_choice forces keep to their schema, whatever strict says; leave it out": "tool-strict-level",
     "a request says so itself: tools with tool_choice=none are left out of the prompt": """
         exclude-tools-when-tool-choice-none""",
-    "a chat template is code, and comes from this command line alone: --chat-template": "trust-request-chat-template",
+    "a chat template is code, and comes only from this command line: --chat-template": "trust-request-chat-template",
     "a completion's prompt may be token ids, and return_token_ids gives those of the answer; leave it out": """
         tokens-only enable-scale-out""",
     "there is no API of Cohere's; leave it out": "cohere-format cohere-is-reasoning-model",
     "a few threads render and tokenize; leave it out": "renderer-num-workers",
-    "the server speaks HTTP alone; leave it out": "grpc grpc-port",
+    "the server speaks only HTTP; leave it out": "grpc grpc-port",
     "/docs asks no other host for anything; leave it out": "enable-offline-docs",
     "every path but /health and /ping needs a key where --api-key is set; leave it out": "disable-fastapi-docs",
     "pages of --allowed-origins may send every method and header, and no cookies; leave it out": """
@@ -178,7 +178,7 @@ ROCM_REFUSED = {  # those of November 2026 that vLLM has not
     "a sequence's KV is not divided; leave it out": "dcp-config",
     "the KV of every layer has the dtype of --kv-cache-dtype; leave it out": "index-cache-dtype",
     "attention takes the tokens of a step at once: write --max-num-batched-tokens": "attn-prefill-chunk-size",
-    "models with such a state are not built; leave it out": """
+    "models with such a state are not supported; leave it out": """
         state-checkpoint-interval-tokens state-checkpoint-demand""",
     "prompts and decodes share a step: write --max-num-batched-tokens, which bounds both": """
         enable-rapidserve disagg-prefill-max-num-seqs disagg-constrained""",

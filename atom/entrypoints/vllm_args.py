@@ -103,7 +103,7 @@ def override_generation_config(text: str) -> list[str]:
     values = read_object(name, text)
     known = [*GENERATION, "do_sample"]
     if unknown := next((key for key in values if key not in known), None):
-        raise ConfigError(f"{name}: {unknown} is not read{did_you_mean(unknown, known)}; there is: {', '.join(known)}")
+        raise ConfigError(f"{name}: {unknown} is not read{did_you_mean(unknown, known)} (known: {', '.join(known)})")
     return write_generation(values)
 
 
@@ -132,7 +132,7 @@ def write_lora_modules(modules: Sequence[str]) -> list[str]:
         if not (isinstance(name, str) and isinstance(path, str) and name and path):
             raise ConfigError(f"--lora-modules={text}: write name=path, or JSON with name and path")
         if name in paths:
-            raise ConfigError(f"--lora-modules: {name} is stated twice; leave one out")
+            raise ConfigError(f"--lora-modules: {name} is given twice; leave one out")
         paths[name] = path
     return [override("serve.lora_modules", paths)]
 
@@ -157,7 +157,7 @@ def write_pooler_config(text: str) -> list[str]:
     known = ["pooling_type", "normalize"]
     if unknown := next((key for key in found if key not in known), None):
         known += names
-        raise ConfigError(f"{name}: {unknown} is not read{did_you_mean(unknown, known)}; there is: {', '.join(known)}")
+        raise ConfigError(f"{name}: {unknown} is not read{did_you_mean(unknown, known)} (known: {', '.join(known)})")
     kind = str(found["pooling_type"]).upper()
     found["pooling_type"] = choose("--pooler-config: pooling_type", kind, {"LAST": "LAST", "MEAN": "MEAN"})
     return [override(f"serve.pooler_config.{key}", value) for key, value in found.items()]
@@ -244,7 +244,7 @@ class VLLMArgs(EngineArgs):
     )
     runner: str | None = vllm_flag(
         "serve.pooler_config.pooling_type",
-        "pooling: `/v1/embeddings` of the last token, beside what generates text",
+        "pooling: `/v1/embeddings` of the last token, in addition to generated text",
         null="auto",
         accepted=("auto", "generate"),
         write=write_pooling,
@@ -265,7 +265,7 @@ class VLLMArgs(EngineArgs):
     )
     pooler_config: str | None = vllm_flag(
         "serve.pooler_config",
-        "JSON with pooling_type, LAST or MEAN, and normalize; counts behind --runner",
+        "JSON with pooling_type, LAST or MEAN, and normalize; counts after --runner",
         read=json_text,
         write=write_pooler_config,
     )
@@ -284,7 +284,7 @@ class VLLMArgs(EngineArgs):
         write=write_executor,
     )
     disable_custom_all_reduce: bool | None = vllm_flag(
-        "parallel.collectives", "sums of ranks on GPUs through NCCL alone", write=write_collectives
+        "parallel.collectives", "sums of ranks on GPUs only through NCCL", write=write_collectives
     )
 
     # flags whose one meaning is what is done here anyway
@@ -332,7 +332,7 @@ class VLLMArgs(EngineArgs):
             self.check_format(self.model)
             return super().overrides()
         if self.model is not None:
-            raise ConfigError(f"{model} and --model={self.model}: the model is stated twice; leave one out")
+            raise ConfigError(f"{model} and --model={self.model}: the model is given twice; leave one out")
         self.check_format(model)
         return [override("checkpoint", model), *super().overrides()]
 
@@ -352,7 +352,7 @@ class VLLMParser(Parser):
         self.file: Path | None = None  # of --config
         self.flags_of_file: set[str] = set()
         self.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
-        self.add_argument("--config", metavar="FILE", help="YAML with flags, which count behind those of this line")
+        self.add_argument("--config", metavar="FILE", help="YAML with flags, which count after those of this line")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         own = list(sys.argv[1:] if argv is None else argv)
@@ -362,7 +362,7 @@ class VLLMParser(Parser):
             own = own[1:]
         path, stated, own = open_config(own)
         try:
-            super().parse(stated)  # alone, so that an error names the file
+            super().parse(stated)  # by itself, so that an error names the file
         except (ConfigError, UnsupportedError) as error:
             error.args = (f"{path}: {error}",)
             raise
@@ -378,7 +378,7 @@ def open_config(argv: list[str]) -> tuple[Path | None, list[str], list[str]]:
     """The file of --config, its flags but for those that the command line has itself, and the rest of that line."""
     at = next((index for index, text in enumerate(argv) if re.fullmatch("--config(=.*)?", text)), None)
     if at is None or argv[at:] == ["--config"]:
-        return None, [], argv  # which the parser tells
+        return None, [], argv  # which the parser reports
     path, rest = Path(argv[at].partition("=")[2]), argv[at + 1 :]
     if argv[at] == "--config":
         path, rest = Path(rest[0]), rest[1:]

@@ -1,4 +1,4 @@
-"""The ASGI app: FastAPI's routes behind the guard.
+"""The ASGI app: FastAPI's routes inside our middleware.
 
 context = Context(config, engines, Metrics(engines))
 app = create_app(context, tenants=[])            # for uvicorn, or for httpx.ASGITransport in a test
@@ -43,7 +43,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
-    """Create the app. tenants: who has a key; where there are none, no request needs one.
+    """Create the app. tenants: who has a key; empty disables authentication.
 
     ConfigError where the key that signs answers cannot be read.
     """

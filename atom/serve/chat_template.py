@@ -133,7 +133,7 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def name_thoughts(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message whose reasoning has the template's name: gpt-oss calls it thinking, and takes no text beside a call."""
+    """A message whose reasoning has the template's name: gpt-oss calls it thinking, with no text next to a call."""
     if "message.thinking" not in template or not message.get("reasoning_content"):
         return message
     thoughts = [message["reasoning_content"]]

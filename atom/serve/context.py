@@ -127,7 +127,7 @@ class Context:
             return names[0]
         if model is None or model not in names:
             known = ", ".join(names) or "none"
-            raise ModelNotFoundError(f"the model {shown(str(model))!r} is not served here; there is: {known}")
+            raise ModelNotFoundError(f"the model {shown(str(model))!r} is not served here (served: {known})")
         return model
 
     async def work(self, size: int, work: Callable[[], T]) -> T:
@@ -179,7 +179,7 @@ class Context:
     def fit(
         self, prompt: list[int], params: SamplingParams, truncate: int | None = None
     ) -> tuple[list[int], SamplingParams]:
-        """Truncate the prompt to its last `truncate` tokens, and max_tokens to the room behind it."""
+        """Truncate the prompt to its last `truncate` tokens, and max_tokens to the room after it."""
         longest = self.max_input_length
         if truncate is not None:
             prompt = prompt[-truncate:]

@@ -335,7 +335,7 @@ class Server:
         self._engines.close(str(error))
 
     async def _announce(self) -> None:
-        """Print the server's address, and tell systemd, once it serves."""
+        """Print the server's address and notify systemd, once it serves."""
         await self._engines.ready.wait()
         await self._context.has_tokenizer.wait()
         await self._is_open.wait()

@@ -149,9 +149,9 @@ def test_vllms_speculative_config_is_our_fields():
     [
         (
             '{"metod": "ngram"}',
-            "--speculative-config: there is no such field metod (did you mean method?); there are: ",
+            "--speculative-config: there is no such field metod (did you mean method?) (known: ",
         ),
-        ('{"draft_tensor_parallel_size": 2}', "there is no such field draft_tensor_parallel_size; there are: method, "),
+        ('{"draft_tensor_parallel_size": 2}', "there is no such field draft_tensor_parallel_size (known: method, "),
         ("{", "--speculative-config={ is no JSON (Expecting property name"),
         ("[1]", "--speculative-config=[1] is no JSON object"),
     ],

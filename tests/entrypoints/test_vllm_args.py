@@ -145,7 +145,7 @@ WRONG = {
     f"--speculative-config {'[' * 30_000}": "--speculative-config: it is nested deeper than 64",
     f"--served-model-name {'[' * 30_000}": "a list: it is nested deeper than 64",
     f"--default-chat-template-kwargs.a {'[' * 30_000}": "a: it is nested deeper than 64",
-    """--online_quant_config '{"global_quant_config": "int4"}'""": "there is no format int4; there is: ptpc_fp8, mxfp4",
+    """--online_quant_config '{"global_quant_config": "int4"}'""": "there is no format int4 (supported: ptpc_fp8, mxfp4",
     """--online_quant_config '{"exclude_layers": []}'""": "there is no exclude_layers (did you mean exclude_layer?)",
     """--online_quant_config '{"layer_quant_config": {"*o_proj": "mxfp4"}}'""": "*o_proj has a format of its own, which only",
     "--enable-log-stats": "--enable-log-stats: no statistics are logged; /metrics has them",
@@ -164,7 +164,7 @@ WRONG = {
     "--modle x": "unrecognized arguments: --modle (did you mean --model?)",
     "--runner draft": "draft: a decoder's embeddings are served, and its text; give pooling, or embed",
     '--pooler-config \'{"pooling_type":"CLS"}\'': "pooling_type=CLS: there is no such choice; choices: LAST, MEAN",
-    "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read; there is: pooling_type, normalize",
+    "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read (known: pooling_type, normalize)",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",
     "--help=max-num-seqs": "--help=max-num-seqs: write --help, which shows all flags in groups",
     "--tool-call-parser jamba": "--tool-call-parser=jamba: there is no such choice; choices: hermes, ernie45",
@@ -183,12 +183,12 @@ WRONG = {
     "-ac.backend FLASH_ATTN": "-ac.backend: kernels are chosen call by call",
     "--no-enable-log-deltas": "--no-enable-log-deltas: no client's words are logged",
     "--cpu-offload-params experts": "--cpu-offload-params: weights stay on their device",
-    "-pcp 2": "--prefill-context-parallel-size=2: a prompt is not divided among ranks; there is: 1",
+    "-pcp 2": "--prefill-context-parallel-size=2: a prompt is not divided among ranks (supported: 1)",
     "--preemption_mode=swap": "--preemption_mode: whether blocks are swapped follows from --swap-space",
     "--max-cpu-loras 4": "--max-cpu-loras: all adapters that are loaded are on the device",
     "--lora-modules sql": "--lora-modules=sql: write name=path, or JSON with name and path",
     "--lora-modules a=/a a=/b": "--lora-modules: a is stated twice",
-    "--lora-dtype float32": "--lora-dtype=float32: adapters are in the model's dtype; there is: auto",
+    "--lora-dtype float32": "--lora-dtype=float32: adapters are in the model's dtype (supported: auto)",
 }
 
 

@@ -317,12 +317,12 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
         (ChatRequest, {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
          "messages.0.function_call: send tool_calls"),
         (ChatRequest, {"tool_choice": {"type": "custom", "custom": {"name": "f"}}},
-         "tool_choice: custom choices are not supported here; there is: none, auto, required, function, allowed_tools"),
+         "tool_choice: custom choices are not supported here (supported: none, auto, required, function, allowed_tools)"),
         (ResponsesRequest, {"tool_choice": {"type": "web_search_preview"}},
          "tool_choice: web_search_preview choices are not supported here; "
-         "there is: none, auto, required, function, allowed_tools"),
+         "(supported: none, auto, required, function, allowed_tools)"),
         (ResponsesRequest, {"text": {"format": {"type": "grammar", "definition": "a"}}},
-         "text.format: grammar formats are not supported here; there is: text, json_object, json_schema"),
+         "text.format: grammar formats are not supported here (supported: text, json_object, json_schema)"),
         (CompletionRequest, {"suffix": "b"},
          "suffix: nothing is written in front of a given text here; leave it out"),
         (ChatRequest, {"max_tool_calls": 3}, "max_tool_calls: no built-in tool is run here; leave it out"),
@@ -340,7 +340,7 @@ def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], m
 def test_an_image_is_refused_as_one():
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
     _, message = fault(ChatRequest, {"messages": [{"role": "user", "content": [image]}]})
-    assert message == "messages.0.content.0: image_url blocks are not supported here; there is: text"
+    assert message == "messages.0.content.0: image_url blocks are not supported here (supported: text)"
 
 
 def test_sleep_is_refused_without_its_setting(server: Server):

@@ -71,7 +71,7 @@ def test_a_key_may_use_the_models_that_it_is_given_alone(server: str):
     refused = ask("plains", "sql", **prompt).json["error"]
     assert (refused["code"], refused["message"]) == (
         "model_not_found",
-        "the model 'sql' is not served here; there is: talker",
+        "the model 'sql' is not served here (served: talker)",
     )
     for path, body in {
         "/tokenize": {"prompt": "a"},

@@ -128,7 +128,7 @@ def test_a_header_that_names_no_replica_is_400(pair: Server, number: str):
     headers = pin(number.encode("utf-8").decode("latin-1"))
     answer = wire.ask(pair.url, "POST", "/v1/completions", {"prompt": [0]}, headers)
     assert answer.status == 400 and "X-data-parallel-rank: " in answer.json["error"]["message"]
-    assert "there is: 0 to 1" in answer.json["error"]["message"]
+    assert "(known: 0 to 1)" in answer.json["error"]["message"]
 
 
 def test_one_replica_has_a_number_too(server: Server):

@@ -256,7 +256,7 @@ def test_the_tools_that_a_choice_allows_are_those_of_a_chat(configure: Callable[
     assert (seen.prompt, seen.params) == (alone.prompt, alone.params)
     missing = body | {"tool_choice": choice | {"tools": [{"type": "function", "name": "third"}]}}
     error = scripted.post(configure(), Said(["Hi"]), missing, PATH)[0].json()["error"]
-    assert error["message"] == "tool_choice: there is no function third in tools; there is: look_up, other"
+    assert error["message"] == "tool_choice: there is no function third in tools (known: look_up, other)"
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="goes as reasoning_effort to a chat template that reads it, a hint to others"
     )
-    format: JSONFormat | None = Field(None, description="the schema that the answer keeps to, behind its thinking")
+    format: JSONFormat | None = Field(None, description="the schema that the answer follows, after its thinking")
     task_budget: JSONObject | None = Field(None, description="a hint: only max_tokens limits an answer")
 
 

@@ -66,7 +66,7 @@ class Signature(NamedTuple):
     value: bytes
 
 
-Resolve = Callable[[Component], str]  # the value of a component. SignatureError where there is none
+Resolve = Callable[[Component], str]  # the value of a component. SignatureError if there is none
 
 
 class Fields:
@@ -186,7 +186,7 @@ def resolver(derived: Mapping[str, str], fields: Fields) -> Resolve:
         if not component.name.startswith("@"):
             return fields.resolve(component)
         if component.parameters or component.name not in derived:
-            raise SignatureError(f"{component.name[:64]} is not known here; there is: {', '.join(derived)}")
+            raise SignatureError(f"{component.name[:64]} is not supported (supported: {', '.join(derived)})")
         return derived[component.name]
 
     return resolve
@@ -204,7 +204,7 @@ class Verifier:
         self._nonces: dict[tuple[str, str], float] = {}  # keyid and nonce, and until when it is kept; oldest first
 
     def verify(self, signatures: list[Signature], resolve: Resolve) -> tuple[str, Signature]:
-        """The keyid of the first signature that counts, and this. SignatureError where there is none: why."""
+        """The keyid of the first signature that counts, and this. SignatureError, with the reason, if there is none."""
         faults = []
         for each in signatures:
             try:

@@ -145,7 +145,7 @@ class Tenant:
             self._tokens.take(num_prompt + num_output)
 
     def prioritize(self, stated: int) -> int:
-        """The priority of a request that asks for one: where there are keys, no better than that of its own."""
+        """Clamp a requested priority to the key's own; lower is better."""
         return self.limits.priority + max(stated, 0) if self.name else stated
 
     def _check(self) -> None:
@@ -252,9 +252,7 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
     models = stated.pop("models", None)
     if unknown := next((each for each in stated if each not in names), None):
         known = ["key", "public_key", "admin", "models", *names]
-        raise ConfigError(
-            f"{at}: there is no {unknown}{did_you_mean(str(unknown), known)}; there is: {', '.join(known)}"
-        )
+        raise ConfigError(f"{at}: there is no {unknown}{did_you_mean(str(unknown), known)} (known: {', '.join(known)})")
     for limit, value in stated.items():
         check_limit(f"{at}.{limit}", limit, value)
     if not isinstance(is_admin, bool):

@@ -81,7 +81,7 @@ class EngineClient(asyncio.Protocol):
         self.stats = EngineStats()
         self.doing = "starting the engine"  # while it loads
         self.num_blocks = 0  # of KV, from `Ready`
-        self.gpus = ""  # likewise
+        self.gpus = ""  # of the heartbeat too
         self.num_sequences = 0  # of requests that run or wait
         self.error: Failed | None = None  # why the engine died, if it could report it
         self.reason = ""  # why it is dead, for clients
@@ -139,7 +139,7 @@ class EngineClient(asyncio.Protocol):
     ) -> RequestStream:
         """Send a request, params for each of its prompts.
 
-        QueueFullError beyond max_queue, RequestError for a request that alone exceeds it or whose id is in use,
+        QueueFullError beyond max_queue, RequestError for a request that exceeds it by itself or whose id is in use,
         EngineDeadError where the engine is dead.
         """
         if self.state is not EngineState.READY:
@@ -194,7 +194,7 @@ class EngineClient(asyncio.Protocol):
         await self._ask(lambda id: Sleep(id, level, mode))
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Have it take its memory again, or a part of it. RequestError where there is too little."""
+        """Have it take its memory again, or a part of it. RequestError if there is too little."""
         await self._ask(lambda id: WakeUp(id, tags))
 
     async def reset_prefix_cache(self) -> None:

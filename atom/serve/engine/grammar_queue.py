@@ -51,7 +51,7 @@ class GrammarQueue:
             tenant = next(iter(self._tenants))
             waiting = self._tenants.pop(tenant)
             message = waiting.popleft()
-            self._keep(tenant, waiting)  # behind the others
+            self._keep(tenant, waiting)  # after the others
             return message
 
     def _keep(self, tenant: str, waiting: deque[Submit]) -> None:

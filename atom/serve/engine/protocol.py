@@ -44,7 +44,7 @@ class LoadAdapter(Message):
 
 
 class UnloadAdapter(Message):
-    """Drop a LoRA adapter; answered likewise."""
+    """Drop a LoRA adapter; answered by the same message."""
 
     id: str
     name: str
@@ -59,20 +59,20 @@ class Sleep(Message):
 
 
 class WakeUp(Message):
-    """Take the memory again; answered likewise."""
+    """Take the memory again; answered by the same message."""
 
     id: str
     tags: list[str] | None  # weights, kv_cache; None: both
 
 
 class ResetPrefixCache(Message):
-    """Forget the KV of all prompts; answered likewise."""
+    """Forget the KV of all prompts; answered by the same message."""
 
     id: str
 
 
 class End(Message):
-    """End in order: keep what is to be kept. The socket's end without it, or behind it, is the HTTP process's own."""
+    """End in order: keep what is to be kept. If the socket ends without it or after it, the HTTP process has ended."""
 
 
 class Finish(msgspec.Struct, array_like=True, gc=False):

@@ -122,11 +122,11 @@ class Replicas:
         self[stream.engine].client.abort(stream)
 
     def pinned(self, header: str | None) -> int | None:
-        """The replica that a request's header names. RequestError where there is none of that number."""
+        """The replica that a request's header names. RequestError if none has that number."""
         if header is None:
             return None
         if not (header.isascii() and header.isdigit() and len(header) < 5 and int(header) < len(self)):
-            raise RequestError(f"{PIN}: {header[:20]!r} is not an engine here; there is: 0 to {len(self) - 1}")
+            raise RequestError(f"{PIN}: {header[:20]!r} is not an engine here (known: 0 to {len(self) - 1})")
         return int(header)
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -149,7 +149,7 @@ class Replicas:
             await asyncio.gather(*(each.unload_adapter(name) for each in serving))
 
     def _find_serving(self) -> list[Replica]:
-        """The replicas that serve. EngineDeadError where there is none."""
+        """The replicas that serve. EngineDeadError if there is none."""
         serving = [each for each in self if each.client.state is EngineState.READY]
         if not serving:
             raise EngineDeadError(f"the engine is {self.state}")
@@ -181,7 +181,7 @@ class Replicas:
         await self._ask_all(lambda client: client.sleep(level, mode))
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Have all engines take it again, or a part of it. RequestError where there is too little."""
+        """Have all engines take it again, or a part of it. RequestError if there is too little."""
         await self._ask_all(lambda client: client.wake_up(tags))
 
     async def reset_prefix_cache(self) -> None:

@@ -27,7 +27,7 @@ from atom.runtime.kv.prefix_cache import chain_hash, pack
 
 MAX_BLOCKS = 1 << 17  # hashes kept for a replica, some 20 MB: 2 million tokens
 MAX_AHEAD = 32  # sequences more than the least loaded replica has, up to which load is even
-MAX_RATIO = 1.5  # of a replica's sequences to those of the least loaded one, likewise
+MAX_RATIO = 1.5  # of a replica's sequences to those of the least loaded one
 
 Chain = list[int]  # hashes of a prompt's full blocks, each with all before it
 
@@ -62,7 +62,7 @@ class Sent(NamedTuple):
 
 class Router:
     def __init__(self, num_replicas: int, block_size: int, *, enable_prefix_caching: bool) -> None:
-        """enable_prefix_caching: of the engines; where it is off, or there is no choice, load alone counts."""
+        """enable_prefix_caching: of the engines; if it is off, or there is no choice, only load counts."""
         self.remembers = enable_prefix_caching and num_replicas > 1
         self._block_size = block_size
         self._cached = [CachedBlocks() for _ in range(num_replicas)]

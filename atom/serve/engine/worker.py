@@ -13,7 +13,7 @@ one sends heartbeats (`atom.process.liveness`). The main thread imports torch at
 later.
 
 It ignores the signals of a terminal or a supervisor, since the HTTP process decides when the last request is done, and
-ends with the compilers that it has started: when it is told, with the KV that is to be kept in files; and when the
+ends with the compilers that it has started: when it is asked to, with the KV that is to be kept in files; and when the
 socket ends, within `GRACE_SECONDS` and without that, since a new server may want its GPU.
 """
 
@@ -92,7 +92,7 @@ class Worker:
         self._num_seen = 0
         self._grammars = GrammarQueue(self._prepare_grammar)
         self._compiling: dict[str, Submit] = {}  # requests whose grammars are not compiled, by id; of the main thread
-        self._sent_state: tuple[int, dict[str, int]] = 0, {}  # last told: `_num_seen`, and those that wait by tenant
+        self._sent_state: tuple[int, dict[str, int]] = 0, {}  # last sent: `_num_seen`, and those that wait by tenant
         self._drafts = DraftLog()
         self._step_began: float | None = None  # when the step that runs did; None: none runs
         self._last_step: threading.Timer | None = None  # kills the process
@@ -308,7 +308,7 @@ class Worker:
                 finished_at - first_token_at,
             )
         made = Output(output.request_id, output.index, output.text, output.token_ids, output.logprobs or None, finish)
-        if sequence.pooling is not None:  # the token behind the prompt is not shown
+        if sequence.pooling is not None:  # the token after the prompt is not shown
             made.text, made.tokens = "", []
             made.embedding = None if sequence.embedding is None else sequence.embedding.tobytes()
         self._outputs.append(made)
@@ -388,7 +388,7 @@ def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, d
         try:
             prepare()
         finally:
-            start = started.get()  # a failure that is told before the HTTP process has said this would be lost
+            start = started.get()  # a failure reported before the HTTP process has sent this would be lost
         worker.load(lambda: make(start, worker.progress), start.config.device)
         worker.run()
         worker.close(start.config.serve.http.drain_seconds)

@@ -84,7 +84,7 @@ def status_of(error: Exception) -> int:
 
 
 def body_of(error: Exception) -> dict[str, Any]:
-    """The body of an error. The message of an unforeseen error is in the log alone."""
+    """The body of an error. The message of an unforeseen error is only in the log."""
     status = status_of(error)
     message = "internal error, the server's log has it" if status == 500 else str(error)
     code = {404: "model_not_found", 503: "unavailable"}.get(status)

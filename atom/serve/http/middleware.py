@@ -69,7 +69,9 @@ class Guard:
         signing_key: Ed25519PrivateKey | None = None,
         traces: Traces | None = None,
     ) -> None:
-        """tenants: where there are none, no request needs a key. signature_seconds: in which a signature counts
+        """tenants: empty disables authentication.
+
+        signature_seconds: how long a signature stays valid
 
         root_path: may stand in front of a path, or a proxy has taken it away. signing_key: of answers
         """
@@ -223,7 +225,7 @@ class Guard:
 
 
 def strip_root(path: str, root_path: str) -> str:
-    """The path behind the root path, if it begins with that."""
+    """The path without the root path, if it begins with that."""
     return path.removeprefix(root_path) if path.startswith(f"{root_path}/") else path
 
 

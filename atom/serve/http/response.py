@@ -126,7 +126,7 @@ class Answering:
         self._raise_errors()
 
     async def write(self, make: Callable[[], Response]) -> Response:
-        """Make the response, in a thread where there are many numbers."""
+        """Make the response, in a thread if it has many numbers."""
         lists = [each for choice in self.choices for each in (choice.logprobs, choice.prompt_logprobs) if each]
         size = sum(len(each) * (1 + len(each[-1].top if each[-1] else ())) for each in lists)
         size += sum(len(choice.embedding) for choice in self.choices)

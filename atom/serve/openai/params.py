@@ -78,7 +78,7 @@ def requested_tokens(body: Generation) -> int | None:
         return body.max_completion_tokens or body.max_tokens
     if isinstance(body, CompletionRequest) and body.max_tokens == 0:
         if not body.echo:
-            raise FieldError("max_tokens", "max_tokens=0 is for echo: the prompt alone comes back")
+            raise FieldError("max_tokens", "max_tokens=0 is for echo: only the prompt comes back")
         return 1  # a token that is not shown
     return body.max_tokens if isinstance(body, CompletionRequest) else None
 

@@ -43,7 +43,7 @@ class OpenAIResponder(Responder, Generic[Body]):
         return ()
 
     def tail(self) -> bytes:
-        """The end of an event behind its choice, with the usage so far where the request wants it in each."""
+        """The end of an event after its choice, with the usage so far if the request wants it in each."""
         if not self._counts:
             return self._tail
         usage = self.usage(self._answering)

@@ -114,7 +114,7 @@ class ItemStream:
 
     @staticmethod
     def _more(kind: str, logprobs: Sequence[Raw]) -> dict[str, Any]:
-        """The fields that a message has beside its text."""
+        """The fields that a message has besides its text."""
         return {"logprobs": logprobs} if kind == "message" else {}
 
 

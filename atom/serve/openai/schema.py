@@ -23,14 +23,14 @@ MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
 MAX_DEPTH = 100  # of JSON in a body, since later readers recurse
 MAX_FIELDS = 100  # of an object with fields of any name
 MAX_TOKENS = 1024  # in logit_bias or stop_token_ids of a request
-BLOCKS: LiteralString = "{stated} blocks are not supported here; there is: {known}"
+BLOCKS: LiteralString = "{stated} blocks are not supported here (supported: {known})"
 TOOLS: LiteralString = "{stated} tools are not supported here; send tools of the type {known}, which the client runs"
 LEFT_OUT = (  # tools of OpenAI's API that no model here is shown: its servers run them, or a call is no function's
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
     "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
     "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
 )  # fmt: skip
-CHOICES: LiteralString = "{stated} choices are not supported here; there is: none, auto, required, {known}"
+CHOICES: LiteralString = "{stated} choices are not supported here (supported: none, auto, required, {known})"
 INT_LIMITS = (-(1 << 63), 1 << 64)  # integers that a message to the engine can hold
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -63,9 +63,9 @@ HINT = "a hint: the answer does not depend on it"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # fields of generation and embedding requests
-ModelName = Annotated[str | None, Field(description="one of the served names; the first is meant where there is none")]
+ModelName = Annotated[str | None, Field(description="one of the served names; default: the first")]
 RequestId = Annotated[
-    str | None, Field(max_length=128, pattern=r"^[!-~]+$", description="the answer's id, behind its prefix")
+    str | None, Field(max_length=128, pattern=r"^[!-~]+$", description="the answer's id, after its prefix")
 ]
 CacheSalt = Annotated[
     str | None, Field(min_length=1, max_length=1024, description="shares cached prefixes only with its equals")
@@ -163,9 +163,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="a last event with the usage, and usage: null in the others")
-    continuous_usage_stats: bool | None = Field(
-        None, description="beside include_usage: the usage so far in each event"
-    )
+    continuous_usage_stats: bool | None = Field(None, description="with include_usage: the usage so far in each event")
     include_obfuscation: bool | None = Field(None, description=HINT)
 
 
@@ -235,7 +233,7 @@ class Generation(Sampling):
     n: Positive | None = None
     best_of: Positive | None = Field(None, description="answers made, of which the n most likely are returned")
     prompt_logprobs: Count | None = None
-    return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids beside the texts")
+    return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids next to the texts")
     truncate_prompt_tokens: Positive | None = Field(None, description="the last tokens of the prompt that count")
     response_format: ResponseFormat | None = None
     regex: Text | None = Field(None, description="structured_outputs.regex")
@@ -444,7 +442,7 @@ class EmbeddingRequest(Body):
         description="a text or token ids, or several of these; where a text spells a special token, it is that token"
     )
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: float32, little-endian")
-    dimensions: Positive | None = Field(None, description="the first numbers alone, normalized behind that")
+    dimensions: Positive | None = Field(None, description="only the first numbers, then normalized")
     normalize: bool | None = Field(None, description="the server's serve.pooler_config.normalize where it is left out")
     use_activation: bool | None = Field(None, description="another name of normalize")
     truncate_prompt_tokens: int | None = Field(
@@ -466,7 +464,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = Field(None, description="as in a chat")
     continue_final_message: bool | None = Field(None, description="as in a chat")
     add_special_tokens: bool | None = Field(None, description="of a prompt; a template brings its own")
-    return_token_strs: bool | None = Field(None, description="token_strs beside the ids, as the vocabulary spells them")
+    return_token_strs: bool | None = Field(None, description="token_strs next to the ids, as in the vocabulary")
 
 
 class LoadAdapterRequest(Body):

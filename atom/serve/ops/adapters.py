@@ -37,7 +37,7 @@ def routes(context: Context) -> APIRouter:
         name = body.lora_name
         if name not in context.engines.adapters:
             known = ", ".join(context.engines.adapters) or "none"
-            raise ModelNotFoundError(f"there is no adapter {shown(name)!r} here; there is: {known}")
+            raise ModelNotFoundError(f"there is no adapter {shown(name)!r} here (known: {known})")
         await context.engines.unload_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{shown(name)}' removed successfully.")
 

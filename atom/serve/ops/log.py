@@ -118,7 +118,7 @@ def pass_on(line: str) -> None:
 
 
 def level_of(line: str) -> int:
-    """The level of a line that was printed: ours tell what is done."""
+    """The level of a line that was printed: ours report what is done."""
     return logging.INFO if line.startswith(PREFIX) else logging.WARNING
 
 

@@ -38,7 +38,7 @@ TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5
 REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
            1920.0, 7680.0)  # fmt: skip
 ANSWERS = (1, 2, 5, 10, 20)
-# ours beside them, for small models and fast GPUs
+# ours next to them, for small models and fast GPUs
 FINE_TOKEN = (0.001, 0.0025, 0.005, 0.02, 0.03)
 FINE_REQUEST = (0.01, 0.025, 0.05, 0.1, 0.2)
 
@@ -209,7 +209,7 @@ class Histogram:
         yield self._family(self._bounds)
 
     def collect_vllm(self) -> Iterable[Metric]:
-        """The same with vLLM's buckets alone."""
+        """The same with only vLLM's buckets."""
         yield self._family(self._vllm_bounds)
 
     def _family(self, bounds: Sequence[float]) -> Metric:

@@ -124,7 +124,7 @@ def describe_pause(engine: Replica) -> dict[str, Any]:
 
 
 def describe_engine(engine: Replica) -> dict[str, Any]:
-    """One of several engines, for /health, which needs no key: nothing that a fault would tell."""
+    """One of several engines, for /health, which needs no key, so without details of a fault."""
     client = engine.client
     body = {"engine": engine.number, "state": str(client.state), "restarts": engine.num_restarts}
     if client.state is EngineState.LOADING:

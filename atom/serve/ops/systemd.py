@@ -1,4 +1,4 @@
-"""Take systemd's socket and tell it the server's state, as sd_listen_fds(3) and sd_notify(3) do.
+"""Take systemd's socket and report the server's state to it, as sd_listen_fds(3) and sd_notify(3) do.
 
     listening = adopt(num_sockets=1, pid=4711)                # None where another process is meant
     notify(config.serve.http.notify_socket, "READY=1")
@@ -23,7 +23,7 @@ FIRST = 3  # the descriptor of the first socket that is passed
 def adopt(num_sockets: int, pid: int) -> socket.socket | None:
     """The listening socket that systemd has passed to this process; None without any.
 
-    pid: of LISTEN_PID. ConfigError where there are several, or it is not of TCP.
+    pid: of LISTEN_PID. ConfigError if there are several, or it is not a TCP socket.
     """
     if not num_sockets or pid != os.getpid():
         return None

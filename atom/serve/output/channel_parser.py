@@ -71,7 +71,7 @@ class ChannelReader(CallReader):
                 function = name.fullmatch(recipient[1])
                 yield from self._read_message_call(function[1] if function else "")
                 self._last = None
-                out = self._content  # what is behind a call, or is none
+                out = self._content  # what follows a call, or is none
             else:
                 channel = CHANNEL.match(header.partition(marks.channel)[2])
                 out = self._reasoning if channel and channel[1] == marks.reasoning else self._content
@@ -101,7 +101,7 @@ class ChannelReader(CallReader):
             yield
 
     def _read_message_call(self, name: str) -> Reading[None]:
-        """Read the arguments of a call behind its header."""
+        """Read the arguments of a call after its header."""
         text, marks = self._text, self._channels
         try:
             self._call.name = self._check_name(name)

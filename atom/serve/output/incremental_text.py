@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]  # yields for more text, returns what it read
-Span: TypeAlias = tuple[int, int]  # of characters: the first index, and the one behind the last
+Span: TypeAlias = tuple[int, int]  # of characters: the first index, and the one after the last
 
 SPACE = re.compile(r"[ \t\r\n]*")
 NEWLINES = re.compile(r"\n*")
@@ -154,7 +154,7 @@ def check_unicode(text: str) -> str:
 
 
 def add_span(spans: list[Span], span: Span) -> None:
-    """Add a span behind others: to the last one where it touches that."""
+    """Add a span after others: to the last one if they touch."""
     start, end = span
     if spans and spans[-1][1] == start:
         spans[-1] = spans[-1][0], end

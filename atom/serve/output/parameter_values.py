@@ -9,7 +9,7 @@
     writer.push("Par")                    # sends '"Par'
     writer.finish(is_whole=True)          # sends '"'
 
-Formats that write parameters one by one leave out the quotes of strings, so the schema alone tells "3" from 3.
+Formats that write parameters one by one leave out the quotes of strings, so only the schema distinguishes "3" from 3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choose the output parser of a chat, by model and tools.
 
 talk = Talk(config, body.tools, body.tool_choice, tokenizer)
-params = talk.constrain(params, prompt)          # a forced call constrains the answer, behind its reasoning
+params = talk.constrain(params, prompt)          # a forced call constrains the answer, after its reasoning
 answer = talk.read(text, prompt)                 # content, reasoning, calls
 parser = talk.parser(prompt)                     # for a streamed answer; None: all of it is content
 """
@@ -96,7 +96,7 @@ class Talk:
     ) -> None:
         """FieldError where the model has no tool call format, or a tool is invalid.
 
-        has_called: the messages have calls or results. Without a format they are of a forced call, behind which the
+        has_called: the messages have calls or results. Without a format they are of a forced call, after which the
         model answers in words.
         """
         if choice not in (None, "none", "auto") and not tools:
@@ -130,7 +130,7 @@ class Talk:
         self._mark_tokens(tokenizer)
 
     def _mark_tokens(self, tokenizer: Tokenizer | None) -> None:
-        """Put a mark before markers that are tokens of the checkpoint, where a format counts them as such alone."""
+        """Put a mark before markers that are tokens of the checkpoint, where a format counts only tokens as markers."""
         formats = [each for each in (self._channels, self._format if self.tools else None) if each]
         seen = markers(self._format if self.tools else None, None if self._channels else self._reasoning)
         self._visible = list(dict.fromkeys([*markers(self._channels, None), *seen]))
@@ -150,7 +150,7 @@ class Talk:
         return bool(self._channels or self._reasoning)
 
     def constrain(self, params: SamplingParams, prompt: str) -> SamplingParams:
-        """Add the constraint of a forced call, behind reasoning, and the markers to decode."""
+        """Add the constraint of a forced call, after reasoning, and the markers to decode."""
         constraint = params.structured_outputs
         if self._schema is not None:
             if constraint is not None and not {"json", "json_object"} & set(constraint):
@@ -271,7 +271,7 @@ def allowed_tools(tools: Sequence[Tool], choice: AllowedChoice) -> list[Tool]:
         {each.function.name for each in choice.allowed_tools.tools if isinstance(each, NamedTool)},
     )
     if lacking := names - set(known):
-        fault = f"tool_choice: there is no function {shown(min(lacking))} in tools; there is: {', '.join(known)}"
+        fault = f"tool_choice: there is no function {shown(min(lacking))} in tools (known: {', '.join(known)})"
         raise FieldError("tool_choice", fault)
     return [tool for tool in tools if tool.function.name in names]
 

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     """A part of a call's or parameter's form."""
 
     kind: str  # text, space, or the name of a field
-    text: str = ""  # a text; of a value, the text behind it
+    text: str = ""  # a text; of a value, the text after it
     trims: bool = False  # of a value: a newline that touches it belongs to the form
 
 
@@ -80,8 +80,8 @@ def split_form(text: str) -> list[Piece]:
             trims = any(each.kind == "space" and "\n" in each.text for each in around)
             rest = [each for each in pieces[index + 1 :] if each.kind != "space"]
             kept = pieces[:index] if pieces[index - 1].kind != "space" or not trims else pieces[: index - 1]
-            behind = pieces.index(rest[0], index) + 1
-            return [*kept, Piece("value", rest[0].text, trims), *pieces[behind:]]
+            after = pieces.index(rest[0], index) + 1
+            return [*kept, Piece("value", rest[0].text, trims), *pieces[after:]]
     return pieces
 
 

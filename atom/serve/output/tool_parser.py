@@ -155,7 +155,7 @@ class CallReader:
             yield
 
     def _read_block(self, tool_format: ToolFormat, form: Form) -> Reading[None]:
-        """Read calls between an opener and what is behind them. The text is content where there are none."""
+        """Read calls between an opener and what follows them. The text is content if there are none."""
         text = self._text
         try:
             yield from text.skip(SPACE)

@@ -37,7 +37,7 @@ def tool_schema(
     *,
     is_parallel: bool = True,
 ) -> dict[str, Any]:
-    """The schema for a tool_choice of "required" or of one function. RequestError where there is no such function.
+    """The schema for a tool_choice of "required" or of one function. RequestError if there is no such function.
 
     tool_format: the model's format, which decides the key of the arguments
     is_parallel: the answer may have several calls
@@ -63,7 +63,7 @@ def tool_schema(
         return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
     name = chosen_name(choice)
     if name not in names:
-        raise RequestError(f"tool_choice: there is no function {name} in tools; there is: {', '.join(names)}")
+        raise RequestError(f"tool_choice: there is no function {name} in tools (known: {', '.join(names)})")
     index = names.index(name)
     return arguments_schema(tools[index], index)
 

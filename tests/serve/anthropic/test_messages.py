@@ -193,18 +193,18 @@ def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"model": "gpt"}, anthropic.NotFoundError, "the model 'gpt' is not served here; there is: talker"),
+        ({"model": "gpt"}, anthropic.NotFoundError, "the model 'gpt' is not served here (served: talker)"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens: Input should be greater than or equal to 1"),
         ({"extra_body": {"mcp_servers": [{"type": "url", "name": "a", "url": "https://a.example"}]}},
          anthropic.BadRequestError,
          "mcp_servers: no MCP server is called from here; send its tools as tools, which the client runs"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
-         anthropic.BadRequestError, "messages.0.content.0: image blocks are not supported here; "
-                                    "there is: text, thinking, tool_use, tool_result"),
+         anthropic.BadRequestError, "messages.0.content.0: image blocks are not supported here "
+                                    "(supported: text, thinking, tool_use, tool_result)"),
         ({"stop_sequences": ["a"] * 17}, anthropic.BadRequestError, "stop_sequences has more than 16 strings"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, anthropic.BadRequestError,
-         "tool_choice: there is no function g in tools; there is: look_up"),
+         "tool_choice: there is no function g in tools (known: look_up)"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}],
           "tool_choice": {"type": "tool", "name": "web_search"}}, anthropic.BadRequestError,
          "tool_choice forces web_search_20250305, a tool of Anthropic's own, which is not run here; "

@@ -26,19 +26,19 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 def test_a_block_of_another_type_is_refused_by_name_in_one_error():
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-    there_is = "there is: text, thinking, tool_use, tool_result"
+    supported = "(supported: text, thinking, tool_use, tool_result)"
     assert faults(user({"type": "text", "text": "a"}, image)) == [
-        ("messages.0.content.1", f"image blocks are not supported here; {there_is}")
+        ("messages.0.content.1", f"image blocks are not supported here {supported}")
     ]
     assert faults(user({"type": "document"})) == [
-        ("messages.0.content.0", f"document blocks are not supported here; {there_is}")
+        ("messages.0.content.0", f"document blocks are not supported here {supported}")
     ]
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "video"}]}
     assert faults(user(result)) == [
-        ("messages.0.content.0.tool_result.content.0", "video blocks are not supported here; there is: text")
+        ("messages.0.content.0.tool_result.content.0", "video blocks are not supported here (supported: text)")
     ]
     assert faults(LEAST | {"system": [image]}) == [
-        ("system.0", "image blocks are not supported here; there is: text"),
+        ("system.0", "image blocks are not supported here (supported: text)"),
     ]
 
 

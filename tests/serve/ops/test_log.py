@@ -55,7 +55,7 @@ def test_every_line_is_json_and_what_is_refused_has_its_message(lines_of: Run):
     lines = [json.loads(line) for line in lines_of(prints=["a word of C", "atom-run: a word of ours"])]
     assert all(list(line)[:3] == ["time", "level", "message"] for line in lines)
     errors = {line["status"]: line["error"] for line in lines if line.get("status", 200) >= 400}
-    assert errors[404] == "the model 'other' is not served here; there is: talker"
+    assert errors[404] == "the model 'other' is not served here (served: talker)"
     assert errors[400] == "this is not a valid HTTP request"
     refused = [line["error"] for line in lines if line.get("path") == "/v1/messages"]
     assert len(refused) == 1 and "max_tokens: Input should be greater than" in refused[0]
@@ -82,7 +82,7 @@ def test_a_log_of_text_has_no_json(lines_of: Run):
     (served,) = (line for line in lines if "status=200" in line)
     pattern = r'\d{4}-\S+ info request request_id="id-/v1/completions" method="POST" path="/v1/completions" status=200 seconds=\S+ .*'
     assert re.fullmatch(pattern, served)
-    assert any(line.endswith("error=\"the model 'other' is not served here; there is: talker\"") for line in lines)
+    assert any(line.endswith("error=\"the model 'other' is not served here (served: talker)\"") for line in lines)
     assert "a word of C" in lines and "ArithmeticError: a fault" in lines
 
 

@@ -245,7 +245,7 @@ def test_the_help_shows_the_default_that_applies(name: str):
     EngineArgs.add_cli_args(parser)
     text = parser.format_help()
     (entry,) = (" ".join(each.split()) for each in text.split("\n  -") if each.startswith(f"-{name.replace('_', '-')}"))
-    shown = re.search(r"\(default: (.*?)(; others are not built yet)?\)", entry)
+    shown = re.search(r"\(default: (.*?)(; others are not supported)?\)", entry)
     assert (shown[1] if shown else None) == DEFAULTS[name]
     assert "_" not in "".join(re.findall(r"--[\w-]+", text)), "only the spelling with - is listed"
 
@@ -270,11 +270,11 @@ def test_the_help_has_each_flag_in_a_group():
     }
 
 
-def test_the_help_marks_what_is_not_built():
+def test_the_help_marks_what_is_not_supported():
     parser = Parser("prog", "A test.")
     EngineArgs.add_cli_args(parser)
     entries = [" ".join(each.split()) for each in parser.format_help().split("\n  --")]
-    assert [each.split()[0] for each in entries if "not built yet" in each] == [
+    assert [each.split()[0] for each in entries if "not supported" in each] == [
         "port",
     ]
 

@@ -129,7 +129,7 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
         ),
         ("--port 99999", "atom-run: ConfigError: --port=99999 must be a whole number from 0 to 65535"),
         ("--shutdown-timeout -1", "atom-run: ConfigError: --shutdown-timeout=-1.0 must be a finite number from 0"),
-        ("a/b --model c", "atom-run: ConfigError: a/b and --model=c: the model is stated twice; leave one out"),
+        ("a/b --model c", "atom-run: ConfigError: a/b and --model=c: the model is given twice; leave one out"),
         ("--ssl-keyfile key.pem", "atom-run: ConfigError: --ssl-keyfile needs --ssl-certfile; set both"),
         ("--root-path llm", "atom-run: ConfigError: --root-path=llm is not a path; write it as /llm"),
         ("--set serve.http.port=-1", "atom-run: ConfigError: serve.http.port=-1 must be a whole number from 0 to"),

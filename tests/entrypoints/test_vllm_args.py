@@ -164,7 +164,7 @@ WRONG = {
     "--modle x": "unrecognized arguments: --modle (did you mean --model?)",
     "--runner draft": "draft: a decoder's embeddings are served, and its text; give pooling, or embed",
     '--pooler-config \'{"pooling_type":"CLS"}\'': "pooling_type=CLS: there is no such choice; choices: LAST, MEAN",
-    "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read (known: pooling_type, normalize)",
+    "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read (known: pooling_type, normalize",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",
     "--help=max-num-seqs": "--help=max-num-seqs: write --help, which shows all flags in groups",
     "--tool-call-parser jamba": "--tool-call-parser=jamba: there is no such choice; choices: hermes, ernie45",
@@ -187,7 +187,7 @@ WRONG = {
     "--preemption_mode=swap": "--preemption_mode: whether blocks are swapped follows from --swap-space",
     "--max-cpu-loras 4": "--max-cpu-loras: all adapters that are loaded are on the device",
     "--lora-modules sql": "--lora-modules=sql: write name=path, or JSON with name and path",
-    "--lora-modules a=/a a=/b": "--lora-modules: a is stated twice",
+    "--lora-modules a=/a a=/b": "--lora-modules: a is given twice",
     "--lora-dtype float32": "--lora-dtype=float32: adapters are in the model's dtype (supported: auto)",
 }
 

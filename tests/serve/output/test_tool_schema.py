@@ -114,7 +114,7 @@ def test_what_the_schema_gives_is_read_back():
     ("tools", "chosen", "fault"),
     [
         ([], "required", "tool_choice forces a call, but the request has no tools"),
-        ([tool("f")], choice("g"), "tool_choice: there is no function g in tools (known: f)"),
+        ([tool("f")], choice("g"), r"tool_choice: there is no function g in tools \(known: f\)"),
         ([tool("f")], "any", "tool_choice='any' is not required or"),
         ([tool("f")], {"type": "function"}, "tool_choice={'type': 'function'} is not required or"),
         ([tool("f"), tool("f")], "required", r"tools\[1\]: there is another function f"),

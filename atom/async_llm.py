@@ -52,7 +52,7 @@ class AsyncLLMEngine:
             raise UnsupportedError("AsyncLLMEngine is one engine, without parallel.replicas and torchrun")
         self._inbox = Inbox()
         self._requests: dict[str, _Request] = {}  # of the event loop's side
-        self._asked: set[Future[None]] = set()  # what tasks wait for beside these
+        self._asked: set[Future[None]] = set()  # what tasks wait for besides these
         self._numbers = itertools.count()
         self._fault: EngineDeadError | None = None
         opened: Future[Engine] = Future()
@@ -69,7 +69,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         adapter: str | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Answer a prompt: a dict with each new part of an answer, n of them told apart by `index`.
+        """Answer a prompt: a dict with each new part of an answer, n of them distinguished by `index`.
 
         adapter: the name of a LoRA adapter of serve.lora_modules.
 
@@ -132,7 +132,7 @@ class AsyncLLMEngine:
         await self._do(lambda: loras.load(name, files))
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Drop a LoRA adapter; requests that hold it go on. RequestError where there is none of that name."""
+        """Drop a LoRA adapter; requests that hold it go on. RequestError if none has that name."""
         await self._do(lambda: self._engine.loras.unload(name))
 
     async def abort(self, request_id: str) -> None:

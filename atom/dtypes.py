@@ -47,9 +47,9 @@ BY_NAME = {DTYPES[ours].name: ours for ours in MODEL_DTYPES} | {"half": "fp16", 
 
 
 class Part(NamedTuple):
-    """A tensor [..., O, I] that a packed weight is stored in, beside others."""
+    """A tensor [..., O, I] that a packed weight is stored in, among others."""
 
-    suffix: str  # put behind the weight's name; one that begins with a dot is put in place of .weight
+    suffix: str  # appended to the weight's name; one that begins with a dot is put in place of .weight
     dtype: str
     holds: str = "blocks"  # one entry per: blocks, elements, bytes of a block, columns, tensor
     words: str = ""  # how the file packs them into words or blocks, see `atom.graph.recipes.Repack`; "": as they are
@@ -80,7 +80,7 @@ def _format(bits: int, scale_bits: int, block: tuple[int | None, int | None], ki
     return Format(bits, scale_bits, block, kind, MappingProxyType(parts))
 
 
-# what `quant.fmt` and the like may name, and the format that it means; a block may stand behind the name
+# what `quant.fmt` and the like may name, and the format that it means; a block may follow the name
 ONLINE = {
     "fp8": "fp8[1, *]",
     "fp8_block": "fp8[128, 128]",
@@ -105,7 +105,7 @@ GGUF_PAIRS, GGUF_BYTES = Part("", "u8", "bytes", "block_pairs"), Part("", "u8", 
 GGUF_BLOCKS = Part("", "u8", "bytes")
 FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 
-# name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Formats without parts can be
+# name -> bits of an element, bits of a scale, block if none is given, kind, parts. Formats without parts can be
 # counted, not run. Names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…),
 # gpt-oss (mxfp4), AWQ's gemm, GPTQ, and the types of GGUF, whose parts are in one tensor of blocks
 FORMATS: dict[str, Format] = {

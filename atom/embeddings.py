@@ -29,7 +29,7 @@ def pooling_of(config: Config) -> str:
 
 
 def embedding_of(sequence: Sequence) -> npt.NDArray[np.float32]:
-    """The embedding of a prompt, not normalized. AtomError where there is none."""
+    """The embedding of a prompt, not normalized. AtomError if there is none."""
     if sequence.embedding is None:
         raise AtomError(f"a prompt could not be embedded: {sequence.error or sequence.finish_reason}")
     return sequence.embedding

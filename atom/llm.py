@@ -84,7 +84,7 @@ class LLMEngine:
     ) -> list[dict[str, Any]]:
         """Answer every prompt, or one text or mapping; blocks until all are done.
 
-        adapters: the name of a loaded LoRA adapter for all prompts, or one for each, None for the model alone.
+        adapters: the name of a loaded LoRA adapter for all prompts, or one for each, None for the plain model.
         use_tqdm: show on stderr how many answers are done.
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
@@ -263,7 +263,7 @@ class LLMEngine:
         loras.load(name, loras.read(path))
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Drop a LoRA adapter; requests that hold it go on. RequestError where there is none of that name."""
+        """Drop a LoRA adapter; requests that hold it go on. RequestError if none has that name."""
         self._engine.loras.unload(name)
 
     def reset_prefix_cache(self) -> bool:
@@ -279,7 +279,7 @@ class LLMEngine:
         self._engine.sleep(level, mode)
 
     def wake_up(self, tags: List[str] | None = None) -> None:
-        """Take the memory again. tags: weights or kv_cache alone; CapacityError where there is too little."""
+        """Take the memory again. tags: only weights or only kv_cache; CapacityError if there is too little."""
         self._engine.wake_up(tags)
 
     @property

@@ -36,7 +36,7 @@ def named(group: str) -> dict[str, str]:
 
 
 def find_function(stated: str, group: str) -> Callable[..., Any]:
-    """The function of `module:function`, or of an entry point. ConfigError where there is none."""
+    """The function of `module:function`, or of an entry point. ConfigError if there is none."""
     module, name = split_function(stated, group)
     function = getattr(import_module(module), name, None)
     if not callable(function) or not hasattr(function, "__name__"):
@@ -45,16 +45,16 @@ def find_function(stated: str, group: str) -> Callable[..., Any]:
 
 
 def split_function(stated: str, group: str) -> tuple[str, str]:
-    """The module and the name of a function. ConfigError where neither is stated and there is no such entry point."""
+    """The module and the name of a function. ConfigError if neither is given and there is no such entry point."""
     module, _, name = named(group).get(stated, stated).partition(":")
     if not module or not name:
         there = ", ".join(named(group)) or "none"
-        raise ConfigError(f"{stated} is not an entry point of {group} (there is: {there}); or write module:function")
+        raise ConfigError(f"{stated} is not an entry point of {group} (known: {there}); or write module:function")
     return module, name
 
 
 def check_module(stated: str, group: str) -> None:
-    """Look for a function's module without importing it. ConfigError where there is none."""
+    """Look for a function's module without importing it. ConfigError if there is none."""
     top = split_function(stated, group)[0].partition(".")[0]
     look_here()
     if top not in sys.modules and importlib.util.find_spec(top) is None:
@@ -62,7 +62,7 @@ def check_module(stated: str, group: str) -> None:
 
 
 def where_to_put(module: str) -> str:
-    """What to do where there is no such module."""
+    """What to do if there is no such module."""
     return f"install it, or start in the folder that has {module}.py"
 
 
@@ -77,7 +77,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def find_value(name: str, group: str) -> Any:
-    """What an entry point names, `module:NAME`. ConfigError where there is no such thing."""
+    """What an entry point names, `module:NAME`. ConfigError if there is no such object."""
     module, _, value = named(group)[name].partition(":")
     found = getattr(import_module(module), value, None) if value else None
     if found is None:
@@ -133,13 +133,13 @@ def digest_of(module: str) -> str:
     else:
         files = with_imports(file_of(top))
     if not files:
-        raise ConfigError(f"{module} is no Python source, so a change of it could not be told")
+        raise ConfigError(f"{module} is no Python source, so a change of it could not be detected")
     root = os.path.commonpath(files)
     return digest("".join(f"{file.relative_to(root)}\n{file.read_text()}" for file in sorted(files)))
 
 
 def with_imports(file: Path) -> set[Path]:
-    """A source file and those beside it that it imports, by its text: not by what a process happens to have loaded."""
+    """A source file and those next to it that it imports, by its text: not by what a process happens to have loaded."""
     found, waiting = set[Path](), [file]
     while waiting:
         each = waiting.pop()

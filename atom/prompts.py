@@ -89,7 +89,7 @@ def prompt_of(given: Any) -> SaltedPrompt:
     contents = [given[key] for key in PROMPT_KEYS if key in given]
     if "input_ids" in given:  # what a tokenizer of transformers returns
         raise RequestError(
-            "'input_ids' is not a key of a prompt; give the input_ids alone, a list of token ids a prompt"
+            "'input_ids' is not a key of a prompt; give only the input_ids, a list of token ids a prompt"
         )
     if wrong := [key for key in given if key not in (*PROMPT_KEYS, SALT_KEY)]:
         raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join((*PROMPT_KEYS, SALT_KEY))}")

@@ -546,7 +546,7 @@ def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
         engine.generate([[1]], [None])
     with pytest.raises(RequestError, match=r"GenerationConfig .* is no SamplingParams"):
         engine.generate([[1]], transformers.GenerationConfig(max_new_tokens=4))  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="give the input_ids alone"):
+    with pytest.raises(RequestError, match="give only the input_ids"):
         engine.generate({"input_ids": [1], "attention_mask": [1]})
     with pytest.raises(ConfigError, match="are the same option"):
         LLMEngine(block_size=8, kv_cache_block_size=4)

@@ -128,7 +128,7 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> li
 def sample_synthetic(
     args: argparse.Namespace, rng: numpy.random.Generator, form: PromptForm | None
 ) -> list[SampleRequest]:
-    """Make random prompts: text where there is a form of it, else token ids."""
+    """Make random prompts: text if the tokenizer can write it, else token ids."""
     if args.dataset_name == "random":
         prefix_len, num_prefixes, ratio = args.random_prefix_len, 1, args.random_range_ratio
         inputs = random_dataset.draw_lengths(rng, args.num_prompts, args.random_input_len, range_ratio=ratio)

@@ -101,7 +101,7 @@ def one_line(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr; stdout is for results alone."""
+    """Print a line to stderr; stdout is only for results."""
     print(one_line(text), file=sys.stderr, flush=True)
 
 

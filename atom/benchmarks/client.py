@@ -38,7 +38,7 @@ LONGEST = 6 * 3600  # seconds that a request may take
 KEEP_ALIVE = 3  # seconds that an idle connection is kept: servers close theirs after 5
 RETRY = 1.0  # seconds between two attempts to reach a server
 LOADING_SECONDS = 1200.0  # that a server may load its model, as in ROCm/ATOM's scripts
-SPARE_FILES = 64  # descriptors beside those of the connections
+SPARE_FILES = 64  # descriptors besides those of the connections
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ async def is_loading(session: aiohttp.ClientSession, base_url: str) -> bool:
 
 
 async def warm_up(requests: Sequence[RequestFuncInput], send: Send) -> None:
-    """Send warm-up requests, the first one alone, so that a server that cannot answer fails early."""
+    """Send warm-up requests, the first one by itself, so that a server that cannot answer fails early."""
     await send_test(requests[0], send)
     await asyncio.gather(*(send_test(each, send) for each in requests[1:]))
 

@@ -39,7 +39,7 @@ class Results:
 
 
 def make_parser() -> FlagParser:
-    description = "Shows the results of two measurements, or of two folders of them, beside each other."
+    description = "Shows the results of two measurements, or of two folders of them, side by side."
     parser = FlagParser("compare", description, usage="A B [--output NAME]")
     about = "a folder of results, a result file, or the beginning of several files' names: folder/prefix"
     parser.add_argument("a", metavar="A", help=about)
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     rows = make_rows(a, b, both)
     print("\n".join([*format_rows(rows), *notes]))
     for one, other in ((a, b), (b, a)):
-        if alone := sorted(one.by_key.keys() - other.by_key.keys(), key=sort_key):
-            say(f"only in {one.label}: {', '.join(alone)}")
+        if unmatched := sorted(one.by_key.keys() - other.by_key.keys(), key=sort_key):
+            say(f"only in {one.label}: {', '.join(unmatched)}")
     series = [line for results in (a, b) for line in make_series(results, both)]
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def sample_sonnet(
     mean, task = sum(lengths) / len(lengths), form.count(SONNET_TASK)
     if input_len <= task or not task <= prefix_len <= input_len:
         raise UsageError(
-            f"--sonnet-input-len {input_len} --sonnet-prefix-len {prefix_len}: the task alone takes {task} tokens; "
+            f"--sonnet-input-len {input_len} --sonnet-prefix-len {prefix_len}: the task itself takes {task} tokens; "
             "the prefix cannot be shorter, nor longer than the input"
         )
     num_lines, num_shared = round((input_len - task) / mean), round((prefix_len - task) / mean)

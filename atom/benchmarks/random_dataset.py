@@ -64,7 +64,7 @@ def make_prompt(rng: numpy.random.Generator, form: PromptForm, ids: Ids, prefix:
     """Make a random text of `wanted` tokens, or nearly so, as the server counts; the text and its count."""
     own = form.count(prefix)  # the tokens of the template and the prefix
     if own >= wanted:
-        raise UsageError(f"{wanted} tokens are too few for a prompt: the template and the prefix alone take {own}")
+        raise UsageError(f"{wanted} tokens are too few for a prompt: the template and the prefix take {own}")
     nearest = ("", -wanted)
     for _ in range(NUM_PROMPTS):
         body = rng.choice(ids, wanted - own)

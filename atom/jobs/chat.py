@@ -26,7 +26,7 @@ from atom.measurement.phases import PhaseClock, seconds_since_exec
 from atom.process.messages import say
 from atom.runtime.types import RequestOutput
 from atom.sampling_params import SamplingParams
-from atom.serve.output.parsers import Talk
+from atom.serve.output.parsers import ChatParsers
 
 HELP = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer, Up brings back a line"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters by which a text would steer the terminal
@@ -67,7 +67,7 @@ class Chat:
     def __init__(self, engine: LLMEngine, config: Config) -> None:
         self.engine, self.config = engine, config
         self.clear()
-        self.talk = Talk(config, None, None, engine.tokenizer)
+        self.parsers = ChatParsers(config, None, None, engine.tokenizer)
         self.params = SamplingParams(**config.sampling.values())
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -89,15 +89,15 @@ class Chat:
         """Show the answer to the messages; its content, as far as it came before Ctrl-C."""
         assert self.engine.tokenizer is not None, "run checks it"
         prompt, tokens = self.engine.tokenizer.prepare_chat(self.messages)
-        params = self.talk.constrain(self.params, prompt)
+        params = self.parsers.constrain(self.params, prompt)
         limit = self.config.serve.max_model_len
         if self.config.sampling.max_tokens is None and limit is not None:  # all that fit, as in a chat that is served
             params = replace(params, max_tokens=max(1, limit - len(tokens)))
-        parser, content, error, is_cut = self.talk.parser(prompt), "", "", False
+        parser, content, error, is_cut = self.parsers.parser(prompt), "", "", False
 
         def show(output: RequestOutput) -> None:
             nonlocal content, error, is_cut
-            text, reasoning, *_ = self.talk.next(parser, output.text or "", is_last=output.finished)
+            text, reasoning, *_ = self.parsers.next(parser, output.text or "", is_last=output.finished)
             content += text
             error = output.sequence.error or ""
             is_cut = output.finish_reason == "max_tokens"

@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 
 MIN_TOKENS = 4  # of a prompt and of an answer: shorter ones say nothing about a server
 MAX_PROMPT, MAX_TOTAL = 1024, 2048  # tokens, the bounds that published ShareGPT numbers use
-NO_ANSWER_LEN = 128  # tokens, where a data set has prompts alone and nobody says how long an answer is
+NO_ANSWER_LEN = 128  # tokens, if a dataset has only prompts and no length of answers is given
 
-Conversation = tuple[str, str | None]  # a prompt, and the answer to it where there is one
+Conversation = tuple[str, str | None]  # a prompt, and the answer to it, if any
 
 
 def read_sharegpt(path: Path) -> list[Conversation]:
@@ -35,7 +35,7 @@ def is_usable(prompt_len: int, output_len: int, *, is_own: bool) -> bool:
 
 
 def read_entry(entry: Any) -> Conversation | None:
-    """A prompt and its answer, from any of the forms that data sets have them in; None where there are none."""
+    """A prompt and its answer, from any of the forms that data sets have them in; None without any."""
     if not isinstance(entry, dict):
         return None
     turns = entry.get("conversations") or entry.get("conversation") or entry.get("messages")

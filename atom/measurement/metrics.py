@@ -60,7 +60,7 @@ class BenchmarkMetrics:
     total_input: int  # tokens of the completed requests
     total_output: int
     request_throughput: float  # completed requests a second
-    request_goodput: float | None  # requests a second that met every objective; None where there is none
+    request_goodput: float | None  # requests a second that met every objective; None: no objectives
     output_throughput: float  # tokens a second
     total_token_throughput: float
     max_output_tokens_per_s: float  # events of the second that had most of them

@@ -166,7 +166,7 @@ def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[s
 
 
 def timeline(boxes: Sequence[Box], seconds: float) -> str:
-    """What ran when, nested calls in lanes below; a box tells a pointer its name and time.
+    """What ran when, nested calls in lanes below; a tooltip on a box shows its name and time.
 
     Those that would be too narrow to be seen are left out.
     """

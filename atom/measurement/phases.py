@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 STAT = Path("/proc/self/stat")
-START_TIME = 19  # its field behind the process's name, in ticks since boot
+START_TIME = 19  # its field after the process's name, in ticks since boot
 
 
 class PhaseClock:

@@ -33,14 +33,14 @@ def start_python(
     pass_fds: Sequence[int] = (),
     **environment: str,
 ) -> subprocess.Popen[bytes]:
-    """Run code in a Python process. environment: variables beside our own.
+    """Run code in a Python process. environment: variables besides our own.
 
     has_own_session: else it is of this process's group, and is killed with it
     cwd: its folder; None: that of the package's, which nothing depends on. pass_fds: files that stay open in it
     """
     if cwd is not None:
         code = f"import sys; sys.path[0] = {str(ROOT)!r}; {code}"
-    # env sets them, so that nothing here reads the environment, which is for atom.config alone
+    # env sets them, so that nothing here reads the environment, which only atom.config does
     return subprocess.Popen(
         ["/usr/bin/env", *map("=".join, environment.items()), sys.executable, "-c", code, *arguments],
         cwd=cwd or ROOT,

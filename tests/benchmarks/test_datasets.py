@@ -85,7 +85,7 @@ def test_sonnet_refuses_lengths_that_cannot_be(form: PromptForm, tmp_path: Path)
     path = tmp_path / "sonnet.txt"
     path.write_text("it was the age of wisdom\n")
     for lengths in ({"input_len": 10, "prefix_len": 5}, {"input_len": 300, "prefix_len": 310}):
-        with pytest.raises(UsageError, match="the task alone takes"):
+        with pytest.raises(UsageError, match="the task itself takes"):
             sample_sonnet(rng(), form, path, [5], **lengths)
     with pytest.raises(UsageError, match="has only"):
         sample_sonnet(rng(), form, path, [5], input_len=900, prefix_len=800)

@@ -17,7 +17,7 @@ from atom.config import Config
 from atom.config.load import load
 from atom.serve.content import IMAGE
 from atom.serve.context import Context
-from atom.serve.openai.chat import talk_of
+from atom.serve.openai.chat import parsers_of
 from atom.serve.openai.responses import as_chat
 from atom.serve.openai.responses_schema import ResponsesRequest
 
@@ -108,7 +108,7 @@ def test_the_first_request_is_that_of_a_chat_with_its_functions(config: Config, 
 def test_a_kind_of_tool_that_is_left_out_is_logged_once(config: Config, caplog: pytest.LogCaptureFixture):
     def ask_twice(context: Context) -> None:
         for _ in range(2):
-            talk_of(context, as_chat(ResponsesRequest.model_validate(FIRST)))
+            parsers_of(context, as_chat(ResponsesRequest.model_validate(FIRST)))
 
     scripted.post(config, Said(["Hi"]), FIRST, RESPONSES, before=ask_twice)
     left_out = [each for each in caplog.messages if "left out of prompts" in each]

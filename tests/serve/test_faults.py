@@ -279,7 +279,7 @@ def test_an_engine_that_the_server_ends_has_not_run_out_of_memory(talker: Path, 
     server.process.terminate()
     assert server.process.wait(20) == 0
     (line,) = (line for line in server.log.read_text().splitlines() if '"message":"ended"' in line)
-    assert json.loads(line)["engine"] in ("SIGKILL, at the server's wish", "exit code 0")
+    assert json.loads(line)["engine"] in ("SIGKILL, at the server's requested", "exit code 0")
 
 
 def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, tmp_path: Path):
@@ -306,7 +306,9 @@ def test_an_engine_that_hangs_while_it_loads_is_killed_once_it_is_taken_for_dead
     wire.wait_until(lambda: not listens())  # the server ends
     assert wire.wait_until(lambda: not is_alive(engine)) < END_SECONDS / 2, "it cannot end by itself"
     assert server.process.wait(20) == 1
-    reason = "the engine has neither answered nor used the CPU for 3 s while it loaded (SIGKILL, at the server's wish)"
+    reason = (
+        "the engine has neither answered nor used the CPU for 3 s while it loaded (SIGKILL, at the server's requested)"
+    )
     assert reason in server.log.read_text()
 
 

@@ -21,7 +21,7 @@ MODEL = "atom.plugin.vllm.model:AtomForCausalLM"
 PLATFORM = "atom.plugin.vllm.platform.AtomPlatform"
 DISABLE = "ATOM_DISABLE_VLLM_PLUGIN"
 OLDEST = (0, 26)  # version of vLLM, as in the extra `vllm`
-WITH_IMAGES = "ForConditionalGeneration"  # what names of architectures end with whose text alone atom computes
+WITH_IMAGES = "ForConditionalGeneration"  # what names of architectures end with of which atom computes only the text
 
 
 def register_model() -> None:

@@ -43,7 +43,7 @@ class GroupCommunicator:
         raise _unsupported("receive")
 
     def take_held(self) -> list[Held]:
-        """Nothing: stages of a pipeline, which alone send, are refused."""
+        """Nothing: only stages of a pipeline send, and these are refused."""
         return []
 
     def watch(self, check: Callable[[], object]) -> None:
@@ -64,4 +64,4 @@ class NoCommunicator(GroupCommunicator):
 
 
 def _unsupported(op: str) -> UnsupportedError:
-    return UnsupportedError(f"{op}: inside vLLM ranks divide layers and experts (--tensor-parallel-size) alone")
+    return UnsupportedError(f"{op}: inside vLLM ranks divide only layers and experts (--tensor-parallel-size)")

@@ -39,7 +39,7 @@ def overrides_of(vllm_config: VllmConfig) -> list[str]:
     is_plain = getattr(model.hf_config, "quantization_config", None) is None
     if model.quantization is not None and is_plain:
         if model.quantization != "fp8":
-            raise UnsupportedError(f"--quantization={model.quantization} of a plain checkpoint: atom packs fp8 alone")
+            raise UnsupportedError(f"--quantization={model.quantization} of a plain checkpoint: atom packs only fp8")
         stated["quant"] = "fp8"
     own = (vllm_config.additional_config or {}).get(OVERRIDES, [])
     return [*(override(name, value) for name, value in stated.items()), *own]

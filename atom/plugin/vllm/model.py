@@ -73,7 +73,7 @@ class AtomForCausalLM(nn.Module):
     ) -> Tensor:
         """input_ids and positions [T] -> hidden states [T, H]"""
         if input_ids is None or inputs_embeds is not None or intermediate_tensors is not None:
-            raise UnsupportedError("atom's models take token ids alone, and compute all layers")
+            raise UnsupportedError("atom's models take only token ids, and compute all layers")
         (hidden,) = self._body({"tokens": input_ids.long(), "positions": positions})
         return hidden  # type: ignore[no-any-return]
 

@@ -22,7 +22,7 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError, json_response
-from atom.serve.http.response import Answering, Choice, EngineRequest, Responder
+from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import event
 from atom.serve.ids import new_id
 from atom.serve.openai.params import sampling_params
@@ -67,8 +67,8 @@ class MessageResponder(Responder):
         if self._body.thread is not None:
             raise FieldError("thread", NO_THREADS, "thread_unsupported_request")  # the SDK then sends all messages
         params = self._params()
-        self._talk, conversation = prepare(self.context, self._body)
-        params = self._talk.constrain(params, conversation.text)
+        self._parsers, conversation = prepare(self.context, self._body)
+        params = self._parsers.constrain(params, conversation.text)
         self._prompt, prompt = conversation.text, conversation.tokens
         if len(prompt) > (longest := self.context.max_input_length):
             raise FieldError("messages", f"prompt is too long: {len(prompt)} tokens > {longest} maximum")
@@ -88,7 +88,7 @@ class MessageResponder(Responder):
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
-        answer = self._talk.read(choice.text, self._prompt)
+        answer = self._parsers.read(choice.text, self._prompt)
         assert choice.finish is not None, "it is done"
         stop = stop_reason(choice.finish, has_calls=answer.has_whole_calls)
         content = content_blocks(answer, self._thinking)
@@ -103,13 +103,13 @@ class MessageResponder(Responder):
     def error(self, body: dict[str, Any]) -> bytes:
         return event(body, "error")
 
-    def open(self, answering: Answering) -> Iterator[bytes]:
-        self._parser = self._talk.parser(self._prompt)
-        yield event({"type": "message_start", "message": self._message(self.usage(answering), [])}, "message_start")
+    def open(self, active: ActiveResponse) -> Iterator[bytes]:
+        self._parser = self._parsers.parser(self._prompt)
+        yield event({"type": "message_start", "message": self._message(self.usage(active), [])}, "message_start")
 
     def delta(self, choice: Choice, output: Output) -> bytes:
         self._finish = output.finish
-        delta = self._talk.next(self._parser, output.text or "", is_last=output.finish is not None)
+        delta = self._parsers.next(self._parser, output.text or "", is_last=output.finish is not None)
         return self._blocks.push(delta)
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
@@ -120,9 +120,9 @@ class MessageResponder(Responder):
         yield self._blocks.close() + event(delta, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
 
-    def usage(self, answering: Answering) -> dict[str, Any]:
+    def usage(self, active: ActiveResponse) -> dict[str, Any]:
         """Tokens so far. input_tokens does not count the prompt's cached ones, which are known at the end."""
-        usage = answering.usage()
+        usage = active.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,

@@ -4,7 +4,7 @@ It converts messages, tools and the switch for thinking to what chat templates k
 
     prepared = await context.in_thread(lambda: prepare(context, body))
     prepared.conversation.tokens                 # the prompt
-    prepared.talk.read(text, prepared.conversation.text)
+    prepared.parsers.read(text, prepared.conversation.text)
 
 Newlines join the text blocks of a turn, and consecutive turns of one role are one turn. A tool result is a message of
 its own; one that is an error begins with "Error: ", since templates have no field for errors. If the last message is
@@ -37,7 +37,7 @@ from atom.serve.http.errors import FieldError, shown
 from atom.serve.ids import new_id
 from atom.serve.openai.schema import Function, NamedFunction, NamedTool, Tool
 from atom.serve.output.output_parser import is_opened
-from atom.serve.output.parsers import Talk
+from atom.serve.output.parsers import ChatParsers
 from atom.serve.template_variables import SWITCHES, effort_variables
 
 BLOCKS = {  # of each role
@@ -48,7 +48,7 @@ CALLS, RESULTS = (ToolUseBlock, ServerCallBlock), (ToolResultBlock, ServerResult
 
 
 class Prepared(NamedTuple):
-    talk: Talk
+    parsers: ChatParsers
     conversation: Conversation
 
 
@@ -61,7 +61,7 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     new_call_id = partial(new_id, "toolu", "_")
     choice_of_tools = openai_choice(body)
     turns = list(read_turns(body))
-    talk = Talk(
+    parsers = ChatParsers(
         context.config,
         tools,
         choice_of_tools,
@@ -72,15 +72,15 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     )
     prefill = take_prefill(turns)
     effort = effort_variables(context.need_tokenizer(), body.output_config.effort if body.output_config else None)
-    variables = effort | thinking_variables(context, body, has_reasoning=talk.has_reasoning)
-    conversation = encode_plain(context, plain_messages(turns), talk.tools, variables, prefill)
+    variables = effort | thinking_variables(context, body, has_reasoning=parsers.has_reasoning)
+    conversation = encode_plain(context, plain_messages(turns), parsers.tools, variables, prefill)
     reasoning = context.config.model.reasoning
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
         fix = "end with a message of the user"
         if body.thinking is None or body.thinking.type != "disabled":
             fix += ', or send thinking={"type": "disabled"}'
         raise FieldError("messages", f"an answer of this model begins with its thinking, not with a given text; {fix}")
-    return Prepared(talk, conversation)
+    return Prepared(parsers, conversation)
 
 
 def leave_out(context: Context, body: CountRequest) -> None:

@@ -1,7 +1,7 @@
 """Sign answers whose requests ask for it with Accept-Signature (RFC 9421, section 5).
 
-    wish = read_wish(fields, request_components(scope, fields), key_id)
-    send = SigningSend(send, key, wish)
+    requested = read_signature_request(fields, request_components(scope, fields), key_id)
+    send = SigningSend(send, key, requested)
 
 A signature covers what is asked for, and always the status and the digest of the whole body. Behind a stream of events,
 whose digest is known at its end, the fields of the signature are comments, the last of the body: there they stand for
@@ -46,7 +46,7 @@ ALWAYS = (Component("@status"), Component("content-digest"))
 COVERED = {"@status", "content-digest", "content-type", "x-request-id"}  # of an answer
 
 
-class Wish(NamedTuple):
+class SignatureRequest(NamedTuple):
     """A signature that is asked for."""
 
     label: str
@@ -60,7 +60,7 @@ class Wish(NamedTuple):
         return any(each.name == "content-digest" for each in self.values)
 
 
-def read_wish(fields: Fields, resolve_request: Resolve, key_id: str) -> Wish:
+def read_signature_request(fields: Fields, resolve_request: Resolve, key_id: str) -> SignatureRequest:
     """What a request asks for. SignatureError for what cannot be given: as by the RFC, nothing else is."""
     members = parse_dictionary("accept-signature", fields.get("accept-signature") or "")
     if len(members) != 1:
@@ -80,7 +80,7 @@ def read_wish(fields: Fields, resolve_request: Resolve, key_id: str) -> Wish:
                 raise SignatureError(f"accept-signature, of the request: {error}") from None
         elif each.parameters or each.name not in COVERED:
             raise SignatureError(f"accept-signature: of an answer, {', '.join(sorted(COVERED))} are signed")
-    return Wish(label, components, {"keyid": key_id} | read_parameters(asked, key_id), values)
+    return SignatureRequest(label, components, {"keyid": key_id} | read_parameters(asked, key_id), values)
 
 
 def read_parameters(asked: Parameters, key_id: str) -> Parameters:
@@ -101,8 +101,10 @@ def read_parameters(asked: Parameters, key_id: str) -> Parameters:
 class SigningSend:
     """An ASGI `send` that signs the answer which passes through it."""
 
-    def __init__(self, send: Send, key: Ed25519PrivateKey, wish: Wish, clock: Callable[[], float] = time.time) -> None:
-        self._send, self._key, self._wish, self._clock = send, key, wish, clock
+    def __init__(
+        self, send: Send, key: Ed25519PrivateKey, requested: SignatureRequest, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._send, self._key, self._requested, self._clock = send, key, requested, clock
         self._digest = hashlib.sha256()
         self._start: Message = {}
         self._is_stream = False
@@ -129,15 +131,15 @@ class SigningSend:
         digest = content_digest(self._digest.digest())
         trailer = (("tr", True),) if self._is_stream else ()
         digested = Component("content-digest", trailer)
-        components = [digested if each == Component("content-digest") else each for each in self._wish.components]
+        components = [digested if each == Component("content-digest") else each for each in self._requested.components]
         resolve = resolver({"@status": str(self._start["status"])}, Fields(self._start["headers"]))
-        values = self._wish.values | {digested: digest}
-        parameters = {"created": int(self._clock())} | self._wish.parameters
+        values = self._requested.values | {digested: digest}
+        parameters = {"created": int(self._clock())} | self._requested.parameters
 
         def value_of(component: Component) -> str:
             return values[component] if component in values else resolve(component)
 
-        stated, signature = sign(self._key, self._wish.label, components, parameters, value_of)
+        stated, signature = sign(self._key, self._requested.label, components, parameters, value_of)
         return [("content-digest", digest), ("signature-input", stated), ("signature", signature)]
 
 

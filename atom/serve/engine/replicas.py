@@ -114,7 +114,7 @@ class Replicas:
         stream.engine = number
         sent = self._router.send(number, request)
         if self._router.remembers:
-            stream.watch = Learner(self._router, sent, stream, params, options.pooling).note
+            stream.watch = PrefixTracker(self._router, sent, stream, params, options.pooling).note
         return stream
 
     def abort(self, stream: RequestStream) -> None:
@@ -289,7 +289,7 @@ class Replicas:
             LOG.info("%s serves%s", replica.name, " again" if replica.num_restarts else "")
 
 
-class Learner:
+class PrefixTracker:
     """Tells the router what a request's answers are and how much of its prompts was cached."""
 
     def __init__(

@@ -31,7 +31,7 @@ from atom.serve.auth.signatures import (
     find_signatures,
     request_components,
 )
-from atom.serve.auth.signed_answers import DIRECTORY, SigningSend, read_wish
+from atom.serve.auth.signed_answers import DIRECTORY, SigningSend, read_signature_request
 from atom.serve.auth.tenants import Tenant, digest
 from atom.serve.http.errors import body_of, error_body, is_anthropic, refuse, shown
 from atom.serve.ids import request_id_headers, request_id_of
@@ -167,12 +167,12 @@ class Guard:
         if self._signing_key is not None and b"accept-signature" in headers:
             fields = Fields(scope["headers"])
             try:
-                wish = read_wish(fields, request_components(scope, fields), self._key_id)
-                if wish.covers_question:
+                requested = read_signature_request(fields, request_components(scope, fields), self._key_id)
+                if requested.covers_question:
                     receive = await read_digested(receive, BodyDigest(fields.get("content-digest") or ""))
             except SignatureError as error:
                 return await refuse(scope, 400, error_body(400, str(error)))(scope, receive, send)
-            scope["state"]["send"] = SigningSend(scope["state"]["send"], self._signing_key, wish)
+            scope["state"]["send"] = SigningSend(scope["state"]["send"], self._signing_key, requested)
         await self._app(scope, receive, send)
 
     async def _find_tenant(

@@ -3,7 +3,7 @@
     class Chat(Responder): ...                    # reads a body, and writes outputs in the form of its API
     return await Chat(context, body).respond(request)
 
-`Answering` is a running request: its stream, the choices so far, its times and its usage.
+`ActiveResponse` is a running request: its stream, the choices so far, its times and its usage.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Choice:
         return sum(each.logprob for each in self.logprobs) / max(len(self.logprobs), 1)
 
 
-class Answering:
+class ActiveResponse:
     def __init__(
         self, context: Context, stream: RequestStream, request: EngineRequest, tenant: Tenant, started: float
     ) -> None:
@@ -257,7 +257,7 @@ class Responder(ABC):
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
 
-    def open(self, answering: Answering) -> Iterable[bytes]:
+    def open(self, active: ActiveResponse) -> Iterable[bytes]:
         """The events before the first output."""
         return ()
 
@@ -273,8 +273,8 @@ class Responder(ABC):
         """The events after the last output."""
         return ()
 
-    def usage(self, answering: Answering) -> dict[str, Any]:
-        return answering.usage()
+    def usage(self, active: ActiveResponse) -> dict[str, Any]:
+        return active.usage()
 
     async def respond(self, request: Request) -> Response:
         context, engines, tenant = self.context, self.context.engines, request.state.tenant
@@ -301,41 +301,41 @@ class Responder(ABC):
             tenant.accept()
             left.callback(engines.abort, stream)
             request.state.log["engine"] = stream.engine
-            answering = Answering(context, stream, submission, tenant, self._started)
-            request.state.answering = answering  # for its span
+            active = ActiveResponse(context, stream, submission, tenant, self._started)
+            request.state.active = active  # for its span
             try:
                 if self.is_streamed:
                     if self.waits:
-                        await answering.begin(request.receive)
-                    left.callback(self._record_end, request, answering)
-                    return EventStream(self._events(request, answering), left.pop_all().close)
-                choices = await until_gone(request.receive, answering.collect())
+                        await active.begin(request.receive)
+                    left.callback(self._record_end, request, active)
+                    return EventStream(self._events(request, active), left.pop_all().close)
+                choices = await until_gone(request.receive, active.collect())
             except ClientDisconnect:
-                self._record_end(request, answering)
+                self._record_end(request, active)
                 raise
         kept = best(choices, submission.params[0].n, submission.num_kept)
-        request.state.log |= answering.log_fields(usage := self.usage(answering))
-        return await answering.write(lambda: json_response(self.response_body(kept, usage)))
+        request.state.log |= active.log_fields(usage := self.usage(active))
+        return await active.write(lambda: json_response(self.response_body(kept, usage)))
 
-    def _record_end(self, request: Request, answering: Answering) -> None:
+    def _record_end(self, request: Request, active: ActiveResponse) -> None:
         """Record how an answer has ended, unless that has been done: then its client has left."""
         if "finish_reasons" not in request.state.log:
-            request.state.log |= answering.abort(self.usage(answering))
+            request.state.log |= active.abort(self.usage(active))
 
-    async def _events(self, request: Request, answering: Answering) -> AsyncIterator[bytes]:
-        for data in self.open(answering):
+    async def _events(self, request: Request, active: ActiveResponse) -> AsyncIterator[bytes]:
+        for data in self.open(active):
             yield data
         try:
-            async for item in answering.outputs():
+            async for item in active.outputs():
                 if item is None:
                     yield self.keep_alive
                 elif data := self.delta(*item):
                     yield data
         except Exception as error:
-            request.state.log |= answering.log_fields(self.usage(answering), error)
+            request.state.log |= active.log_fields(self.usage(active), error)
             path, status, body = request.scope["path"], status_of(error), self.context.report(error)
             yield self.error(body_at(path, status, body, request.state.request_id))
             return
-        request.state.log |= answering.log_fields(usage := self.usage(answering))
+        request.state.log |= active.log_fields(usage := self.usage(active))
         for data in self.close(usage):
             yield data

@@ -18,13 +18,13 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError
-from atom.serve.http.response import Answering, Choice, EngineRequest
+from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import sampling_params
 from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.openai.tools import offered_tools
-from atom.serve.output.parsers import Talk
+from atom.serve.output.parsers import ChatParsers
 from atom.serve.template_variables import effort_variables
 
 
@@ -44,9 +44,9 @@ def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
     return effort_variables(context.need_tokenizer(), body.reasoning_effort) | (body.chat_template_kwargs or {})
 
 
-def talk_of(context: Context, body: ChatRequest) -> Talk:
+def parsers_of(context: Context, body: ChatRequest) -> ChatParsers:
     """What turns the tools of a chat into a prompt, and its answer into calls. FieldError for tools that are wrong."""
-    return Talk(
+    return ChatParsers(
         context.config,
         offered_tools(context, body.tools, body.tool_choice),
         body.tool_choice,
@@ -65,24 +65,24 @@ class Chat(OpenAIResponder[ChatRequest]):
             raise FieldError(
                 "messages", "messages is missing" if body.messages is None else "messages and prompt are one"
             )
-        self._talk = talk = talk_of(context, body)
+        self._parsers = parsers = parsers_of(context, body)
         params = sampling_params(body, context.config)
         conversation = encode_conversation(
             context,
             body.messages or body.prompt or [],
-            talk.tools,
+            parsers.tools,
             template_kwargs(context, body),
             body.truncate_prompt_tokens,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
         )
         self._prompt = conversation.text
-        params = talk.constrain(params, conversation.text)
+        params = parsers.constrain(params, conversation.text)
         prompt, params = context.fit(conversation.tokens, params, body.truncate_prompt_tokens)
         return self.engine_request([prompt], [params], "tools")  # a forced call constrains the answer
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        answer = self._talk.read(choice.text, self._prompt)
+        answer = self._parsers.read(choice.text, self._prompt)
         message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
         if answer.reasoning:
             message["reasoning_content"] = message["reasoning"] = answer.reasoning  # newer versions of vLLM: the latter
@@ -107,24 +107,24 @@ class Chat(OpenAIResponder[ChatRequest]):
         ids = {"prompt_token_ids": self._prompts[0]} if self.body.return_token_ids else {}
         return super().response_body(choices, usage) | ids
 
-    def open(self, answering: Answering) -> Iterable[bytes]:
-        super().open(answering)
+    def open(self, active: ActiveResponse) -> Iterable[bytes]:
+        super().open(active)
         role, tail = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null', self.tail()
         if self.body.return_token_ids:
             tail = b'}],"prompt_token_ids":%s%s' % (json.encode(self._prompts[0]), tail.removeprefix(b"}]"))
-        self._role_chunks = [b"%s%d%s%s" % (self._head, each.index, role, tail) for each in answering.choices]
-        self._parsers = [self._talk.parser(self._prompt) for _ in answering.choices]
-        self._held: list[list[Logprobs]] = [[] for _ in answering.choices]  # of text that is held back
-        self._held_tokens: list[list[int]] = [[] for _ in answering.choices]
+        self._role_chunks = [b"%s%d%s%s" % (self._head, each.index, role, tail) for each in active.choices]
+        self._by_choice = [self._parsers.parser(self._prompt) for _ in active.choices]
+        self._held: list[list[Logprobs]] = [[] for _ in active.choices]  # of text that is held back
+        self._held_tokens: list[list[int]] = [[] for _ in active.choices]
         return ()
 
     def delta(self, choice: Choice, output: Output) -> bytes:
-        index, parser, text = choice.index, self._parsers[choice.index], output.text or ""
+        index, parser, text = choice.index, self._by_choice[choice.index], output.text or ""
         reason, logprobs, ids, has_calls = b"null", b"null", b"", False
         if parser is None:
             delta = b'{"content":%s}' % json.encode(text) if text else b"{}"
         else:
-            delta = json.encode(self._talk.delta(parser, text, is_last=output.finish is not None))
+            delta = json.encode(self._parsers.delta(parser, text, is_last=output.finish is not None))
             has_calls = parser.has_whole_calls
         if self.body.logprobs:
             self._held[index] += output.logprobs or []

@@ -17,7 +17,7 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError
-from atom.serve.http.response import Answering, Choice, EngineRequest
+from atom.serve.http.response import ActiveResponse, Choice, EngineRequest
 from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import check_tokens, sampling_params, split_inputs
 from atom.serve.openai.response import OpenAIResponder, finish_reason
@@ -95,17 +95,17 @@ class Completion(OpenAIResponder[CompletionRequest]):
             fields |= {"prompt_token_ids": self._prompts[choice.prompt_index], "token_ids": tokens}
         return fields | {"finish_reason": "length" if body.max_tokens == 0 else finish_reason(choice)}
 
-    def usage(self, answering: Answering) -> dict[str, Any]:
-        usage = answering.usage()
+    def usage(self, active: ActiveResponse) -> dict[str, Any]:
+        usage = active.usage()
         if self.body.max_tokens == 0:  # the one sampled token is not shown
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def open(self, answering: Answering) -> Iterator[bytes]:
-        super().open(answering)
-        self._offsets = [len(self._echoes[choice.prompt_index]) for choice in answering.choices]
-        self._is_first = [True] * len(answering.choices)
-        for choice in answering.choices if self.body.echo else ():
+    def open(self, active: ActiveResponse) -> Iterator[bytes]:
+        super().open(active)
+        self._offsets = [len(self._echoes[choice.prompt_index]) for choice in active.choices]
+        self._is_first = [True] * len(active.choices)
+        for choice in active.choices if self.body.echo else ():
             yield self._event(choice, self._echoes[choice.prompt_index], [])
 
     def delta(self, choice: Choice, output: Output) -> bytes:

@@ -12,7 +12,7 @@ from msgspec import json
 from atom.runtime.types import openai_reason
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
-from atom.serve.http.response import Answering, Choice, EngineRequest, Responder
+from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import DONE, event
 from atom.serve.ids import new_id
 from atom.serve.openai.params import find_constraint, request_options
@@ -35,8 +35,8 @@ class OpenAIResponder(Responder, Generic[Body]):
         self._has_usage = options is not None and bool(options.include_usage)
         self._counts = self._has_usage and options is not None and bool(options.continuous_usage_stats)
 
-    def open(self, answering: Answering) -> Iterable[bytes]:
-        self._answering = answering
+    def open(self, active: ActiveResponse) -> Iterable[bytes]:
+        self._active = active
         # an event before and after its choice, which begins with the index
         self._head = b"data: " + json.encode(self._object(self.chunk))[:-1] + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
@@ -46,7 +46,7 @@ class OpenAIResponder(Responder, Generic[Body]):
         """The end of an event after its choice, with the usage so far if the request wants it in each."""
         if not self._counts:
             return self._tail
-        usage = self.usage(self._answering)
+        usage = self.usage(self._active)
         counts = {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
         return b'}],"usage":%s}\n\n' % json.encode(counts)
 

@@ -22,9 +22,9 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.http.bodies import body_route
 from atom.serve.http.errors import FieldError, json_response
-from atom.serve.http.response import Answering, Choice, EngineRequest, Responder
+from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.ids import new_id
-from atom.serve.openai.chat import talk_of, template_kwargs
+from atom.serve.openai.chat import parsers_of, template_kwargs
 from atom.serve.openai.logprobs import chat_logprobs, raw
 from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
@@ -62,7 +62,7 @@ from atom.serve.openai.schema import (
 from atom.serve.openai.schema import FunctionCall as ChatCall
 from atom.serve.output.content_tokens import ContentTokens
 from atom.serve.output.output_parser import Delta, OutputParser
-from atom.serve.output.parsers import Talk
+from atom.serve.output.parsers import ChatParsers
 
 # fields of a request that its response repeats
 REPEATED = (
@@ -100,11 +100,15 @@ def routes(context: Context) -> APIRouter:
     return router
 
 
-def prepare(context: Context, body: ResponsesRequest) -> tuple[ChatRequest, Talk, Conversation]:
+def prepare(context: Context, body: ResponsesRequest) -> tuple[ChatRequest, ChatParsers, Conversation]:
     """The chat that asks for the same, what turns its tools into a prompt, and that prompt."""
     chat = as_chat(body)
-    talk = talk_of(context, chat)
-    return chat, talk, encode_conversation(context, chat.messages or [], talk.tools, template_kwargs(context, chat))
+    parsers = parsers_of(context, chat)
+    return (
+        chat,
+        parsers,
+        encode_conversation(context, chat.messages or [], parsers.tools, template_kwargs(context, chat)),
+    )
 
 
 class ResponsesResponder(Responder):
@@ -118,9 +122,9 @@ class ResponsesResponder(Responder):
 
     def make_request(self) -> EngineRequest:
         context = self.context
-        chat, self._talk, conversation = prepare(context, self._body)
+        chat, self._parsers, conversation = prepare(context, self._body)
         self._prompt = conversation.text
-        params = self._talk.constrain(sampling_params(chat, context.config), conversation.text)
+        params = self._parsers.constrain(sampling_params(chat, context.config), conversation.text)
         prompt, self._params = context.fit(conversation.tokens, params)
         constraint = find_constraint(chat)
         field = CONSTRAINT_FIELDS.get(constraint.field, constraint.field) if constraint else "tools"
@@ -133,11 +137,11 @@ class ResponsesResponder(Responder):
         assert choice.finish is not None, "it is done"
         self._finish, status = choice.finish, status_of(choice.finish)
         parser = self._make_parser()
-        delta = self._talk.next(parser, choice.text, is_last=True)
+        delta = self._parsers.next(parser, choice.text, is_last=True)
         logprobs = self._logprobs(choice.logprobs, delta, choice.finish)
         return self._response(status, output_items(delta, logprobs, status), usage)
 
-    def open(self, answering: Answering) -> Iterator[bytes]:
+    def open(self, active: ActiveResponse) -> Iterator[bytes]:
         self._parser = self._make_parser()
         for name in ("response.created", "response.in_progress"):
             yield self._items.event(name, response=self._response("in_progress", []))
@@ -145,7 +149,7 @@ class ResponsesResponder(Responder):
     def delta(self, choice: Choice, output: Output) -> bytes:
         self._finish = output.finish
         is_last = output.finish is not None
-        delta = self._talk.next(self._parser, output.text or "", is_last=is_last)
+        delta = self._parsers.next(self._parser, output.text or "", is_last=is_last)
         return self._items.push(delta, self._logprobs(output.logprobs or [], delta, output.finish))
 
     def error(self, body: dict[str, Any]) -> bytes:
@@ -158,8 +162,8 @@ class ResponsesResponder(Responder):
         yield from self._items.close(status)
         yield self._items.event(f"response.{status}", response=self._response(status, self._items.done, usage))
 
-    def usage(self, answering: Answering) -> dict[str, Any]:
-        usage = answering.usage()
+    def usage(self, active: ActiveResponse) -> dict[str, Any]:
+        usage = active.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},  # of no price here
@@ -169,7 +173,7 @@ class ResponsesResponder(Responder):
         }
 
     def _make_parser(self) -> OutputParser:
-        return self._talk.parser(self._prompt) or OutputParser(None, None)
+        return self._parsers.parser(self._prompt) or OutputParser(None, None)
 
     def _logprobs(self, made: list[Logprobs], delta: Delta, finish: Finish | None) -> list[Raw]:
         """The log probabilities of a delta's text, those of the tokens that were made last among them."""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from atom.errors import ConfigError
 
 if TYPE_CHECKING:
-    from atom.serve.http.response import Answering
+    from atom.serve.http.response import ActiveResponse
 
 EXTRA = "traces need two packages; pip install 'atom-run[otel]'"
 TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
@@ -58,8 +58,8 @@ class Traces:
 
         state: of its scope; where no engine has got the request there is no span.
         """
-        answering: Answering | None = state.get("answering")
-        if answering is None:
+        active: ActiveResponse | None = state.get("active")
+        if active is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -72,12 +72,12 @@ class Traces:
             {
                 "gen_ai.response.model": state["log"]["model"],
                 "gen_ai.request.id": state["log"]["id"],
-                **params_of(answering),
-                **usage_of(answering),
+                **params_of(active),
+                **usage_of(active),
             },
             start_time=end - round(seconds * 1e9),
         )
-        if fault := fault_of(state["log"], answering):
+        if fault := fault_of(state["log"], active):
             span.set_status(Status(StatusCode.ERROR, fault))
         span.end(end)
 
@@ -107,9 +107,9 @@ def traces_url(endpoint: str) -> str:
     return url._replace(path=TRACES_PATH if url.path in ("", "/") else url.path).geturl()
 
 
-def params_of(answering: Answering) -> dict[str, float]:
+def params_of(active: ActiveResponse) -> dict[str, float]:
     """What a request asks for; nothing of an embedding, whose parameters are not its own."""
-    request = answering.request
+    request = active.request
     if request.options.pooling is not None:
         return {}
     params = request.params[0]
@@ -121,15 +121,15 @@ def params_of(answering: Answering) -> dict[str, float]:
     }
 
 
-def usage_of(answering: Answering) -> dict[str, float]:
+def usage_of(active: ActiveResponse) -> dict[str, float]:
     """Tokens, and seconds as far as they are known; of several sequences each time is the longest."""
     usage: dict[str, float] = {
-        "gen_ai.usage.prompt_tokens": answering.num_prompt,
-        "gen_ai.usage.completion_tokens": sum(choice.num_tokens for choice in answering.choices),
+        "gen_ai.usage.prompt_tokens": active.num_prompt,
+        "gen_ai.usage.completion_tokens": sum(choice.num_tokens for choice in active.choices),
     }
-    if answering.ttft is not None:
-        usage["gen_ai.latency.time_to_first_token"] = answering.ttft
-    if ended := [(choice.seconds, choice.finish) for choice in answering.choices if choice.finish is not None]:
+    if active.ttft is not None:
+        usage["gen_ai.latency.time_to_first_token"] = active.ttft
+    if ended := [(choice.seconds, choice.finish) for choice in active.choices if choice.finish is not None]:
         finishes = [finish for _, finish in ended]
         usage |= {
             "gen_ai.latency.time_in_queue": max(each.queue for each in finishes),
@@ -141,9 +141,9 @@ def usage_of(answering: Answering) -> dict[str, float]:
     return usage
 
 
-def fault_of(log_fields: Mapping[str, Any], answering: Answering) -> str | None:
+def fault_of(log_fields: Mapping[str, Any], active: ActiveResponse) -> str | None:
     """Whether a request has failed or was aborted. The message of an error may repeat the client's words."""
     if "error" in log_fields:
         return "failed"
-    reasons = ["abort" if choice.finish is None else choice.finish.reason for choice in answering.choices]
+    reasons = ["abort" if choice.finish is None else choice.finish.reason for choice in active.choices]
     return "aborted" if "abort" in reasons else None

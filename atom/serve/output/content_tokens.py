@@ -2,7 +2,7 @@
 
     tokens = ContentTokens(tokenizer, prompt, params)
     tokens.push(output.logprobs, is_last=output.finish is not None)
-    delta = talk.next(parser, output.text, is_last=output.finish is not None)
+    delta = parsers.next(parser, output.text, is_last=output.finish is not None)
     tokens.take(delta.places)          # the Logprobs of the tokens of delta.content
 
 A token belongs to the content if any of its text does: of reasoning, markers and calls it is none. Tokens that make a

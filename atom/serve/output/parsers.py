@@ -1,9 +1,9 @@
 """Choose the output parser of a chat, by model and tools.
 
-talk = Talk(config, body.tools, body.tool_choice, tokenizer)
-params = talk.constrain(params, prompt)          # a forced call constrains the answer, after its reasoning
-answer = talk.read(text, prompt)                 # content, reasoning, calls
-parser = talk.parser(prompt)                     # for a streamed answer; None: all of it is content
+parsers = ChatParsers(config, body.tools, body.tool_choice, tokenizer)
+params = parsers.constrain(params, prompt)          # a forced call constrains the answer, after its reasoning
+answer = parsers.read(text, prompt)                 # content, reasoning, calls
+parser = parsers.parser(prompt)                     # for a streamed answer; None: all of it is content
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
 
     A format that is set is warned of where the template never shows the model what tools there are.
     """
-    Talk(config, None, None, tokenizer)
+    ChatParsers(config, None, None, tokenizer)
     if tokenizer.chat_template is not None:
         with contextlib.suppress(CheckpointError):  # each chat has this error
             compile_template(tokenizer.chat_template)
@@ -82,7 +82,7 @@ def is_token(tokenizer: Tokenizer, text: str) -> bool:
     return len(tokenizer.encode(text, add_special_tokens=False)) == 1
 
 
-class Talk:
+class ChatParsers:
     def __init__(
         self,
         config: Config,

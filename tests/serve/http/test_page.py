@@ -187,7 +187,7 @@ def test_an_answer_that_is_stopped_frees_the_engine(server: Server, visit: Open)
     page = opened.page
     opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
     before = read_metric(server, "generation_tokens_total")
-    opened.send("Talk for a long while.")
+    opened.send("ChatParsers for a long while.")
     expect(page.locator(".assistant > .text")).not_to_be_empty()
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".assistant .meta")).to_have_text("stopped")
@@ -341,7 +341,7 @@ def test_plots_draw_what_the_server_does(server: Server, visit: Open):
         re.compile(r"mean \d.* p95 [\d–]"),
     )
     assert {accented(opened.page)[title] for title in latencies} == {0}, "there is nothing to measure yet"
-    opened.send("Talk.")
+    opened.send("ChatParsers.")
     expect(opened.figure("Requests")).to_contain_text("running 1")
     expect(opened.figure("KV")).to_contain_text(re.compile(r"used [1-9]\d* of \d+ \([\d.]+ %\)"))
     expect(opened.figure("Time to first token")).to_contain_text(measured)
@@ -766,7 +766,7 @@ def test_tab_and_enter_alone_open_a_chat_edit_a_message_and_make_an_answer_anew(
 def test_the_pace_is_shown_while_it_streams_and_escape_stops(server: Server, visit: Open):
     opened = visit(server.url)
     opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
-    opened.send("Talk.")
+    opened.send("ChatParsers.")
     expect(opened.page.locator(".assistant .meta")).to_have_text(re.compile(r"^[1-9]\d* tokens · [\d.]+k? tokens/s$"))
     opened.page.keyboard.press("Escape")
     expect(opened.page.locator(".assistant .meta")).to_have_text("stopped")

@@ -1,7 +1,7 @@
-"""Benchmark the embedded model on a CPU: decodes, start-up, compilation, memory.
+"""Benchmark the embedded model on a CPU, and write the CPU tables of docs/performance.md.
 
-It runs in bf16; decodes are greedy, 64 tokens in, 128 out. --llama-cpp times llama.cpp too, by the package xllamacpp,
-on the same file and as many threads, in turns with atom: each in a process of its own, with room for 4096 tokens of KV.
+Rows that were measured replace those in docs/results/cpu; docs/benchmarks.md says what a row measures. --llama-cpp
+also times llama.cpp, from the package xllamacpp, on the same file. Exits with 1 if a bound that we promise is missed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from atom.checkpoint import SilentProgress
 from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.graph import TORCH_DTYPES
+from atom.measurement.hardware import describe_cpus
+from scripts.bench_results import Origin, Result, find_origin, save, shorten
 
 NUM_IN, NUM_OUT, NUM_PREFILL = 64, 128, 512
 XLLAMACPP = Path(sys.prefix) / "llama-cpp"  # where scripts/bench-cpu puts the package
@@ -171,7 +172,7 @@ for line in sys.stdin:
 
 
 class Rival:
-    """A process that answers prompts, and says how long prefill and decodes took."""
+    """A process that answers prompts, and reports how long prefill and decodes took."""
 
     def __init__(self, program: str, file: str, threads: int) -> None:
         command = [sys.executable, "-c", program, file, str(threads)]
@@ -222,7 +223,7 @@ def compare(file: str, runs: int, threads: int, generator: torch.Generator) -> d
     finally:
         for rival in rivals.values():
             rival.close()
-    return {f"beside_llama_cpp_{name}": values for name, values in result.items()}
+    return {f"llama_cpp_{name}": values for name, values in result.items()}
 
 
 def alternate(runs: int, *timed: Callable[[], float]) -> list[float]:
@@ -248,6 +249,43 @@ def missed(result: dict[str, Any]) -> list[str]:
     return [bound for bound, holds in bounds.items() if not holds]
 
 
+LLAMA_CPP_ROWS = {
+    "llama_cpp_decode": ("decode, 1 request", "tok/s"),
+    "llama_cpp_prefill": ("prefill of 512 tokens", "tok/s"),
+    "llama_cpp_resident_MB": ("resident memory", "MB"),
+}
+
+
+def rows_of(result: dict[str, Any], origin: Origin) -> dict[str, Result]:
+    """The rows of docs/results that a run gives."""
+
+    def row(model: str, what: str, value: float, unit: str, **compared: float) -> Result:
+        found: Result = {
+            "model": f"SmolLM2-135M {model}",
+            "load": what,
+            "value": shorten(value),
+            "unit": unit,
+            **origin,
+        }
+        others = {name.replace("_", " "): shorten(figure) for name, figure in compared.items()}
+        return {**found, "compared": others} if others else found
+
+    rows = {}
+    for name, requests in {"decode_1": "1 request", "decode_16": "16 requests"}.items():
+        found = result[name]
+        others = {"transformers": found["transformers"], "level_1": found["level_1"]}
+        rows[name] = row("bf16", f"decode, {requests}", found["atom"], "tok/s", **others)
+        rows[name]["share_of_limit"] = round(found["share_of_read_limit"], 4)
+    start, memory = result["start_to_first_token_s"], result["peak_memory_MB"]
+    rows["start"] = row("bf16", "start to first token, warm", start["level_2"], "s", level_1=start["level_1"])
+    rows["compile"] = row("bf16", "compilation, empty cache", result["cold_compile_s"], "s")
+    rows["memory"] = row("bf16", "peak memory, 16 requests, KV pool of 1 GiB", memory["resident"], "MB")
+    for name, (what, unit) in LLAMA_CPP_ROWS.items():
+        if found := result.get(name):
+            rows[name] = row("Q4_1", what, found["atom"], unit, **{"llama.cpp": found["llama_cpp"]})
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
@@ -260,7 +298,7 @@ def main() -> int:
     model = reference()
     generator = torch.Generator().manual_seed(0)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "atom": atom.__version__}
-    result: dict[str, Any] = {**versions, "cpu": platform.machine(), "threads": torch.get_num_threads()}
+    result: dict[str, Any] = {**versions, "cpu": describe_cpus(), "threads": torch.get_num_threads()}
     rate = read_rate()
     weights = sum(tensor.nbytes for tensor in model.parameters())
     result["read_GB_s"] = rate / 1e9
@@ -290,6 +328,7 @@ def main() -> int:
     if options.llama_cpp:
         file = open_for(load([]), SilentProgress(), weights=False).location
         result |= compare(file, options.runs, torch.get_num_threads(), generator)
+    save("cpu", result["cpu"], rows_of(result, find_origin(versions)))
     if options.json:
         print(json.dumps(result))
     for name, value in [] if options.json else result.items():

@@ -1,13 +1,8 @@
-"""Benchmark models on a GPU, against its measured limits and vLLM.
+"""Benchmark models on a GPU against its measured limits, and write the GPU tables of docs/performance.md.
 
-bf16 unless the row says more, random weights made on the device, everything else as shipped. All requests come at once,
-answers have their full length and are greedy unless the row says more; a figure is all tokens over the wall time from
-the first submission to the last token, its limit what `job=bench` works out. The rows of a model and its formats share
-a process and an engine, and each has one run that does not count. A start is the time from exec to the first token on
-stdout, of a process of its own; cold is one with empty folders for caches and temporary files, warm the next one with
-the same folders. Medians count. A row with drafts is held against the same without, which is then measured, too; the
-drafts are accepted by chance. What loads weights is held against its own readers, when they do nothing but read the
-same files into pinned memory. A sum is one of 8 to 64 KB among ranks with a GPU each, in a CUDA graph of nothing else.
+Rows that were measured replace those in docs/results/gpu; docs/benchmarks.md says what a row measures. The rows of a
+model and its formats share a process and an engine. A row that is compared with another (drafts with none) is measured
+together with it. Exits with 1 if a row misses its target.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -26,16 +20,32 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import atom
 from atom.devices import count_devices, find_device
+from scripts.bench_results import Origin, Result, find_origin, number, save, shorten
+from scripts.bench_rows import (
+    FP8,
+    FP8_TITLE,
+    GRAPHS,
+    LARGE_MODEL,
+    LOAD,
+    NAMES,
+    PACKED_START,
+    ROWS,
+    STARTS,
+    SUMS,
+    Row,
+    Start,
+    gpus_of,
+    with_compared,
+)
 
 if TYPE_CHECKING:
     from atom.config import Config
@@ -44,186 +54,26 @@ if TYPE_CHECKING:
     from atom.runtime.ranks.links import RankLink
 
 ROOT = Path(__file__).parents[1]
-CONFIGS, DOCS = ROOT / "tests" / "configs", ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- scripts/bench-gpu -->\n", "<!-- end of scripts/bench-gpu -->\n"
+CONFIGS = ROOT / "tests" / "configs"
 PROMPT = list(range(100, 228))  # of a start
-
-
-class Row(NamedTuple):
-    """A workload; `before` is vLLM 0.26's figure on an H200, `target` our goal there, or how often another row's."""
-
-    title: str
-    model: str  # a file of tests/configs
-    num_prompts: int
-    input_len: str
-    output_len: str
-    before: float | None
-    target: float
-    counted: str = "output"  # or input: the tokens of the figure
-    sampling: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()  # overrides of the engine
-    than: str = ""  # the row whose figure, in the same run, times `target` is to be reached
-    by_share: bool = False  # of the limits, not of the figures
-    num_gpus: int = 1
-
-    def overrides(self, folder: Path) -> list[str]:
-        """folder: with a config.json, and those of drafts"""
-        sizes = [f"job.{name}={getattr(self, name)}" for name in ("num_prompts", "input_len", "output_len")]
-        setup = [each.format(folder=folder) for each in self.setup]
-        return [f"checkpoint={folder}", "job=bench", "load_dummy=true", *sizes, *self.sampling, *setup]
-
-    @property
-    def engine(self) -> tuple[str, tuple[str, ...]]:
-        """What rows of one engine have in common."""
-        return self.model, self.setup
-
-
-FP8 = ("quant=fp8", "quant.head=fp8", "quant.kv=fp8")
-INT4 = ("quant=int4", "quant.head=fp8", "quant.kv=fp8")
-BLOCKS = ("quant=fp8_block",)
-MTP = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=1", "serve.acceptance_length=1.8")
-# by chance: 2.5 tokens of 4 in the mean, 2 of 2 where one is drafted
-DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")
-EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "serve.acceptance_length=2.5")
-TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
-TP2, TP4 = ("parallel=tp2",), ("parallel=tp4",)
-AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
-OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
-
-
-def decodes(
-    title: str,
-    model: str,
-    figures: Sequence[tuple[float | None, float]],
-    setup: tuple[str, ...] = (),
-    num_gpus: int = 1,
-) -> Iterator[Row]:
-    """Rows of 1, 32 and 128 requests; figures: before and target of each."""
-    sizes = ((1, "1 request", "128"), (32, "32 requests", "1024"), (128, "128 requests", "1024"))
-    for (count, requests, length), (before, target) in zip(sizes, figures, strict=True):
-        what = f"{title}, {requests}, {length} in / 256 out"
-        yield Row(what, model, count, length, "256", before, target, setup=setup, num_gpus=num_gpus)
-
-
-def prefill(
-    title: str, model: str, before: float | None, target: float, setup: tuple[str, ...] = (), num_gpus: int = 1
-) -> Row:
-    what = f"{title}, prefill 8 × 8192"
-    return Row(what, model, 8, "8192", "1", before, target, "input", setup=setup, num_gpus=num_gpus)
-
-
-def layout(parallel: str, before: Sequence[float | None] = (None,) * 4) -> dict[str, Row]:
-    """Rows of a large mixture on 4 GPUs: the figures are to be reached by one of the layouts. before: of each row"""
-    title, model, setup = f"Qwen3-235B-A22B block fp8, {parallel}", "qwen3_235b_a22b", (*BLOCKS, f"parallel={parallel}")
-    name, figures = f"235b-{parallel.replace('_', '-')}", list(zip(before, (280, 1750, 4500, 40000), strict=True))
-    rows = named(name, decodes(title, model, figures[:3], setup, num_gpus=4))
-    return rows | {f"{name}-prefill": prefill(title, model, *figures[3], setup, num_gpus=4)}
-
-
-def multiples(title: str, of: str, factors: dict[int, float], setup: tuple[str, ...]) -> Iterator[Row]:
-    """Rows like others, whose names end in their requests, with more setup. factors: of their figures, to be reached"""
-    for count, factor in factors.items():
-        row = ROWS[than := f"{of}-{count}"]
-        what = f"{row.title}, {title}: {factor:g} × without"
-        yield row._replace(title=what, before=None, target=factor, setup=(*row.setup, *setup), than=than)
-
-
-def shares(title: str, model: str, of: str, setup: tuple[str, ...]) -> Iterator[Row]:
-    """Rows of 1 and 32 requests that are to reach the share of the limit that others of as many requests have."""
-    for row in decodes(title, model, [(None, 1)] * 3, setup):
-        if row.num_prompts <= 32:
-            yield row._replace(than=f"{of}-{row.num_prompts}", by_share=True)
-
-
-def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
-    return {f"{name}-{row.num_prompts}": row for row in rows}
-
-
-ROWS = {
-    "8b-1": Row("Qwen3-8B, 1 request, 128 in / 256 out", "qwen3_8b", 1, "128", "256", 191, 265),
-    "8b-32": Row("Qwen3-8B, 32 requests, 1024 in / 256 out", "qwen3_8b", 32, "1024", "256", 3320, 4200),
-    "8b-128": Row("Qwen3-8B, 128 requests, 1024 in / 256 out", "qwen3_8b", 128, "1024", "256", 5428, 6750),
-    "8b-256": Row("Qwen3-8B, 256 requests, 1024 in / 256 out", "qwen3_8b", 256, "1024", "256", None, 1, than="8b-128"),
-    "8b-prefill": prefill("Qwen3-8B", "qwen3_8b", 37650, 43500),
-    "0.6b-1": Row("Qwen3-0.6B, 1 request, 128 in / 512 out", "qwen3_0.6b", 1, "128", "512", 616, 2000),
-    "0.6b-256": Row(
-        "Qwen3-0.6B, 256 requests, 100-1024 in, 100-1024 out, sampled",
-        "qwen3_0.6b", 256, "100-1024", "100-1024", 23930, 33000, sampling=("sampling.temperature=0.6",),
-    ),
-    **named("8b-fp8", decodes("Qwen3-8B fp8, KV too", "qwen3_8b", [(262, 430), (4246, 6000), (7427, 9000)], FP8)),
-    "8b-fp8-prefill": prefill("Qwen3-8B fp8", "qwen3_8b", 52720, 62000, FP8),
-    **named("8b-int4", decodes("Qwen3-8B int4, fp8 KV", "qwen3_8b", [(None, 600), (None, 6500), (None, 9000)], INT4)),
-    **named("v2-lite", decodes("DeepSeek-V2-Lite", "deepseek_v2_lite", [(291, 650), (2973, 3600), (7295, 9500)])),
-    **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", [(None, 700), (None, 8000), (None, 18000)])),
-    **named("gpt-oss-120b", decodes("gpt-oss-120b", "gpt_oss_120b", [(None, 500), (None, 2400), (None, 5500)])),
-    **named(
-        "30b-a3b-fp8",
-        decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", [(236, 650), (2316, 3600), (None, 8500)], BLOCKS),
-    ),
-    **named("30b-a3b", decodes("Qwen3-30B-A3B", "qwen3_30b_a3b", [(241, 500), (1834, 2050), (4534, 5200)])),
-    **named(
-        "32b-tp2", decodes("Qwen3-32B, 2 GPUs", "qwen3_32b", [(90, 112), (1641, 1950), (2823, 3100)], TP2, num_gpus=2)
-    ),
-    **named(
-        "32b-tp4", decodes("Qwen3-32B, 4 GPUs", "qwen3_32b", [(138, 200), (2568, 3100), (4684, 5200)], TP4, num_gpus=4)
-    ),
-    "32b-tp4-prefill": prefill("Qwen3-32B, 4 GPUs", "qwen3_32b", 30590, 33000, TP4, num_gpus=4),
-    **layout("tp4", (103, 1049, 2559, 25055)),
-    **layout("tp4_ep"),
-    **layout("dp4_ep"),
-}  # fmt: skip
-SPEED_UPS = {1: 2.0, 32: 1.8, 128: 1.0, 256: 1.0}
-ROWS |= {
-    **named("8b-drafts", multiples("2.5 looked up a step", "8b", SPEED_UPS, DRAFTS)),
-    **named("8b-eagle3", multiples("EAGLE-3 of 2.5 a step", "8b", SPEED_UPS, EAGLE3)),
-    **named("8b-eagle3-table", multiples("the same, drafts by measured times", "8b", SPEED_UPS, TABLE)),
-    **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
-    **named("glm-air-fp8", shares("GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR)),
-    **named("v3-fp8", shares("DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3)),
-    **named("v2-lite-mtp", multiples("MTP of 1.8 a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),
-}
-GRAPHS, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start-packed", "load", "qwen3_8b"
-
-
-class Start(NamedTuple):
-    """Starts of a model, cold and warm; figures: s, as `before` and `target` of a row."""
-
-    title: str
-    model: str
-    figures: Mapping[str, tuple[float | None, float]]
-    setup: tuple[str, ...] = ()
-    num_gpus: int = 1
-    than: str = ""  # the start that it may take `target` longer than
-
-
-MIXTURE_START = {"cold": (None, 20), "warm": (None, 9)}
-STARTS = {
-    "start": Start("Qwen3-8B", LARGE_MODEL, {"cold": (73, 20), "warm": (43, 8)}),
-    "start-tp4": Start("Qwen3-8B, 4 GPUs", LARGE_MODEL, {"cold": (None, 5), "warm": (None, 5)}, TP4, 4, than="start"),
-    "start-235b-tp4": Start(
-        "Qwen3-235B-A22B block fp8, tp4", "qwen3_235b_a22b", {"cold": (193, 45), "warm": (None, 25)}, (*BLOCKS, *TP4), 4
-    ),
-    "start-30b-a3b-fp8": Start("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", MIXTURE_START, BLOCKS),
-    "start-v2-lite": Start("DeepSeek-V2-Lite", "deepseek_v2_lite", MIXTURE_START),
-    "start-gpt-oss-20b": Start("gpt-oss-20b", "gpt_oss_20b", MIXTURE_START),
-}
-SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
 SUM_ROWS, SUM_WIDTH = (1, 2, 8), 4096  # numbers of bf16: 8, 16 and 64 KB
 GRAPH_SUMS, GRAPH_REPLAYS = 100, 10
-NAMES = (*ROWS, GRAPHS, *SUMS, *STARTS, PACKED_START, LOAD)
-LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # layers of the large model; the share of the rate of reading alone that is the goal
-LEAST_READ = 0.95  # of the experts that uniform routing reads: a router with fewer makes a mixture look faster
+LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # layers of the large model; the target, as a share of the rate of only reading
+MIN_EXPERTS_READ = 0.95  # of those that uniform routing reads: a router with fewer makes a mixture look faster
 
 
 @dataclass
 class Figure:
+    """A row as measured. title, load, unit: as in `bench_results`; a unit without a slash is a time, less is better."""
+
     title: str
-    unit: str  # a time, of which less is better, or a rate, as tok/s
-    before: float | None
+    load: str
+    unit: str
     target: float
-    values: list[float] = field(default_factory=list)  # of the runs; empty where it could not be measured
+    values: list[float] = field(default_factory=list)  # of the runs; empty if it could not be measured
     limit: float | None = None  # by this run's ceilings
-    details: dict[str, Any] = field(default_factory=dict)  # latencies and phases, as `job=bench` tells them
+    compared: dict[str, float] = field(default_factory=dict)  # other figures of the same run, by name
+    details: dict[str, Any] = field(default_factory=dict)  # latencies and phases, as `job=bench` reports them
 
     @property
     def median(self) -> float:
@@ -238,74 +88,71 @@ class Figure:
         return "/" not in self.unit
 
     @property
+    def share(self) -> float | None:
+        return self.median / self.limit if self.limit else None
+
+    @property
+    def is_valid(self) -> bool:
+        return bool(self.values) and self.details.get("experts_read", {}).get("share", 1.0) >= MIN_EXPERTS_READ
+
+    @property
     def is_met(self) -> bool:
-        if not self.values or self.details.get("experts_read", {}).get("share", 1.0) < LEAST_READ:
+        if not self.is_valid:
             return False
         return self.median <= self.target if self.is_time else self.median >= self.target
 
     def describe(self) -> dict[str, Any]:
         if not self.values:
             return vars(self) | {"is_met": False}
-        share = None if self.limit is None else self.median / self.limit
-        return vars(self) | {"median": self.median, "best": self.best, "share_of_limit": share, "is_met": self.is_met}
+        found = {"median": self.median, "best": self.best, "share_of_limit": self.share, "is_met": self.is_met}
+        return vars(self) | found
+
+    def as_result(self, origin: Origin) -> Result:
+        row: Result = {
+            "model": self.title, "load": self.load, "value": shorten(self.median), "unit": self.unit, **origin
+        }  # fmt: skip
+        if self.share is not None:
+            row["share_of_limit"] = round(self.share, 4)
+        if self.compared:
+            row["compared"] = {name: shorten(value) for name, value in self.compared.items()}
+        return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = [name for name in NAMES if gpus_of(name) <= count_devices()]
-    parser.add_argument("--only", default=",".join(here), help="some of these; docs/ are written with all")
+    parser.add_argument("--only", default=",".join(here), help="some of these")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--commit", help="what is measured, without git")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     names = options.only.split(",")
     if unknown := [name for name in names if name not in NAMES]:
-        parser.error(f"there is no row {unknown[0]}; rows: {', '.join(NAMES)}")
+        parser.error(f"unknown row {unknown[0]} (rows: {', '.join(NAMES)})")
     names = with_compared(names)
     if find_device() == "cpu":
-        print("bench-gpu: there is no GPU here that torch can use", file=sys.stderr)
+        print("bench-gpu: torch finds no GPU", file=sys.stderr)
         return 2
-    about = alone(measure_machine) | {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": options.commit or find_commit(),
-        "command": " ".join(["scripts/bench-gpu", *sys.argv[1:]]),
-    }
-    figures = measure(names, options.runs, about["limits"])
+    hardware, versions, limits = run_isolated(measure_machine)
+    origin = find_origin(versions, options.commit)
+    figures = measure(names, options.runs, limits)
+    save("gpu", hardware, {name: each.as_result(origin) for name, each in figures.items() if each.is_valid})
     if options.json:
+        about = {"hardware": hardware, "limits": limits, **origin}
         print(json.dumps({**about, "rows": {name: figure.describe() for name, figure in figures.items()}}))
     else:
-        print(write_section(about, list(figures.values())))
-    if {*names} == {*NAMES}:
-        DOCS.write_text(replace_section(DOCS.read_text(), write_section(about, list(figures.values()))))
+        print("\n".join(describe_figure(name, figure) for name, figure in figures.items()))
     return 0 if all(figure.is_met for figure in figures.values()) else 1
 
 
-def gpus_of(name: str) -> int:
-    """The GPUs that a row needs."""
-    return SUMS[name][0] if name in SUMS else getattr(find_row(name), "num_gpus", 1)
-
-
-def find_row(name: str) -> Row | Start | None:
-    return ROWS.get(name) or STARTS.get(name)
-
-
-def with_compared(names: Sequence[str]) -> list[str]:
-    """Rows, and ahead of them those that they are held against."""
-    found = dict.fromkeys(names)
-    for name in names:
-        while (row := find_row(name)) and (name := row.than):
-            found[name] = None
-    return sorted(found, key=NAMES.index)
-
-
-def alone(work: Callable[..., Any], *given: Any) -> Any:
-    """Run a function in a process of its own, whose end frees all GPU memory; its result."""
+def run_isolated(work: Callable[..., Any], *given: Any) -> Any:
+    """Run a function in a process, which frees all GPU memory when it ends."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *given).result()
 
 
-def measure_machine() -> dict[str, Any]:
-    """The GPU's name, the software's versions, and the ceilings: bytes/s read, FLOP/s of bf16 products."""
+def measure_machine() -> tuple[str, dict[str, str], dict[str, float]]:
+    """The GPU's name, versions of the software, and the ceilings: bytes/s read, FLOP/s of large matmuls by dtype."""
     import torch
     import triton
 
@@ -314,50 +161,60 @@ def measure_machine() -> dict[str, Any]:
 
     versions = {"atom": atom.__version__, "torch": str(torch.__version__), "triton": triton.__version__}
     limits = measure_limits("cuda", "bf16", ["fp8"])
-    return {"hardware": describe_device("cuda"), "versions": versions, "limits": limits.measured()}
+    return describe_device("cuda"), versions, limits.measured()
 
 
 def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
     """Measure a figure for each row; an error is shown, and the other rows are still measured."""
-    figures = {name: Figure(row.title, f"{row.counted} tok/s", row.before, row.target) for name, row in ROWS.items()}
-    figures[GRAPHS] = Figure("Qwen3-8B, CUDA graphs of a server", "s", None, 3.0)
+    figures = {name: Figure(row.title, row.load, "tok/s", row.target) for name, row in ROWS.items()}
+    figures[GRAPHS] = Figure("Qwen3-8B bf16", "CUDA graphs of a server", "s", 3.0)
     engines = {name: row.engine for name, row in ROWS.items()} | {GRAPHS: (LARGE_MODEL, ())}
     for engine in dict.fromkeys(engines.values()):
-        chosen = [name for name in names if engines.get(name) == engine]
+        chosen = {name: figures[name] for name in names if engines.get(name) == engine}
         if chosen:
             with reported(", ".join(chosen)):
-                figures |= alone(measure_model, engine[0], {name: figures[name] for name in chosen}, runs, limits)
+                figures |= run_isolated(measure_model, engine[0], chosen, runs, limits)
     figures = {name: figure for name, figure in figures.items() if name in names}
     for name, figure in figures.items():
-        if name in ROWS and (than := ROWS[name].than):
-            figure.target = ROWS[name].target * compared_with(figure, figures[than], by_share=ROWS[name].by_share)
+        if name in ROWS and ROWS[name].than:
+            compare_row(ROWS[name], figure, figures[ROWS[name].than])
     for name in filter(SUMS.__contains__, names):
         num, target = SUMS[name]
         sizes = [2 * rows * SUM_WIDTH // 1024 for rows in SUM_ROWS]
-        sums = {f"{name}-{size}k": Figure(f"a sum of {size} KB among {num} GPUs", "µs", None, target) for size in sizes}
+        sums = {f"{name}-{size}k": Figure(f"sum among {num} GPUs", f"{size} KB", "µs", target) for size in sizes}
         with reported(name):
-            for figure, times in zip(sums.values(), alone(measure_sums, num, runs), strict=True):
+            for (each, figure), times in zip(sums.items(), run_isolated(measure_sums, num, runs), strict=True):
                 figure.values = times
-                print_figure(figure.title, figure)
+                print_figure(each, figure)
         figures |= sums
     for name in filter(STARTS.__contains__, names):
-        start, what = STARTS[name], f"{STARTS[name].title}, process start to first token"
-        starts = {f"{name}-{kind}": Figure(f"{what}, {kind}", "s", *figure) for kind, figure in start.figures.items()}
+        start = STARTS[name]
+        starts = {
+            f"{name}-{kind}": Figure(start.title, f"start to first token, {kind}", "s", target)
+            for kind, target in start.targets.items()
+        }
         with reported(name):
-            measure_starts(start, list(starts.values()), runs)
-        for kind in start.figures if start.than else ():
+            measure_starts(start, starts, runs)
+        for kind in start.targets if start.than else ():
             other = figures[f"{start.than}-{kind}"]
             starts[f"{name}-{kind}"].target += compared_with(starts[f"{name}-{kind}"], other, by_share=False)
         figures |= starts
     if PACKED_START in names:
-        figures[PACKED_START] = Figure("Qwen3-8B fp8, start to first token, packed before", "s", None, 6.0)
+        figures[PACKED_START] = Figure(FP8_TITLE, "start to first token, packed before", "s", 6.0)
         with reported(PACKED_START):
             measure_packed_starts(figures[PACKED_START], runs)
     if LOAD in names:
         with reported(LOAD):
-            figures[LOAD] = alone(measure_load, runs)
+            figures[LOAD] = run_isolated(measure_load, runs)
             print_figure(LOAD, figures[LOAD])
     return figures
+
+
+def compare_row(row: Row, figure: Figure, other: Figure) -> None:
+    """Set the target of a row that is compared with another."""
+    figure.target = row.target * compared_with(figure, other, by_share=row.by_share)
+    if other.values and row.engine != ROWS[row.than].engine and not row.by_share:
+        figure.compared["without drafts"] = other.median
 
 
 def compared_with(figure: Figure, other: Figure, *, by_share: bool) -> float:
@@ -369,7 +226,7 @@ def compared_with(figure: Figure, other: Figure, *, by_share: bool) -> float:
 
 @contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Show an exception, and go on."""
+    """Print an exception, and go on."""
     try:
         yield
     except Exception:
@@ -399,7 +256,7 @@ def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dic
         for name in configs:
             measure_row(figures[name], ROWS[name].counted, engine, configs[name], runs, costs, Limits(**limits))
             print_figure(name, figures[name])
-        for name in configs:  # behind all rows, as it drops the CUDA graphs
+        for name in configs:  # after all rows, as it drops the CUDA graphs
             if counts := count_experts(engine, open_workload(configs[name])(engine), configs[name]):
                 figures[name].details["experts_read"] = counts.describe()
                 print(f"{name}: {describe_experts(counts.describe())}", file=sys.stderr, flush=True)
@@ -433,14 +290,14 @@ def measure_row(
     draw = open_workload(config)
     answer(engine, draw(engine), config)  # warm-up
     settle()
-    told = [answer(engine, draw(engine), config) for _ in range(runs)]
-    failed = [output.error for run in told for output in run.outputs if not output.success]
+    answered = [answer(engine, draw(engine), config) for _ in range(runs)]
+    failed = [output.error for run in answered for output in run.outputs if not output.success]
     assert not failed, failed[0]
-    compared = compare(told, costs, limits)
-    counts = [sum(count_tokens(output, counted) for output in run.outputs) for run in told]
-    figure.values = [count / run.seconds for count, run in zip(counts, told, strict=True)]
+    compared = compare(answered, costs, limits)
+    counts = [sum(count_tokens(output, counted) for output in run.outputs) for run in answered]
+    figure.values = [count / run.seconds for count, run in zip(counts, answered, strict=True)]
     figure.limit = sum(counts) / compared["phases"]["all"]["limit_seconds"]
-    figure.details = {**measure(told), "phases": compared["phases"]}
+    figure.details = {**measure(answered), "phases": compared["phases"]}
 
 
 def count_tokens(output: Any, counted: str) -> int:
@@ -459,7 +316,7 @@ def checkpoint(model: str) -> Iterator[Path]:
 
 
 def measure_load(runs: int) -> Figure:
-    """Measure the loading of some layers of the large model from the page cache, GB/s; the limit is reading alone."""
+    """Measure the loading of some layers of the large model from the page cache, GB/s; the limit is only reading."""
     import torch
 
     from atom import weights
@@ -468,8 +325,8 @@ def measure_load(runs: int) -> Figure:
     from atom.config.load import load
 
     with checkpoint(LARGE_MODEL) as folder:
-        stated = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LOAD_LAYERS}
-        (folder / "config.json").write_text(json.dumps(stated))
+        hf_config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LOAD_LAYERS}
+        (folder / "config.json").write_text(json.dumps(hf_config))
         path = write_weights(folder)
         graph, opened = compile_graph(load([f"checkpoint={folder}"])), open_checkpoint(str(folder))
         size = sum(leaf.type.num_bytes for leaf in graph.stored().values()) / 1e9
@@ -483,12 +340,11 @@ def measure_load(runs: int) -> Figure:
             del loaded
         opened.close()
     limit = statistics.median(reads[1:])
-    title = f"Qwen3-8B, {size:.1f} GB of its weights from the page cache to the GPU"
-    return Figure(title, "GB/s", None, LOAD_SHARE * limit, loads[1:], limit)
+    return Figure("Qwen3-8B bf16", "weights, page cache to GPU", "GB/s", LOAD_SHARE * limit, loads[1:], limit)
 
 
 def write_weights(folder: Path) -> Path:
-    """Write a file of ones beside a config.json; its path."""
+    """Write a file of ones next to a config.json; its path."""
     import torch
     from safetensors.torch import save_file
 
@@ -503,7 +359,7 @@ def write_weights(folder: Path) -> Path:
 
 
 def time_reads(path: Path) -> float:
-    """Seconds that the weights' readers take to read a file into their pinned buffers alone."""
+    """Seconds that the weights' readers take to read a file into their pinned buffers, and nothing else."""
     import torch
 
     from atom.weights.stream import BUFFER, MAX_READERS, READER_BUFFERS
@@ -584,24 +440,24 @@ def time_sums(
     return found
 
 
-def measure_starts(start: Start, figures: Sequence[Figure], runs: int) -> None:
+def measure_starts(start: Start, figures: Mapping[str, Figure], runs: int) -> None:
     """Measure cold and warm starts in turns."""
     with checkpoint(start.model) as model:
         for _ in range(runs):
             with tempfile.TemporaryDirectory() as folder:
-                for figure in figures:
+                for figure in figures.values():
                     figure.values.append(time_start(model, Path(folder), ("load_dummy=true", *start.setup)))
-    for figure in figures:
-        print_figure(figure.title, figure)
+    for name, figure in figures.items():
+        print_figure(name, figure)
 
 
 def measure_packed_starts(figure: Figure, runs: int) -> None:
     """Measure starts that read what a start ahead of them has packed in fp8; all files are in the page cache."""
     with checkpoint(LARGE_MODEL) as model, tempfile.TemporaryDirectory() as folder:
-        alone(write_weights, model)
+        run_isolated(write_weights, model)
         time_start(model, Path(folder), FP8)
         figure.values = [time_start(model, Path(folder), FP8) for _ in range(runs)]
-    print_figure(figure.title, figure)
+    print_figure(PACKED_START, figure)
 
 
 def time_start(model: Path, folder: Path, setup: Sequence[str]) -> float:
@@ -635,45 +491,14 @@ def print_figure(name: str, figure: Figure) -> None:
     print("; ".join([f"{name}: {values} {figure.unit}{limit}", *shares]), file=sys.stderr, flush=True)
 
 
-def find_commit() -> str:
-    if shutil.which("git") is None:
-        return "unknown"
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
-def write_section(about: dict[str, Any], figures: Sequence[Figure]) -> str:
-    """Write the table in Markdown, with the machine and the versions."""
-    limits, versions = about["limits"], ", ".join(f"{name} {each}" for name, each in about["versions"].items())
-    return (
-        f"{about['hardware']}, {about['date']}; {versions}, commit {about['commit']}; `{about['command']}`. "
-        f"Measured in the same run: {limits['bandwidth'] / 1e12:.2f} TB/s read, "
-        f"{limits['flops'] / 1e12:.0f} TFLOP/s of bf16 products, {limits['fp8'] / 1e12:.0f} of fp8.\n\n"
-        "| | | vLLM 0.26 | limit | atom, median (best) | of the limit | to reach | reached |\n"
-        "|---|---|---|---|---|---|---|---|\n" + "".join(f"| {' | '.join(cells(figure))} |\n" for figure in figures)
-    )
-
-
-def cells(figure: Figure) -> list[str]:
-    ours, share, off = "failed", "-", ""
-    if figure.values:
-        ours = f"{number(figure.median)} ({number(figure.best)})"
-        share = "-" if figure.limit is None else f"{figure.median / figure.limit:.0%}"
-        off = f", {abs(figure.median / figure.target - 1):.0%} {'more' if figure.is_time else 'less'}"
-    limit = "-" if figure.limit is None else number(figure.limit)
-    reached = "yes" if figure.is_met else f"no{off}"
-    before = "-" if figure.before is None else number(figure.before)
-    return [figure.title, figure.unit, before, limit, ours, share, number(figure.target), reached]
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def replace_section(text: str, section: str) -> str:
-    """Replace the section between its marks in a text."""
-    assert text.count(BEGIN) == text.count(END) == 1, f"the text has no place between {BEGIN!r} and {END!r}"
-    return re.sub(f"(?<={BEGIN}).*(?={END})", lambda _: f"\n{section}\n", text, flags=re.DOTALL)
+def describe_figure(name: str, figure: Figure) -> str:
+    """A line with the figure, its share of the limit, and whether it reaches its target."""
+    if not figure.values:
+        return f"{name}: failed"
+    off = abs(figure.median / figure.target - 1)
+    verdict = "reached" if figure.is_met else f"missed by {off:.0%}"
+    share = "" if figure.limit is None else f", {figure.median / figure.limit:.0%} of the limit"
+    return f"{name}: {number(figure.median)} {figure.unit}{share}; {number(figure.target)} is {verdict}"
 
 
 if __name__ == "__main__":

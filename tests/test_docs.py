@@ -51,6 +51,7 @@ pytestmark = pytest.mark.early
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAB = sorted((ROOT / "docs" / "lab").glob("*.md"))  # whose commands are those of their day
 LONG = {"sweeps", "parallel", "quantization", "benchmarks"}  # whose commands take the longest
 COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z]|torchrun|srun .* torchrun)")
 GROUPS = {"model", "job", "serve"}
@@ -364,7 +365,7 @@ def test_no_command_of_a_page_is_passed_over(page: Path):
     assert len(re.findall(r"atom-run [a-z-]|python -m atom\.\w", "\n".join(commands(page.read_text())))) >= len(said)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [*PAGES, *LAB], ids=lambda path: path.name)
 def test_what_a_page_links_to_is_there(page: Path):
     linked = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     missing = []
@@ -390,9 +391,13 @@ def test_headings_have_the_anchors_of_github():
 
 
 def test_the_map_of_the_docs_has_every_page():
-    linked = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "index.md").read_text())
-    pages = {(ROOT / "docs" / link).resolve() for link in linked}
-    assert pages == set(PAGES) - {ROOT / "docs" / "index.md"}
+    assert linked_pages(ROOT / "docs" / "index.md") == {*PAGES, ROOT / "docs" / "lab" / "index.md"}
+    assert linked_pages(ROOT / "docs" / "lab" / "index.md") == {*LAB, ROOT / "docs" / "performance.md"}
+
+
+def linked_pages(index: Path) -> set[Path]:
+    """The pages that an index links to, and the index."""
+    return {index} | {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", index.read_text())}
 
 
 def test_readme_has_the_commands_that_people_begin_with():

@@ -1,4 +1,4 @@
-"""What scripts/bench-cpu compares with llama.cpp, on programs whose times are known."""
+"""What scripts/bench-cpu compares with llama.cpp, on programs whose times are known, and the rows it keeps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,36 @@ for line in sys.stdin:
 """
 
 
-def test_rates_are_tokens_over_the_seconds_that_each_process_says(monkeypatch: pytest.MonkeyPatch):
+def test_rates_are_tokens_over_the_seconds_that_each_process_reports(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench_cpu, "ATOM", PROGRAM.format(num_bytes="b'x' * 200_000_000", prefill=2, decodes=0.5))
     monkeypatch.setattr(bench_cpu, "LLAMA_CPP", PROGRAM.format(num_bytes=0, prefill=4, decodes=0.25))
     result = bench_cpu.compare("model.gguf", 1, 2, torch.Generator().manual_seed(0))
-    sizes = result.pop("beside_llama_cpp_resident_MB")
+    sizes = result.pop("llama_cpp_resident_MB")
     assert result == {
-        "beside_llama_cpp_decode": {"atom": 254, "llama_cpp": 508, "ratio": 0.5},  # 127 tokens behind the first
-        "beside_llama_cpp_prefill": {"atom": 256, "llama_cpp": 128, "ratio": 2},
+        "llama_cpp_decode": {"atom": 254, "llama_cpp": 508, "ratio": 0.5},  # 127 tokens after the first
+        "llama_cpp_prefill": {"atom": 256, "llama_cpp": 128, "ratio": 2},
     }
     assert sizes["atom"] - sizes["llama_cpp"] == pytest.approx(200, abs=5)
     assert sizes["ratio"] == sizes["atom"] / sizes["llama_cpp"]
+
+
+def test_a_run_gives_a_row_for_each_figure():
+    decode = {"atom": 113.6, "level_1": 97.2, "transformers": 46.61, "share_of_read_limit": 0.63987}
+    result = {
+        "decode_1": decode,
+        "decode_16": decode | {"atom": 839.4},
+        "start_to_first_token_s": {"level_1": 1.701, "level_2": 1.712},
+        "cold_compile_s": 33.3,
+        "peak_memory_MB": {"resident": 548.2, "weights_and_pool": 1343.1},
+        "llama_cpp_decode": {"atom": 214.2, "llama_cpp": 150.1, "ratio": 1.43},
+    }
+    rows = bench_cpu.rows_of(result, {"date": "2026-11-23", "commit": "abc", "versions": {"torch": "2.13.0"}})
+    assert [*rows] == ["decode_1", "decode_16", "start", "compile", "memory", "llama_cpp_decode"]
+    assert rows["decode_1"] == {
+        "model": "SmolLM2-135M bf16", "load": "decode, 1 request", "value": 114, "unit": "tok/s",
+        "date": "2026-11-23", "commit": "abc", "versions": {"torch": "2.13.0"},
+        "share_of_limit": 0.6399, "compared": {"transformers": 46.61, "level 1": 97.2},
+    }  # fmt: skip
+    assert (rows["start"]["value"], rows["start"]["unit"], rows["start"]["compared"]) == (1.71, "s", {"level 1": 1.7})
+    assert rows["llama_cpp_decode"]["model"] == "SmolLM2-135M Q4_1"
+    assert rows["llama_cpp_decode"]["compared"] == {"llama.cpp": 150}

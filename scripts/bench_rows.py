@@ -1,0 +1,174 @@
+"""The rows of scripts/bench-gpu: workloads, starts and sums, with the figures that they should reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """A workload of a model."""
+
+    title: str  # of the model, in its format
+    model: str  # a file of tests/configs
+    num_prompts: int
+    input_len: str
+    output_len: str
+    target: float  # on an H200: a figure, or with `than` a multiple of another row's
+    counted: str = "output"  # or input: the tokens of the figure
+    sampling: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()  # overrides of the engine
+    than: str = ""  # the row that it is compared with, in the same run
+    by_share: bool = False  # compare shares of the limits, not figures
+    num_gpus: int = 1
+
+    @property
+    def load(self) -> str:
+        if self.counted == "input":
+            return f"prefill {self.num_prompts} × {self.input_len}"
+        requests = f"{self.num_prompts} request{'s' if self.num_prompts > 1 else ''}"
+        return f"{requests}, {self.input_len} in / {self.output_len} out{', sampled' if self.sampling else ''}"
+
+    def overrides(self, folder: Path) -> list[str]:
+        """folder: with a config.json, and those of drafts"""
+        sizes = [f"job.{name}={getattr(self, name)}" for name in ("num_prompts", "input_len", "output_len")]
+        setup = [each.format(folder=folder) for each in self.setup]
+        return [f"checkpoint={folder}", "job=bench", "load_dummy=true", *sizes, *self.sampling, *setup]
+
+    @property
+    def engine(self) -> tuple[str, tuple[str, ...]]:
+        """What rows of one engine have in common."""
+        return self.model, self.setup
+
+
+FP8 = ("quant=fp8", "quant.head=fp8", "quant.kv=fp8")
+INT4 = ("quant=int4", "quant.head=fp8", "quant.kv=fp8")
+BLOCKS = ("quant=fp8_block",)
+MTP = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=1", "serve.acceptance_length=1.8")
+# by chance: 2.5 tokens of 4 on average, 2 of 2 if one is drafted
+DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")
+EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "serve.acceptance_length=2.5")
+TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
+TP2, TP4 = ("parallel=tp2",), ("parallel=tp4",)
+AIR, V3 = ("quant=fp8", "model.layers=13"), ("model.layers=7",)  # 12 and 4 layers with experts fit on one GPU
+OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
+FP8_TITLE = "Qwen3-8B fp8, head and KV too"
+
+
+def decodes(
+    title: str, model: str, targets: Sequence[float], setup: tuple[str, ...] = (), num_gpus: int = 1
+) -> Iterator[Row]:
+    """Rows of 1, 32 and 128 requests."""
+    for (count, length), target in zip(((1, "128"), (32, "1024"), (128, "1024")), targets, strict=True):
+        yield Row(title, model, count, length, "256", target, setup=setup, num_gpus=num_gpus)
+
+
+def prefill(title: str, model: str, target: float, setup: tuple[str, ...] = (), num_gpus: int = 1) -> Row:
+    return Row(title, model, 8, "8192", "1", target, "input", setup=setup, num_gpus=num_gpus)
+
+
+def layout(parallel: str) -> dict[str, Row]:
+    """Rows of a large mixture on 4 GPUs: the targets are to be reached by one of the layouts."""
+    title, model, setup = f"Qwen3-235B-A22B block fp8, {parallel}", "qwen3_235b_a22b", (*BLOCKS, f"parallel={parallel}")
+    name = f"235b-{parallel.replace('_', '-')}"
+    rows = named(name, decodes(title, model, (280, 1750, 4500), setup, num_gpus=4))
+    return rows | {f"{name}-prefill": prefill(title, model, 40000, setup, num_gpus=4)}
+
+
+def multiples(title: str, of: str, factors: dict[int, float], setup: tuple[str, ...]) -> Iterator[Row]:
+    """Rows like others, whose names end in their requests, with more setup. factors: of their figures, to be reached"""
+    for count, factor in factors.items():
+        row = ROWS[than := f"{of}-{count}"]
+        yield row._replace(title=f"{row.title}, {title}", target=factor, setup=(*row.setup, *setup), than=than)
+
+
+def shares(title: str, model: str, of: str, setup: tuple[str, ...]) -> Iterator[Row]:
+    """Rows of 1 and 32 requests that are to reach the share of the limit that others of as many requests have."""
+    for row in decodes(title, model, (1, 1, 1), setup):
+        if row.num_prompts <= 32:
+            yield row._replace(than=f"{of}-{row.num_prompts}", by_share=True)
+
+
+def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
+    return {f"{name}-{row.num_prompts}": row for row in rows}
+
+
+ROWS = {
+    **named("8b", decodes("Qwen3-8B bf16", "qwen3_8b", (265, 4200, 6750))),
+    "8b-256": Row("Qwen3-8B bf16", "qwen3_8b", 256, "1024", "256", 1, than="8b-128"),
+    "8b-prefill": prefill("Qwen3-8B bf16", "qwen3_8b", 43500),
+    "0.6b-1": Row("Qwen3-0.6B bf16", "qwen3_0.6b", 1, "128", "512", 2000),
+    "0.6b-256": Row(
+        "Qwen3-0.6B bf16", "qwen3_0.6b", 256, "100-1024", "100-1024", 33000, sampling=("sampling.temperature=0.6",)
+    ),
+    **named("8b-fp8", decodes(FP8_TITLE, "qwen3_8b", (430, 6000, 9000), FP8)),
+    "8b-fp8-prefill": prefill(FP8_TITLE, "qwen3_8b", 62000, FP8),
+    **named("8b-int4", decodes("Qwen3-8B int4, head and KV fp8", "qwen3_8b", (600, 6500, 9000), INT4)),
+    **named("v2-lite", decodes("DeepSeek-V2-Lite bf16", "deepseek_v2_lite", (650, 3600, 9500))),
+    **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", (700, 8000, 18000))),
+    **named("gpt-oss-120b", decodes("gpt-oss-120b", "gpt_oss_120b", (500, 2400, 5500))),
+    **named("30b-a3b-fp8", decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", (650, 3600, 8500), BLOCKS)),
+    **named("30b-a3b", decodes("Qwen3-30B-A3B bf16", "qwen3_30b_a3b", (500, 2050, 5200))),
+    **named("32b-tp2", decodes("Qwen3-32B bf16, 2 GPUs", "qwen3_32b", (112, 1950, 3100), TP2, num_gpus=2)),
+    **named("32b-tp4", decodes("Qwen3-32B bf16, 4 GPUs", "qwen3_32b", (200, 3100, 5200), TP4, num_gpus=4)),
+    "32b-tp4-prefill": prefill("Qwen3-32B bf16, 4 GPUs", "qwen3_32b", 33000, TP4, num_gpus=4),
+    **layout("tp4"),
+    **layout("tp4_ep"),
+    **layout("dp4_ep"),
+}
+SPEED_UPS = {1: 2.0, 32: 1.8, 128: 1.0, 256: 1.0}
+ROWS |= {
+    **named("8b-drafts", multiples("n-gram drafts, 2.5 tokens a step", "8b", SPEED_UPS, DRAFTS)),
+    **named("8b-eagle3", multiples("EAGLE-3 drafts, 2.5 tokens a step", "8b", SPEED_UPS, EAGLE3)),
+    **named("8b-eagle3-table", multiples("EAGLE-3 drafts, as measured times allow", "8b", SPEED_UPS, TABLE)),
+    **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
+    **named("glm-air-fp8", shares("GLM-4.5-Air fp8, 13 layers", "glm_4_5_air", "30b-a3b-fp8", AIR)),
+    **named("v3-fp8", shares("DeepSeek-V3 block fp8, 7 layers", "deepseek_v3", "30b-a3b-fp8", V3)),
+    **named("v2-lite-mtp", multiples("MTP, 1.8 tokens a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),
+}
+GRAPHS, PACKED_START, LOAD, LARGE_MODEL = "8b-graphs", "start-packed", "load", "qwen3_8b"
+
+
+class Start(NamedTuple):
+    """Starts of a model; targets: seconds, of cold and warm ones."""
+
+    title: str
+    model: str
+    targets: Mapping[str, float]
+    setup: tuple[str, ...] = ()
+    num_gpus: int = 1
+    than: str = ""  # the start that it may take `targets` longer than
+
+
+MIXTURE_START = {"cold": 20.0, "warm": 9.0}
+STARTS = {
+    "start": Start("Qwen3-8B bf16", LARGE_MODEL, {"cold": 20, "warm": 8}),
+    "start-tp4": Start("Qwen3-8B bf16, 4 GPUs", LARGE_MODEL, {"cold": 5, "warm": 5}, TP4, 4, than="start"),
+    "start-235b-tp4": Start(
+        "Qwen3-235B-A22B block fp8, tp4", "qwen3_235b_a22b", {"cold": 45, "warm": 25}, (*BLOCKS, *TP4), 4
+    ),
+    "start-30b-a3b-fp8": Start("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", MIXTURE_START, BLOCKS),
+    "start-v2-lite": Start("DeepSeek-V2-Lite bf16", "deepseek_v2_lite", MIXTURE_START),
+    "start-gpt-oss-20b": Start("gpt-oss-20b", "gpt_oss_20b", MIXTURE_START),
+}
+SUMS = {"sums-2": (2, 3.0), "sums-4": (4, 4.0)}  # ranks, and the µs that a sum may take
+NAMES = (*ROWS, GRAPHS, *SUMS, *STARTS, PACKED_START, LOAD)
+
+
+def gpus_of(name: str) -> int:
+    """The GPUs that a row needs."""
+    return SUMS[name][0] if name in SUMS else getattr(find_row(name), "num_gpus", 1)
+
+
+def find_row(name: str) -> Row | Start | None:
+    return ROWS.get(name) or STARTS.get(name)
+
+
+def with_compared(names: Sequence[str]) -> list[str]:
+    """Rows, and before them those that they are compared with."""
+    found = dict.fromkeys(names)
+    for name in names:
+        while (row := find_row(name)) and (name := row.than):
+            found[name] = None
+    return sorted(found, key=NAMES.index)

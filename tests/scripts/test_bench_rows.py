@@ -1,0 +1,63 @@
+"""The rows of `scripts/bench-gpu`."""
+
+from __future__ import annotations
+
+import pytest
+
+from atom.config.load import load
+from scripts.bench_gpu import checkpoint
+from scripts.bench_rows import NAMES, ROWS, STARTS, with_compared
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
+    row = ROWS[name]
+    with checkpoint(row.model) as folder:
+        config = load([*row.overrides(folder), "device=cpu", "tune=false"])
+    assert (config.job.kind, config.dtype, config.load_dummy) == ("bench", "bf16", True)
+    sizes = f"{config.job.num_prompts} {config.job.input_len} {config.job.output_len}"
+    assert sizes == f"{row.num_prompts} {row.input_len} {row.output_len}"
+    assert config.sampling.ignore_eos and config.sampling.top_p == 1 and config.seed == 0
+    assert config.sampling.temperature == (0.6 if "sampled" in row.load else 0)
+    assert config.job.input_len in row.load
+    assert config.parallel.num_ranks == row.num_gpus
+
+
+def test_rows_of_a_layout_share_an_engine_and_say_what_is_to_be_reached():
+    layouts = {row.setup: name.rsplit("-", 1)[0] for name, row in ROWS.items() if row.num_gpus == 4}
+    assert [*layouts.values()] == ["32b-tp4", "235b-tp4", "235b-tp4-ep", "235b-dp4-ep"]
+    for name in layouts.values():
+        rows = [ROWS[f"{name}-{kind}"] for kind in (1, 32, 128, "prefill")]
+        assert len({row.engine for row in rows}) == 1
+        goals = (200, 3100, 5200, 33000) if name == "32b-tp4" else (280, 1750, 4500, 40000)
+        assert [row.target for row in rows] == [*goals]
+
+
+def test_drafts_are_held_against_the_rows_that_they_change():
+    drafted = {name: row for name, row in ROWS.items() if "serve.method" in " ".join(row.setup)}
+    assert len(drafted) == 19
+    for name, row in drafted.items():
+        plain = ROWS[row.than]
+        assert name.endswith(f"-{plain.num_prompts}") and row.setup[: len(plain.setup)] == plain.setup
+        assert (row.model, row.num_prompts, row.output_len) == (plain.model, plain.num_prompts, plain.output_len)
+    assert with_compared(["v2-lite-mtp-32", "8b-eagle3-256", "start"]) == [
+        "8b-128", "8b-256", "v2-lite-32", "8b-eagle3-256", "v2-lite-mtp-32", "start",
+    ]  # fmt: skip
+
+
+def test_no_two_rows_have_the_same_place_in_a_table():
+    places = [(row.title, row.load) for row in ROWS.values()]
+    assert len({*places}) == len(places)
+    assert len({start.title for start in STARTS.values()}) == len(STARTS)
+    assert len({*NAMES}) == len(NAMES)
+
+
+def test_a_load_says_how_many_requests_of_which_lengths():
+    loads = {name: ROWS[name].load for name in ("8b-1", "8b-32", "8b-prefill", "0.6b-256")}
+    assert loads == {
+        "8b-1": "1 request, 128 in / 256 out",
+        "8b-32": "32 requests, 1024 in / 256 out",
+        "8b-prefill": "prefill 8 × 8192",
+        "0.6b-256": "256 requests, 100-1024 in / 100-1024 out, sampled",
+    }

@@ -48,7 +48,7 @@ def main() -> int:
     options = parser.parse_args()
     counts = [0, *options.drafted]
     engines = [open_engine(options.overrides, count) for count in counts]
-    told = []
+    rows = []
     for name, prompt in PROMPTS.items():
         texts, rates = {}, dict.fromkeys(counts, 0.0)
         before = [accepted(engine) for engine in engines]
@@ -66,8 +66,8 @@ def main() -> int:
                     "accepted": (taken_now - taken) // options.runs,
                     "is_same": texts[count] == texts[0],
                 }
-        told.append(row)
-    print(json.dumps(told, indent=2))
+        rows.append(row)
+    print(json.dumps(rows, indent=2))
     return 0
 
 
@@ -81,11 +81,11 @@ def open_engine(overrides: list[str], count: int) -> LLMEngine:
 
 
 def answer(engine: LLMEngine, prompt: str, num_tokens: int) -> tuple[str, float]:
-    """The text, and tokens a second behind the first one."""
+    """The text, and tokens a second after the first one."""
     started = time.perf_counter()
-    (told,) = engine.chat([{"role": "user", "content": prompt}], SamplingParams(temperature=0, max_tokens=num_tokens))
-    seconds = time.perf_counter() - started - told["ttft"]
-    return told["text"], (told["num_tokens_output"] - 1) / seconds
+    (answer,) = engine.chat([{"role": "user", "content": prompt}], SamplingParams(temperature=0, max_tokens=num_tokens))
+    seconds = time.perf_counter() - started - answer["ttft"]
+    return answer["text"], (answer["num_tokens_output"] - 1) / seconds
 
 
 def accepted(engine: LLMEngine) -> tuple[int, int]:

@@ -8,7 +8,7 @@ cpu          user and system time of the HTTP process for each streamed token, 1
 queue        resident memory of the HTTP process in and after waves of 10,000 requests that wait at once and then leave
 aborts       its descriptors and tasks after 1,000 streams whose client left
 
-Each is measured `--runs` times and the best is shown beside all: other work on the machine only makes it worse.
+Each is measured `--runs` times and the best is shown with all: other work on the machine only makes it worse.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Client(asyncio.Protocol):
             self.last = now
             self.num_events += num
             if self.has_clock:
-                self.delays += [(told, now - told) for told in map(float, TEXT.findall(data))]
+                self.delays += [(sent, now - sent) for sent in map(float, TEXT.findall(data))]
         if b"[DONE]" in data or self.status != 200:
             self.end()
 
@@ -127,13 +127,13 @@ async def stream(server: Server, num: int, tokens: int, **options: Any) -> list[
 
 @contextlib.contextmanager
 def serve(overrides: list[str], stub: dict[str, Any] | None) -> Iterator[Server]:
-    """Run a server whose HTTP process is alone on the first core."""
+    """Run a server whose HTTP process has the first core to itself."""
     start = [str(STUB), json.dumps(stub)] if stub is not None else ["-m", "atom.cli", "job=serve"]
-    stated = ["serve.http.host=127.0.0.1", "serve.http.port=0", *overrides]
+    fields = ["serve.http.host=127.0.0.1", "serve.http.port=0", *overrides]
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = subprocess.Popen(
-            [sys.executable, *start, *stated],
+            [sys.executable, *start, *fields],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -170,9 +170,9 @@ def measure_throughput(seconds: float) -> dict[str, float]:
         cpu, start = server.cpu_seconds(), time.monotonic()
         clients = uvloop.run(stream(server, num, tokens))
         cpu, seconds = server.cpu_seconds() - cpu, time.monotonic() - start
-    told = num * tokens / seconds
+    rate = num * tokens / seconds
     return {
-        "value": told,
+        "value": rate,
         "asked": asked,
         "cpu_us_a_token": cpu / (num * tokens) * 1e6,
         "events": len(clients) * tokens,
@@ -184,7 +184,7 @@ def measure_latency(seconds: float) -> dict[str, float]:
         uvloop.run(stream(server, 8, 50))
         clients = uvloop.run(stream(server, 64, round(seconds * 50), has_clock=True))
     begun = max(client.first for client in clients) + 0.2  # the last of them: before it, requests are taken in
-    delays = numpy.asarray([delay for client in clients for told, delay in client.delays if told > begun]) * 1000
+    delays = numpy.asarray([delay for client in clients for sent, delay in client.delays if sent > begun]) * 1000
     percentiles = dict(zip(("p50_ms", "value", "p999_ms"), numpy.percentile(delays, (50, 99, 99.9)), strict=True))
     return {name: float(value) for name, value in percentiles.items()} | {"max_ms": float(delays.max())}
 
@@ -195,9 +195,9 @@ def measure_cpu(seconds: float) -> dict[str, float]:
     request = request_bytes("/v1/chat/completions", body | {"ignore_eos": True})
     with serve(["level=1", "serve.kv_cache_memory=536870912"], None) as server:
         start = server.cpu_seconds()
-        told = uvloop.run(streamed_chat(server, num, request))
+        found = uvloop.run(streamed_chat(server, num, request))
         whole = server.cpu_seconds() - start
-    return told | {"whole_us": whole / (num * tokens) * 1e6}
+    return found | {"whole_us": whole / (num * tokens) * 1e6}
 
 
 async def streamed_chat(server: Server, num: int, request: bytes) -> dict[str, float]:
@@ -235,14 +235,14 @@ def measure_queue(seconds: float) -> dict[str, float]:
             await asyncio.sleep(0.2)
         return full
 
-    told = []
+    sizes = []
     with serve(overrides, {"max_running": 1, "prefill_seconds": 1e9}) as server:
         for _ in range(num_waves):
-            told.append(uvloop.run(wave(server)))
+            sizes.append(uvloop.run(wave(server)))
         after = resident(server)
     # the first waves grow the heap, which Python keeps; after them it must not grow
-    grown = max(told[num_early:]) - max(told[:num_early])
-    return {"value": grown, "after_mib": after} | {f"full_{place}_mib": each for place, each in enumerate(told, 1)}
+    grown = max(sizes[num_early:]) - max(sizes[:num_early])
+    return {"value": grown, "after_mib": after} | {f"full_{place}_mib": each for place, each in enumerate(sizes, 1)}
 
 
 def measure_aborts(seconds: float) -> dict[str, float]:
@@ -286,14 +286,14 @@ def main() -> int:
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("bench-serve needs two cores")
-    is_missed, told = False, {}
+    is_missed, results = False, {}
     for name in options.only.split(","):
         limit, is_upper, unit = LIMITS[name]
         runs = [MEASURES[name](options.seconds) for _ in range(options.runs)]
         best = (min if is_upper else max)(runs, key=lambda run: run["value"])
         holds = best["value"] <= limit if is_upper else best["value"] >= limit
         is_missed |= not holds
-        told[name] = {"limit": limit, "holds": holds, "best": best, "runs": runs}
+        results[name] = {"limit": limit, "holds": holds, "best": best, "runs": runs}
         if not options.json:
             values = ", ".join(f"{run['value']:.2f}" for run in runs)
             more = ", ".join(f"{key} {value:.2f}" for key, value in best.items() if key != "value")
@@ -301,7 +301,7 @@ def main() -> int:
             end = "" if holds else "  MISSED"
             print(f"{name:<12}{best['value']:>12.2f} {sign} {limit:g} {unit}{end}  [{values}; {more}]", flush=True)
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(results))
     return int(is_missed)
 
 

@@ -1,7 +1,7 @@
 """Benchmark conversations that take turns, with KV in host memory and without.
 
-All conversations send their turn at once, and the next one when all have an answer: new tokens behind what was said.
-The pool holds a part of them, the host all. The engines run one behind the other; answers are greedy and of full
+All conversations send their turn at once, and the next one when all have an answer: new tokens after what was said.
+The pool holds a part of them, the host all. The engines run one after the other; answers are greedy and of full
 length. Overrides are those of `atom-run`:
 
     scripts/bench-turns checkpoint=FOLDER load_dummy=true      # a folder with a config.json
@@ -41,12 +41,12 @@ def main() -> int:
         f"serve.num_kvcache_blocks={options.fits * num_blocks}",
     ]
     swap_space = size * (options.talks * num_blocks + 2)
-    told = {
+    results = {
         name: measure([*overrides, f"serve.swap_space={each}"], options)
         for name, each in (("recomputed", 0), ("loaded", swap_space))
     }
-    ratio = told["loaded"]["turns_per_second"] / told["recomputed"]["turns_per_second"]
-    print(json.dumps({"swap_space": swap_space, **told, "ratio": round(ratio, 3)}, indent=2))
+    ratio = results["loaded"]["turns_per_second"] / results["recomputed"]["turns_per_second"]
+    print(json.dumps({"swap_space": swap_space, **results, "ratio": round(ratio, 3)}, indent=2))
     return 0
 
 

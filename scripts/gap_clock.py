@@ -70,7 +70,7 @@ class StepClock:
             _stamp[(1,)](self._ring, self._count, int(kind), SIZE=SIZE, num_warps=1)
 
     def start(self) -> None:
-        """Start behind the steps that were launched; the host does not wait."""
+        """Start after the steps that were launched; the host does not wait."""
         self._first = self._count.clone()
 
     def stop(self) -> list[tuple[int, int]]:

@@ -8,13 +8,13 @@ that end by one of many eos tokens, by a string, by their length, or because the
 some stretches of that.
 
 A step's first kernel is the one that makes its inputs, its last the one that draws its tokens. What counts is the time
-between the last of one step and the first of the next in which nothing ran, where that next step has decodes alone:
+between the last of one step and the first of the next in which nothing ran, if that next step has only decodes:
 copies and what brings new requests to the GPU lie between the two and are taken off. `before others` is the part of it
 up to the first of these, and `whole` all from the one kernel to the other. The profiler adds to the host's work, so the
 time of a step is given without it too. With `--json` there is an object for each rank, by the name of the folder of its
 traces.
 
-With `--clock` nothing is traced, since the profiler makes the host of several ranks too slow. Kernels beside those of
+With `--clock` nothing is traced, since the profiler makes the host of several ranks too slow. Kernels besides those of
 the steps read the clock of the GPU, on each rank (`scripts/gap_clock.py`). Of what lies between two steps only the copy
 of block tables is taken off, and `before others` is up to that. The floor is how far apart two readings are in two
 graphs in a row, when the host is far ahead.
@@ -57,7 +57,7 @@ CLOCKED_WORKER = (sys.executable, "-c", CLOCKED)
 CLOCK_FILES = "rank_*/steps.*.json"
 FIRST, LAST, OF_PROMPTS = "_prepare", "_draw", "_prefill"  # kernels of a step; the last one only with prompts
 NUM_ROWS = 64
-MIN_STEPS = 1000  # of decodes alone
+MIN_STEPS = 1000  # of only decodes
 MAX_MEDIAN, MAX_P99 = 20.0, 60.0  # µs
 EVERY_EOS = 1000  # one of so many tokens is an eos
 STOP = "zo"  # in one of 338 words
@@ -99,15 +99,15 @@ def main() -> int:
         paths = list(map(Path, options.read))
         if not paths:
             if find_device() == "cpu":
-                print("gap-gpu: there is no GPU here that torch can use", file=sys.stderr)
+                print("gap-gpu: torch finds no GPU", file=sys.stderr)
                 return 2
             if options.clock and torch.version.hip:
                 print("gap-gpu: --clock is for NVIDIA's GPUs", file=sys.stderr)
                 return 2
             save_checkpoint(Path(folder), json.loads(CONFIG.read_text()))
             traces = str(Path(options.keep or folder).resolve())
-            stated = [f"serve.torch_profiler_dir={traces}", f"parallel={options.parallel}"]
-            config = load([f"checkpoint={folder}", "load_dummy=true", *stated])
+            fields = [f"serve.torch_profiler_dir={traces}", f"parallel={options.parallel}"]
+            config = load([f"checkpoint={folder}", "load_dummy=true", *fields])
             if options.clock and config.parallel.pipeline > 1:
                 print("gap-gpu: --clock is for ranks that draw; of stages only the last does", file=sys.stderr)
                 return 2
@@ -126,8 +126,8 @@ def save_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     size = config["vocab_size"]
-    stated = {**config, "eos_token_id": list(range(EVERY_EOS - 1, size, EVERY_EOS))}
-    (folder / "config.json").write_text(json.dumps(stated))
+    hf_config = {**config, "eos_token_id": list(range(EVERY_EOS - 1, size, EVERY_EOS))}
+    (folder / "config.json").write_text(json.dumps(hf_config))
     letters = [chr(ord("a") + place) for place in range(26)]
     words = map("".join, itertools.product(letters, repeat=4))
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"Ġ{word}" for word in words)][:size]
@@ -294,7 +294,7 @@ def measure_ranks(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """Summarize all traces: the steps, and the gaps before steps of decodes alone, in µs."""
+    """Summarize all traces: the steps, and the gaps before steps of only decodes, in µs."""
     steps = [step for trace in traced for step in trace]
     decodes = [step for step in steps if not step.has_prompts]
     summary: dict[str, Any] = {"num_steps": len(steps), "num_decode_steps": len(decodes), "gaps_us": {}}
@@ -314,7 +314,7 @@ def find_missed(summary: Mapping[str, Any]) -> list[str]:
     """The missed bounds, in words."""
     idle, reasons = summary["gaps_us"].get("idle", {}), summary.get("ended_by")
     bounds = {
-        f"{MIN_STEPS} steps of decodes alone are traced": summary["num_decode_steps"] >= MIN_STEPS,
+        f"{MIN_STEPS} steps of only decodes are traced": summary["num_decode_steps"] >= MIN_STEPS,
         f"the median of the gaps is under {MAX_MEDIAN:g} µs": idle.get("median", MAX_MEDIAN) < MAX_MEDIAN,
         f"their p99 is under {MAX_P99:g} µs": idle.get("p99", MAX_P99) < MAX_P99,
         f"requests end by {', '.join(REASONS)}": reasons is None or all(reasons.get(each) for each in REASONS),
@@ -323,7 +323,7 @@ def find_missed(summary: Mapping[str, Any]) -> list[str]:
 
 
 def describe(name: str, summary: Mapping[str, Any]) -> list[str]:
-    lines = [f"{name}: steps {summary['num_steps']:,}, of decodes alone {summary['num_decode_steps']:,}"]
+    lines = [f"{name}: steps {summary['num_steps']:,}, of only decodes {summary['num_decode_steps']:,}"]
     for time, what in TIMES.items():
         if time in summary:
             lines.append(f"{what}: {summary[time]:.3f} ms")

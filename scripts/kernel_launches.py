@@ -56,11 +56,11 @@ MEMORY = 1 << 40  # bytes of addresses, of which hardly any are touched
 NORESERVE = 0x4000  # of mmap on Linux; in Python's module from 3.13 on
 STORED = ("awq_int4[1, 128]", "int4[1, 32]", "int8[1, 128]", "ct_nvfp4", "q4_1")  # formats that checkpoints have, too
 K_QUANTS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}  # bytes of a block of 256 columns
-ROWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256, 1100)  # of products: one for each power of 2, and many
+ROWS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256, 1100)  # of matmuls: one for each power of 2, and many
 WALKED = ("qwen3_8b", "qwen3_30b_a3b")  # which run in each format, and with all else that is optional
 MAX_TOKENS = 3000  # of a step
 TILES = re.compile("BLOCK_|(BOXES|STAGES|SPLITS|GROUPS|PARTS|PREFETCH)$")  # constexprs that are chosen together
-PRODUCTS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")  # of the vendor's library, which a CPU has not or not so
+MATMULS = ("_scaled_mm", "_scaled_mm_v2", "_int_mm")  # of the vendor's library, which a CPU has not or not so
 EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 
 
@@ -179,7 +179,7 @@ class NoMath(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(str(getattr(each, "device", each)) == "meta" for each in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)  # of a weight, whose parts get memory once they have their shapes
-        if func._schema.name.partition("::")[2] in PRODUCTS:
+        if func._schema.name.partition("::")[2] in MATMULS:
             dtype = torch.int32 if args[0].dtype == torch.int8 else torch.bfloat16
             return torch.empty(len(args[0]), args[1].shape[1], dtype=dtype)
         results = [each.alias_info for each in func._schema.returns]
@@ -280,7 +280,7 @@ def record(call: Callable[..., None], *args: Any) -> dict[Any, Launch]:
 
 
 def walk_and_multiply(name: str, fields: dict[str, Any], arch: str, folder: Path) -> None:
-    """Run a model; and as it is stored, call its products with weights in all formats."""
+    """Run a model; and as it is stored, call its matmuls with weights in all formats."""
     graph = walk(name, fields, arch, folder)
     if not fields:
         multiply_by_weights(graph, (*STORED, *K_QUANTS) if name in WALKED else (), arch)
@@ -351,7 +351,7 @@ def target_features(arch: str) -> Any:
 
 
 def multiply_by_weights(graph: Any, stored: Iterable[str], arch: str) -> None:
-    """Call a model's products with weights in each format and each number of rows; of those with equal tiles one.
+    """Call a model's matmuls with weights in each format and each number of rows; of those with equal tiles one.
 
     stored: formats besides those of `quant=`"""
     from atom.graph import ops
@@ -484,7 +484,7 @@ def attend(arch: str) -> None:
 
 
 def multiply_by_many_experts(arch: str) -> None:
-    """Products by experts of many rows each, with and without gates and biases."""
+    """Expert matmuls of many rows each, with and without gates and biases."""
     from atom.graph import Type
     from atom.kernels.hopper.shuffle import LAYOUT
     from atom.kernels.triton.activations import Gate

@@ -3,8 +3,8 @@
     python scripts/soak_cpu.py 6 --seed 1
 
 In turn, until the time is over: an engine in this process runs random requests with a pool that is too small for them,
-in steps whose order follows from the seed alone, and each is compared with the same request run alone; and clients send
-random requests to a server, many of which they leave. Between rounds both are idle, and what they hold is counted.
+in steps whose order follows only from the seed, and each is compared with the same request run by itself; and clients
+send random requests to a server, many of which they leave. Between rounds both are idle, and what they hold is counted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Request(NamedTuple):
 
 
 def make_request(chance: random.Random) -> Request:
-    """A request that fits into the pool alone; a third begin as others do."""
+    """A request that fits into the pool by itself; a third begin as others do."""
     length = chance.choice([1, 3, 4, 5, 16, 17, chance.randint(1, 70)])
     shared = chance.choice(PREFIXES)[: chance.choice([0, 0, 13, 40])]
     params = {"max_tokens": chance.randint(1, 40), "seed": chance.getrandbits(40), **chance.choice(SAMPLING)}
@@ -121,8 +121,8 @@ def holds(engine: LLMEngine) -> list[str]:
 def check_alone(engine: LLMEngine, request: Request, sequence: Sequence) -> list[str]:
     """Compare a sequence with the same request in an idle engine."""
     answers = engine.generate([request.prompt], SamplingParams(**request.params))
-    alone = answers[sequence.index]["token_ids"]
-    return [] if alone == sequence.output else [f"{sequence.id}, {request}: {sequence.output}, alone {alone}"]
+    expected = answers[sequence.index]["token_ids"]
+    return [] if expected == sequence.output else [f"{sequence.id}, {request}: {sequence.output}, by itself {expected}"]
 
 
 class Tally(NamedTuple):
@@ -229,8 +229,8 @@ def main() -> int:
         found = soak_engine(engine, chance, NUM_ENGINE)
         found += soak_server(server.url, pids["http"], chance, NUM_SERVER, NUM_CLIENTS)
         seen.append({name: resident_bytes(pid) for name, pid in pids.items()})
-        told = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in seen[-1].items())
-        print(f"round {len(seen)}: {told}", *found, sep="\nFAULT: ", flush=True)
+        sizes = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in seen[-1].items())
+        print(f"round {len(seen)}: {sizes}", *found, sep="\nFAULT: ", flush=True)
         faults += found
     for name, limit in GROWTH.items():
         grown = seen[-1][name] - seen[NUM_WARM - 1][name]

@@ -6,7 +6,7 @@ What it holds when it is idle again must not grow, and nobody's tokens depend on
 
 Rounds of arrivals, aborts and stops, with more work than the pool holds; between them the engine runs empty, and its
 blocks, slots and memory are counted, those of its other ranks too (--parallel tp2). Then requests of all rounds, a
-sample, run alone in an engine of one rank that waits for each step.
+sample, run by itself in an engine of one rank that waits for each step.
 
     python scripts/soak_gpu.py --replays 100000 --parallel tp4
 
@@ -147,7 +147,7 @@ def run_round(engine: LLMEngine, seconds: float, chance: random.Random, sample: 
 
 
 def num_other_than_alone(folder: Path, sample: list[Sequence], fields: dict[str, Any]) -> int:
-    """Count the sequences that have other tokens when run alone, without run-ahead and prefix hits."""
+    """Count the sequences that have other tokens when run by themselves, without run-ahead and prefix hits."""
     engine = LLMEngine(str(folder), **{**FIELDS, **fields})
     engine._engine.runner.run_ahead = engine._engine.scheduler._run_ahead = 0
     num_other = 0
@@ -155,7 +155,7 @@ def num_other_than_alone(folder: Path, sample: list[Sequence], fields: dict[str,
         params = sequence.params
         answers = engine.generate([sequence.prompt], params)
         if answers[sequence.index]["token_ids"] != sequence.output:
-            print(f"{sequence.id}, {params}: {sequence.output}, alone {answers[sequence.index]['token_ids']}")
+            print(f"{sequence.id}, {params}: {sequence.output}, by itself {answers[sequence.index]['token_ids']}")
             num_other += 1
     engine.close()
     return num_other
@@ -170,11 +170,11 @@ def soak_collectives(num: int, count: int) -> int:
         return 1
     since = time.monotonic()
 
-    def tell(turn: int) -> None:
+    def report(turn: int) -> None:
         if turn % max(count // 1000 * 100, 200) == 0:
             print(f"{turn} of {count} replays, {time.monotonic() - since:.0f} s", flush=True)
 
-    found = replay_among(num, count, tell)
+    found = replay_among(num, count, report)
     faults = [f"rank {rank} has {each.wrong} wrong numbers" for rank, each in enumerate(found) if each.wrong]
     faults += ["ranks have other bits"] if len({each.checksum for each in found}) > 1 else []
     late = ", ".join(str(each.num_late) for each in found)
@@ -238,8 +238,8 @@ def main() -> int:
     faults += [f"there were no {name}" for name, count in events.items() if not count]
     faults += [f"{reasons['error']} requests failed"] if reasons["error"] else []
     num_other = num_other_than_alone(folder, sample.kept, fields)
-    print(f"{num_other} of {len(sample.kept)} have other tokens than alone")
-    faults += [f"{num_other} requests have other tokens than alone"] if num_other else []
+    print(f"{num_other} of {len(sample.kept)} have other tokens than by themselves")
+    faults += [f"{num_other} requests have other tokens than by themselves"] if num_other else []
     for fault in faults:
         print(f"FAULT: {fault}")
     return 1 if faults else 0

@@ -19,10 +19,10 @@ def test_conversations_are_computed_again_without_host_memory_and_loaded_with_it
     overrides = [f"checkpoint={checkpoints('llama')}", "dtype=fp32", "level=1", "serve.max_num_batched_tokens=64"]
     monkeypatch.setattr(sys, "argv", ["bench_turns.py", *options, *overrides])
     assert bench_turns.main() == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["recomputed"]["loaded_tokens"] == told["recomputed"]["saved_blocks"] == 0
-    assert told["loaded"]["saved_blocks"] > 0 and told["swap_space"] > 0
-    rates = [told[name]["turns_per_second"] for name in ("loaded", "recomputed")]
-    assert told["ratio"] == round(rates[0] / rates[1], 3) > 0
+    results = json.loads(capsys.readouterr().out)
+    assert results["recomputed"]["loaded_tokens"] == results["recomputed"]["saved_blocks"] == 0
+    assert results["loaded"]["saved_blocks"] > 0 and results["swap_space"] > 0
+    rates = [results[name]["turns_per_second"] for name in ("loaded", "recomputed")]
+    assert results["ratio"] == round(rates[0] / rates[1], 3) > 0
     queried = sum((turn + 1) * 20 + turn * 4 for turn in range(3)) * 6 * 2
-    assert told["loaded"]["queried_tokens"] >= queried, "of two runs; those that were preempted ask again"
+    assert results["loaded"]["queried_tokens"] >= queried, "of two runs; those that were preempted ask again"

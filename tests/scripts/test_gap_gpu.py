@@ -85,14 +85,14 @@ def test_the_gaps_of_a_clock_are_those_between_two_steps():
 def test_percentiles_are_those_of_steps_of_decodes_alone():
     decodes = [Step(1000.0 * i, 900, float(i % 100), 1, 200, False) for i in range(1000)]
     prompts = [Step(1e6 + 1000.0 * i, 900, 1e6, 1e6, 1e6, True) for i in range(10)]
-    told = measure([[*decodes, *prompts], [Step(9e9, 900, 5, 1, 5, True)]])
-    assert (told["num_steps"], told["num_decode_steps"]) == (1011, 1000)
-    idle = told["gaps_us"]["idle"]
-    assert (idle["median"], idle["max"]) == (49.5, 99) and told["gaps_us"]["whole"]["median"] == 200
+    report = measure([[*decodes, *prompts], [Step(9e9, 900, 5, 1, 5, True)]])
+    assert (report["num_steps"], report["num_decode_steps"]) == (1011, 1000)
+    idle = report["gaps_us"]["idle"]
+    assert (idle["median"], idle["max"]) == (49.5, 99) and report["gaps_us"]["whole"]["median"] == 200
     assert idle["p90"] == pytest.approx(90, abs=1) and idle["p99"] == pytest.approx(99, abs=1)
-    assert told["ms_a_step"] == pytest.approx(1.0), "the time between two traces is no step's"
-    assert told["ms_within_steps"] == pytest.approx(0.9)
-    assert len(find_missed(told)) == 2
+    assert report["ms_a_step"] == pytest.approx(1.0), "the time between two traces is no step's"
+    assert report["ms_within_steps"] == pytest.approx(0.9)
+    assert len(find_missed(report)) == 2
 
 
 @pytest.mark.parametrize(
@@ -106,17 +106,17 @@ def test_percentiles_are_those_of_steps_of_decodes_alone():
     ],
 )
 def test_limits_that_are_missed_are_reported(idle: list[float], num_steps: int, missed: list[str]):
-    told = measure([[Step(i, 1, each, each, each, False) for i, each in enumerate(idle)]])
-    assert told["num_decode_steps"] == num_steps
-    found = find_missed(told)
+    report = measure([[Step(i, 1, each, each, each, False) for i, each in enumerate(idle)]])
+    assert report["num_decode_steps"] == num_steps
+    found = find_missed(report)
     assert len(found) == len(missed) and all(word in bound for word, bound in zip(missed, found, strict=True))
 
 
 def test_requests_must_end_in_every_way():
-    told = measure([[Step(i, 1, 5.0, 5.0, 5.0, False) for i in range(1000)]])
+    report = measure([[Step(i, 1, 5.0, 5.0, 5.0, False) for i in range(1000)]])
     ends = {"eos": 4, "stop_sequence": 3, "max_tokens": 2, "abort": 1}
-    assert find_missed({**told, "ended_by": ends}) == []
-    assert len(find_missed({**told, "ended_by": {**ends, "abort": 0}})) == 1
+    assert find_missed({**report, "ended_by": ends}) == []
+    assert len(find_missed({**report, "ended_by": {**ends, "abort": 0}})) == 1
 
 
 def test_the_kernels_that_begin_and_end_a_step_have_these_names():
@@ -147,8 +147,8 @@ def test_a_trace_that_is_there_is_read(tmp_path: Path, monkeypatch: pytest.Monke
         json.dump(trace(*(each for i in range(1001) for each in (("_prepare", i * 50, i * 50 + 9), ("_draw", i * 50 + 9, i * 50 + 40)))), file)  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["gap_gpu.py", "--read", str(path), "--json"])
     assert gap_gpu.main() == 0
-    (told,) = json.loads(capsys.readouterr().out).values()
-    assert (told["num_decode_steps"], told["gaps_us"]["idle"]["median"]) == (1000, 10)
+    (report,) = json.loads(capsys.readouterr().out).values()
+    assert (report["num_decode_steps"], report["gaps_us"]["idle"]["median"]) == (1000, 10)
 
 
 def test_clocks_that_were_read_are_summarized_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
@@ -164,7 +164,7 @@ def test_clocks_that_were_read_are_summarized_by_rank(tmp_path: Path, monkeypatc
     assert captured.err == "missed: rank_1: the median of the gaps is under 20 µs\n"
     lines = captured.out.splitlines()
     assert [line for line in lines if line.startswith("rank_")] == [
-        f"rank_{rank}: steps 1,000, of decodes alone 1,000" for rank in range(2)
+        f"rank_{rank}: steps 1,000, of only decodes 1,000" for rank in range(2)
     ]
     assert [line for line in lines if "floor" in line] == ["floor, µs: 3.0", "floor, µs: 4.0"]
     assert [line.rpartition("median ")[2][:4] for line in lines if "idle" in line] == ["10.0", "30.0"]
@@ -191,7 +191,7 @@ def test_a_clock_gives_what_was_read_since_it_was_started(monkeypatch: pytest.Mo
         after = time.perf_counter_ns()
         stamps = clock.stop()
         times = [now for now, _ in stamps]
-        assert [kind for _, kind in stamps] == kinds[-kept:], "the newest, where there is no room for all"
+        assert [kind for _, kind in stamps] == kinds[-kept:], "the newest, if there is no room for all"
         assert before <= times[0] and times[-1] <= after and times == sorted(times)
 
 
@@ -226,15 +226,15 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: An
     monkeypatch.setattr(gap_gpu, "find_device", lambda: "cpu")
     monkeypatch.setattr(sys, "argv", ["gap_gpu.py"])
     assert gap_gpu.main() == 2
-    assert capsys.readouterr().err == "gap-gpu: there is no GPU here that torch can use\n"
+    assert capsys.readouterr().err == "gap-gpu: torch finds no GPU\n"
 
 
 def trace_on_cpu(folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, has_clock: bool):
-    """The files of two traces of a tiny model that clients keep busy, and what is told of the traffic."""
+    """The files of two traces of a tiny model that clients keep busy, and what is reported of the traffic."""
     for name, value in (("WARM_SECONDS", 0.5), ("REST_SECONDS", 0), ("EVERY_EOS", 20), ("NUM_ROWS", 8)):
         monkeypatch.setattr(gap_gpu, name, value)
-    stated = json.loads((checkpoint / "config.json").read_text())
-    gap_gpu.save_checkpoint(folder, {**stated, "vocab_size": 2000, "max_position_embeddings": 1024})
+    hf_config = json.loads((checkpoint / "config.json").read_text())
+    gap_gpu.save_checkpoint(folder, {**hf_config, "vocab_size": 2000, "max_position_embeddings": 1024})
     common = ["load_dummy=true", "device=cpu", "level=1", "serve.kv_cache_memory=50000000"]
     config = load([f"checkpoint={folder}", f"serve.torch_profiler_dir={folder / 'traces'}", *common, *overrides])
     return uvloop.run(gap_gpu.trace_traffic(config, 2, 0.5 if has_clock else 0.2, has_clock))
@@ -245,7 +245,7 @@ def test_each_rank_reads_its_clock(tmp_path: Path, checkpoints: Any, monkeypatch
     earlier = tmp_path / "traces" / "rank_0" / "steps.1.json"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("of another run")
-    paths, told = trace_on_cpu(tmp_path, checkpoints("qwen3"), monkeypatch, "parallel=tp2", has_clock=True)
+    paths, report = trace_on_cpu(tmp_path, checkpoints("qwen3"), monkeypatch, "parallel=tp2", has_clock=True)
     assert [path.parent.name for path in paths] == ["rank_0"] * 2 + ["rank_1"] * 2
     ranks = gap_gpu.measure_ranks(paths)
     assert [*ranks] == ["rank_0", "rank_1"]
@@ -255,13 +255,13 @@ def test_each_rank_reads_its_clock(tmp_path: Path, checkpoints: Any, monkeypatch
         assert medians == sorted(medians) and medians[0] > 0
         assert 0 < summary["ms_within_steps"] < summary["ms_a_step"] and summary["floor_us"] > 0
     assert ranks["rank_0"]["num_steps"] == pytest.approx(ranks["rank_1"]["num_steps"], abs=10), "they take the same"
-    assert told["ms_a_step_without_profiler"] > 0
+    assert report["ms_a_step_without_profiler"] > 0
 
 
 @pytest.mark.slow
 def test_clients_keep_an_engine_busy_while_it_is_traced(tmp_path: Path, checkpoints: Any, monkeypatch: Any):
-    paths, told = trace_on_cpu(tmp_path, checkpoints("qwen3"), monkeypatch, has_clock=False)
+    paths, report = trace_on_cpu(tmp_path, checkpoints("qwen3"), monkeypatch, has_clock=False)
     assert len(set(paths)) == 2
     assert all(gap_gpu.read_trace(path)["traceEvents"] for path in paths)
     assert read_steps(gap_gpu.read_trace(paths[0])) == [], "no GPU ran"
-    assert told["ended_by"]["eos"] > 0 and told["ms_a_step_without_profiler"] > 0
+    assert report["ended_by"]["eos"] > 0 and report["ms_a_step_without_profiler"] > 0

@@ -17,13 +17,13 @@ import torch
 from scripts import smoke_gpu, smoke_paths
 from scripts.smoke_paths import Part, judge
 
-RESULT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({told!r})"
+RESULT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({result!r})"
 STUBS = {  # what a path's process does
-    "dense": RESULT.format(told=json.dumps(["ok", "error 1.0%", "H200"])),
-    "fp8": RESULT.format(told=json.dumps(["failed", "prompts: 9.00% is over", "H200"])),
+    "dense": RESULT.format(result=json.dumps(["ok", "error 1.0%", "H200"])),
+    "fp8": RESULT.format(result=json.dumps(["failed", "prompts: 9.00% is over", "H200"])),
     "latents": "import os; print('last words', flush=True); os.kill(os.getpid(), 11)",
     "ngram": "import time; time.sleep(600)",
-    "grammar": RESULT.format(told=json.dumps(["skipped", "(llguidance is not installed)", "H200"])),
+    "grammar": RESULT.format(result=json.dumps(["skipped", "(llguidance is not installed)", "H200"])),
 }
 
 
@@ -49,12 +49,12 @@ def test_paths_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_a_path_that_crashes_or_is_wrong_fails_alone(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     status, lines = run_stubs(monkeypatch, capsys, "--only", "dense,fp8,latents,grammar")
-    told = {line.split()[0]: line for line in lines[:4]}
+    result = {line.split()[0]: line for line in lines[:4]}
     assert status == 1
-    assert "ok" in told["dense"].split() and told["dense"].endswith("error 1.0%")
-    assert "failed" in told["fp8"].split() and told["fp8"].endswith("prompts: 9.00% is over")
-    assert told["latents"].endswith("its process ended with -11") and "last words" in lines
-    assert "skipped" in told["grammar"].split() and told["grammar"].endswith("(llguidance is not installed)")
+    assert "ok" in result["dense"].split() and result["dense"].endswith("error 1.0%")
+    assert "failed" in result["fp8"].split() and result["fp8"].endswith("prompts: 9.00% is over")
+    assert result["latents"].endswith("its process ended with -11") and "last words" in lines
+    assert "skipped" in result["grammar"].split() and result["grammar"].endswith("(llguidance is not installed)")
     assert lines[-1].startswith("FAILED: 4 paths in ")
     assert lines[-1].endswith(" s (H200); failed: fp8, latents; skipped: grammar")
 

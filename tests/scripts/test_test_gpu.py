@@ -21,8 +21,8 @@ def test_it(name): assert name == "good"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chosen", "status", "told"), [("good", 0, "no failure"), ("bad", 1, "FAILED")])
-def test_its_exit_status_is_that_of_the_tests(tmp_path: Path, chosen: str, status: int, told: str):
+@pytest.mark.parametrize(("chosen", "status", "expected"), [("good", 0, "no failure"), ("bad", 1, "FAILED")])
+def test_its_exit_status_is_that_of_the_tests(tmp_path: Path, chosen: str, status: int, expected: str):
     (tmp_path / "tests").mkdir()
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPT, tmp_path / "scripts")
@@ -31,4 +31,4 @@ def test_its_exit_status_is_that_of_the_tests(tmp_path: Path, chosen: str, statu
     command = [str(tmp_path / "scripts" / "test-gpu"), "-k", chosen, "-W", "ignore"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stdout + done.stderr
-    assert told in done.stdout.splitlines()[-1]
+    assert expected in done.stdout.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Benchmark models on a GPU against its measured limits, and write the GPU tables of docs/performance.md.
+"""Benchmark models on a GPU, and write the GPU tables of docs/performance.md.
 
 Rows that were measured replace those in docs/results/gpu; docs/benchmarks.md says what a row measures. The rows of a
 model and its formats share a process and an engine. A row that is compared with another (drafts with none) is measured

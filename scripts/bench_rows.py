@@ -1,4 +1,4 @@
-"""The rows of scripts/bench-gpu: workloads, starts and sums, with the figures that they should reach."""
+"""Rows of scripts/bench-gpu: workloads, starts and sums, with their targets."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_a_component_that_is_not_there_is_named():
     resolve = request_components(scope(), Fields([(b"host", b"a")]))
     for component, message in (
         (Component("x-none"), "the message has no x-none"),
-        (Component("@status"), "@status is not known here"),
+        (Component("@status"), "@status is not supported"),
         (Component("@query-param", (("name", "a"),)), "@query-param is not known here"),
         (Component("host", (("sf", True),)), "of parameters, a field may have key"),
     ):

@@ -120,12 +120,14 @@ def test_an_objective_that_has_no_value_is_an_error(
     assert "atom-run: ConfigError: job.objective=mean_tpot_ms has no value in this run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("job", [bench, generate], ids=lambda job: job.__name__)
-def test_every_objective_is_a_number_that_the_job_reports(job: Any, checkpoints: Any, quick_limits: None, capsys: Any):
+@pytest.mark.parametrize(("name", "job"), [("bench", bench), ("generate", generate)])
+def test_every_objective_is_a_number_that_the_job_reports(
+    name: str, job: Any, checkpoints: Any, quick_limits: None, capsys: Any
+):
     argv = [f"checkpoint={checkpoints('qwen3')}", "level=0", *QUICK]
     workload = ["job.num_prompts=1", "job.input_len=4", "job.num_warmups=0"] if job is bench else ["prompts=[[1,2,3]]"]
     numbers: dict[str, Any] = {}
-    assert job.run(load([f"job={job.__name__.rpartition('.')[2]}", *argv, *workload]), numbers.update) == 0
+    assert job.run(load([f"job={name}", *argv, *workload]), numbers.update) == 0
     assert {name: numbers.get(name) for name in job.OBJECTIVES if not isinstance(numbers.get(name), int | float)} == {}
 
 

@@ -35,27 +35,27 @@ def named(group: str) -> dict[str, str]:
     return {each.name: each.value for each in entry_points(group=group)}
 
 
-def find_function(stated: str, group: str) -> Callable[..., Any]:
+def find_function(spec: str, group: str) -> Callable[..., Any]:
     """The function of `module:function`, or of an entry point. ConfigError if there is none."""
-    module, name = split_function(stated, group)
+    module, name = split_function(spec, group)
     function = getattr(import_module(module), name, None)
     if not callable(function) or not hasattr(function, "__name__"):
         raise ConfigError(f"{module} has no function {name}")
     return function  # type: ignore[no-any-return]
 
 
-def split_function(stated: str, group: str) -> tuple[str, str]:
+def split_function(spec: str, group: str) -> tuple[str, str]:
     """The module and the name of a function. ConfigError if neither is given and there is no such entry point."""
-    module, _, name = named(group).get(stated, stated).partition(":")
+    module, _, name = named(group).get(spec, spec).partition(":")
     if not module or not name:
         there = ", ".join(named(group)) or "none"
-        raise ConfigError(f"{stated} is not an entry point of {group} (known: {there}); or write module:function")
+        raise ConfigError(f"{spec} is not an entry point of {group} (known: {there}); or write module:function")
     return module, name
 
 
-def check_module(stated: str, group: str) -> None:
+def check_module(spec: str, group: str) -> None:
     """Look for a function's module without importing it. ConfigError if there is none."""
-    top = split_function(stated, group)[0].partition(".")[0]
+    top = split_function(spec, group)[0].partition(".")[0]
     look_here()
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(f"there is no module {top}; {where_to_put(top)}")
@@ -119,9 +119,9 @@ def look_here() -> None:
         sys.path.append(folder)
 
 
-def module_of(stated: str, group: str) -> str:
+def module_of(spec: str, group: str) -> str:
     """The name of the module that a function is in."""
-    return named(group).get(stated, stated).partition(":")[0]
+    return named(group).get(spec, spec).partition(":")[0]
 
 
 def digest_of(module: str) -> str:

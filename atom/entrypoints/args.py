@@ -136,15 +136,15 @@ def read_method(name: str) -> str:
 
 def read_speculative(text: str) -> list[str]:
     """The overrides of a --speculative-config, with vLLM's names of methods."""
-    stated = read_object(f"--speculative-config={text}", text)
-    for name in stated:
+    fields = read_object(f"--speculative-config={text}", text)
+    for name in fields:
         if name not in SPECULATIVE:
             hint = did_you_mean(name, SPECULATIVE)
             known = ", ".join(SPECULATIVE)
             raise ConfigError(f"--speculative-config: there is no such field {name}{hint} (known: {known})")
-    if isinstance(stated.get("method"), str):
-        stated["method"] = read_method(stated["method"])
-    return [override(SPECULATIVE[name], value) for name, value in stated.items()]
+    if isinstance(fields.get("method"), str):
+        fields["method"] = read_method(fields["method"])
+    return [override(SPECULATIVE[name], value) for name, value in fields.items()]
 
 
 @dataclass

@@ -20,14 +20,14 @@ UNPACKED = ("lm_head", "model.embed_tokens", "embed_tokens")  # which quant.fmt 
 
 def write_online_quant(text: str) -> list[str]:
     """The overrides of a JSON object: the format of linears, that of experts and of the head, and what stays plain."""
-    stated = read_object(f"{FLAG}={text}", text)
-    for name in stated:
+    given = read_object(f"{FLAG}={text}", text)
+    for name in given:
         if name not in FIELDS:
             raise ConfigError(f"{FLAG}: there is no {name}{did_you_mean(name, FIELDS)} (known: {', '.join(FIELDS)})")
-    excluded = stated.get("exclude_layer") or []
+    excluded = given.get("exclude_layer") or []
     plain = [name for name in ([excluded] if isinstance(excluded, str) else excluded) if name not in UNPACKED]
-    texts = [override("quant.fmt", format_of(stated["global_quant_config"]))] if "global_quant_config" in stated else []
-    for pattern, name in (stated.get("layer_quant_config") or {}).items():
+    texts = [override("quant.fmt", format_of(given["global_quant_config"]))] if "global_quant_config" in given else []
+    for pattern, name in (given.get("layer_quant_config") or {}).items():
         texts.append(override(field_of(str(pattern)), format_of(name)))
     return [*texts, *([override("quant.plain", plain)] if plain else [])]
 

@@ -85,8 +85,8 @@ def write_load_format(name: str) -> list[str]:
 
 def write_generation(values: Mapping[str, Any]) -> list[str]:
     """The overrides of fields of generation_config.json."""
-    stated = {GENERATION[key]: value for key, value in values.items() if key in GENERATION and value is not None}
-    texts = [override(f"sampling.{name}", value) for name, value in stated.items()]
+    set_fields = {GENERATION[key]: value for key, value in values.items() if key in GENERATION and value is not None}
+    texts = [override(f"sampling.{name}", value) for name, value in set_fields.items()]
     return texts + (["sampling.temperature=0"] if values.get("do_sample") is False else [])
 
 
@@ -125,8 +125,8 @@ def write_lora_modules(modules: Sequence[str]) -> list[str]:
     paths: dict[str, str] = {}
     for text in modules:
         if text.startswith("{"):
-            stated = read_object(f"--lora-modules={text}", text)
-            name, path = stated.get("name"), stated.get("path")
+            fields = read_object(f"--lora-modules={text}", text)
+            name, path = fields.get("name"), fields.get("path")
         else:
             name, _, path = text.partition("=")
         if not (isinstance(name, str) and isinstance(path, str) and name and path):
@@ -360,14 +360,14 @@ class VLLMParser(Parser):
             raise ConfigError("write python -m atom.benchmarks.benchmark_serving for vllm bench serve")
         if own[:1] == ["serve"] and len(own) > 1:  # of `vllm serve MODEL`
             own = own[1:]
-        path, stated, own = open_config(own)
+        path, of_file, own = open_config(own)
         try:
-            super().parse(stated)  # by itself, so that an error names the file
+            super().parse(of_file)  # by itself, so that an error names the file
         except (ConfigError, UnsupportedError) as error:
             error.args = (f"{path}: {error}",)
             raise
-        self.file, self.flags_of_file = path, {name for text in stated if (name := flag_name(text))}
-        return super().parse([*stated, *own])
+        self.file, self.flags_of_file = path, {name for text in of_file if (name := flag_name(text))}
+        return super().parse([*of_file, *own])
 
     def locate(self, text: str) -> str:
         named = {flag_name(word) for word in re.findall(r"(?<![\w-])--[\w-]+", text)}

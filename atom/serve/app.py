@@ -84,8 +84,8 @@ def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
         app, tenants, context.metrics, origins, http.root_path, http.signature_seconds, signing_key, context.traces
     )
 
-    def admit(stated: Sequence[Tenant]) -> None:
-        found = guard.admit(stated)
+    def admit(given: Sequence[Tenant]) -> None:
+        found = guard.admit(given)
         context.metrics.set_tenants(found)
         context.are_several = len(found) > 1
 

@@ -69,8 +69,8 @@ def is_disabled() -> bool:
 def is_too_old() -> bool:
     """Whether this is a release of vLLM ahead of OLDEST; a build from sources is not one."""
     try:
-        stated = version("vllm")
+        given = version("vllm")
     except PackageNotFoundError:
         return False
-    found = re.match(r"(\d+)\.(\d+)", stated)
-    return found is not None and "dev" not in stated and tuple(map(int, found.groups())) < OLDEST
+    found = re.match(r"(\d+)\.(\d+)", given)
+    return found is not None and "dev" not in given and tuple(map(int, found.groups())) < OLDEST

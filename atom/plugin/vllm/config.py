@@ -22,7 +22,7 @@ def overrides_of(vllm_config: VllmConfig) -> list[str]:
     if model.hf_overrides:
         instead = f"set the model's own field in --additional-config, as in {{'{OVERRIDES}': ['model.attention.…']}}"
         raise UnsupportedError(f"--hf-overrides is not seen by atom: {instead}")
-    stated = {
+    given = {
         "checkpoint": model.model,
         "revision": None if Path(model.model).exists() else model.revision,
         "dtype": DTYPE_NAMES[model.dtype],
@@ -35,11 +35,11 @@ def overrides_of(vllm_config: VllmConfig) -> list[str]:
         "passes.extra": [ATTENTION_PASS],
     }
     if parallel.enable_expert_parallel and model.is_moe:
-        stated["parallel.experts"] = parallel.tensor_parallel_size
+        given["parallel.experts"] = parallel.tensor_parallel_size
     is_plain = getattr(model.hf_config, "quantization_config", None) is None
     if model.quantization is not None and is_plain:
         if model.quantization != "fp8":
             raise UnsupportedError(f"--quantization={model.quantization} of a plain checkpoint: atom packs only fp8")
-        stated["quant"] = "fp8"
+        given["quant"] = "fp8"
     own = (vllm_config.additional_config or {}).get(OVERRIDES, [])
-    return [*(override(name, value) for name, value in stated.items()), *own]
+    return [*(override(name, value) for name, value in given.items()), *own]

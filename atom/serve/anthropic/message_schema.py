@@ -132,7 +132,7 @@ def of_blocks(block: object) -> object:
     """Refuse blocks of types that are not known; the refusal names those that a client makes."""
     kind = block.get("type") if isinstance(block, dict) else None
     if isinstance(kind, str) and kind not in KNOWN_BLOCKS:
-        raise PydanticCustomError("type", BLOCKS, {"stated": kind[:64], "known": ", ".join(SHOWN_BLOCKS)})
+        raise PydanticCustomError("type", BLOCKS, {"given": kind[:64], "known": ", ".join(SHOWN_BLOCKS)})
     return block
 
 

@@ -81,7 +81,7 @@ def tool_tag(tool: object) -> str:
 
 ClientTool = Annotated[
     MessageTool,
-    of_types("custom", fault="{stated} tools are not supported here; give a name and an input_schema, without a type"),
+    of_types("custom", fault="{given} tools are not supported here; give a name and an input_schema, without a type"),
 ]
 AnyTool = Annotated[
     Annotated[ClientTool, Tag("a-tool")] | Annotated[HostedTool, Tag("a-hosted-tool")], Discriminator(tool_tag)
@@ -138,7 +138,7 @@ Edit = Annotated[
     ClearThinking,
     of_types(
         "clear_thinking_20251015",
-        fault="{stated} is not done here: the model reads all messages; leave out those that it need not read",
+        fault="{given} is not done here: the model reads all messages; leave out those that it need not read",
     ),
 ]
 

@@ -4,7 +4,7 @@
     verifier = Verifier({"alice": public_key}, seconds=300)
     name, signature = verifier.verify(find_signatures(fields), request_components(scope, fields))
     verifier.note(signature)                         # once the body has the digest that was signed
-    stated, value = sign(private_key, "sig", components, parameters, resolve)
+    given, value = sign(private_key, "sig", components, parameters, resolve)
 
 A signature covers components: fields of the head, and what is derived of the message (`@method`, `@path`, …). Their
 values and the parameters (created, nonce, …) are the lines of the signature base, which is what is signed. A verifier
@@ -160,8 +160,8 @@ def signature_base(components: list[Component], parameters: Parameters, resolve:
             raise SignatureError(f"the value of {each.name} cannot be signed")
         lines.append(f"{each.spelled}: {value}")
     members: Any = [([(each.name, dict(each.parameters)) for each in components], parameters)]
-    stated = str(ser(members))
-    return "\n".join([*lines, f'"@signature-params": {stated}']).encode("ascii"), stated
+    given = str(ser(members))
+    return "\n".join([*lines, f'"@signature-params": {given}']).encode("ascii"), given
 
 
 def request_components(scope: Scope, fields: Fields) -> Resolve:
@@ -274,9 +274,9 @@ def covers_digest(signature: Signature) -> bool:
 class BodyDigest:
     """The digest of a body that comes in parts, held against Content-Digest."""
 
-    def __init__(self, stated: str) -> None:
+    def __init__(self, given: str) -> None:
         """SignatureError where the field has no digest of a kind that counts, or is malformed."""
-        members = parse_dictionary("content-digest", stated)
+        members = parse_dictionary("content-digest", given)
         self._expected = {kind: members[kind][0] for kind in HASHES if kind in members}
         if not self._expected or not all(isinstance(each, bytes) for each in self._expected.values()):
             raise SignatureError(f"content-digest has no {' or '.join(HASHES)}")
@@ -302,8 +302,8 @@ def sign(
     key: Ed25519PrivateKey, label: str, components: list[Component], parameters: Parameters, resolve: Resolve
 ) -> tuple[str, str]:
     """The fields Signature-Input and Signature."""
-    base, stated = signature_base(components, parameters, resolve)
-    return f"{label}={stated}", f"{label}=:{base64.b64encode(key.sign(base)).decode()}:"
+    base, given = signature_base(components, parameters, resolve)
+    return f"{label}={given}", f"{label}=:{base64.b64encode(key.sign(base)).decode()}:"
 
 
 def load_public_key(at: str, text: str) -> Ed25519PublicKey:
@@ -324,12 +324,12 @@ def load_public_key(at: str, text: str) -> Ed25519PublicKey:
     return key
 
 
-def load_signing_key(stated: str | None) -> Ed25519PrivateKey | None:
+def load_signing_key(given: str | None) -> Ed25519PrivateKey | None:
     """The key of serve.http.signing_key. ConfigError where it cannot be read."""
-    if stated is None:
+    if given is None:
         return None
-    at = f"serve.http.signing_key={stated}"
-    if not stated.startswith("@"):
+    at = f"serve.http.signing_key={given}"
+    if not given.startswith("@"):
         raise ConfigError("serve.http.signing_key: name a file, as in @server.key")
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -338,7 +338,7 @@ def load_signing_key(stated: str | None) -> Ed25519PrivateKey | None:
     except ImportError:
         raise ConfigError(f"{at}: {EXTRA}") from None
     try:
-        text = Path(stated[1:]).expanduser().read_bytes()
+        text = Path(given[1:]).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(f"{at}: {error.strerror}") from None
     load = load_ssh_private_key if b"OPENSSH PRIVATE KEY" in text else load_pem_private_key

@@ -139,8 +139,8 @@ class SigningSend:
         def value_of(component: Component) -> str:
             return values[component] if component in values else resolve(component)
 
-        stated, signature = sign(self._key, self._requested.label, components, parameters, value_of)
-        return [("content-digest", digest), ("signature-input", stated), ("signature", signature)]
+        signature_input, signature = sign(self._key, self._requested.label, components, parameters, value_of)
+        return [("content-digest", digest), ("signature-input", signature_input), ("signature", signature)]
 
 
 def routes(key: Ed25519PrivateKey | None) -> APIRouter:

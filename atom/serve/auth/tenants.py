@@ -144,9 +144,9 @@ class Tenant:
         if self._tokens is not None:
             self._tokens.take(num_prompt + num_output)
 
-    def prioritize(self, stated: int) -> int:
+    def prioritize(self, given: int) -> int:
         """Clamp a requested priority to the key's own; lower is better."""
-        return self.limits.priority + max(stated, 0) if self.name else stated
+        return self.limits.priority + max(given, 0) if self.name else given
 
     def _check(self) -> None:
         limits = self.limits
@@ -181,34 +181,34 @@ def read_tenants(http: HTTPConfig) -> list[Tenant]:
     return found
 
 
-def read_keys(stated: str | None) -> list[Tenant]:
+def read_keys(given: str | None) -> list[Tenant]:
     """The tenants of serve.http.api_keys; those of a list are called key1, key2, …"""
     at = "serve.http.api_keys"
-    if stated is None:
+    if given is None:
         return []
-    if not stated.startswith("@"):
-        keys = [key for each in stated.split(",") if (key := each.strip())]
-    elif (path := path_of(stated)).suffix in MAPPINGS:
-        return read_mapping(f"{at}={stated}", path)
+    if not given.startswith("@"):
+        keys = [key for each in given.split(",") if (key := each.strip())]
+    elif (path := path_of(given)).suffix in MAPPINGS:
+        return read_mapping(f"{at}={given}", path)
     else:
-        lines = read_lines(f"{at}={stated}", path)
+        lines = read_lines(f"{at}={given}", path)
         if wrong := next((line for line, key in lines if len(key.split()) > 1), None):
             fix = "write one key a line, and comments on lines that begin with #"
-            raise ConfigError(f"{at}={stated}: line {wrong} has more than one word; {fix}")
+            raise ConfigError(f"{at}={given}: line {wrong} has more than one word; {fix}")
         keys = [key for _, key in lines]
     if not keys:
         raise ConfigError(f"{at} holds no key; name one, or null for none")
     return [Tenant(f"key{number}", digests=[digest(key.encode())]) for number, key in enumerate(keys, 1)]
 
 
-def read_public_keys(stated: str | None) -> list[Tenant]:
+def read_public_keys(given: str | None) -> list[Tenant]:
     """The tenants of serve.http.public_keys; those of a plain file are called as the comments of their keys."""
-    if stated is None:
+    if given is None:
         return []
-    at = f"serve.http.public_keys={stated}"
-    if not stated.startswith("@"):
+    at = f"serve.http.public_keys={given}"
+    if not given.startswith("@"):
         raise ConfigError(f"{at}: name a file, as in @clients.pub")
-    path = path_of(stated)
+    path = path_of(given)
     if path.suffix in MAPPINGS:
         return read_mapping(at, path)
     found = []
@@ -247,13 +247,13 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
     names = [each.name for each in dataclasses.fields(Limits)]
     if not isinstance(entry, dict):
         raise ConfigError(f"{at} is not a mapping; write {{key: KEY}}")
-    stated = dict(entry)
-    keys, public_key, is_admin = stated.pop("key", None), stated.pop("public_key", None), stated.pop("admin", False)
-    models = stated.pop("models", None)
-    if unknown := next((each for each in stated if each not in names), None):
+    given = dict(entry)
+    keys, public_key, is_admin = given.pop("key", None), given.pop("public_key", None), given.pop("admin", False)
+    models = given.pop("models", None)
+    if unknown := next((each for each in given if each not in names), None):
         known = ["key", "public_key", "admin", "models", *names]
         raise ConfigError(f"{at}: there is no {unknown}{did_you_mean(str(unknown), known)} (known: {', '.join(known)})")
-    for limit, value in stated.items():
+    for limit, value in given.items():
         check_limit(f"{at}.{limit}", limit, value)
     if not isinstance(is_admin, bool):
         raise ConfigError(f"{at}.admin={is_admin} is neither true nor false")
@@ -267,7 +267,7 @@ def read_entry(at: str, name: str, entry: Any) -> Tenant:
         raise ConfigError(f"{at} has neither key nor public_key; give one")
     known_key = None if public_key is None else load_public_key(f"{at}.public_key", str(public_key))
     digests = [digest(key.encode()) for key in keys]
-    return Tenant(name, Limits(**stated), is_admin, None if models is None else frozenset(models), digests, known_key)
+    return Tenant(name, Limits(**given), is_admin, None if models is None else frozenset(models), digests, known_key)
 
 
 def check_limit(at: str, limit: str, value: Any) -> None:
@@ -278,8 +278,8 @@ def check_limit(at: str, limit: str, value: Any) -> None:
         raise ConfigError(f"{at}={value} is not {kind}")
 
 
-def path_of(stated: str) -> Path:
-    return Path(stated[1:]).expanduser()
+def path_of(given: str) -> Path:
+    return Path(given[1:]).expanduser()
 
 
 def read_text(at: str, path: Path) -> str:

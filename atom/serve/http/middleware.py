@@ -231,8 +231,8 @@ def strip_root(path: str, root_path: str) -> str:
 
 def find_keys(headers: dict[bytes, bytes]) -> list[bytes]:
     """The different API keys in a request's headers."""
-    stated = (headers.get(b"x-api-key", b""), find_authorized(headers.get(b"authorization", b"")))
-    return list(dict.fromkeys(filter(None, stated)))
+    given = (headers.get(b"x-api-key", b""), find_authorized(headers.get(b"authorization", b"")))
+    return list(dict.fromkeys(filter(None, given)))
 
 
 def find_authorized(header: bytes) -> bytes:

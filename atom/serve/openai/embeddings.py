@@ -69,8 +69,8 @@ class Embeddings(Responder):
     def _encoded(self, embedding: bytes) -> list[float] | str:
         body = self._body
         vector = np.frombuffer(embedding, np.float32)[: body.dimensions]
-        stated = body.normalize if body.use_activation is None else body.use_activation
-        if self._pooler.normalize if stated is None else stated:
+        normalize = body.normalize if body.use_activation is None else body.use_activation
+        if self._pooler.normalize if normalize is None else normalize:
             vector = normalized(vector)
         if body.encoding_format == "base64":
             return b64encode(vector.astype("<f4").tobytes()).decode()
@@ -80,8 +80,8 @@ class Embeddings(Responder):
         """The tokens of an input, cut where the body says so. FieldError where they are too many, or none."""
         context = self.context
         most = min(context.config.serve.http.max_input_length or context.max_total_tokens, context.max_total_tokens)
-        stated = self._body.truncate_prompt_tokens
-        limit = most if stated == -1 else stated
+        asked = self._body.truncate_prompt_tokens
+        limit = most if asked == -1 else asked
         if limit is not None and not 0 < limit <= most:
             raise FieldError("truncate_prompt_tokens", f"truncate_prompt_tokens={limit}: it is 1 to {most}, or -1")
         if isinstance(given, str):

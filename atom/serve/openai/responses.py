@@ -265,11 +265,11 @@ def tool_choice(choice: str | FunctionChoice | AllowedFunctions | None) -> str |
     return choice
 
 
-def response_format(stated: PlainFormat | SchemaFormat | None) -> ResponseFormat | None:
-    if stated is None or stated.type == "text":
+def response_format(given: PlainFormat | SchemaFormat | None) -> ResponseFormat | None:
+    if given is None or given.type == "text":
         return None
-    schema = stated if isinstance(stated, SchemaFormat) else None
-    return ResponseFormat.model_construct(type=stated.type, json_schema=schema)
+    schema = given if isinstance(given, SchemaFormat) else None
+    return ResponseFormat.model_construct(type=given.type, json_schema=schema)
 
 
 def chat_messages(body: ResponsesRequest) -> list[ChatMessage]:

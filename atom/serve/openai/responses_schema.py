@@ -43,7 +43,7 @@ from atom.serve.openai.schema import (
 
 Id = Annotated[str, Field(max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
-FORMATS: LiteralString = "{stated} formats are not supported here (supported: {known})"
+FORMATS: LiteralString = "{given} formats are not supported here (supported: {known})"
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls log probabilities
 
 

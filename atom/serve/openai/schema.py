@@ -23,14 +23,14 @@ MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
 MAX_DEPTH = 100  # of JSON in a body, since later readers recurse
 MAX_FIELDS = 100  # of an object with fields of any name
 MAX_TOKENS = 1024  # in logit_bias or stop_token_ids of a request
-BLOCKS: LiteralString = "{stated} blocks are not supported here (supported: {known})"
-TOOLS: LiteralString = "{stated} tools are not supported here; send tools of the type {known}, which the client runs"
+BLOCKS: LiteralString = "{given} blocks are not supported here (supported: {known})"
+TOOLS: LiteralString = "{given} tools are not supported here; send tools of the type {known}, which the client runs"
 LEFT_OUT = (  # tools of OpenAI's API that no model here is shown: its servers run them, or a call is no function's
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
     "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
     "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
 )  # fmt: skip
-CHOICES: LiteralString = "{stated} choices are not supported here (supported: none, auto, required, {known})"
+CHOICES: LiteralString = "{given} choices are not supported here (supported: none, auto, required, {known})"
 INT_LIMITS = (-(1 << 63), 1 << 64)  # integers that a message to the engine can hold
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -112,9 +112,9 @@ def of_types(*known: str, also: tuple[str, ...] = (), fault: LiteralString = BLO
     """
 
     def check(block: object) -> object:
-        stated = block.get("type") if isinstance(block, dict) else None
-        if isinstance(stated, str) and stated not in (*known, *also):
-            raise PydanticCustomError("type", fault, {"stated": stated[:64], "known": ", ".join(known)})
+        given = block.get("type") if isinstance(block, dict) else None
+        if isinstance(given, str) and given not in (*known, *also):
+            raise PydanticCustomError("type", fault, {"given": given[:64], "known": ", ".join(known)})
         return block
 
     return BeforeValidator(check)

@@ -80,11 +80,11 @@ def find_types(schema: Any, root: Any) -> Iterator[str]:
         if not isinstance(each, Mapping) or id(each) in seen:
             continue
         seen.add(id(each))
-        stated = each.get("type")
-        yield from (kind for kind in (stated if isinstance(stated, list) else [stated]) if isinstance(kind, str))
+        given = each.get("type")
+        yield from (kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str))
         if each.get("nullable") is True:
             yield "null"
-        if stated is None:
+        if given is None:
             options = each.get("enum", [each["const"]] if "const" in each else ())
             for value in options if isinstance(options, list) else ():
                 first = json.dumps(value)[0]

@@ -59,10 +59,10 @@ def prepare_chats(config: Config, tokenizer: Tokenizer) -> None:
     if tokenizer.chat_template is not None:
         with contextlib.suppress(CheckpointError):  # each chat has this error
             compile_template(tokenizer.chat_template)
-    stated = config.serve.http.tool_calls
-    if stated not in ("auto", "none", None) and not shows_tools(tokenizer):
+    given = config.serve.http.tool_calls
+    if given not in ("auto", "none", None) and not shows_tools(tokenizer):
         shown = "the chat template shows the model no tools: only forced calls work"
-        LOG.warning("serve.http.tool_calls=%s: %s", stated, shown)
+        LOG.warning("serve.http.tool_calls=%s: %s", given, shown)
 
 
 def shows_tools(tokenizer: Tokenizer) -> bool:

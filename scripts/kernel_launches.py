@@ -307,7 +307,6 @@ def models(arch: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
     """Run each kind of step of a model, of which a few layers do; its graph."""
     from atom import assemble
-    from atom.assemble.settings import drafting_of
     from atom.compiler import compile_graph
     from atom.config.load import engine_overrides, load
     from atom.kernels.triton.compile.codegen import write_source
@@ -333,10 +332,9 @@ def walk(name: str, fields: dict[str, Any], arch: str, folder: Path) -> Any:
         (folder / str(number) / "piece.py").write_text(write_source(piece.text))
         code[piece.text] = TritonCompiler().load(folder / str(number))
     weights = {each: make_weight(each.type, getattr(each, "layout", None)) for each in graph.recipes()}
-    drafting = drafting_of(config)
     model = Model(
         graph, Bindings(weights, code), 16, StepLimits(40, MAX_TOKENS, 2048, 128), device="cpu", backend="triton",
-        drafting=drafting,
+        drafting=config.drafting,
     )  # fmt: skip
     runner = Runner(model, run_ahead=2)
     runner.bind({kind.name: 2 for kind in assemble.cache_kinds(graph)})

@@ -446,7 +446,8 @@ def test_memory_that_is_too_little_is_refused_with_what_all_ranks_need(checkpoin
     kinds = cache_kinds(compile_graph(load(fields)))
 
     def plan(num_bytes: int) -> dict[str, int]:
-        return plan_kv(kinds, load([*fields, f"serve.kv_cache_memory={num_bytes}"]))
+        config = load([*fields, f"serve.kv_cache_memory={num_bytes}"])
+        return plan_kv(kinds, config.serve, config.limits, config.parallel.num_ranks)
 
     with pytest.raises(
         CapacityError, match=r"has 500 for each of 2 ranks: raise serve\.kv_cache_memory to \d+"

@@ -24,10 +24,11 @@ from test_speculation import (
 from torch import Tensor
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.draft.speculation import acceptance_rates, draft_statistics
+from atom.config import Config
+from atom.config.limits import Drafting, acceptance_rates
+from atom.runtime.draft.speculation import draft_statistics
 from atom.runtime.step.cuda_graphs import Graphs
 from atom.runtime.step.runner import Runner
-from atom.runtime.types import Drafting
 
 RUN_AHEADS = [0, 1, 2]
 LOOKED_UP = Drafting(3, 1, 4)
@@ -38,7 +39,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has runners draft, and run ahead, as on a GPU."""
 
     def use(run_ahead: int, how: Drafting = LOOKED_UP) -> None:
-        monkeypatch.setattr("atom.assemble.settings.drafting_of", lambda config: how)
+        monkeypatch.setattr(Config, "drafting", how)
         monkeypatch.setattr("atom.assemble.runner.Runner", partial(Runner, run_ahead=run_ahead))
 
     return use

@@ -67,7 +67,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Has schedulers take a drafter, in place of that of method ngram."""
 
     def use(drafter: Any) -> None:
-        monkeypatch.setattr("atom.assemble.scheduling.open_drafter", lambda config: drafter)
+        monkeypatch.setattr("atom.assemble.engine.open_drafter", lambda drafts, by_runner: drafter)
 
     return use
 

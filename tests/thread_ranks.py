@@ -100,7 +100,7 @@ class ThreadRanks:
                 checkpoint = assemble.open_checked(config, progress, opened)
                 compiled = assemble.compile_with(config, progress, checkpoint, self.meeting.mesh.stage(rank))
                 tensors = assemble.load_weights(compiled.graph, checkpoint, config, progress, rank)
-            adapters = assemble.open_adapters(compiled.graph, tensors, config, rank)
+            adapters = assemble.open_adapters(compiled.graph, tensors, config.serve, self.meeting.mesh, rank)
             described = self.meeting.exchange(rank, assemble.describe_rank(compiled.graph, tensors, adapters))
             kinds_of = [stage.kinds for stage in assemble.compare_ranks(described, self.meeting.mesh)]
             plan = msgspec.msgpack.decode(self.meeting.exchange(rank, b"")[0], type=ScalePlan)

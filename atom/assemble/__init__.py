@@ -13,7 +13,6 @@ from atom.assemble.kv_scales import gather_kv_scales, set_kv_scales
 from atom.assemble.loading import load_weights, open_checked
 from atom.assemble.ranks import RankOpening, compare_ranks, describe_rank
 from atom.assemble.runner import open_runner
-from atom.assemble.settings import limits_of
 
 __all__ = [
     "RankOpening",
@@ -28,7 +27,6 @@ __all__ = [
     "kinds_of_all",
     "left_out",
     "left_plain",
-    "limits_of",
     "load_weights",
     "mtp_patterns",
     "open_adapters",

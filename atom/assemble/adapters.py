@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from atom.assemble.ranks import RankModel
-from atom.compiler import mesh_of
-from atom.config import Config
-from atom.graph import Graph, Recipe
+from atom.config import ServeConfig
+from atom.graph import Graph, Mesh, Recipe
 from atom.runtime.ranks.driver import Driver
 from atom.runtime.requests.loras import Loras
 from atom.runtime.sleep import Sleeper
@@ -15,9 +14,10 @@ from atom.weights.evaluate import Loaded
 from atom.weights.lora import LoraWeights
 
 
-def open_adapters(graph: Graph, tensors: Mapping[Recipe, Loaded], config: Config, rank: int = 0) -> LoraWeights | None:
-    """A rank's room for adapters; None where the model is served without any."""
-    serve, mesh = config.serve, mesh_of(config)
+def open_adapters(
+    graph: Graph, tensors: Mapping[Recipe, Loaded], serve: ServeConfig, mesh: Mesh, rank: int = 0
+) -> LoraWeights | None:
+    """A rank's room for adapters; None if the model is served without any."""
     if not serve.enable_lora:
         return None
     coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None
@@ -29,14 +29,18 @@ def open_loras(
     stages: Sequence[RankModel],
     driver: Driver | None,
     sleeper: Sleeper | None,
-    config: Config,
+    modules: Mapping[str, str],
 ) -> Loras | None:
-    """Load the adapters of serve.lora_modules; None where the model is served without any. stages: of a pipeline"""
+    """Load adapters by their names; None if the model is served without any.
+
+    stages: the models of a pipeline's stages
+    modules: the folder of each adapter, by the name that requests use
+    """
     if adapters is None:
         return None
     for stage in stages:
         adapters.modules.update(stage.modules)
     loras = Loras(adapters, None if driver is None else driver.load_adapter, sleeper)
-    for name, path in config.serve.lora_modules.items():
+    for name, path in modules.items():
         loras.load(name, loras.read(path))
     return loras

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from atom import weights
-from atom.assemble import settings
 from atom.assemble.checks import check_weights
 from atom.assemble.kv_blocks import cache_kinds, plan_kv
 from atom.assemble.loading import open_checked
@@ -26,12 +25,13 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
 
     A checkpoint on this disk is checked against the configuration first.
     """
-    cache, opened = Cache(settings.cache_of(config)), ExitStack()
+    cache, opened = Cache(config.cache_folder), ExitStack()
 
     def check(graph: Graph) -> None:  # refuse what cannot run before anything is compiled or downloaded
         weights.refuse_packed(graph)
         refuse_act(graph, config)
-        plan_kv(cache_kinds(graph), config, None if config.device == "cpu" else memory.left_for_kv(graph, config))
+        left = None if config.device == "cpu" else memory.left_for_kv(graph, config.serve)
+        plan_kv(cache_kinds(graph), config.serve, config.limits, config.parallel.num_ranks, left)
         if checkpoint is not None:
             check_weights(graph, checkpoint, config)
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from atom.assemble import settings
 from atom.assemble.adapters import open_adapters, open_loras
 from atom.assemble.checks import check_same_tokens, check_weights
 from atom.assemble.compiling import compile_with, digest_of
@@ -31,7 +30,7 @@ from atom.assemble.ranks import (
 )
 from atom.assemble.report import report_engine, report_unused
 from atom.assemble.runner import open_runner
-from atom.assemble.scheduling import open_caches, open_kv_files, open_schedulers
+from atom.assemble.scheduling import open_caches, open_drafter, open_kv_files, open_schedulers
 from atom.assemble.sleep import open_sleeper, stable_memories
 from atom.cache import Cache
 from atom.cache.temporary import temporary_folder
@@ -91,11 +90,13 @@ def open_engine(
         host = runner.host
         kinds = kinds_of_all([stage.kinds for stage in stages] or [cache_kinds(graph)])
         if host is not None:
-            host.files = open_kv_files(host, config)
+            host.files = open_kv_files(host, serve, pin_memory=config.device != "cpu")
         files = None if host is None else host.files
         salt = b"" if files is None else identify_kv(graph, model.stored, scales, serve.block_size)
-        caches = open_caches(kinds, num_blocks, host, salt, config)
-        schedulers = open_schedulers(caches, runner, config)
+        caches = open_caches(kinds, num_blocks, host, salt, serve, mesh.data)
+        drafter = open_drafter(config.drafts, config.drafting is not None)
+        delay_factor = serve.scheduler_delay_factor
+        schedulers = open_schedulers(caches, runner, drafter, delay_factor, overlap=config.stages_overlap)
         builders = [StepBuilder(runner.capacity) for _ in caches]
         report_engine(kinds, num_blocks, host, config)
         driver = None if ranks is None else Driver(runner, ranks, mesh)
@@ -110,7 +111,7 @@ def open_engine(
             profiler=Profiler(**traces) if driver is None else RanksProfiler(driver, **traces),
             ranks=ranks,
             files=files,
-            loras=open_loras(model.adapters, stages, driver, sleeper, config),
+            loras=open_loras(model.adapters, stages, driver, sleeper, serve.lora_modules),
             keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
             sleeper=sleeper,
             grammars=model.grammars,
@@ -178,11 +179,11 @@ def load_model(
         memory, _ = memories = stable_memories(config)
         place = None if memory is None else functools.partial(place_in, memory)
         tensors = load_weights(graph, checkpoint, config, progress, place=place, tokenizer=tokenizer)
-        adapters = open_adapters(graph, tensors, config)
+        adapters = open_adapters(graph, tensors, config.serve, mesh_of(config))
         clock.stop("weights")
-        scales, cache = KVScales(graph, tensors), Cache(settings.cache_of(config))
+        scales, cache = KVScales(graph, tensors), Cache(config.cache_folder)
         store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, cache)
-        plan = plan_kv_scales(store, vocabulary, config)
+        plan = plan_kv_scales(store, vocabulary, is_random=config.load_dummy)
         stored = [f"seed {config.seed}"] if config.load_dummy else list(map(describe_file, checkpoint.files()))
     return LoadedModel(
         config, compiled, ranks, tensors, adapters, vocabulary, grammars, scales, store, plan, stored, memories

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atom.assemble import settings
-from atom.compiler import mesh_of
-from atom.config import Config
-from atom.config.schema import ServeConfig
+from atom.config import ServeConfig
+from atom.config.limits import EngineLimits
 from atom.errors import CapacityError
 from atom.graph import Graph
 from atom.runtime.kv.host_blocks import plan_host_blocks
@@ -32,13 +30,14 @@ def kinds_of_all(kinds_of: Sequence[Sequence[CacheKind]]) -> list[CacheKind]:
     return list({kind.name: kind for kinds in kinds_of for kind in kinds}.values())
 
 
-def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
-    """Plan the KV blocks by cache kind. CapacityError or ConfigError where they hold no sequence of max_model_len.
+def plan_kv(
+    kinds: Sequence[CacheKind], serve: ServeConfig, limits: EngineLimits, num_ranks: int = 1, left: int | None = None
+) -> dict[str, int]:
+    """Plan the KV blocks by cache kind. CapacityError or ConfigError if they hold no sequence of max_model_len.
 
-    left: bytes that a GPU has for them; None: serve.kv_cache_memory
+    num_ranks: the ranks that divide serve.kv_cache_memory
+    left: bytes that a GPU has for the blocks; None: a rank's part of serve.kv_cache_memory
     """
-    serve = config.serve
-    num_ranks = mesh_of(config).num_ranks
     if left is not None and left <= 0 and serve.num_kvcache_blocks is None:
         raise CapacityError(
             f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves no memory for KV: weights and "
@@ -56,16 +55,18 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
     return plan_memory(
         kinds,
         serve.block_size,
-        settings.limits_of(config),
+        limits,
         memory_bytes=serve.kv_cache_memory // num_ranks if left is None else left,
         num_blocks=serve.num_kvcache_blocks,
         describe_room=describe_room,
     )
 
 
-def plan_stages(kinds_of: Sequence[Sequence[CacheKind]], config: Config) -> dict[str, int]:
+def plan_stages(
+    kinds_of: Sequence[Sequence[CacheKind]], serve: ServeConfig, limits: EngineLimits, num_ranks: int = 1
+) -> dict[str, int]:
     """Plan the KV blocks of all stages: of each cache kind as many as the stage with the fewest has."""
-    plans = [plan_kv(kinds, config) for kinds in kinds_of]
+    plans = [plan_kv(kinds, serve, limits, num_ranks) for kinds in kinds_of]
     return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
 
 

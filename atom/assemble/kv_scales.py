@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import msgspec
 from torch import Tensor
 
-from atom.config import Config
 from atom.errors import ArtifactError, RequestError
 from atom.graph import Mesh, ops
 from atom.kernels import Communicator
@@ -17,15 +16,18 @@ from atom.runtime.requests.vocabulary import Vocabulary
 from atom.runtime.step.model import Model
 
 
-def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, config: Config) -> ScalePlan:
-    """Plan where to take scales of an fp8 cache from that the checkpoint does not have."""
+def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, *, is_random: bool) -> ScalePlan:
+    """Plan where to take scales of an fp8 cache from that the checkpoint does not have.
+
+    is_random: whether weights are random, of which nothing is measured
+    """
     if not store.names:
         return ScalePlan()
-    if not config.load_dummy and (kept := store.read()):
+    if not is_random and (kept := store.read()):
         return ScalePlan(kept)
     try:
-        prompt = [] if config.load_dummy or vocabulary.tokenizer is None else vocabulary.tokenize(PROMPT)
-        why = "weights are random" if config.load_dummy else "the checkpoint has none, and no tokenizer to measure them"
+        prompt = [] if is_random or vocabulary.tokenizer is None else vocabulary.tokenize(PROMPT)
+        why = "weights are random" if is_random else "the checkpoint has none, and no tokenizer to measure them"
     except RequestError as error:
         prompt, why = [], f"the checkpoint has none, and its tokenizer cannot be used to measure them: {error}"
     if not prompt:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from atom import weights
-from atom.assemble import settings
 from atom.assemble.calibration import plan_calibration
 from atom.assemble.checks import check_draft_tokens, check_kv_scales, models_of
 from atom.cache import Cache
@@ -66,7 +65,7 @@ def load_weights(
     coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates, place)
-    cache = Cache(settings.cache_of(config))
+    cache = Cache(config.cache_folder)
     sources = sources_of(*WEIGHT_SOURCES)
     calibration = plan_calibration(graph, checkpoint, config, cache, sources, tokenizer)
     tensors = weights.load(

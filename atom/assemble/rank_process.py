@@ -168,7 +168,7 @@ def open_rank(link: RankLink) -> tuple[Rank, bool]:
         tensors = load_weights(compiled.graph, checkpoint, config, progress, opening.rank)
     if num_compiled := compiled.report.compiled:
         say(f"rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have")
-    adapters = open_adapters(compiled.graph, tensors, config, opening.rank)
+    adapters = open_adapters(compiled.graph, tensors, config.serve, mesh, opening.rank)
     stages = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors, adapters)), mesh)
     kinds_of = [stage.kinds for stage in stages]
     plan, *_ = link.exchange(b"")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atom.assemble import settings
 from atom.config import Config
 from atom.process.messages import say
 from atom.runtime.kv.host_blocks import HostBlocks
@@ -37,7 +36,7 @@ def report_unused(generation: Mapping[str, Any], config: Config) -> None:
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], config: Config) -> str:
-    serve, limits = config.serve, settings.limits_of(config)
+    serve, limits = config.serve, config.limits
     length, step = limits.max_model_len, limits.max_num_batched_tokens
     num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
     num_requests = min(

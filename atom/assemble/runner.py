@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import msgspec
 
-from atom.assemble import settings
 from atom.assemble.compiling import digest_of
 from atom.assemble.kv_blocks import cache_kinds, kinds_of_all, plan_host, plan_kv, plan_stages, take_least
 from atom.checkpoint import Progress
-from atom.compiler import Compiled, mesh_of
+from atom.compiler import Compiled
 from atom.config import Config
 from atom.graph import HEAD, Recipe, ops
 from atom.kernels import Communicator, find_tuners
@@ -28,7 +27,7 @@ from atom.runtime.step.model import Model
 from atom.runtime.step.program import Bindings
 from atom.runtime.step.runner import Runner
 from atom.runtime.tune import Exchange, alone, tune, tune_drafts, use_measured, use_measured_drafts
-from atom.runtime.types import CacheKind
+from atom.runtime.types import CacheKind, StepLimits
 from atom.weights.evaluate import Loaded
 
 TIMED_TOKENS = {"cpu": 64, "cuda": 2048}  # of the prompt whose time is compared with that of loading its KV
@@ -57,11 +56,11 @@ def open_runner(
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
         runner = make_runner(compiled, bindings, config, kinds_of, exchange, kv_memory)
         if is_cpu:
-            num_blocks = plan_stages(kinds_of, config)
+            num_blocks = plan_stages(kinds_of, config.serve, config.limits, config.parallel.num_ranks)
             runner.bind(num_blocks)
             if measure is not None:
                 measure(runner.model)
-            measure_costs(runner, config)
+            measure_costs(runner)
             clock.stop("runner")
         else:
             num_blocks = prepare_gpu(runner, compiled, config, progress, measure, exchange, clock)
@@ -77,19 +76,19 @@ def make_runner(
     kv_memory: StableMemory | None,
 ) -> Runner:
     """Make a runner, and the host's KV blocks if any; its own are not allocated yet. Parameters as in `open_runner`."""
-    serve, head, overlaps = config.serve, compiled.graph.programs[HEAD], settings.stages_overlap(config)
+    serve, head, overlaps = config.serve, compiled.graph.programs[HEAD], config.stages_overlap
     model = Model(
         compiled.graph,
         bindings,
         serve.block_size,
-        settings.limits_of(config),
+        StepLimits(*astuple(config.limits)),
         device=config.device,
-        drafting=settings.drafting_of(config),
+        drafting=config.drafting,
         kinds=[kind.name for kind in kinds_of_all(kinds_of)],
         defers_logits=overlaps and any(node.target is ops.receive for node in head.nodes),
         kv_memory=kv_memory,
     )
-    ahead = {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if overlaps else {}
+    ahead = {"run_ahead": min(config.parallel.pipeline, NUM_REPORTED) - 1} if overlaps else {}
     runner = Runner(model, flops=most_flops(model.flops_a_token, exchange), **ahead)
     if serve.swap_space:
         runner.host = HostBlocks(model, plan_host(kinds_of, serve))
@@ -109,12 +108,12 @@ def prepare_gpu(
 
     Parameters as in `open_runner`.
     """
-    model, serve, has_stages = runner.model, config.serve, mesh_of(config).pipeline > 1
+    model, serve, has_stages = runner.model, config.serve, config.parallel.pipeline > 1
     runner.bind(dict.fromkeys(model.kinds, 2))  # for steps of padding
     use_parameters(model, config, progress, exchange)
     clock.stop("runner")
     # a stage that waits for the logits of its step waits for what is sent behind its graph
-    has_graphs = compiled.level == 3 and (not has_stages or settings.stages_overlap(config))
+    has_graphs = compiled.level == 3 and (not has_stages or config.stages_overlap)
     sizes = memory.capture_sizes(serve) if has_graphs else []
     with progress.task("compiling kernels"):
         runner.graphs.compile(sizes, serve.max_num_batched_tokens)
@@ -123,7 +122,8 @@ def prepare_gpu(
     if measure is not None:
         measure(model)
         clock.stop("KV scales")
-    own = plan_kv(cache_kinds(compiled.graph), config, memory.measure_left(runner, sizes[-1:], serve))
+    left = memory.measure_left(runner, sizes[-1:], serve)
+    own = plan_kv(cache_kinds(compiled.graph), serve, config.limits, config.parallel.num_ranks, left)
     num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
     runner.bind(num_blocks)
     clock.stop("memory")
@@ -131,7 +131,7 @@ def prepare_gpu(
         # a server captures all before it is ready; a run of some prompts needs only few sizes. A stage cannot
         # capture beside steps that are not finished
         runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate" and not has_stages)
-    measure_costs(runner, config)
+    measure_costs(runner)
     clock.stop("CUDA graphs")
     return num_blocks
 
@@ -145,10 +145,10 @@ def most_flops(own: float, exchange: Exchange) -> float:
     return max(msgspec.msgpack.decode(each, type=float) for each in every)
 
 
-def measure_costs(runner: Runner, config: Config) -> None:
+def measure_costs(runner: Runner) -> None:
     """Measure what it takes to load KV from the host, where some is kept, and to compute it."""
     if runner.host is not None:
-        num_tokens = min(TIMED_TOKENS[config.device], config.serve.max_num_batched_tokens)
+        num_tokens = min(TIMED_TOKENS[runner.model.device.type], runner.model.limits.max_num_batched_tokens)
         runner.host.costs = measure_swap(runner.model, runner.host, num_tokens)
 
 
@@ -157,13 +157,13 @@ def use_parameters(model: Model, config: Config, progress: Progress, exchange: E
 
     exchange: that of all ranks, which do so at the same time
     """
-    tuners, cache = find_tuners(config.device, model.device), settings.cache_of(config)
+    tuners, cache = find_tuners(config.device, model.device), config.cache_folder
     use_measured(model, tuners, cache, say)
     if config.tune:
         fitting = [each for each in tuners if each.products(model.graph)]
         for tuner in fitting or tuners[:1]:  # without products, the first one says so
             tune(model, tuner, cache, progress, say, exchange=exchange)
-    if tuners and settings.has_draft_table(config):
+    if tuners and config.chooses_drafts:
         # until steps are measured any number of drafts may pay, so that kernels are compiled for each
         trial = DraftTable({model.limits.max_decodes: [1.0] * (1 + model.num_drafts)})
         text = digest_of(model.graph)
@@ -177,7 +177,7 @@ def measure_drafts(model: Model, config: Config, exchange: Exchange) -> None:
     exchange: as in `use_parameters`
     """
     tuners = find_tuners(config.device, model.device)
-    if tuners and config.tune and settings.has_draft_table(config):
+    if tuners and config.tune and config.chooses_drafts:
         text = digest_of(model.graph)
-        table = tune_drafts(model, tuners[0], settings.cache_of(config), text, say, exchange=exchange)
+        table = tune_drafts(model, tuners[0], config.cache_folder, text, say, exchange=exchange)
         model.limits = replace(model.limits, draft_table=table)

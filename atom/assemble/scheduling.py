@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atom.assemble import settings
-from atom.compiler import mesh_of
-from atom.config import Config
+from atom.config import ServeConfig
+from atom.config.limits import Drafting
 from atom.runtime.draft.speculation import Drafter, NgramDrafter, RunnerDrafter
 from atom.runtime.kv.cache import KVCache
 from atom.runtime.kv.files import KVFiles
@@ -17,20 +16,27 @@ from atom.runtime.step.runner import Runner
 from atom.runtime.types import CacheKind
 
 
-def open_kv_files(host: HostBlocks, config: Config) -> KVFiles | None:
+def open_kv_files(host: HostBlocks, serve: ServeConfig, *, pin_memory: bool) -> KVFiles | None:
     """The files of serve.kv_cache_dir, for the blocks that the host keeps; None without them."""
-    serve = config.serve
     if serve.kv_cache_dir is None:
         return None
     folder = Path(serve.kv_cache_dir).expanduser()
-    return KVFiles(folder, serve.kv_cache_dir_bytes, host.num_bytes, pin_memory=config.device != "cpu")
+    return KVFiles(folder, serve.kv_cache_dir_bytes, host.num_bytes, pin_memory=pin_memory)
 
 
 def open_caches(
-    kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], host: HostBlocks | None, salt: bytes, config: Config
+    kinds: Sequence[CacheKind],
+    num_blocks: Mapping[str, int],
+    host: HostBlocks | None,
+    salt: bytes,
+    serve: ServeConfig,
+    num_groups: int = 1,
 ) -> list[KVCache]:
-    """The KV cache of each data group. salt: of the keys of stored blocks"""
-    serve = config.serve
+    """The KV cache of each data group.
+
+    num_blocks: KV blocks by cache kind
+    salt: of the keys of stored blocks
+    """
     return [
         KVCache(
             kinds,
@@ -42,24 +48,30 @@ def open_caches(
             costs=None if host is None else host.costs,
             files=None if host is None else host.files,
         )
-        for _ in mesh_of(config).leaders
+        for _ in range(num_groups)
     ]
 
 
-def open_schedulers(caches: Sequence[KVCache], runner: Runner, config: Config) -> list[Scheduler]:
-    """A scheduler for the KV cache of each data group."""
-    drafter, delay_factor = open_drafter(config), config.serve.scheduler_delay_factor
-    num_stages = 1 + runner.run_ahead if settings.stages_overlap(config) else 1
+def open_schedulers(
+    caches: Sequence[KVCache], runner: Runner, drafter: Drafter | None, delay_factor: float, *, overlap: bool
+) -> list[Scheduler]:
+    """A scheduler for the KV cache of each data group.
+
+    delay_factor: serve.scheduler_delay_factor
+    overlap: whether pipeline stages compute steps of different sequences at a time
+    """
     limits, run_ahead = runner.model.limits, runner.run_ahead
+    num_stages = 1 + run_ahead if overlap else 1
     return [Scheduler(cache, limits, run_ahead, drafter, num_stages, delay_factor=delay_factor) for cache in caches]
 
 
-def open_drafter(config: Config) -> Drafter | None:
-    """The drafter of serve.method; None without one."""
-    serve = config.serve
-    if serve.method is None:
+def open_drafter(drafts: Drafting | None, by_runner: bool) -> Drafter | None:
+    """The scheduler's drafter; None without drafts.
+
+    by_runner: whether the runner drafts, so that the scheduler only counts the tokens
+    """
+    if drafts is None:
         return None
-    num_tokens, least, most = settings.draft_sizes(config)
-    if settings.drafting_of(config) is not None:
-        return RunnerDrafter(num_tokens)
-    return NgramDrafter(num_tokens, least, most)
+    if by_runner:
+        return RunnerDrafter(drafts.num_tokens)
+    return NgramDrafter(drafts.num_tokens, drafts.min_n, drafts.max_n)

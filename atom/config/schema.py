@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from atom.config.limits import VERIFIED_TOKENS, Drafting, EngineLimits, acceptance_rates
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
 
@@ -488,3 +491,46 @@ class Config:
     def served_names(self) -> list[str]:
         """The names of the model in requests."""
         return self.serve.http.served_model_name or [self.checkpoint or self.model.name]
+
+    # of a resolved configuration, each computed once
+
+    @cached_property
+    def cache_folder(self) -> Path:
+        assert self.cache is not None, "config.load resolves it"
+        return Path(self.cache)
+
+    @cached_property
+    def limits(self) -> EngineLimits:
+        """The limits of a step and a sequence."""
+        serve = self.serve
+        assert serve.max_model_len is not None, "config.load resolves it"
+        verified = serve.max_verified_tokens or VERIFIED_TOKENS[self.device]
+        return EngineLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len, verified)
+
+    @cached_property
+    def drafting(self) -> Drafting | None:
+        """How the runner drafts; None without drafts, and on a CPU if n-grams are looked up, which the host does."""
+        serve = self.serve
+        is_host = serve.method == "ngram" and self.device == "cpu" and serve.acceptance_length is None
+        return None if is_host else self.drafts
+
+    @cached_property
+    def drafts(self) -> Drafting | None:
+        """How tokens are drafted, by the runner or by the host; None without drafts."""
+        serve = self.serve
+        if serve.method is None:
+            return None
+        num_tokens, min_n, max_n = serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max
+        assert num_tokens is not None and min_n is not None and max_n is not None, "config.load resolves them"
+        rates = acceptance_rates(serve.acceptance_length, num_tokens)
+        return Drafting(num_tokens, min_n, max_n, serve.method != "ngram", rates)
+
+    @property
+    def chooses_drafts(self) -> bool:
+        """Whether measured times decide how many tokens are drafted."""
+        return self.drafting is not None and self.serve.max_verified_tokens is None
+
+    @property
+    def stages_overlap(self) -> bool:
+        """Whether stages compute steps of different sequences at a time; not with drafts, which follow known tokens."""
+        return self.parallel.pipeline > 1 and self.serve.method is None

@@ -1,6 +1,6 @@
 """Plan a GPU's memory: weights, the largest step, CUDA graphs, KV pool.
 
-left_for_kv(graph, config)                          # bytes, before anything is loaded; CapacityError where nothing is
+left_for_kv(graph, config.serve)                    # bytes, before anything is loaded; CapacityError where nothing is
 with no_memory_at_start(config.serve):              # CapacityError where memory does not suffice
     measure_left(runner, [512], config.serve)       # bytes, with the weights there
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from atom import weights
-from atom.config import Config, ServeConfig
+from atom.config import ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
 from atom.kernels.logprobs import top_logprobs
@@ -38,13 +38,13 @@ def capture_sizes(serve: ServeConfig) -> list[int]:
     return [*(size for size in (*SIZES, *larger) if size < limit), limit]
 
 
-def left_for_kv(graph: Graph, config: Config) -> int:
+def left_for_kv(graph: Graph, serve: ServeConfig) -> int:
     """Bytes of the GPU's share that weights and penalty counts leave, computed before they are loaded.
 
     CapacityError where they do not fit.
     """
     free, total = torch.cuda.mem_get_info()
-    share, max_num_seqs = config.serve.gpu_memory_utilization, config.serve.max_num_seqs
+    share, max_num_seqs = serve.gpu_memory_utilization, serve.max_num_seqs
     needed, counts = weights.num_bytes(graph), counts_bytes(max_num_seqs, int(logits_type(graph).shape[-1]))
     usable = int(total * share) - (total - free)
     if needed + counts > usable:

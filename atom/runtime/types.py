@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from atom.config.limits import EngineLimits
 from atom.sampling_params import SamplingParams
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # what of an engine's memory can be woken up by itself, by vLLM's names
@@ -50,29 +51,10 @@ class DraftTable(Protocol):
 
 
 @dataclass(frozen=True)
-class StepLimits:
-    """The most that a step and a sequence may hold."""
+class StepLimits(EngineLimits):
+    """The limits of a step and a sequence, and the table that chooses the number of drafts if one was measured."""
 
-    max_num_seqs: int  # of a step
-    max_num_batched_tokens: int  # of a step
-    max_model_len: int  # tokens of a sequence
-    max_verified_tokens: int = 8  # the most tokens of a step's decodes, drafts included
-    draft_table: DraftTable | None = None  # if set, chooses the number of drafts in place of max_verified_tokens
-
-    @property
-    def max_decodes(self) -> int:
-        """The most decodes of a step: each running sequence gets a token in each step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-
-class Drafting(NamedTuple):
-    """How a runner drafts tokens."""
-
-    num_tokens: int  # drafts of a slot in a step, at most
-    min_n: int  # the fewest last tokens that prompt lookup matches
-    max_n: int  # the most
-    has_programs: bool = False  # programs of the text draft; else tokens are looked up
-    rates: tuple[float, ...] = ()  # chance to accept each draft after those before it; (): accept what equals the draw
+    draft_table: DraftTable | None = None  # None: max_verified_tokens does
 
 
 @dataclass(frozen=True)

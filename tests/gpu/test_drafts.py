@@ -12,8 +12,9 @@ from test_draft_engine import CASES, VOCAB
 from test_speculation import GREEDY, assert_ends_within
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.draft.speculation import acceptance_rates, draft_statistics
-from atom.runtime.types import Drafting
+from atom.config import Config
+from atom.config.limits import Drafting, acceptance_rates
+from atom.runtime.draft.speculation import draft_statistics
 
 pytestmark = pytest.mark.gpu
 LOOKED_UP = Drafting(3, 1, 4)
@@ -50,7 +51,7 @@ def test_tokens_are_those_of_none(name: str, fields: dict[str, Any], checkpoints
     plain = LLMEngine(str(checkpoints(name)), **fields)
     expected = tokens_of(plain)
     plain.close()
-    monkeypatch.setattr("atom.assemble.settings.drafting_of", lambda config: LOOKED_UP)
+    monkeypatch.setattr(Config, "drafting", LOOKED_UP)
     engine = LLMEngine(str(checkpoints(name)), **fields, method="ngram")
     for run_ahead in (2, 1, 0):
         set_depth(engine, run_ahead)
@@ -108,7 +109,7 @@ def test_programs_draft_as_on_a_cpu(name: str, num_drafts: int, tmp_path: Path):
 @pytest.mark.parametrize("length", [1, 2.5, 4])
 def test_chance_accepts_as_many_as_it_is_told_to(length: float, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
     how = LOOKED_UP._replace(rates=acceptance_rates(length, 3))
-    monkeypatch.setattr("atom.assemble.settings.drafting_of", lambda config: how)
+    monkeypatch.setattr(Config, "drafting", how)
     engine = LLMEngine(str(checkpoints("qwen3")), **FIELDS, level=3, method="ngram")
     params = [SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, seed=seed) for seed in range(8)]
     engine.generate(PROMPTS[: len(params)], params)

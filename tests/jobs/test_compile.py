@@ -151,7 +151,7 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
     opened: list[tuple[Compiled, dict[Recipe, torch.Tensor]]] = []
     read: list[str] = []
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
-    monkeypatch.setattr("atom.runtime.memory.left_for_kv", lambda graph, config: 1 << 30)
+    monkeypatch.setattr("atom.runtime.memory.left_for_kv", lambda graph, serve: 1 << 30)
     monkeypatch.setattr(compiler, "read_artifact", lambda cache, key: read.append(key))
     monkeypatch.setattr(
         job, "open_runner", lambda compiled, tensors, config, progress: opened.append((compiled, tensors))

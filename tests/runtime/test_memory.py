@@ -69,7 +69,7 @@ def test_what_the_weights_leave_of_the_share(checkpoints: Any, gpu: Callable[...
     assert weights.num_bytes(graph) == pytest.approx(stored, rel=0.01), "and the frequencies of rope"
     gpu(3, 4)  # 1 GiB is taken already: what is left of 2 is another one
     counts = 8 * 101 * 4  # of penalties: 7 slots and that of padding, tokens, bytes
-    assert memory.left_for_kv(graph, config) == GIB - weights.num_bytes(graph) - counts
+    assert memory.left_for_kv(graph, config.serve) == GIB - weights.num_bytes(graph) - counts
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_the_knob(
@@ -83,10 +83,10 @@ def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_the_knob(
     message += "1.0 GiB for them (7.0 of its 8.0 GiB are free, of all of which serve.gpu_memory_utilization=0.25 is to "
     message += "be used): raise that, lower serve.max_num_seqs, free memory, or take a larger GPU"
     with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
-        memory.left_for_kv(graph, config)
+        memory.left_for_kv(graph, config.serve)
     gpu(0.5, 8)  # others have taken more than our share
     with pytest.raises(CapacityError, match=r"the GPU has 0\.0 GiB for them"):
-        memory.left_for_kv(graph, config)
+        memory.left_for_kv(graph, config.serve)
 
 
 def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
@@ -123,7 +123,7 @@ def test_counts_of_penalties_that_do_not_fit_beside_the_weights_are_refused(
     gpu(4, 4)
     message = r"3\.0 GiB and the counts of penalties 1\.1 GiB \(serve\.max_num_seqs=3000000\)"
     with pytest.raises(CapacityError, match=message):
-        memory.left_for_kv(graph, config)
+        memory.left_for_kv(graph, config.serve)
 
 
 def test_a_start_without_memory_names_its_knobs(checkpoints: Any) -> None:
@@ -216,4 +216,4 @@ def test_a_share_that_leaves_no_pool_names_what_takes_it(checkpoints: Any) -> No
     config = config_of(checkpoints("qwen3"), max_num_seqs=7)
     message = r"2\.0 GiB more\. Raise that, or lower serve\.max_num_batched_tokens \(\d+\) or serve\.max_num_seqs \(7\)"
     with pytest.raises(CapacityError, match=message):
-        plan_kv([CacheKind("full", 64)], config, -2 * GIB)
+        plan_kv([CacheKind("full", 64)], config.serve, config.limits, left=-2 * GIB)

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.assemble import cache_kinds, digest_of, formats_made, left_plain, limits_of, mtp_patterns
+from atom.assemble import cache_kinds, digest_of, formats_made, left_plain, mtp_patterns
 from atom.cache import Cache, key_of
 from atom.checkpoint import RichProgress
 from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
@@ -194,6 +194,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
     graphs: of all stages of a pipeline
     """
     kinds, mesh = cache_kinds(graph), mesh_of(config)
+    others = [cache_kinds(each) for each in graphs if each is not graph]
     nodes = [node for program in graph.programs.values() for node in program.nodes]
     return {
         **weight_sizes(graph),
@@ -204,7 +205,7 @@ def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[st
         **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
         **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
-        **kv_pool(kinds, config, [cache_kinds(each) for each in graphs if each is not graph]),
+        **kv_pool(kinds, config.serve, config.limits, mesh.num_ranks, others),
         **({"ranks": asdict(mesh), "collectives": collectives(graph)} if mesh.num_ranks > 1 else {}),
         **exchanges(graphs, config),
         **({"stages": list(map(stage_sizes, graphs))} if len(graphs) > 1 else {}),
@@ -254,7 +255,7 @@ def stage_sizes(graph: Graph) -> dict[str, int]:
 
 def draft_counts(config: Config) -> dict[int, int]:
     """The most that each sequence drafts where no step was measured, by the most sequences that draft so many."""
-    most, verified = config.serve.num_speculative_tokens or 0, limits_of(config).max_verified_tokens
+    most, verified = config.serve.num_speculative_tokens or 0, config.limits.max_verified_tokens
     counts = {verified // (1 + count): count for count in range(1, most + 1) if verified > count}
     return dict(sorted(counts.items()))
 

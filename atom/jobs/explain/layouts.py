@@ -20,7 +20,8 @@ from atom.assemble import cache_kinds, kinds_of_all, plan_stages
 from atom.compiler import compile_graph, level_of, mesh_of
 from atom.config import Config, GPUConfig
 from atom.config.check_parallel import divides_heads
-from atom.config.schema import ParallelConfig
+from atom.config.limits import EngineLimits
+from atom.config.schema import ParallelConfig, ServeConfig
 from atom.errors import CapacityError, ConfigError, UnsupportedError
 from atom.graph import BODY, Graph, Mesh, ops
 from atom.graph.formats import act_of
@@ -38,18 +39,28 @@ NUM_REQUESTS = (1, 32)  # whose limits are shown
 CONTEXT = 1024  # tokens that each of these sees
 
 
-def kv_pool(kinds: list[CacheKind], config: Config, others: Sequence[list[CacheKind]] = ()) -> dict[str, Any]:
+def kv_pool(
+    kinds: list[CacheKind],
+    serve: ServeConfig,
+    limits: EngineLimits,
+    num_ranks: int,
+    others: Sequence[list[CacheKind]] = (),
+) -> dict[str, Any]:
     """The capacity of the configured pool: tokens by cache kind, the longest sequence, up to max_model_len, and how
     many sequences of max_model_len it holds.
 
+    num_ranks: the ranks that divide serve.kv_cache_memory
     others: the kinds of other stages, which have as many blocks
     """
-    serve, kinds_of = config.serve, [kinds, *others]
-    lengths = range(1, (serve.max_model_len or 0) + 1)
-    longest = bisect_left(lengths, True, key=lambda length: _plan(kinds_of, config, length) is None)
-    num_blocks = _plan(kinds_of, config, longest) or {kind.name: 0 for kind in kinds_of_all(kinds_of)}
+    kinds_of, max_model_len = [kinds, *others], limits.max_model_len
+
+    def plan(length: int) -> dict[str, int] | None:
+        return _plan(kinds_of, serve, replace(limits, max_model_len=length), num_ranks)
+
+    longest = bisect_left(range(1, max_model_len + 1), True, key=lambda length: plan(length) is None)
+    num_blocks = plan(longest) or {kind.name: 0 for kind in kinds_of_all(kinds_of)}
     num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
-    needed = _blocks_of_one(kinds_of, config, serve.max_model_len or 0)
+    needed = _blocks_of_one(kinds_of, serve.block_size, limits)
     return {
         "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
         "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
@@ -58,21 +69,22 @@ def kv_pool(kinds: list[CacheKind], config: Config, others: Sequence[list[CacheK
     }
 
 
-def _plan(kinds_of: Sequence[list[CacheKind]], config: Config, length: int) -> dict[str, int] | None:
-    """The pool's blocks by cache kind for sequences of this length; None where it does not hold one."""
-    serve = replace(config.serve, max_model_len=length)
+def _plan(
+    kinds_of: Sequence[list[CacheKind]], serve: ServeConfig, limits: EngineLimits, num_ranks: int
+) -> dict[str, int] | None:
+    """The pool's blocks by cache kind for sequences of max_model_len; None if it does not hold one."""
     try:
-        num_blocks = plan_stages(kinds_of, replace(config, serve=serve))
+        num_blocks = plan_stages(kinds_of, serve, limits, num_ranks)
     except (CapacityError, ConfigError):
         return None
-    needed = _blocks_of_one(kinds_of, config, length)
+    needed = _blocks_of_one(kinds_of, serve.block_size, limits)
     return num_blocks if all(needed[name] < num for name, num in num_blocks.items()) else None  # block 0 is padding's
 
 
-def _blocks_of_one(kinds_of: Sequence[list[CacheKind]], config: Config, length: int) -> dict[str, int]:
-    """The blocks by cache kind that a sequence of this length needs."""
-    size, step = config.serve.block_size, min(length, config.serve.max_num_batched_tokens)
-    return {kind.name: num_blocks_needed(kind, size, length, step) for kind in kinds_of_all(kinds_of)}
+def _blocks_of_one(kinds_of: Sequence[list[CacheKind]], block_size: int, limits: EngineLimits) -> dict[str, int]:
+    """The blocks by cache kind that a sequence of max_model_len needs."""
+    length, step = limits.max_model_len, min(limits.max_model_len, limits.max_num_batched_tokens)
+    return {kind.name: num_blocks_needed(kind, block_size, length, step) for kind in kinds_of_all(kinds_of)}
 
 
 def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
@@ -85,7 +97,7 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
     for graph, held in zip(graphs, weights_bytes, strict=True):
         left = max(gpu.memory - held, 0)  # of each rank
         serve = replace(config.serve, kv_cache_memory=left * mesh.num_ranks, num_kvcache_blocks=None)
-        pools.append(kv_pool(cache_kinds(graph), replace(config, serve=serve)))
+        pools.append(kv_pool(cache_kinds(graph), serve, config.limits, mesh.num_ranks))
     longest = min(pool["kv_longest_sequence"] for pool in pools)
     names = dict.fromkeys(name for pool in pools for name in pool["kv_tokens"])
     fewest = {name: min(pool["kv_tokens"].get(name, inf) for pool in pools) for name in names}

@@ -75,17 +75,6 @@ class RunnerDrafter:
     def forget(self, sequence: Sequence) -> None: ...
 
 
-def acceptance_rates(length: float | None, num_tokens: int) -> tuple[float, ...]:
-    """The chances to accept each draft after those before it, with which a step gives `length` tokens on average.
-
-    As in ROCm/ATOM: drafts within the whole part of the length are always accepted, the next one with the chance that
-    the rest of the length gives. Empty without a length.
-    """
-    if length is None:
-        return ()
-    return tuple(min(max(length - 1 - at, 0.0), 1.0) for at in range(num_tokens))
-
-
 class _Index:
     """The places of n-grams in a sequence, by their tokens: the index of the token behind each."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
+from atom.config.limits import EngineLimits
 from atom.errors import CapacityError, ConfigError
-from atom.runtime.types import CacheKind, StepLimits
+from atom.runtime.types import CacheKind
 
 
 def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
@@ -25,7 +26,7 @@ def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: i
 def plan_memory(
     kinds: Sequence[CacheKind],
     block_size: int,
-    limits: StepLimits,
+    limits: EngineLimits,
     *,
     memory_bytes: int | None = None,
     num_blocks: int | None = None,

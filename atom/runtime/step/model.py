@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from atom.config.limits import Drafting
 from atom.errors import naming_a_lack_of_memory
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type, ops
 from atom.graph.graph import ADAPTERS
@@ -30,7 +31,7 @@ from atom.kernels.step import BlockCopier, Inputs
 from atom.runtime.step.input import BatchShape, PackedRows
 from atom.runtime.step.program import Bindings, Executable, Hidden, Kernels, rows_of, score
 from atom.runtime.step.request_state import RequestState, send, zeros
-from atom.runtime.types import Drafting, StepLimits
+from atom.runtime.types import StepLimits
 
 
 class Computed(NamedTuple):

@@ -436,7 +436,7 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
     result, config = explain(*shallow), load(shallow)
     assert result["kv_bytes_per_token"] == kv_bytes
     graph, block_size = compile_graph(config), config.serve.block_size
-    num_blocks = plan_kv(cache_kinds(graph), config)
+    num_blocks = plan_kv(cache_kinds(graph), config.serve, config.limits)
     model = Model(graph, Bindings(defaultdict(lambda: None)), block_size, StepLimits(1, 4096, 4096), device="cpu")
     model.bind(num_blocks)
     allocated = dict.fromkeys(num_blocks, 0)
@@ -477,9 +477,10 @@ def test_a_pool_that_is_too_small_is_shown_with_the_longest_sequence_it_holds(
     config = load([*overrides, f"serve.max_model_len={longest}"])
     kinds = cache_kinds(compile_graph(config))
     assert max(result["kv_tokens"].values()) >= longest
-    plan_kv(kinds, config)
+    plan_kv(kinds, config.serve, config.limits)
+    longer = load([*overrides, f"serve.max_model_len={longest + 1}"])
     with pytest.raises(CapacityError, match=f"lower serve.max_model_len to {longest}"):
-        plan_kv(kinds, load([*overrides, f"serve.max_model_len={longest + 1}"]))
+        plan_kv(kinds, longer.serve, longer.limits)
     _, out, _ = run(*overrides)
     assert re.search(r"^KV pool .*: too few for one sequence of max_model_len=1\d\d,\d\d\d$", out, re.MULTILINE)
 

@@ -7,6 +7,7 @@ reference bodies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from atom.runtime.step.input import StepInput
 from atom.runtime.step.model import Model
 from atom.runtime.step.program import Bindings
 from atom.runtime.step.runner import Runner
-from atom.runtime.types import Sequence
+from atom.runtime.types import Sequence, StepLimits
 
 FIELDS = {"dtype": "fp32", "level": 0, "block_size": 4, "num_kvcache_blocks": 60, "max_num_batched_tokens": 16,
           "max_num_seqs": 6, "max_model_len": 64}  # fmt: skip
@@ -61,9 +62,9 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | None = None, **fields: Any) -> Engine:
     """The engine of a runner. target: of the text's kernels, where it is not the machine at hand."""
     config = load(engine_overrides(str(folder), {**FIELDS, "device": place.device, **fields}))
-    graph, serve, limits = compile_graph(config, target=target), config.serve, assemble.limits_of(config)
+    graph, serve, limits = compile_graph(config, target=target), config.serve, StepLimits(*astuple(config.limits))
     kinds = assemble.cache_kinds(graph)
-    num_blocks = plan_kv(kinds, config)
+    num_blocks = plan_kv(kinds, serve, limits)
     checkpoint = open_for(config, SilentProgress())
     tokenizer = checkpoint.tokenizer(trust_remote_code=False)
     bindings = Bindings(assemble.load_weights(graph, checkpoint, config, SilentProgress()))

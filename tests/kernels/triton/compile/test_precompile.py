@@ -50,7 +50,6 @@ triton.compiler.compile = compile
 STEPS = """
 from atom import SamplingParams
 from atom import assemble
-from atom.assemble.settings import drafting_of
 from atom.compiler import compile_graph
 from atom.config.load import engine_overrides, load
 from atom.graph import TORCH_DTYPES, PackedWeight
@@ -94,7 +93,7 @@ def zeros(recipe):
 
 weights = {each: zeros(each) for each in graph.recipes()}
 kinds = [kind.name for kind in assemble.cache_kinds(graph)]
-limits, drafting = StepLimits(40, 3000, 2048, 128), drafting_of(config)
+limits, drafting = StepLimits(40, 3000, 2048, 128), config.drafting
 runner = Runner(
     Model(graph, Bindings(weights, code), 16, limits, device="cpu", backend="triton", drafting=drafting), run_ahead=2
 )

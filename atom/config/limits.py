@@ -1,0 +1,47 @@
+"""Limits of a step, and how tokens are drafted, for the runtime.
+
+load([…]).limits, load([…]).drafting             # EngineLimits(512, 16384, 40960, 8), None
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens if nothing is set or measured
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The largest step and sequence."""
+
+    max_num_seqs: int  # of a step
+    max_num_batched_tokens: int  # of a step
+    max_model_len: int  # tokens of a sequence
+    max_verified_tokens: int = 8  # max. tokens of a step's decodes, drafts included
+
+    @property
+    def max_decodes(self) -> int:
+        """Max. decodes of a step: each running sequence gets a token in each step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+class Drafting(NamedTuple):
+    """How a runner drafts tokens."""
+
+    num_tokens: int  # drafts of a slot in a step, at most
+    min_n: int  # the fewest last tokens that prompt lookup matches
+    max_n: int  # the most
+    has_programs: bool = False  # programs of the text draft; else tokens are looked up
+    rates: tuple[float, ...] = ()  # chance to accept each draft after those before it; (): accept what equals the draw
+
+
+def acceptance_rates(length: float | None, num_tokens: int) -> tuple[float, ...]:
+    """The chances to accept each draft after those before it, with which a step gives `length` tokens on average.
+
+    As in ROCm/ATOM: drafts within the whole part of the length are always accepted, the next one with the chance that
+    the rest of the length gives. Empty without a length.
+    """
+    if length is None:
+        return ()
+    return tuple(min(max(length - 1 - at, 0.0), 1.0) for at in range(num_tokens))

@@ -13,7 +13,7 @@ of the recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from atom.dtypes import Part
@@ -21,7 +21,21 @@ from atom.errors import UnsupportedError
 from atom.graph import formats
 from atom.graph.formats import FormatError, block_of, parse_format
 from atom.graph.recipe_ranges import is_of_blocks, narrow
-from atom.graph.recipes import Cat, Quantize, Recipe, Regroup, Repack, Repeat, Share, Slice, Stack, Transpose, W, leaves
+from atom.graph.recipes import (
+    Cat,
+    Quantize,
+    Recipe,
+    Regroup,
+    Repack,
+    Repeat,
+    Share,
+    Slice,
+    Stack,
+    Transpose,
+    W,
+    leaves,
+    once,
+)
 from atom.graph.types import Type
 
 
@@ -37,7 +51,8 @@ def stored_tensors(recipe: Recipe) -> Iterator[W]:
             yield from leaves(part)
 
 
-def parts_of(recipe: Recipe) -> dict[str, Recipe]:
+@once
+def parts_of(recipe: Recipe) -> Mapping[str, Recipe]:
     """The parts of a weight by name: "values", and "scales" and "zeros" where its format has them.
 
     UnsupportedError where a slice cuts blocks, and for a format whose parts are not known yet.
@@ -69,7 +84,7 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
         return _shared_parts(recipe)
     if isinstance(recipe, Regroup):
         parts = parts_of(recipe.part)
-        return parts | {"scales": _repeated(parts["scales"], recipe)}
+        return {**parts, "scales": _repeated(parts["scales"], recipe)}
     raise UnsupportedError(f"a weight stored as {recipe.type.fmt} cannot be read as {type(recipe).__name__.lower()}(…)")
 
 
@@ -101,7 +116,7 @@ def _shared_parts(recipe: Share) -> dict[str, Recipe]:
     size, known = formats.block_size(recipe.part.type, recipe.dim), parse_format(str(recipe.type.fmt)).parts
     if recipe.size % (size or 1) or (size is None and known["values"].holds != "elements"):
         raise FormatError(f"share: {recipe.size} of dim {recipe.dim} cut the blocks of {recipe.part.type}")
-    parts = parts_of(recipe.part)
+    parts = dict(parts_of(recipe.part))
     for name, kind in known.items():
         if kind.holds == "elements" or (size is not None and kind.holds in ("blocks", "bytes")):
             parts[name] = replace(recipe, part=parts[name])

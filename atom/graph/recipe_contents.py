@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from atom.graph.gguf_blocks import SPLIT, split_bits
 from atom.graph.recipe_ranges import narrow
@@ -20,6 +20,7 @@ from atom.graph.recipes import (
     Slice,
     Stack,
     leaves,
+    once,
     operands,
 )
 
@@ -46,13 +47,15 @@ def lora_stack_of(recipe: Recipe) -> LoraStack | None:
     return recipe if isinstance(recipe, LoraStack) else None
 
 
-def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
+@once
+def packed_while_loading(recipe: Recipe) -> tuple[Quantize, ...]:
     """The tensors of a packed recipe that are made of plain ones."""
     if isinstance(recipe, Quantize):
-        yield recipe
-    elif isinstance(recipe, Cat | Regroup | Shuffle | Slice | Share):
-        for part in shuffled_alone(recipe) if isinstance(recipe, Shuffle) else operands(recipe):
-            yield from packed_while_loading(part)
+        return (recipe,)
+    if not isinstance(recipe, Cat | Regroup | Shuffle | Slice | Share):
+        return ()
+    parts = shuffled_alone(recipe) if isinstance(recipe, Shuffle) else operands(recipe)
+    return tuple(packed for part in parts for packed in packed_while_loading(part))
 
 
 def shuffled_alone(recipe: Shuffle) -> list[Recipe]:
@@ -68,20 +71,21 @@ def held_bytes(recipe: Recipe) -> int:
     return sum(held_by_format(recipe).values())
 
 
-def held_by_format(recipe: Recipe) -> Counter[str]:
+@once
+def held_by_format(recipe: Recipe) -> Mapping[str, int]:
     """The bytes of `held_bytes` by stored format, or by dtype where a tensor is plain."""
     if isinstance(recipe, Stack):
         num_experts = recipe.stop - recipe.start
         return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})
     if isinstance(recipe, Cat):
-        return sum(map(held_by_format, recipe.parts), Counter())
+        return sum((Counter(held_by_format(part)) for part in recipe.parts), Counter[str]())
     if isinstance(recipe, Shuffle):
         held = held_by_format(recipe.part)
         if recipe.layout == SPLIT:
             num = recipe.type.num_elements
             return Counter({fmt: int(num * split_bits(fmt)) // 8 for fmt in held})
         return held
-    leaf, packed = next(leaves(recipe), recipe), next(packed_while_loading(recipe), None)
+    leaf, packed = next(leaves(recipe), recipe), next(iter(packed_while_loading(recipe)), None)
     fmt = leaf.type.fmt if packed is None else packed.fmt
     return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})
 

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from atom.graph import formats
 from atom.graph.formats import FormatError
@@ -502,6 +502,24 @@ def operands(recipe: Recipe) -> tuple[Recipe, ...]:
     if isinstance(recipe, W | Constant | Offset):
         return ()
     return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
+
+
+T = TypeVar("T")
+
+
+def once(compute: Callable[[Recipe], T]) -> Callable[[Recipe], T]:
+    """Compute what follows from a recipe once, and keep it on the recipe, as cached_property does."""
+    key = f"{compute.__module__}.{compute.__qualname__}"
+
+    @wraps(compute)
+    def find(recipe: Recipe) -> T:
+        kept = vars(recipe)
+        if key not in kept:
+            kept[key] = compute(recipe)
+        found: T = kept[key]
+        return found
+
+    return find
 
 
 def renamed(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:

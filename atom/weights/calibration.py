@@ -194,7 +194,7 @@ class Calibration:
         parts = [next(leaves(part)) for each in self._parts.values() for part in each.values()]
         self._file = PackedFile(parts, cache, self.key, about)
 
-    def find(self, recipe: Recipe) -> dict[str, Recipe] | None:
+    def find(self, recipe: Recipe) -> Mapping[str, Recipe] | None:
         """The parts of a weight that is packed while it loads, as recipes of the rounded tensors; None: it has none."""
         if not isinstance(recipe, Quantize):
             return None

@@ -16,7 +16,7 @@ from atom.errors import UnsupportedError
 from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Regroup, Repack, Shift, Slice, Stack, Transpose, Type, W
 from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipe_ranges import narrow
-from atom.graph.recipes import leaves
+from atom.graph.recipes import Share, leaves
 
 
 def packed(name: str, *shape: int) -> W:
@@ -46,6 +46,19 @@ def test_what_is_made_of_tensors_is_made_of_their_parts():
     }
     (blocks, _) = parts_of(Stack(packed("e.{expert}", 3, 96), 2, 4)).values()
     assert blocks == Stack(W("e.{expert}_blocks", Type("u8", (3, 3, 16))), 2, 4)
+
+
+def test_parts_are_computed_once_and_those_of_a_share_leave_those_of_its_whole():
+    whole = W("up", Type("bf16", (256, 384), "fp8[128, 128]"))
+    parts = parts_of(whole)
+    shared = parts_of(Share(whole, "tensor", 2))
+    assert parts_of(whole) is parts
+    assert parts == {
+        "values": W("up", Type("fp8_e4m3", (256, 384))),
+        "scales": W("up_scale_inv", Type("fp32", (2, 3))),
+    }
+    assert shared == {name: Share(part, "tensor", 2) for name, part in parts.items()}
+    assert parts_of(W("up", Type("bf16", (256, 384), "fp8[128, 128]"))) == parts, "an equal recipe has equal ones"
 
 
 def test_a_slice_to_the_end_has_the_scale_of_a_last_block_that_is_not_full():

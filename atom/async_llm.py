@@ -48,7 +48,7 @@ class AsyncLLMEngine:
 
     def __init__(self, model: str | None = None, *, config_dirs: List[str] = (), **fields: Any) -> None:
         self.config = config = load(engine_overrides(model, fields), config_dirs=config_dirs)
-        if config.parallel.replicas > 1 or config.parallel.rank > 0:
+        if config.parallel.replicas > 1 or config.rank > 0:
             raise UnsupportedError("AsyncLLMEngine is one engine, without parallel.replicas and torchrun")
         self._inbox = Inbox()
         self._requests: dict[str, _Request] = {}  # of the event loop's side

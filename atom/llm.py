@@ -58,7 +58,7 @@ class LLMEngine:
         if (num_replicas := config.parallel.replicas) > 1:
             instead = "LLMEngine is one engine; leave it out, or serve with atom-run"
             raise UnsupportedError(f"parallel.replicas={num_replicas}: {instead}")
-        if config.parallel.rank > 0:
+        if config.rank > 0:
             sys.exit(serve_rank(config))
         self.config = config
         self._process = os.getpid()

@@ -216,7 +216,7 @@ async def streamed_chat(server: Server, num: int, request: bytes) -> dict[str, f
 def measure_queue(seconds: float) -> dict[str, float]:
     num, num_early, num_waves = 10_000, 2, 5
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    overrides = [f"serve.http.max_queue={num}", "serve.http.read_seconds=120"]
+    overrides = [f"serve.http.max_queue={num}", "advanced.read_seconds=120"]
 
     def resident(server: Server) -> float:
         return server.metrics()["process_resident_memory_bytes"] / (1 << 20)

@@ -472,10 +472,12 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     )
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
-    elsewhere = ("model.", "parallel.torchrun.")  # the latter are torchrun's environment
+    elsewhere = ("model.", "passes.", "advanced.")
     set_by_load = {"job.kind", "hf", "generation", "overrides", "draft"}
     own = {key for key in keys(Config) if not key.startswith(elsewhere)} - set_by_load
     assert own <= listed and "generation" not in listed
+    assert not [each for each in listed if each.startswith(elsewhere)], "what hardly anyone sets"
+    assert "atom-run --cfg job -p advanced" in out
     for line in (
         'serve.http.cors=[]                  origins whose pages may read answers; "*": all',
         "level=null                          null | 0 | 1 | 2 | 3; 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; ",

@@ -513,8 +513,8 @@ def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
     ("name", "fields", "error", "reason"),
     [
         ("llama", {"tensor_parallel_size": 3}, UnsupportedError, "parallel.tensor=3 does not divide 4 heads with 2 of keys and values; there is: 1, 2, 4"),
-        ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "set one of them"),
-        ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "set one of them"),
+        ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "tensor_parallel_size and parallel.tensor are the same option; give one"),
+        ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "pipeline_parallel_size and parallel.pipeline are the same option"),
         ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),
         ("llama", {"pipeline_parallel_size": 2, "method": "eagle3"}, UnsupportedError, "parallel.pipeline=2 with serve.method=eagle3: it reads hidden states of several stages; set serve.method to mtp, draft or ngram, or divide each layer with parallel.tensor"),
         ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
@@ -693,8 +693,8 @@ def save_hosts(folder: Path, rank: int) -> list[str]:
     return [
         *fields,
         "parallel.address=tcp://127.0.0.1:9",
-        "parallel.torchrun.world_size=2",
-        f"parallel.torchrun.rank={rank}",
+        "advanced.torchrun.world_size=2",
+        f"advanced.torchrun.rank={rank}",
     ]
 
 
@@ -748,7 +748,7 @@ def test_groups_on_two_hosts_send_tokens_to_their_experts(
     code, env = f"from atom import LLMEngine; LLMEngine(**{second})", {**os.environ, "OMP_NUM_THREADS": "1"}
     other = subprocess.Popen([sys.executable, "-c", code], env=env)
     try:
-        engine = open_engine("qwen3_moe", **fields, **{**said, "parallel.torchrun.rank": "0"})
+        engine = open_engine("qwen3_moe", **fields, **{**said, "advanced.torchrun.rank": "0"})
         prompts = [tiny.prompt(200), tiny.prompt(33, seed=1), tiny.prompt(1, seed=2)]
         rows = 2 * 200 * int(engine.config.hf["hidden_size"]) * torch.float32.itemsize
         assert rows > COUNTED_BYTES, "those of the longest prompt are counted"
@@ -767,7 +767,7 @@ def test_a_script_of_a_rank_that_does_not_drive_ends_with_its_engine(
     checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     served: list[int] = []
-    monkeypatch.setattr("atom.llm.serve_rank", lambda config: served.append(config.parallel.rank) or 3)
+    monkeypatch.setattr("atom.llm.serve_rank", lambda config: served.append(config.rank) or 3)
     fields = dict(text.split("=", 1) for text in save_hosts(tmp_path, 1) if not text.startswith("parallel=tp2"))
     with pytest.raises(SystemExit) as ended:
         LLMEngine(str(checkpoints("llama")), tensor_parallel_size=2, **fields)

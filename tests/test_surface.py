@@ -74,7 +74,7 @@ passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_shared_experts fuse_norm
 passes: fuse_norm_linear fuse_norm_router fuse_norm_rope_attention fuse_gate_quant
 quant: fmt experts head plain calibration act kv method
 parallel: tensor data experts pipeline replicas visible_devices collectives dispatch launcher address key_file host
-parallel.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
+advanced.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps weight bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias clip qk_norm scale scale_dim softcap sinks
 model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
@@ -91,14 +91,14 @@ model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 model.usual: checkpoint config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
-serve: enable_prefix_caching enforce_eager tensor_parallel_size pipeline_parallel_size
-serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
+serve: enable_prefix_caching enforce_eager enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve: enable_sleep_mode enable_lora lora_modules lora_experts max_loras max_lora_rank allow_runtime_lora_updating
 serve.http: host port listen_when_ready root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log log_level chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
-serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
-serve.http: drain_seconds heartbeat_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint notify_socket listen_fds listen_pid
+serve.http: max_stop_sequences max_top_n_tokens best_of max_body
+serve.http: drain_seconds enable_tokenizer_info_endpoint vllm_metrics otlp_traces_endpoint
+advanced: max_values max_items max_header read_seconds write_seconds comment_seconds heartbeat_seconds notify_socket listen_fds listen_pid
 job: kind output output_file gpu chat system_prompt stage save_tokenizer pipeline_rank network graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings stop top_k top_p min_p seed n stop_token_ids min_tokens logprobs

@@ -109,7 +109,7 @@ def start_ranks(
     ]
     ranks = Ranks(channels, list(map(msgspec.msgpack.encode, openings)))
     started.callback(ranks.close)
-    ranks.limit_silence(config.serve.http.heartbeat_seconds)
+    ranks.limit_silence(config.advanced.heartbeat_seconds)
     if num_threads is not None:
         ranks.at_close.append(functools.partial(torch.set_num_threads, before))
         torch.set_num_threads(num_threads)
@@ -127,9 +127,9 @@ def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
     own = msgspec.msgpack.decode(channel.hello, type=Config)
     ours = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config)  # as it comes back from there
     ours = replace(ours, cache=own.cache, checkpoint=own.checkpoint)
-    names = ("address", "key_file", "host", "torchrun", "visible_devices")
-    of_host = {name: getattr(own.parallel, name) for name in names}
-    ours = replace(ours, parallel=replace(ours.parallel, **of_host))
+    of_host = {name: getattr(own.parallel, name) for name in ("address", "key_file", "host", "visible_devices")}
+    advanced = replace(ours.advanced, torchrun=own.advanced.torchrun)
+    ours = replace(ours, parallel=replace(ours.parallel, **of_host), advanced=advanced)
     for each in fields(Config):
         if getattr(own, each.name) != getattr(ours, each.name):
             reason = f"its command line differs in {each.name}; give all ranks the same one"

@@ -7,6 +7,7 @@ Only what loads or writes a configuration imports Hydra: a process that is hande
 """
 
 from atom.config.schema import (
+    AdvancedConfig,
     AttentionConfig,
     Config,
     EmbeddedConfig,
@@ -25,6 +26,7 @@ from atom.config.schema import (
 )
 
 __all__ = [
+    "AdvancedConfig",
     "AttentionConfig",
     "Config",
     "EmbeddedConfig",

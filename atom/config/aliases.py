@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atom.checkpoint.address import short_name
-from atom.config.schema import Config, ParallelConfig, ServeConfig
+from atom.config.schema import Config, ParallelConfig
 from atom.dtypes import BY_NAME
 from atom.errors import ConfigError
 
@@ -20,14 +20,7 @@ def respell(config: Config) -> Config:
     cache_dtype = config.serve.kv_cache_dtype
     parallel, serve = config.parallel, config.serve
     if serve.enable_dp_attention and parallel.data == 1:
-        parallel, serve = divide_attention(parallel, serve)
-    others = {"tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size", "replicas": "data_parallel_size"}
-    for name, other in others.items():
-        ours, theirs = getattr(parallel, name), getattr(serve, other)
-        if theirs not in (1, ours):
-            if ours != 1:
-                raise ConfigError(f"serve.{other}={theirs} and parallel.{name}={ours}: set one of them")
-            parallel = replace(parallel, **{name: theirs})
+        parallel = divide_attention(parallel)
     if serve.enable_expert_parallel and parallel.experts == 1:
         parallel = replace(parallel, experts=parallel.tensor * parallel.data)
     if config.quant.kv != "auto":
@@ -43,27 +36,21 @@ def respell(config: Config) -> Config:
         serve=replace(
             serve,
             kv_cache_dtype=CACHE_DTYPES.get(cache_dtype, cache_dtype),
-            tensor_parallel_size=parallel.tensor,
-            pipeline_parallel_size=parallel.pipeline,
-            data_parallel_size=parallel.replicas,
             enable_expert_parallel=parallel.experts > 1,
             enable_dp_attention=parallel.data > 1,
         ),
     )
 
 
-def divide_attention(parallel: ParallelConfig, serve: ServeConfig) -> tuple[ParallelConfig, ServeConfig]:
+def divide_attention(parallel: ParallelConfig) -> ParallelConfig:
     """Divide ranks into data groups, as serve.enable_dp_attention does in SGLang.
 
-    tensor_parallel_size counts all ranks, and data_parallel_size the groups; without one, each rank is a group.
+    Here parallel.tensor counts all ranks, and parallel.replicas the groups; without one, each rank is a group.
     """
-    ranks = max(parallel.tensor, serve.tensor_parallel_size)
-    groups = max(parallel.replicas, serve.data_parallel_size)
-    groups = groups if groups > 1 else ranks
+    ranks, groups = parallel.tensor, parallel.replicas if parallel.replicas > 1 else parallel.tensor
     if ranks > 1 and ranks % groups:
         raise ConfigError(
-            f"serve.enable_dp_attention=true: {groups} groups (serve.data_parallel_size) do not divide the {ranks} "
-            f"ranks; set serve.tensor_parallel_size (-tp) to a multiple of {groups}"
+            f"serve.enable_dp_attention=true: {groups} groups (parallel.replicas, -dp) do not divide the {ranks} "
+            f"ranks; set parallel.tensor (-tp) to a multiple of {groups}"
         )
-    divided = replace(parallel, tensor=max(ranks // groups, 1), data=groups, replicas=1)
-    return divided, replace(serve, tensor_parallel_size=divided.tensor, data_parallel_size=1)
+    return replace(parallel, tensor=max(ranks // groups, 1), data=groups, replicas=1)

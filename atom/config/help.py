@@ -14,6 +14,7 @@ from atom.config.schema import SET_BY_LOAD, Config
 from atom.config.schema_keys import block_of, blocks, jobs_of, types_of
 from atom.config.spelling import spelled
 
+OTHERS = ("model.", "passes.", "advanced.")  # blocks that the page leaves out
 HELP = """\
 atom-run: from a Hugging Face checkpoint to tokens, with every step in between to read and change.
 
@@ -28,7 +29,7 @@ Groups
 
 Fields
 {fields}
-  A model file's fields: atom-run --cfg job -p model
+  Other fields, which hardly anyone sets: atom-run --cfg job -p advanced, and -p passes; a model file's: -p model
 
 Examples
   atom-run prompts="What is 2+2?" job.chat=true
@@ -61,10 +62,10 @@ def help_text() -> str:
 
 
 def describe_fields() -> str:
-    """Every field but the model's and torchrun's, with default, jobs, choices and comment."""
+    """The fields that users set by hand, with default, jobs, choices and comment."""
     lines: list[str] = []
     for at, block in blocks(Config):
-        if at.startswith(("model.", "parallel.torchrun.")):
+        if at.startswith(OTHERS):
             continue
         if whole := jobs_of(at.rstrip(".")):
             lines.append(f"  for job={', '.join(whole.names)}:")

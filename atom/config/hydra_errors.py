@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from atom.config.overrides import BYTES, UNITS, no_model
 from atom.config.schema import SET_BY_LOAD
 from atom.config.schema_keys import keys
-from atom.config.spelling import did_you_mean
+from atom.config.spelling import ALIASES, MOVED, did_you_mean
 from atom.config.transformers_words import HINTS
 from atom.config.words import may_be_checkpoint
 from atom.errors import AtomError, ConfigError, one_line
@@ -103,6 +103,9 @@ def unknown_key(key: str, schema: Any) -> ConfigError:
     """The error of a key that is not in the schema: the keys that are, and which one may be meant."""
     if key.removeprefix("sampling.") in HINTS:
         return ConfigError(f"{key} as in transformers: {HINTS[key.removeprefix('sampling.')]}")
+    for old, new in (MOVED | ALIASES).items():
+        if f"{key}.".startswith(f"{old}."):
+            return ConfigError(f"{key} is now {new}{key.removeprefix(old)}; set that")
     known = [re.sub(r"\.\d+", "", name) for name in keys(schema) if name not in SET_BY_LOAD]
     parent, _, last = re.sub(r"\.\d+", "", key).rpartition(".")
     inside = [name.removeprefix(f"{parent}.") for name in known if name.startswith(f"{parent}.") or not parent]

@@ -31,7 +31,7 @@ from atom.config.folders import CONF, check_config_dirs
 from atom.config.hydra import attach, compose, resolve
 from atom.config.hydra_errors import no_such, one_line_errors, unknown_key
 from atom.config.model_files import Source, find_source
-from atom.config.overrides import SECRET, is_for_sweep, rewrite
+from atom.config.overrides import SECRET, is_for_sweep, rewrite, same_option
 from atom.config.resolve import derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig
 from atom.config.schema_keys import keys, types_of
@@ -257,7 +257,7 @@ def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, 
     for key in ALIASES:
         twice = [name for name in (key.removeprefix("serve."), ALIASES[key].removeprefix("serve.")) if name in values]
         if len(twice) > 1:
-            raise ConfigError(f"{twice[0]} and {twice[1]} are the same option; give one")
+            raise same_option(*twice)
     checkpoint = [] if model is None else [override("checkpoint", model)]
     return checkpoint + [override(f"serve.{name}" if name in serve else name, value) for name, value in values.items()]
 

@@ -63,6 +63,7 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
     check_config_dirs(config_dirs)
     result: list[str] = []
     recipes: list[str] = []
+    written: dict[str, str] = {}  # field -> as it is spelled here
     overrides = list(overrides)
     for text in overrides:
         match = re.fullmatch(r"([+~]{0,2})([^=\s]+)(?:=(.*))?", text, re.DOTALL)
@@ -72,6 +73,8 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
             write = " ".join(meant) if is_clear else "key=value; atom-run --help lists the keys"
             raise ConfigError(f"'{text}' is not an override; write {write}")
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
+        if (other := written.setdefault(key, match[2])) != match[2]:
+            raise same_option(other, match[2])
         if key == "model" and value and value[0] in "~/.":
             raise no_model(value)
         if value is not None and key not in TEXTS and JSON.match(value):
@@ -145,6 +148,10 @@ def ranks_of(name: str) -> list[str]:
 
 def no_model(name: str) -> ConfigError:
     return ConfigError(f"model={name}: model is the name of a file in conf/model; write checkpoint={name}")
+
+
+def same_option(name: str, other: str) -> ConfigError:
+    return ConfigError(f"{name} and {other} are the same option; give one")
 
 
 def is_for_sweep(text: str) -> bool:

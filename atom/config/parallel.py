@@ -1,7 +1,7 @@
 """Resolve where ranks run: torchrun, the driver's address, the key.
 
 parallel = derive_parallel(config, model)
-parallel.rank, parallel.address                  # 1, tcp://10.0.0.1:29501
+parallel.launcher, parallel.address              # torchrun, tcp://10.0.0.1:29501
 split_address(parallel.address)                  # ("10.0.0.1", 29501)
 read_key(parallel.key_file)                      # the secret of all hosts
 """
@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from atom.config.schema import Config, MLPConfig, ModelConfig, ParallelConfig
+from atom.config.schema import Config, MLPConfig, ModelConfig, ParallelConfig, TorchrunConfig
 from atom.errors import ConfigError, UnsupportedError, one_line
 
 ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
@@ -33,18 +33,18 @@ def derive_parallel(config: Config, model: ModelConfig) -> ParallelConfig:
     """Resolve the fields of ranks on several hosts, and check them. model: the one that they divide"""
     parallel = _derive_hosts(config)
     placed = replace(parallel, launcher=config.parallel.launcher)  # also of a job that starts no rank
-    return replace(parallel, dispatch=choose_dispatch(placed, model))
+    return replace(parallel, dispatch=choose_dispatch(placed, config.advanced.torchrun, model))
 
 
-def choose_dispatch(parallel: ParallelConfig, model: ModelConfig) -> str:
+def choose_dispatch(parallel: ParallelConfig, torchrun: TorchrunConfig, model: ModelConfig) -> str:
     """Choose what data groups send each other: on several hosts, the rows that are needed if these are much fewer."""
     mixture = find_mixture(model)
     if parallel.dispatch != "auto":
         return parallel.dispatch
-    if mixture is None or parallel.data == 1 or _is_one_host(parallel):
+    if mixture is None or parallel.data == 1 or _is_one_host(parallel, torchrun):
         return "gather"
-    said = parallel.torchrun.local_world_size if parallel.launcher == "torchrun" else None
-    num_local = _whole("LOCAL_WORLD_SIZE", said or "1")
+    local_world_size = torchrun.local_world_size if parallel.launcher == "torchrun" else None
+    num_local = _whole("LOCAL_WORLD_SIZE", local_world_size or "1")
     on_a_host = min(max(num_local // parallel.tensor, 1), parallel.data)
     if parallel.experts == 1 or on_a_host == parallel.data:  # of several hosts each has stages of its own
         return "gather"
@@ -64,25 +64,25 @@ def sent_share(mixture: MLPConfig, parts: int) -> float:
     return 1 - math.comb(others, top_k) / math.comb(mixture.experts, top_k)
 
 
-def _is_one_host(parallel: ParallelConfig) -> bool:
+def _is_one_host(parallel: ParallelConfig, torchrun: TorchrunConfig) -> bool:
     """Whether all ranks are on this host. Ray may place them on others."""
-    said = parallel.torchrun
     if parallel.launcher != "torchrun":
         return parallel.launcher == "local"
     if parallel.address is not None:
         return parallel.address.startswith(UNIX)
-    return said.world_size is not None and said.local_world_size == said.world_size
+    return torchrun.world_size is not None and torchrun.local_world_size == torchrun.world_size
 
 
 def _derive_hosts(config: Config) -> ParallelConfig:
-    parallel, at = config.parallel, f"parallel.launcher={config.parallel.launcher}"
+    parallel, torchrun = config.parallel, config.advanced.torchrun
+    at = f"parallel.launcher={parallel.launcher}"
     if config.job.kind not in ENGINE_JOBS:
         return replace(parallel, launcher="local")
     for name in _unused(parallel.launcher):
         if getattr(parallel, name) is not None:
             raise ConfigError(f"parallel.{name} is not for {at}; leave it out")
     if parallel.launcher != "torchrun":
-        _check_unasked(parallel)
+        _check_unasked(parallel, torchrun)
     if parallel.launcher == "local":
         return parallel
     if parallel.replicas > 1:
@@ -94,7 +94,7 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     if parallel.num_ranks == 1:
         raise ConfigError(f"{at} starts several ranks, and this engine has one; set parallel=tp2 or more")
     if parallel.launcher == "torchrun":
-        parallel = with_torchrun(parallel)
+        parallel = with_torchrun(parallel, torchrun)
     if parallel.address is not None and not parallel.address.startswith(UNIX):
         _, port = split_address(parallel.address)
         if parallel.launcher == "torchrun":
@@ -107,12 +107,11 @@ def _derive_hosts(config: Config) -> ParallelConfig:
     return parallel
 
 
-def _check_unasked(parallel: ParallelConfig) -> None:
+def _check_unasked(parallel: ParallelConfig, torchrun: TorchrunConfig) -> None:
     """Check that torchrun has not started this process as a rank, where it would open an engine with ranks itself."""
-    said = parallel.torchrun
-    if said.run_id is None or parallel.num_ranks == 1:  # a cluster may set RANK and WORLD_SIZE for purposes of its own
+    if torchrun.run_id is None or parallel.num_ranks == 1:  # a cluster may set RANK and WORLD_SIZE for itself
         return
-    if (world_size := _whole("WORLD_SIZE", said.world_size or "1")) > 1:
+    if (world_size := _whole("WORLD_SIZE", torchrun.world_size or "1")) > 1:
         each = "and each would open an engine of its own; set parallel.launcher=torchrun"
         raise ConfigError(f"torchrun started {world_size} processes, {each}")
 
@@ -122,9 +121,9 @@ def devices_of(parallel: ParallelConfig, replica: int = 0) -> list[str]:
     return _visible(parallel, replica * parallel.num_ranks, parallel.num_ranks)
 
 
-def own_device(parallel: ParallelConfig) -> str:
-    """The GPU of a rank that torchrun has started here, likewise."""
-    number = _whole("LOCAL_RANK", parallel.torchrun.local_rank or "0")
+def own_device(parallel: ParallelConfig, torchrun: TorchrunConfig) -> str:
+    """The GPU of the rank that torchrun has started this process as, as CUDA_VISIBLE_DEVICES has it."""
+    number = _whole("LOCAL_RANK", torchrun.local_rank or "0")
     devices = _visible(parallel, number, 1)
     if not devices:
         raise ConfigError(f"LOCAL_RANK={number}: CUDA_VISIBLE_DEVICES={parallel.visible_devices} has no GPU for it")
@@ -143,14 +142,13 @@ def _unused(launcher: str) -> tuple[str, ...]:
     return {"local": ("address", "key_file", "host"), "torchrun": (), "ray": ("key_file", "host")}[launcher]
 
 
-def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
-    """Check what torchrun says, and fill in the driver's address."""
-    said = parallel.torchrun
-    if said.rank is None or said.world_size is None:
+def with_torchrun(parallel: ParallelConfig, torchrun: TorchrunConfig) -> ParallelConfig:
+    """Check the environment that torchrun sets, and fill in the driver's address."""
+    if torchrun.rank is None or torchrun.world_size is None:
         start = "start it as torchrun --no-python … atom-run …, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         raise ConfigError(f"parallel.launcher=torchrun: the environment has no RANK and WORLD_SIZE; {start}")
-    rank, world_size = _whole("RANK", said.rank), _whole("WORLD_SIZE", said.world_size)
-    num_local = None if said.local_world_size is None else _whole("LOCAL_WORLD_SIZE", said.local_world_size)
+    rank, world_size = _whole("RANK", torchrun.rank), _whole("WORLD_SIZE", torchrun.world_size)
+    num_local = None if torchrun.local_world_size is None else _whole("LOCAL_WORLD_SIZE", torchrun.local_world_size)
     if world_size != (num_ranks := parallel.num_ranks):
         fix = f"set torchrun's --nnodes and --nproc-per-node (WORLD_SIZE) to start {num_ranks}"
         if world_size > 1:
@@ -161,21 +159,21 @@ def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
     if parallel.address is not None:
         return parallel
     if num_local == world_size:
-        if said.run_id is None and said.master_port is None:
+        if torchrun.run_id is None and torchrun.master_port is None:
             raise ConfigError(
                 "the environment has no MASTER_PORT, by which ranks of one host find each other; set it, to "
                 "another number for each run"
             )
-        return replace(parallel, address=f"{UNIX}atom-run-{os.getuid()}-{said.run_id}-{said.master_port}")
-    if said.master_addr is None or said.master_port is None:
+        return replace(parallel, address=f"{UNIX}atom-run-{os.getuid()}-{torchrun.run_id}-{torchrun.master_port}")
+    if torchrun.master_addr is None or torchrun.master_port is None:
         raise ConfigError(
             "the environment has no MASTER_ADDR and MASTER_PORT; set parallel.address, as in tcp://10.0.0.1:7000"
         )
-    port = _whole("MASTER_PORT", said.master_port)
+    port = _whole("MASTER_PORT", torchrun.master_port)
     if port > MAX_MASTER_PORT:
         fix = f"set {MAX_MASTER_PORT} at most, or parallel.address, as in tcp://10.0.0.1:7000"
         raise ConfigError(f"MASTER_PORT={port}: the driver listens at the port after it; {fix}")
-    return replace(parallel, address=f"tcp://{bracketed(said.master_addr)}:{port + 1}")
+    return replace(parallel, address=f"tcp://{bracketed(torchrun.master_addr)}:{port + 1}")
 
 
 def _whole(name: str, value: str) -> int:

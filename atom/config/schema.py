@@ -272,19 +272,6 @@ class PassesConfig:
 
 
 @dataclass
-class TorchrunConfig:
-    """What torchrun tells the processes that it starts, in their environment."""
-
-    rank: str | None = None  # RANK
-    world_size: str | None = None  # WORLD_SIZE
-    local_world_size: str | None = None  # LOCAL_WORLD_SIZE
-    local_rank: str | None = None  # LOCAL_RANK
-    master_addr: str | None = None  # MASTER_ADDR
-    master_port: str | None = None  # MASTER_PORT
-    run_id: str | None = None  # TORCHELASTIC_RUN_ID
-
-
-@dataclass
 class ParallelConfig:
     """How many engines serve, how the ranks of each divide the model, and where they run."""
 
@@ -300,17 +287,11 @@ class ParallelConfig:
     address: str | None = None  # the driver's, for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free
     key_file: str | None = None  # file of a secret by which torchrun's ranks on several hosts know each other
     host: str | None = None  # address of this host for other ranks; null: the one by which it reaches the driver
-    torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
 
     @property
     def num_ranks(self) -> int:
         """Of an engine."""
         return self.tensor * self.data * self.pipeline
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process; 0 drives."""
-        return int(self.torchrun.rank or 0) if self.launcher == "torchrun" else 0
 
 
 @dataclass
@@ -339,20 +320,10 @@ class HTTPConfig:
     max_top_n_tokens: int = number(20, 0, 20)  # logprobs that a request may ask for at each token
     best_of: int = number(16, 1, 128)  # answers that a request may ask for, n included
     max_body: int = number(8 << 20, 1, MAX_BYTES)  # bytes of a request's body
-    max_values: int = number(1_000_000, 1000, INT32)  # numbers, texts, lists and objects in a body; a token id is one
-    max_items: int = number(100_000, 1000, INT32)  # texts, names of fields, lists and objects in a body
-    max_header: int = number(64 << 10, 1024, INT32)  # bytes of a request's head
-    read_seconds: float = number(30.0, 0, above=True)  # seconds for a request to arrive
-    write_seconds: float = number(60.0, 0, above=True)  # seconds for a client to read what was sent
-    comment_seconds: float = number(15.0, 0, above=True)  # seconds of silence in a stream before empty lines
     drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
-    heartbeat_seconds: float = number(60.0, 0.5)  # seconds of silence without CPU use after which an engine is hung
     enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info: special tokens and the chat template
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector, as http://HOST:4318; null: no traces
-    notify_socket: str | None = None  # systemd's socket, which is told READY=1 and STOPPING=1; null: none
-    listen_fds: int = number(0, 0, INT32)  # sockets that systemd passes, at most one; 0: host and port are used
-    listen_pid: int = number(0, 0, INT32)  # process to which systemd passes them
 
 
 @dataclass
@@ -375,11 +346,8 @@ class ServeConfig:
     max_num_batched_tokens: int = number(16384, 1, 1 << 24)  # tokens in a step
     enable_prefix_caching: bool = True  # share the KV of prompts that begin alike
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
-    tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
-    pipeline_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.pipeline
-    data_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.replicas
     enable_expert_parallel: bool = False  # the same as parallel.experts=N for all N ranks
-    enable_dp_attention: bool = False  # parallel.data: tensor_parallel_size ranks in data_parallel_size groups
+    enable_dp_attention: bool = False  # parallel.data: parallel.tensor ranks in parallel.replicas groups
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # numbers of decodes with a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps with prompts; 0: none
@@ -402,6 +370,36 @@ class ServeConfig:
     profiler_more: bool = False  # traces have shapes, stacks and memory too
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     http: HTTPConfig = of("serve", field(default_factory=HTTPConfig))
+
+
+@dataclass
+class TorchrunConfig:
+    """What torchrun tells the processes that it starts, in their environment."""
+
+    rank: str | None = None  # RANK
+    world_size: str | None = None  # WORLD_SIZE
+    local_world_size: str | None = None  # LOCAL_WORLD_SIZE
+    local_rank: str | None = None  # LOCAL_RANK
+    master_addr: str | None = None  # MASTER_ADDR
+    master_port: str | None = None  # MASTER_PORT
+    run_id: str | None = None  # TORCHELASTIC_RUN_ID
+
+
+@dataclass
+class AdvancedConfig:
+    """What hardly anyone sets by hand: limits and time-outs of the server, what systemd and torchrun pass."""
+
+    max_values: int = of("serve", number(1_000_000, 1000, INT32))  # numbers, texts, lists and objects in a body
+    max_items: int = of("serve", number(100_000, 1000, INT32))  # texts, names of fields, lists and objects in a body
+    max_header: int = of("serve", number(64 << 10, 1024, INT32))  # bytes of a request's head
+    read_seconds: float = of("serve", number(30.0, 0, above=True))  # seconds for a request to arrive
+    write_seconds: float = of("serve", number(60.0, 0, above=True))  # seconds for a client to read what was sent
+    comment_seconds: float = of("serve", number(15.0, 0, above=True))  # seconds before a silent stream gets a comment
+    heartbeat_seconds: float = of("serve", number(60.0, 0.5))  # seconds without a sign of life: an engine is hung
+    notify_socket: str | None = of("serve", None)  # systemd's socket for READY=1 and STOPPING=1; null: none
+    listen_fds: int = of("serve", number(0, 0, INT32))  # sockets that systemd passes, at most one; 0: none
+    listen_pid: int = of("serve", number(0, 0, INT32))  # process to which systemd passes them
+    torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
 
 
 @dataclass
@@ -470,6 +468,7 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
     sampling: SamplingConfig = of("serve generate chat bench profile", field(default_factory=SamplingConfig))
+    advanced: AdvancedConfig = field(default_factory=AdvancedConfig)
     checkpoint: str | None = None  # folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings
@@ -491,6 +490,11 @@ class Config:
     def served_names(self) -> list[str]:
         """The names of the model in requests."""
         return self.serve.http.served_model_name or [self.checkpoint or self.model.name]
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 drives."""
+        return int(self.advanced.torchrun.rank or 0) if self.parallel.launcher == "torchrun" else 0
 
     # of a resolved configuration, each computed once
 

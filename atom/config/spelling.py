@@ -17,7 +17,19 @@ from typing import Any
 
 from atom.errors import ConfigError
 
-ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
+ALIASES = {  # other spellings of a field, that are taken
+    "serve.kv_cache_block_size": "serve.block_size",
+    "serve.tensor_parallel_size": "parallel.tensor",
+    "serve.pipeline_parallel_size": "parallel.pipeline",
+    "serve.data_parallel_size": "parallel.replicas",
+    "job.import": "job.import_from",
+}
+MOVED = {  # former names of fields and blocks, which errors answer with the present one
+    **{f"serve.http.{name}": f"advanced.{name}" for name in ("max_values", "max_items", "max_header")},
+    **{f"serve.http.{name}_seconds": f"advanced.{name}_seconds" for name in ("read", "write", "comment", "heartbeat")},
+    **{f"serve.http.{name}": f"advanced.{name}" for name in ("notify_socket", "listen_fds", "listen_pid")},
+    "parallel.torchrun": "advanced.torchrun",
+}
 HIDDEN = "***"  # shown in place of a secret
 
 

@@ -68,7 +68,7 @@ GROUPS = {
     **dict.fromkeys(("parallel.", "serve.enable_expert_parallel", "serve.enable_dp_attention"), "several devices"),
     **dict.fromkeys(("serve.method", "serve.draft_model", "serve.num_speculative", "serve.acceptance"), "drafts"),
     **dict.fromkeys(("serve.http.tool_calls", "serve.http.max_top_n_tokens"), "answers and embeddings"),
-    "serve.http.": "server",
+    **dict.fromkeys(("serve.http.", "advanced."), "server"),
     **dict.fromkeys(("serve.", "device", "seed", "level"), "engine"),
 }
 UNCHANGED = "taken as vLLM has them, with no effect here"

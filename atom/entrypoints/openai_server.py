@@ -72,7 +72,7 @@ class ServerArgs(VLLMArgs):
     )
     shutdown_timeout: float | None = vllm_flag("serve.http.drain_seconds", "the same as --drain-seconds")
     sse_keep_alive_interval: float | None = vllm_flag(
-        "serve.http.comment_seconds", "seconds of silence in a stream before something is sent that clients ignore"
+        "advanced.comment_seconds", "seconds of silence in a stream before something is sent that clients ignore"
     )
     log_level: str | None = vllm_flag(
         "serve.http.log_level", "of lines on stderr, from which they are written: info, warning, error", read=str.lower

@@ -81,7 +81,7 @@ VLLM_REFUSED = {
         data-parallel-multi-port-external-lb -dpm data-parallel-supervisor-port dp-supervisor-probe-interval-s
         dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold dp-sync-interval enable-fault-tolerance
         fault-tolerance-config""",
-    "a rank that runs is waited for; --set serve.http.heartbeat_seconds=300 is for how long one may hang": """
+    "a rank that runs is waited for; --set advanced.heartbeat_seconds=300 is for how long one may hang": """
         distributed-timeout-seconds cpu-distributed-timeout-seconds watchdog-config""",
     "a sequence's KV is not divided; leave it out": """
         cp-kv-cache-interleave-size dcp-kv-cache-interleave-size dcp-comm-backend dcp-q-replicate""",
@@ -162,7 +162,7 @@ VLLM_REFUSED = {
     "put a proxy in front, which asks clients for certificates": """
         ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh""",
     "there is no Unix socket; write --host 127.0.0.1, which only this machine reaches": "uds",
-    "--set serve.http.max_header=BYTES limits the head of a request": """
+    "--set advanced.max_header=BYTES limits the head of a request": """
         h11-max-incomplete-event-size h11-max-header-count""",
 }
 ROCM_REFUSED = {  # those of November 2026 that vLLM has not

@@ -126,7 +126,7 @@ def send_config(argv: Sequence[str], pipe: int) -> None:
         with contextlib.redirect_stderr(io.StringIO()) as said, open(pipe, "wb") as file:
             args, start = module_of("flags").parse_flags(list(argv)), module_of("start")
             config = start.load_job(start.choose_job(args.overrides))
-            if config.parallel.rank == 0 and not config.job.save_recipe:
+            if config.rank == 0 and not config.job.save_recipe:
                 file.write(msgspec.msgpack.encode(Loaded(config, said.getvalue())))
     except BaseException:
         os._exit(1)

@@ -35,7 +35,7 @@ def run(
     overrides = choose_job(overrides, dirs)
     with no_collection():
         config = load_job(overrides, dirs, is_sweep=is_sweep)
-        if config.parallel.rank > 0:
+        if config.rank > 0:
             return serve_rank(config)
         if config.device == "cuda" and config.job.kind in IN_PROCESS:
             open_early()

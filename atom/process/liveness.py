@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 BEAT_SECONDS = 0.4  # between two heartbeats
 LOOK_SECONDS = 0.5  # between two looks, and the silence that one look counts at most
-HANG_SECONDS = 60.0  # default of serve.http.heartbeat_seconds
+HANG_SECONDS = 60.0  # default of advanced.heartbeat_seconds
 BUSY_SHARE = 0.05  # of one CPU; less is idle: a thread that waits for the interpreter's lock polls, with 0.003
 STAT = Path("/proc/self/stat")
 

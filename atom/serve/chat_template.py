@@ -53,7 +53,7 @@ def encode_conversation(
         raise FieldError("continue_final_message", f"continue_final_message opens no other turn; {fix}")
     check_variables(tokenizer, kwargs)
     for call in (call for message in messages for call in message.tool_calls or ()):
-        check_size(call.function.arguments.encode(), context.config.serve.http)  # JSON in JSON
+        check_size(call.function.arguments.encode(), context.config.advanced)  # JSON in JSON
     plain = [plain_message(message, tokenizer) for message in messages]
     values = dict(kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
     return encode_plain(context, plain, tools, values, truncate=truncate, is_continued=continue_final_message)

@@ -171,9 +171,9 @@ class Context:
 
     def check_count(self, num_tokens: int) -> None:
         """Raise FieldError where a text has more tokens than a body may hold."""
-        most = self.config.serve.http.max_values
+        most = self.config.advanced.max_values
         if num_tokens > most:
-            limit = f"this server takes {most} values (serve.http.max_values)"
+            limit = f"this server takes {most} values (advanced.max_values)"
             raise FieldError("prompt", f"the prompt has {num_tokens} tokens; {limit}; shorten it")
 
     def fit(

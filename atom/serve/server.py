@@ -122,7 +122,7 @@ class Server:
         tenants = read_tenants(http)
         app = create_app(self._context, tenants)
         check_certificate(http)
-        passed = adopt(http.listen_fds, http.listen_pid)
+        passed = adopt(config.advanced.listen_fds, config.advanced.listen_pid)
         self._is_passed = passed is not None  # requests wait in the socket's queue until the engines are ready
         self._opens_late = self._is_passed or http.listen_when_ready
         self._is_open = asyncio.Event()  # requests can come
@@ -134,7 +134,7 @@ class Server:
         if not tenants and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
             LOG.warning("whoever reaches port %d may use this server, as it has no API keys: %s", self._port, fix)
-        self._uvicorn = _Uvicorn(uvicorn_config(app, http, metrics))
+        self._uvicorn = _Uvicorn(uvicorn_config(app, config, metrics))
         self._end_requested = asyncio.Event()
         self._signals: list[int] = []
         self._is_idle = False  # it ends since nobody has asked for long
@@ -238,7 +238,7 @@ class Server:
             self._engines.check()
             if self._has_been_idle():
                 self._is_idle = True
-                notify(self._config.serve.http.notify_socket, "STOPPING=1")
+                notify(self._config.advanced.notify_socket, "STOPPING=1")
                 LOG.info("idle", extra={"fields": {"seconds": self._config.serve.idle_exit_seconds}})
                 return None
         if self._engines.state is EngineState.DEAD:
@@ -264,7 +264,7 @@ class Server:
         engines.drain()
         if self._is_passed:
             self._uvicorn.stop_listening()  # what comes now waits in the socket's queue for the next server
-        notify(self._config.serve.http.notify_socket, "STOPPING=1")
+        notify(self._config.advanced.notify_socket, "STOPPING=1")
         LOG.info("draining", extra={"fields": {"seconds": seconds}})
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
@@ -346,13 +346,14 @@ class Server:
         shown = f"[{host}]" if ":" in host else "localhost" if host == "0.0.0.0" else host
         names = ", ".join(self._context.names)
         LOG.info("%s at %s://%s:%d%s (Ctrl-C drains, twice ends at once)", names, scheme, shown, port, http.root_path)
-        notify(http.notify_socket, "READY=1")
+        notify(self._config.advanced.notify_socket, "READY=1")
 
 
-def uvicorn_config(app: ASGIApp, http: HTTPConfig, metrics: Metrics) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, config: Config, metrics: Metrics) -> uvicorn.Config:
+    http = config.serve.http
     return uvicorn.Config(
         app,
-        http=limited_protocol(http, metrics),
+        http=limited_protocol(config, metrics),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -209,7 +209,7 @@ class Calibration:
             case part:
                 return self._find(part, str(recipe.fmt))
 
-    def _find(self, part: Recipe, fmt: str) -> dict[str, Recipe] | None:
+    def _find(self, part: Recipe, fmt: str) -> Mapping[str, Recipe] | None:
         whole = _packed(part, self._types)
         if whole is None or whole.type.fmt != fmt:
             return None

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from omegaconf.errors import ConfigKeyError
 
 from atom.config import Config
 from atom.config.hydra_errors import explain, unknown_key
+from atom.config.load import load
 from atom.config.schema_keys import keys
+from atom.config.spelling import MOVED
 from atom.config.transformers_words import HINTS
 from atom.errors import ConfigError
 
@@ -35,3 +38,25 @@ def test_an_error_whose_causes_go_round_is_told_in_a_line():
     first, second = ConfigKeyError("one\ntwo"), ConfigKeyError("three")
     first.__cause__, second.__cause__ = second, first
     assert isinstance(error := explain(first, Config), ConfigError) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("serve.http.read_seconds=3", "serve.http.read_seconds is now advanced.read_seconds; set that"),
+        ("+serve.http.listen_fds=1", "serve.http.listen_fds is now advanced.listen_fds; set that"),
+        ("serve.http={max_values: 3000}", "serve.http.max_values is now advanced.max_values; set that"),
+        ("parallel.torchrun.rank=1", "parallel.torchrun is now advanced.torchrun; set that"),
+        ("parallel.torchrun={rank: 1}", "parallel.torchrun is now advanced.torchrun; set that"),
+        ("serve={tensor_parallel_size: 2}", "serve.tensor_parallel_size is now parallel.tensor; set that"),
+    ],
+)
+def test_a_former_name_is_refused_with_the_present_one(override: str, error: str):
+    with pytest.raises(ConfigError, match=f"^{re.escape(error)}$"):
+        load([override])
+
+
+@pytest.mark.parametrize("former", MOVED)
+def test_what_a_former_name_is_now_is_a_field_or_a_block(former: str):
+    assert not any(f"{key}.".startswith(f"{former}.") for key in keys(Config))
+    assert any(f"{key}.".startswith(f"{MOVED[former]}.") for key in keys(Config))

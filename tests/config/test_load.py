@@ -1212,12 +1212,12 @@ def test_drafts_are_accepted_by_chance_where_weights_are_random():
 def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch):
     for texts in (["parallel=dp3"], ["serve.data_parallel_size=3"], ["parallel.replicas=3", "parallel.tensor=1"]):
         config = load([*texts, "device=cpu"])
-        assert (config.parallel.replicas, config.serve.data_parallel_size, config.parallel.tensor) == (3, 3, 1)
+        assert (config.parallel.replicas, config.parallel.tensor) == (3, 1)
     both = load(["parallel=dp2_tp3", "device=cpu"])
     assert (both.parallel.replicas, both.parallel.tensor) == (2, 3)
     with pytest.raises(ConfigError, match=r"^parallel.replicas=0 must be a whole number from 1"):
         load(["parallel.replicas=0"])
-    with pytest.raises(ConfigError, match=r"^serve.data_parallel_size=2 and parallel.replicas=3: set one of them$"):
+    with pytest.raises(ConfigError, match=r"^parallel.replicas and serve.data_parallel_size are the same option; give"):
         load(["parallel.replicas=3", "serve.data_parallel_size=2"])
     with pytest.raises(ConfigError, match=r"parallel.replicas=2: each .* explain one, without parallel=dp2$"):
         load(["parallel=dp2", "job=explain", "device=cpu"])

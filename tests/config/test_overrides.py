@@ -160,6 +160,10 @@ def test_other_keys_are_left_to_hydra():
 
 def test_the_other_name_of_block_size():
     assert rewrite(["serve.kv_cache_block_size=32"]) == ["serve.block_size=32"]
+    sizes = ["serve.tensor_parallel_size=2", "serve.pipeline_parallel_size=3", "serve.data_parallel_size=4"]
+    assert rewrite(sizes) == ["parallel.tensor=2", "parallel.pipeline=3", "parallel.replicas=4"]
+    with pytest.raises(ConfigError, match=r"^parallel\.tensor and serve\.tensor_parallel_size are the same option"):
+        rewrite(["parallel.tensor=2", "serve.tensor_parallel_size=2"])
 
 
 def test_a_parallel_layout_has_any_number_of_ranks():

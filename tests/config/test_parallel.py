@@ -33,22 +33,27 @@ def said(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_torchrun_says_the_rank_and_where_the_driver_is(said: pytest.MonkeyPatch, key: Path):
     fields = ["parallel=tp3", "parallel.launcher=torchrun", f"parallel.key_file={key}"]
-    parallel = load(fields).parallel
-    assert (parallel.rank, parallel.address) == (2, "tcp://10.0.0.1:29501")
+    config = load(fields)
+    assert (config.rank, config.parallel.address) == (2, "tcp://10.0.0.1:29501")
     said.setenv("MASTER_ADDR", "fd00::1")
     assert load(fields).parallel.address == "tcp://[fd00::1]:29501"
-    stated = load([*fields, "parallel.address=tcp://node0:7000", "parallel.torchrun.rank=0"]).parallel
-    assert (stated.rank, stated.address) == (0, "tcp://node0:7000")
+    stated = load([*fields, "parallel.address=tcp://node0:7000", "advanced.torchrun.rank=0"])
+    assert (stated.rank, stated.parallel.address) == (0, "tcp://node0:7000")
+
+
+def own_device_of(fields: list[str]) -> str:
+    config = load(fields)
+    return own_device(config.parallel, config.advanced.torchrun)
 
 
 def test_a_rank_of_torchrun_has_the_gpu_of_its_number_on_its_host(said: pytest.MonkeyPatch, key: Path):
     said.setenv("LOCAL_RANK", "1")
     said.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fields = ["parallel=tp3", "parallel.launcher=torchrun", f"parallel.key_file={key}", "device=cuda"]
-    assert own_device(load(fields).parallel) == "1"
-    assert own_device(load([*fields, "parallel.visible_devices='4,6'"]).parallel) == "6"
+    assert own_device_of(fields) == "1"
+    assert own_device_of([*fields, "parallel.visible_devices='4,6'"]) == "6"
     with pytest.raises(ConfigError, match="LOCAL_RANK=1: CUDA_VISIBLE_DEVICES=4 has no GPU for it"):
-        own_device(load([*fields, "parallel.visible_devices='4'"]).parallel)
+        own_device_of([*fields, "parallel.visible_devices='4'"])
 
 
 def test_ranks_of_one_host_need_no_key(said: pytest.MonkeyPatch):
@@ -64,8 +69,8 @@ def test_ranks_of_one_host_need_no_key(said: pytest.MonkeyPatch):
 
 
 def test_torchrun_s_environment_means_nothing_to_other_launchers_and_jobs(said: pytest.MonkeyPatch):
-    assert load(["parallel=tp3"]).parallel.rank == 0
-    assert load(["parallel=tp3", "parallel.launcher=torchrun", "job=explain"]).parallel.rank == 0
+    assert load(["parallel=tp3"]).rank == 0
+    assert load(["parallel=tp3", "parallel.launcher=torchrun", "job=explain"]).rank == 0
 
 
 def test_processes_of_torchrun_do_not_each_open_an_engine_with_ranks(said: pytest.MonkeyPatch):
@@ -84,18 +89,18 @@ def test_processes_of_torchrun_do_not_each_open_an_engine_with_ranks(said: pytes
     ("fields", "reason"),
     [
         (["parallel=tp3"], r"must show a key: set parallel\.key_file; \(umask 077; openssl rand -hex 32 > key\)"),
-        (["parallel=tp3", "parallel.torchrun.rank=null"], "the environment has no RANK and WORLD_SIZE; start it as torchrun"),
+        (["parallel=tp3", "advanced.torchrun.rank=null"], "the environment has no RANK and WORLD_SIZE; start it as torchrun"),
         (["parallel=tp9"], "torchrun starts 3 processes, and the engine has 9 ranks; set parallel=tp3"),
-        (["parallel=tp3", "parallel.torchrun.world_size=1"], r"starts 1 .* has 3 ranks; .*\(WORLD_SIZE\) to start 3$"),
-        (["parallel=tp3", "parallel.torchrun.world_size=0"], r"starts 0 .* has 3 ranks; .*\(WORLD_SIZE\) to start 3$"),
-        (["parallel=tp3", "parallel.torchrun.local_world_size=x"], "LOCAL_WORLD_SIZE=x must be a whole number"),
-        (["parallel=tp3", "parallel.torchrun.master_port=65535"], "MASTER_PORT=65535: .* set 65534 at most"),
+        (["parallel=tp3", "advanced.torchrun.world_size=1"], r"starts 1 .* has 3 ranks; .*\(WORLD_SIZE\) to start 3$"),
+        (["parallel=tp3", "advanced.torchrun.world_size=0"], r"starts 0 .* has 3 ranks; .*\(WORLD_SIZE\) to start 3$"),
+        (["parallel=tp3", "advanced.torchrun.local_world_size=x"], "LOCAL_WORLD_SIZE=x must be a whole number"),
+        (["parallel=tp3", "advanced.torchrun.master_port=65535"], "MASTER_PORT=65535: .* set 65534 at most"),
         ([], "starts several ranks, and this engine has one; set parallel=tp2 or more"),
-        (["parallel=tp3", "parallel.torchrun.rank=3"], "RANK=3 must be below WORLD_SIZE=3"),
-        (["parallel=tp3", "parallel.torchrun.rank=-1"], "RANK=-1 must be a whole number"),
-        (["parallel=tp3", "parallel.torchrun.master_port=null"], r"no MASTER_ADDR and MASTER_PORT; set parallel\.address"),
+        (["parallel=tp3", "advanced.torchrun.rank=3"], "RANK=3 must be below WORLD_SIZE=3"),
+        (["parallel=tp3", "advanced.torchrun.rank=-1"], "RANK=-1 must be a whole number"),
+        (["parallel=tp3", "advanced.torchrun.master_port=null"], r"no MASTER_ADDR and MASTER_PORT; set parallel\.address"),
         (["parallel=tp3", "parallel.address=tcp://0.0.0.0:7000"], r"0\.0\.0\.0:7000 means all interfaces; name the one"),
-        (["parallel=tp3", "parallel.torchrun.master_addr='0'"], r"address=tcp://0:29501 means all interfaces"),
+        (["parallel=tp3", "advanced.torchrun.master_addr='0'"], r"address=tcp://0:29501 means all interfaces"),
         (["parallel=tp3", "parallel.address=tcp://10.0.0.1:0"], "would take a free port, which no rank knows; name one"),
         (["parallel=tp3", "parallel.address=10.0.0.1:7000"], r"must be tcp://HOST:PORT, as in tcp://10\.0\.0\.1:7000"),
         (["parallel=tp3", "parallel.key_file=/nowhere/key"], "/nowhere/key: No such file or directory; .*openssl"),

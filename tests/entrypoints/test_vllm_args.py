@@ -85,7 +85,7 @@ MEANS: dict[str, list[str]] = {
     "-pcp1 -dcp1 --language-model-only --enable-ep-weight-filter": [],
     "--device-memory-utilization 0.5": ["serve.gpu_memory_utilization=0.5"],
     "--sse-keep-alive-interval 5 --log-level WARNING": [
-        "serve.http.comment_seconds=5.0",
+        "advanced.comment_seconds=5.0",
         "serve.http.log_level='warning'",
     ],
     "--speculative-config.method ngram --speculative_config.num_speculative_tokens=4": [

@@ -54,7 +54,7 @@ def test_a_process_that_is_stopped_ends_nothing_and_of_those_of_one_that_dies_no
     def grown() -> list[int]:
         return [now - then for now, then in zip(used_on_each(), before, strict=True)]
 
-    overrides = ["serve.http.heartbeat_seconds=2", *(f"serve.{name}={value}" for name, value in FIELDS.items())]
+    overrides = ["advanced.heartbeat_seconds=2", *(f"serve.{name}={value}" for name, value in FIELDS.items())]
     talker = serving.save_talker(tmp_path / "talker")
     with serving.started(talker, tmp_path, "device=cuda", "level=3", f"parallel={layout}", *overrides) as server:
         assert all(each > 200 * MIB for each in grown()[: LAYOUTS[layout]]), "there is a CUDA context on each GPU"

@@ -88,7 +88,7 @@ def test_without_proc_there_is_no_verdict():
 
 
 def test_the_time_is_that_of_the_configuration_and_many_beats_fit_in_it():
-    assert load([]).serve.http.heartbeat_seconds == HANG_SECONDS == 60 and BEAT_SECONDS == 0.4
+    assert load([]).advanced.heartbeat_seconds == HANG_SECONDS == 60 and BEAT_SECONDS == 0.4
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from serving import Server
 
-from atom.config import HTTPConfig
+from atom.config import AdvancedConfig
 from atom.serve.http.bodies import read_body
 from atom.serve.http.body_faults import describe
 from atom.serve.llama_cpp import ROUTES
@@ -278,7 +278,7 @@ def test_a_fault_is_named_without_the_alternatives_of_a_union():
 def test_a_field_that_is_not_known_is_told_from_those_that_are(field: str, hint: str):
     body = json.dumps({"prompt": "a", field: 1, "stream_options": {"max_token": 1}}).encode()
     with pytest.raises(RequestValidationError) as caught:
-        read_body(body, "application/json", CompletionRequest, HTTPConfig())
+        read_body(body, "application/json", CompletionRequest, AdvancedConfig())
     _, message = describe(caught.value)
     inner = "stream_options.max_token: Extra inputs are not permitted"
     assert sorted(message.split("; ")) == sorted([*f"{field}: Extra inputs are not permitted{hint}".split("; "), inner])
@@ -333,7 +333,7 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
 def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], more: dict[str, Any], told: str):
     least = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}, ChatRequest: HELLO}[model]
     with pytest.raises(RequestValidationError) as caught:
-        read_body(json.dumps(least | more).encode(), "application/json", model, HTTPConfig())
+        read_body(json.dumps(least | more).encode(), "application/json", model, AdvancedConfig())
     assert describe(caught.value) == (next(iter(more)), told)
 
 

@@ -112,7 +112,7 @@ READY = {"status": "ok", "state": "ready"}
 
 
 def test_an_engine_that_is_stopped_ends_nothing_and_goes_on(start_server: Start):
-    server = start_server("serve.http.heartbeat_seconds=2", stub={"step_seconds": 0.02})
+    server = start_server("advanced.heartbeat_seconds=2", stub={"step_seconds": 0.02})
     (engine,) = family(server)
     stream = wire.Stream(server.url, {"prompt": [0], "max_tokens": 200})
     stream.read_events(3)
@@ -135,7 +135,7 @@ def test_processes_that_are_all_stopped_go_on_though_the_engine_continues_later(
     seconds: float, later: float, start_server: Start
 ):
     """As on a laptop that is suspended, or in a container that is paused."""
-    server = start_server("serve.http.heartbeat_seconds=2", stub={"step_seconds": 0.02})
+    server = start_server("advanced.heartbeat_seconds=2", stub={"step_seconds": 0.02})
     processes = [server.process.pid, *family(server)]
     stream = wire.Stream(server.url, {"prompt": [0], "max_tokens": 100})
     stream.read_events(3)
@@ -162,7 +162,7 @@ def test_an_engine_that_sleeps_with_the_lock_held_is_not_taken_for_dead(start_se
 def test_an_engine_that_computes_with_the_lock_held_is_not_taken_for_dead_and_health_names_the_time(
     start_server: Start,
 ):
-    server = start_server("serve.http.heartbeat_seconds=2", stub={"hold_seconds": 6.0})
+    server = start_server("advanced.heartbeat_seconds=2", stub={"hold_seconds": 6.0})
     stream = wire.Stream(server.url, {"prompt": [SPINS_LOCKED], "max_tokens": 5})
     stream.read_events(1)
     wire.wait_until(lambda: "step_seconds" in health(server))
@@ -192,7 +192,7 @@ def test_a_profile_is_written_to_its_end_however_long_the_lock_is_held(talker: P
 
 
 def test_an_engine_that_neither_beats_nor_uses_the_cpu_is_ended(start_server: Start):
-    server = start_server("serve.http.heartbeat_seconds=1", stub={"hold_seconds": 1000.0, "step_seconds": 0.02})
+    server = start_server("advanced.heartbeat_seconds=1", stub={"hold_seconds": 1000.0, "step_seconds": 0.02})
     (engine,) = family(server)
     stream = wire.Stream(server.url, {"prompt": [SLEEPS_LOCKED], "max_tokens": 8000})
     stream.read_events(1)
@@ -248,7 +248,7 @@ def test_a_step_that_raises_ends_what_was_in_it_and_the_next_request_is_served(s
 @pytest.mark.parametrize("where", [IN_PYTHON, IN_C])
 @pytest.mark.slow
 def test_an_engine_that_computes_for_long_is_not_taken_for_dead(start_server: Start, where: int):
-    server = start_server("serve.http.heartbeat_seconds=1", stub={})
+    server = start_server("advanced.heartbeat_seconds=1", stub={})
     stream = wire.Stream(server.url, {"prompt": [where], "max_tokens": 5})
     stream.read_events(1)
     end, shown = time.monotonic() + 8, {}
@@ -294,7 +294,7 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, t
 def test_an_engine_that_hangs_while_it_loads_is_killed_once_it_is_taken_for_dead(talker: Path, tmp_path: Path):
     port = free_port()
     stub = {"load_seconds": 3.0, "load_hangs": True}
-    fields = [f"serve.http.port={port}", "serve.http.heartbeat_seconds=3"]
+    fields = [f"serve.http.port={port}", "advanced.heartbeat_seconds=3"]
     server = serving.launch(talker, tmp_path, *fields, stub=stub)
 
     def listens() -> bool:
@@ -388,5 +388,5 @@ def test_a_process_that_dies_ends_those_of_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_ends_nothing_and_goes_on(rank: int, talker: Path, tmp_path: Path):
-    with serving.started(talker, tmp_path, "parallel=tp2", "serve.http.heartbeat_seconds=2") as server:
+    with serving.started(talker, tmp_path, "parallel=tp2", "advanced.heartbeat_seconds=2") as server:
         assert_server_outlives_a_stop(server, rank)

@@ -15,7 +15,7 @@ from serve.http.test_middleware import all_routes
 from serve.vllm_names import FIELDS, MODELS, ROCM_FIELDS, ROCM_ROUTES, ROUTES, STRUCTURED_OUTPUTS
 from vllm_sources import sources, tree, version
 
-from atom.config import Config, HTTPConfig
+from atom.config import AdvancedConfig, Config
 from atom.config.schema_keys import keys
 from atom.serve import vllm
 from atom.serve.anthropic.schema import CountRequest, MessagesRequest
@@ -45,7 +45,7 @@ def told_of(model: type[BaseModel], field: str) -> str:
     """What is said of a field of a body, or of a field of a field; empty if nothing is wrong with it."""
     outer, _, inner = field.partition(".")
     try:
-        read_body(json.dumps({outer: {inner: 1} if inner else 1}).encode(), "application/json", model, HTTPConfig())
+        read_body(json.dumps({outer: {inner: 1} if inner else 1}).encode(), "application/json", model, AdvancedConfig())
     except RequestValidationError as error:
         faults = {".".join(map(str, fault["loc"][1:])): str(fault["msg"]) for fault in error.errors()}
         return faults.get(field, "")

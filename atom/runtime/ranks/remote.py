@@ -240,7 +240,7 @@ def serve_rank(config: Config) -> int:
     """Be the rank that torchrun has made this process, until the driver ends; the exit code."""
     parallel = config.parallel
     assert parallel.address is not None, "config.load resolves it"
-    connection = find_driver(parallel.address, key_of(parallel), parallel.rank, parallel.host)
+    connection = find_driver(parallel.address, key_of(parallel), config.rank, parallel.host)
     handled = {}
     with contextlib.suppress(ValueError):  # not the main thread
         for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher; the driver may drain first
@@ -249,7 +249,7 @@ def serve_rank(config: Config) -> int:
         hello = msgspec.msgpack.encode(without_secrets(config))
         if config.device == "cpu":
             return supervise(connection, hello)
-        return supervise(connection, hello, RANK_ON_GPU, own_device(parallel))
+        return supervise(connection, hello, RANK_ON_GPU, own_device(parallel, config.advanced.torchrun))
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)

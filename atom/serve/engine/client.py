@@ -99,7 +99,7 @@ class EngineClient(asyncio.Protocol):
         self._asked: dict[str, asyncio.Future[str]] = {}  # what operators wait for, by id
         self._frames: Frames[FromEngine] = from_engine()
         self._transport: asyncio.Transport | None = None
-        self._watch = Watch(config.serve.http.heartbeat_seconds)
+        self._watch = Watch(config.advanced.heartbeat_seconds)
         self._is_stopped = False
         self._stopped_ranks: list[int] = []
         self._step_seconds = 0.0  # of the step that ran at the last heartbeat

@@ -105,7 +105,7 @@ class Replica:
         if client.state is not EngineState.DEAD:
             client.check(None if process is None else read_vitals(process.pid))
         self._report_stopped()
-        is_long = client.step_seconds >= self._config.serve.http.heartbeat_seconds
+        is_long = client.step_seconds >= self._config.advanced.heartbeat_seconds
         if is_long and not self.has_long_step:
             LOG.warning("%s is busy, and has ended no step for %.0f s", self.name, client.step_seconds)
         self.has_long_step = is_long

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atom.config import HTTPConfig
+from atom.config import AdvancedConfig
 from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
@@ -56,7 +56,7 @@ class BodyRoute(APIRoute):
                 fault = f"compressed bodies are not supported; send it without Content-Encoding: {shown(coding)}"
                 raise HTTPException(415, fault)
             kind = request.headers.get("content-type", "")
-            body = await context.work(len(data), partial(read_body, data, kind, model, context.config.serve.http))
+            body = await context.work(len(data), partial(read_body, data, kind, model, context.config.advanced))
             arguments = {"body": body, "request": request}
             answer: Response = await endpoint(**{name: arguments[name] for name in hints if name in arguments})
             return answer
@@ -69,7 +69,7 @@ def body_route(context: Context) -> type[APIRoute]:
     return type("BodyRoute", (BodyRoute,), {"context": context})
 
 
-def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig) -> BaseModel:
+def read_body(data: bytes, kind: str, model: type[BaseModel], limits: AdvancedConfig) -> BaseModel:
     """Decode and check a body. kind: its Content-Type.
 
     RequestValidationError or HTTPException, as FastAPI raises them, where it is no JSON of this model; RequestError
@@ -129,7 +129,7 @@ def is_json(kind: str) -> bool:
     return main == "application" and (sub == "json" or sub.endswith("+json"))
 
 
-def check_size(data: bytes, limits: HTTPConfig) -> None:
+def check_size(data: bytes, limits: AdvancedConfig) -> None:
     """Raise RequestError where a JSON text has more values or items than the limits."""
     num_quotes = num_opened = num_commas = 0
     for chunk in unescaped(data):
@@ -139,10 +139,10 @@ def check_size(data: bytes, limits: HTTPConfig) -> None:
         num_opened += outside.count(b"[") + outside.count(b"{")
         num_commas += outside.count(b",")
         if num_quotes // 2 + num_opened > limits.max_items:
-            items = f"{limits.max_items} texts, names, lists and objects (serve.http.max_items)"
+            items = f"{limits.max_items} texts, names, lists and objects (advanced.max_items)"
             raise RequestError(f"the body has more than {items}; send fewer at a time")
         if num_commas >= limits.max_values:
-            raise RequestError(f"the body has more than {limits.max_values} values (serve.http.max_values); send fewer")
+            raise RequestError(f"the body has more than {limits.max_values} values (advanced.max_values); send fewer")
 
 
 def unescaped(data: bytes) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 A request that is too large or too slow is refused before the app sees it.
 
-    uvicorn.Config(app, http=limited_protocol(config.serve.http, metrics))
+    uvicorn.Config(app, http=limited_protocol(config, metrics))
 
 An Upgrade is ignored, as HTTP allows, by renaming its header: the parser would take no body with it, and Java's client
 asks for HTTP/2 so with each request. (It is not found where it begins a packet.) A second Host or key is refused: a
@@ -24,7 +24,7 @@ from http import HTTPStatus
 from msgspec import json
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from atom.config import HTTPConfig
+from atom.config import AdvancedConfig, Config, HTTPConfig
 from atom.serve.http.errors import body_at, error_body, is_anthropic, shown
 from atom.serve.http.middleware import strip_root
 from atom.serve.ids import request_id_headers, request_id_of
@@ -40,7 +40,7 @@ MESSAGES = {
     HTTPStatus.BAD_REQUEST: INVALID,
     HTTPStatus.REQUEST_TIMEOUT: "the request did not arrive in time",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "the body is larger than this server takes (serve.http.max_body)",
-    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "the headers are larger than this server takes (serve.http.max_header)",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "the headers are larger than this server takes (advanced.max_header)",
 }
 
 
@@ -49,7 +49,8 @@ class _ParsingStopped(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    limits: HTTPConfig
+    http: HTTPConfig
+    limits: AdvancedConfig
     metrics: Metrics
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -109,14 +110,14 @@ class LimitedProtocol(HttpToolsProtocol):
             if counts[name] > 1:
                 self._fail_parsing(HTTPStatus.BAD_REQUEST, f"{INVALID}: it has more than one {name.decode()} header")
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        if length.isdigit() and int(length) > self.limits.max_body:
+        if length.isdigit() and int(length) > self.http.max_body:
             self._fail_parsing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         self._is_in_body = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
-        if self._num_body_bytes > self.limits.max_body:
+        if self._num_body_bytes > self.http.max_body:
             self._fail_parsing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         super().on_body(body)
 
@@ -143,7 +144,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Send an error response, unless a response has started, and close the connection."""
         self._is_refused = True
         self._stop_read_timer()
-        path = strip_root(self.url.partition(b"?")[0].decode("latin-1"), self.limits.root_path)
+        path = strip_root(self.url.partition(b"?")[0].decode("latin-1"), self.http.root_path)
         request_id = request_id_of(dict(self.headers or ()))
         fields = {"request_id": request_id, "path": shown(path), "status": int(status), "client": self.client}
         fields["error"] = message = message or MESSAGES[status]
@@ -200,6 +201,7 @@ def without_upgrade(data: bytes) -> bytes:
     return UPGRADE.sub(b"x-", head) + end + body
 
 
-def limited_protocol(limits: HTTPConfig, metrics: Metrics) -> type[LimitedProtocol]:
-    """Make the protocol class for these limits; it counts refused requests in `metrics`."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "metrics": metrics})
+def limited_protocol(config: Config, metrics: Metrics) -> type[LimitedProtocol]:
+    """Make the protocol class for the limits of a configuration; it counts refused requests in `metrics`."""
+    fields = {"http": config.serve.http, "limits": config.advanced, "metrics": metrics}
+    return type("LimitedProtocol", (LimitedProtocol,), fields)

@@ -96,7 +96,7 @@ class ActiveResponse:
 
         AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves.
         """
-        silence = self._context.config.serve.http.comment_seconds
+        silence = self._context.config.advanced.comment_seconds
         self._first_outputs = await until_gone(receive, self._next(silence))
 
     async def collect(self) -> list[Choice]:
@@ -114,7 +114,7 @@ class ActiveResponse:
 
     async def outputs(self) -> AsyncIterator[tuple[Choice, Output] | None]:
         """Each output with its choice; None where nothing has come for comment_seconds."""
-        stream, silence = self._stream, self._context.config.serve.http.comment_seconds
+        stream, silence = self._stream, self._context.config.advanced.comment_seconds
         while self._first_outputs is not None or not stream.is_done:
             outputs = await self._next(silence)
             if not outputs:

@@ -497,7 +497,7 @@ def test_what_the_answer_begins_with_stands_behind_the_prompt_and_stays_text(ask
 
 def test_pings_fill_a_silence(ask: Asker):
     said = HI._replace(pause=0.2)
-    events = read_events(ask(said, {**ASK, "stream": True}, "serve.http.comment_seconds=0.05")[0])
+    events = read_events(ask(said, {**ASK, "stream": True}, "advanced.comment_seconds=0.05")[0])
     assert events[:2] == [events[0], ("ping", {"type": "ping"})]
     assert [name for name, _ in events if name != "ping"][-1] == "message_stop"
 

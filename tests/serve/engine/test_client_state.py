@@ -32,7 +32,7 @@ from atom.serve.engine.stream import RequestStream, UnreadError
 from atom.serve.http.errors import status_of
 
 ONE = SamplingParams(max_tokens=4)
-CONFIG = load(["serve.http.max_queue=3", "serve.http.heartbeat_seconds=4"])
+CONFIG = load(["serve.http.max_queue=3", "advanced.heartbeat_seconds=4"])
 
 
 class Engine:

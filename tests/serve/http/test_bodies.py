@@ -14,7 +14,7 @@ from atom.errors import RequestError
 from atom.serve.http import bodies
 from atom.serve.http.bodies import check_size, is_json
 
-LIMITS = replace(load([]).serve.http, max_values=20, max_items=10)
+LIMITS = replace(load([]).advanced, max_values=20, max_items=10)
 
 
 @pytest.fixture(params=[2, 3, 7, 1 << 18])
@@ -74,7 +74,7 @@ def test_a_body_is_json_where_its_content_type_is(kind: str, expected: bool):
 
 @pytest.fixture(scope="module")
 def narrow(start_server: Start) -> Server:
-    return start_server("serve.http.max_values=2000", "serve.http.max_items=1000", stub={})
+    return start_server("advanced.max_values=2000", "advanced.max_items=1000", stub={})
 
 
 @pytest.mark.parametrize(

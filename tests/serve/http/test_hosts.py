@@ -56,8 +56,8 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     def launch(rank: int, key: Path, name: str, layout: str, *overrides: str) -> Server:
         folder = tmp_path / name
         folder.mkdir()
-        where = [f"parallel.torchrun.rank={rank}", f"parallel.host=127.0.0.{rank + 1}", f"parallel.key_file={key}"]
-        fields = ["parallel.torchrun.world_size=2", f"parallel.address=tcp://127.0.0.1:{port}"]
+        where = [f"advanced.torchrun.rank={rank}", f"parallel.host=127.0.0.{rank + 1}", f"parallel.key_file={key}"]
+        fields = ["advanced.torchrun.world_size=2", f"parallel.address=tcp://127.0.0.1:{port}"]
         server = serving.launch(
             talker, folder, f"parallel={layout}", "parallel.launcher=torchrun", *where, *fields, *overrides
         )
@@ -127,7 +127,7 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["host", "rank", "driver"])
 def test_two_hosts_go_on_after_a_stop_of_one(stopped: str, start_hosts: Callable[..., Hosts]):
-    hosts = start_hosts("tp2", "serve.http.heartbeat_seconds=2")
+    hosts = start_hosts("tp2", "advanced.heartbeat_seconds=2")
     server, rank = hosts.server, hosts.rank
     (engine,) = family(server)
     pids = {"host": [hosts.supervisor.process.pid, rank], "rank": [rank], "driver": [engine]}[stopped]

@@ -40,7 +40,7 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def secure(start_server: Start, pem: tuple[Path, Path]) -> Server:
     cert, key = pem
     files = f"serve.http.ssl_certfile={cert}", f"serve.http.ssl_keyfile={key}"
-    return start_server(*files, "serve.http.max_header=2048", stub={})
+    return start_server(*files, "advanced.max_header=2048", stub={})
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import uvicorn
@@ -27,8 +26,9 @@ from atom.serve.ops.metrics import Metrics
 
 @pytest.fixture(scope="module")
 def strict(start_server: Start) -> Server:
-    limits = ("max_body=10000", "max_header=2048", "read_seconds=0.7", "write_seconds=0.7", "drain_seconds=0")
-    return start_server(*(f"serve.http.{limit}" for limit in limits), stub={"step_seconds": 0.0005})
+    http = ("serve.http.max_body=10000", "serve.http.drain_seconds=0")
+    limits = ("max_header=2048", "read_seconds=0.7", "write_seconds=0.7")
+    return start_server(*http, *(f"advanced.{limit}" for limit in limits), stub={"step_seconds": 0.0005})
 
 
 def answer_to(server: Server, *parts: bytes) -> wire.Answer:
@@ -84,9 +84,7 @@ def test_a_body_of_the_largest_size_is_taken(strict: Server):
     ],
 )
 def test_a_head_that_is_too_large_is_refused(strict: Server, head: bytes):
-    assert_refused(
-        answer_to(strict, head), 431, "the headers are larger than this server takes (serve.http.max_header)"
-    )
+    assert_refused(answer_to(strict, head), 431, "the headers are larger than this server takes (advanced.max_header)")
 
 
 @pytest.mark.parametrize(
@@ -217,10 +215,10 @@ def test_a_request_that_lies_unread_while_the_server_computes_has_arrived_in_tim
 
     async def main() -> bytes:
         loop = asyncio.get_running_loop()
-        limits = replace(load([]).serve.http, read_seconds=0.3, max_body=32 << 20)
+        served = load(["advanced.read_seconds=0.3", f"serve.http.max_body={32 << 20}"])
         config = uvicorn.Config(app, lifespan="off", log_config=None)
         config.load()
-        protocol = limited_protocol(limits, Metrics(Replicas(load([]))))
+        protocol = limited_protocol(served, Metrics(Replicas(load([]))))
         state = {"config": config, "server_state": ServerState(), "app_state": {}}
         server = await loop.create_server(lambda: protocol(**state), "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()) as connection:

@@ -27,7 +27,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def config(talker: Path) -> Config:
-    return load([f"checkpoint={talker}", "serve.http.served_model_name=[talker]", "serve.http.comment_seconds=0.05"])
+    return load([f"checkpoint={talker}", "serve.http.served_model_name=[talker]", "advanced.comment_seconds=0.05"])
 
 
 def refuse(submit: Submit) -> list[Message]:

@@ -53,7 +53,7 @@ def test_what_stands_in_a_text_does_not_count(value: Any):
     ],
 )
 def test_more_than_the_limits_is_refused_by_their_names(value: Any, name: str):
-    with pytest.raises(RequestError, match=rf"more than \d+ .*\(serve\.http\.{name}\)"):
+    with pytest.raises(RequestError, match=rf"more than \d+ .*\(advanced\.{name}\)"):
         check_size(json.dumps(value).encode(), LIMITS)
 
 
@@ -106,7 +106,7 @@ def narrow(start_server: Start) -> Server:
 )
 def test_every_route_refuses_more_than_the_limits(narrow: Server, path: str, body: dict[str, Any], name: str):
     answer = wire.ask(narrow.url, "POST", path, body)
-    assert answer.status == 400 and f"(serve.http.{name})" in answer.json["error"]["message"]
+    assert answer.status == 400 and f"(advanced.{name})" in answer.json["error"]["message"]
 
 
 def test_a_compressed_body_is_refused(narrow: Server):

@@ -1,6 +1,10 @@
 """Sampling parameters of a request: how its answer is sampled, and when it ends.
 
-SamplingParams(temperature=0, max_tokens=8)
+    SamplingParams(temperature=0, max_tokens=8)
+
+The fields of `SamplingParams` are the one table of sampling parameters. What follows from a line of it: its check, the
+key `sampling.NAME` of the configuration, its page in the docs, the values that a checkpoint may set, how a request body
+sets it (once `serve.openai.schema` has the field), and its column in the request state on the device.
 """
 
 from __future__ import annotations
@@ -8,13 +12,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from atom.errors import RequestError
 
 SAMPLING_KINDS = ("greedy", "random", "filtered")  # a batch of a later kind may have rows of those before it
 MIN_TEMPERATURE = 1e-5  # of a request that is sampled: anything lower is greedy, as in vLLM
+FILTER, PENALTY = "filter", "penalty"  # what a kernel reads a parameter for: which tokens are kept, and other logits
 
 
 def number(default: Any, low: float, high: float = math.inf, *, above: bool = False) -> Any:
@@ -22,16 +27,31 @@ def number(default: Any, low: float, high: float = math.inf, *, above: bool = Fa
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
-# field of generation_config.json -> field of sampling
-GENERATION = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-# fields of generation_config.json that have no counterpart here -> the value, beside null, with which transformers
+def parameter(
+    default: Any,
+    low: float,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    column: str = "",
+    use: str = "",
+    checkpoint: str = "",
+    gguf: str = "",
+) -> Any:
+    """A field as of `number`, and where its value goes to and comes from.
+
+    column: dtype of the column in the request state that has its value by slot, i64 or f64; "": kernels do not read it
+    use: FILTER or PENALTY, for which kernels read it, but where it is the default; "": neither
+    checkpoint: its name in generation_config.json; "": it has none there
+    gguf: its key below `general.sampling.` in a GGUF file, for one that has a name in generation_config.json
+    """
+    limits = number(default, low, high, above=above).metadata
+    return field(
+        default=default, metadata={**limits, "column": column, "use": use, "checkpoint": checkpoint, "gguf": gguf}
+    )
+
+
+# fields of generation_config.json that have no counterpart here -> the value, besides null, with which transformers
 # computes the same answers as without it
 UNUSED: dict[str, Any] = {
     "num_beams": 1,
@@ -56,7 +76,7 @@ UNUSED: dict[str, Any] = {
     "token_healing": False,
     "watermarking_config": None,
 }
-UNUSED_OF_BEAMS: dict[str, Any] = {  # the same, with num_beams alone
+UNUSED_OF_BEAMS: dict[str, Any] = {  # the same, read only with num_beams
     "early_stopping": False,
     "length_penalty": 1.0,
     "num_beam_groups": 1,
@@ -92,22 +112,32 @@ def unused_values(generation: Mapping[str, Any]) -> dict[str, Any]:
 class SamplingParams:
     """How one request is sampled and when it ends. Bad values raise RequestError."""
 
-    temperature: float = number(1.0, 0)  # 0: greedy
-    max_tokens: int = number(64, 1, INT32)
+    temperature: float = parameter(1.0, 0, column="f64", checkpoint="temperature", gguf="temp")  # 0: greedy
+    max_tokens: int = parameter(64, 1, INT32, checkpoint="max_new_tokens")
     ignore_eos: bool = False  # an answer goes on behind the end token
     stop_strings: list[str] | None = None  # texts that end an answer
-    top_k: int = number(0, -1, INT32)  # as many of the likeliest tokens; 0 or -1: all
-    top_p: float = number(1.0, 0, 1, above=True)  # of the likeliest tokens, those that add up to this probability
-    min_p: float = number(0.0, 0, 1)  # least probability of a token, as a share of the likeliest one's
+    top_k: int = parameter(
+        0, -1, INT32, column="i64", use=FILTER, checkpoint="top_k", gguf="top_k"
+    )  # as many of the likeliest tokens; 0 or -1: all
+    top_p: float = parameter(
+        1.0, 0, 1, above=True, column="f64", use=FILTER, checkpoint="top_p", gguf="top_p"
+    )  # of the likeliest tokens, those that add up to this probability
+    min_p: float = parameter(
+        0.0, 0, 1, column="f64", use=FILTER, checkpoint="min_p", gguf="min_p"
+    )  # least probability of a token, as a share of the likeliest one's
     seed: int | None = number(None, -math.inf)  # null: drawn from the engine's seed
     n: int = number(1, 1, 128)  # answers to one prompt
     stop_token_ids: list[int] | None = None  # tokens that end an answer
     min_tokens: int = number(0, 0, INT32)  # no eos and no stop before as many
     logprobs: int | None = number(None, 0, 20)  # how many most likely tokens to report with each chosen one
     prompt_logprobs: int | None = number(None, 0, 20)  # the same for the prompt's tokens
-    presence_penalty: float = number(0.0, -2, 2)  # subtracted from the logits of tokens that the answer has
-    frequency_penalty: float = number(0.0, -2, 2)  # the same, times how often it has them
-    repetition_penalty: float = number(1.0, 0, above=True)  # divides positive logits of prompt's and answer's tokens
+    presence_penalty: float = parameter(
+        0.0, -2, 2, column="f64", use=PENALTY
+    )  # subtracted from the logits of tokens that the answer has
+    frequency_penalty: float = parameter(0.0, -2, 2, column="f64", use=PENALTY)  # the same, times how often it has them
+    repetition_penalty: float = parameter(
+        1.0, 0, above=True, column="f64", use=PENALTY, checkpoint="repetition_penalty", gguf="penalty_repeat"
+    )  # divides positive logits of prompt's and answer's tokens
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, -100 to 100
     allowed_token_ids: list[int] | None = None  # the only tokens that an answer may have, its end among them
     bad_words: list[str] | None = None  # texts that it may not have, as they are tokenized at its start and within it
@@ -125,37 +155,18 @@ class SamplingParams:
             if self.stop_strings is not None:
                 raise RequestError("stop and stop_strings are the same; give one")
             self.stop_strings, self.stop = self.stop, None
-        for each in fields(self):
-            if "low" in each.metadata:
-                value = sampling_number(each.name, getattr(self, each.name), str(each.type), each.metadata)
-                setattr(self, each.name, value)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "mark_visible_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r} is not true or false")
-        if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
-            raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        self.top_k = max(self.top_k, 0)
         if isinstance(self.stop_strings, str):
             self.stop_strings = [self.stop_strings]
-        for name in ("stop_strings", "stop_token_ids", "visible_tokens", "allowed_token_ids", "bad_words"):
-            if not isinstance(getattr(self, name), list | tuple | None):
-                raise RequestError(f"{name}={getattr(self, name)!r} is not a list")
-        for name in ("stop_strings", "visible_tokens", "bad_words"):
-            for text in getattr(self, name) or ():
-                if not isinstance(text, str) or not text:
-                    raise RequestError(f"{name}: {text!r} is not a string of at least one character")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for id in getattr(self, name) or ():
-                sampling_number(name, id, "int", TOKEN_ID)
+        for each in fields(self):
+            setattr(self, each.name, checked(each, getattr(self, each.name)))
+        self.top_k = max(self.top_k, 0)
+        if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
+            raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty; give at least one token id")
         if self.allowed_token_ids is not None and self.structured_outputs is not None:
             raise RequestError("allowed_token_ids and structured_outputs both say what the answer may be; give one")
-        if not isinstance(self.logit_bias, Mapping | None):
-            raise RequestError(f"logit_bias={self.logit_bias!r} is not a mapping from token ids to numbers")
-        for id, bias in (self.logit_bias or {}).items():
-            sampling_number("logit_bias: token id", id, "int", TOKEN_ID)
-            sampling_number(f"logit_bias[{id}]", bias, "float", BIAS)
+        check_bias(self.logit_bias)
         if self.reasoning is not None:
             check_reasoning(self.reasoning)
             if self.structured_outputs is None:
@@ -169,6 +180,68 @@ class SamplingParams:
     def has_token_rules(self) -> bool:
         """Whether some tokens are made likelier, or impossible, at every place of the answer."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+
+def _named(key: str) -> dict[str, Any]:
+    """What the table says under this key, by name of the parameters of which it says anything."""
+    return {each.name: each.metadata[key] for each in fields(SamplingParams) if each.metadata.get(key)}
+
+
+COLUMNS: dict[str, str] = _named("column")  # parameter -> dtype of its column in the request state, i64 or f64
+USES: dict[str, str] = _named("use")  # parameter -> FILTER or PENALTY
+GENERATION: dict[str, str] = {key: name for name, key in _named("checkpoint").items()}  # key of generation_config.json
+GGUF: dict[str, str] = {
+    key: _named("checkpoint")[name] for name, key in _named("gguf").items()
+}  # key below `general.sampling.` of a GGUF file -> key of generation_config.json
+DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
+
+
+def has_use(params: SamplingParams, use: str) -> bool:
+    """Whether a parameter of this use is set to anything but its default, so that kernels have to look at it."""
+    return any(getattr(params, name) != DEFAULTS[name] for name, its in USES.items() if its == use)
+
+
+def sampling_kind(params: SamplingParams) -> str:
+    """One of SAMPLING_KINDS."""
+    if params.temperature < MIN_TEMPERATURE:
+        return "greedy"
+    return "filtered" if has_use(params, FILTER) else "random"
+
+
+def checked(parameter: Field[Any], value: Any) -> Any:
+    """The value of a parameter, after the check that its limits or its type ask for."""
+    name = parameter.name
+    if "low" in parameter.metadata:
+        return sampling_number(name, value, str(parameter.type), parameter.metadata)
+    if parameter.type == "bool" and not isinstance(value, bool):
+        raise RequestError(f"{name}={value!r} is not true or false")
+    if check := LIST_CHECKS.get(str(parameter.type)):
+        if not isinstance(value, list | tuple | None):
+            raise RequestError(f"{name}={value!r} is not a list")
+        for item in value or ():
+            check(name, item)
+    return value
+
+
+def check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{name}: {text!r} is not a string of at least one character")
+
+
+def check_token_id(name: str, token: Any) -> None:
+    sampling_number(name, token, "int", TOKEN_ID)
+
+
+LIST_CHECKS = {"list[str] | None": check_text, "list[int] | None": check_token_id}  # type -> the check of an item
+
+
+def check_bias(bias: Any) -> None:
+    """Check a mapping from token ids to what is added to their logits."""
+    if not isinstance(bias, Mapping | None):
+        raise RequestError(f"logit_bias={bias!r} is not a mapping from token ids to numbers")
+    for token, value in (bias or {}).items():
+        sampling_number("logit_bias: token id", token, "int", TOKEN_ID)
+        sampling_number(f"logit_bias[{token}]", value, "float", BIAS)
 
 
 def check_reasoning(value: Any) -> None:

@@ -12,19 +12,18 @@ from torch import Tensor
 from atom.kernels import find_step_kernels
 from atom.kernels.logprobs import top_logprobs
 from atom.runtime.requests.logit_processors import find_shaping
-from atom.runtime.step.builder import has_penalties
 from atom.runtime.step.input import pack_admission
 from atom.runtime.step.request_state import RequestState, send
 from atom.runtime.step.runner import shape_logits
 from atom.runtime.types import Logprobs, Sequence
-from atom.sampling_params import MIN_TEMPERATURE
+from atom.sampling_params import MIN_TEMPERATURE, PENALTY, has_use
 
 
 def admit(state: RequestState, slots: list[int], sequences: list[Sequence]) -> None:
     told = zip(slots, sequences, strict=True)
     state.admit(bytearray(b"".join(pack_admission(slot, s.num_tokens, s.params, s.seed) for slot, s in told)))
     for slot, each in zip(slots, sequences, strict=True):
-        if has_penalties(each):
+        if has_use(each.params, PENALTY):
             state.set_counts(slot, each.prompt, each.output)
 
 
@@ -48,7 +47,8 @@ def sample(
         shaped = shape_logits(logits, shaping, lambda array, dtype: send(array, dtype, place))
     out = torch.full((count,), -1, device=device)
     slots = torch.tensor(order, dtype=torch.int32, device=device)
-    kernels.sample(shaped, slots, state, kind or kind_of(sequences), out, any(map(has_penalties, sequences)))
+    has_penalties = any(has_use(each.params, PENALTY) for each in sequences)
+    kernels.sample(shaped, slots, state, kind or kind_of(sequences), out, has_penalties)
     assert state.tokens[order].tolist() == out.tolist()
     assert state.lengths[order].tolist() == [s.num_tokens + 1 for s in sequences]
     assert [state.reported[slot, s.num_tokens % 8] for slot, s in zip(order, sequences, strict=True)] == out.tolist()

@@ -170,7 +170,8 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
 errors | process | devices | dtypes | measurement
-cache | checkpoint | sampling_params
+sampling_params
+cache | checkpoint
 plugins
 config | graph
 kernels | runtime.types

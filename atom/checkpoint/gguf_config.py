@@ -16,6 +16,7 @@ import numpy as np
 
 from atom.checkpoint.base import StoredTensor
 from atom.errors import CheckpointError, UnsupportedError
+from atom.sampling_params import GGUF
 
 SIZES = {  # integers below `{architecture}.`: their names in config.json, of which a family reads one
     "embedding_length": "hidden_size",
@@ -63,14 +64,6 @@ FACTORS = {  # names in rope_parameters: tensors with a divisor for each rotary 
     "long_factor": "rope_factors_long.weight",
 }
 
-SAMPLING = {  # keys below `general.sampling.`: their names in generation_config.json
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-
 
 def make_generation_config(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Make the generation_config.json of the same model: the tokens that end an answer, and its sampling values."""
@@ -78,7 +71,7 @@ def make_generation_config(path: Path, metadata: Mapping[str, Any]) -> dict[str,
     ends = [key for key in (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")) if key in metadata]
     if ends:
         config["eos_token_id"] = sorted({whole_number(path, key, metadata[key]) for key in ends})
-    stated = {field: f"general.sampling.{name}" for name, field in SAMPLING.items()}
+    stated = {field: f"general.sampling.{name}" for name, field in GGUF.items()}
     return config | {field: number(path, key, metadata[key]) for field, key in stated.items() if key in metadata}
 
 

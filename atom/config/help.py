@@ -39,6 +39,9 @@ Examples
   atom-run job=explain job.stage=fuse_qkv checkpoint=/models/llama
   atom-run -m job=bench level=1,2 job.num_prompts=1,16 job.input_len=100-1024"""
 
+# a field of a dataclass, in one line or over several, and the comment at its end
+FIELD = r"^    (\w+): (?:[^\n]|\n        |\n    \))*?  # (?!type: )(.*)$"
+
 
 class FieldHelp(NamedTuple):
     """A field that users can set: its key, the schema's field, and in words its default, choices and meaning."""
@@ -80,7 +83,7 @@ def describe_fields() -> str:
 def describe_block(at: str, block: Any) -> Iterator[FieldHelp]:
     """The fields of a block that users can set; `at` is the beginning of their keys."""
     source = "".join(inspect.getsource(each) for each in reversed(block.__mro__[:-1]))
-    comments = dict(re.findall(r"^    (\w+): .*?  # (?!type: )(.*)$", source, re.MULTILINE))
+    comments = dict(re.findall(FIELD, source, re.MULTILINE))
     types = types_of(block)
     for each in fields(block):
         key = f"{at}{each.name}"

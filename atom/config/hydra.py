@@ -5,7 +5,7 @@
         composed = compose(Config, source.overrides)       # a DictConfig with unresolved `${hf:…}`
         values = resolve(composed, source.hf)              # dicts and lists
 
-The schema is passed in: this module knows none of its fields.
+The schema is passed in: this module knows none of its fields but those that a generation_config.json may set.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from atom.config.overrides import parse
 from atom.config.schema_keys import inner_blocks, plain_fields
 from atom.config.spelling import override
 from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
+from atom.sampling_params import GENERATION
 
 COMPOSING = threading.Lock()  # Hydra composes through a singleton, and a copy unties the original for a moment
 
@@ -162,6 +163,9 @@ def register(schema: Any) -> None:
         return yes if condition else no
 
     ConfigStore.instance().store(name="schema", node=schema)
+    # what the checkpoint's generation_config.json says, unless a job or a user says otherwise
+    sampling = {name: f"${{generation:{name}}}" for name in GENERATION.values()}
+    ConfigStore.instance().store(name="sampling", node=sampling, package="sampling")
     OmegaConf.register_new_resolver("hf", look_up, replace=True)
     OmegaConf.register_new_resolver("stated", look_up_null, replace=True)
     OmegaConf.register_new_resolver("same", look_up_same, replace=True)

@@ -11,7 +11,7 @@ vocabulary.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -37,27 +37,21 @@ class Inputs(NamedTuple):
 
 
 class State(Protocol):
-    """The fields of `runtime.request_state.RequestState`, by slot; slot `num_slots` is that of padding rows."""
+    """The fields of `runtime.step.request_state.RequestState`, by slot; slot `num_slots` is that of padding rows."""
 
     num_slots: int
     tokens: Tensor
     lengths: Tensor
     reported: Tensor
     seed: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    columns: Mapping[str, Tensor]
     counts: Tensor
     history: Tensor | None
     drafts: Tensor | None
 
 
 class Rows(Protocol):
-    """The fields of `runtime.step_input.PackedRows` that inputs are made of, i32."""
+    """The fields of `runtime.step.input.PackedRows` that inputs are made of, i32."""
 
     @property
     def slots(self) -> Tensor: ...

@@ -247,13 +247,13 @@ def test_slots_hold_what_a_sequence_was_admitted_with(place: Place):
     slots.admit(bytearray(b"".join(packs)))
     assert slots.lengths.tolist() == [9, 1, 7, 1]
     assert slots.seed.tolist() == [5 - 2**63, 0, -1, 0]
-    assert slots.top_k.tolist() == [0, 0, 3, 0]
-    assert slots.temperature.tolist() == [1.0, 0.0, 0.5, 0.0]
-    assert slots.top_p.tolist() == [1.0, 1.0, 0.9, 1.0]
-    assert slots.min_p.tolist() == [0.0, 0.0, 0.1, 0.0]
-    assert slots.repetition.tolist() == [1.0] * 4
-    assert slots.frequency.tolist() == [0.0, 0.0, 0.25, 0.0]
-    assert slots.presence.tolist() == [-1.0, 0.0, 0.0, 0.0]
+    assert slots.columns["top_k"].tolist() == [0, 0, 3, 0]
+    assert slots.columns["temperature"].tolist() == [1.0, 0.0, 0.5, 0.0]
+    assert slots.columns["top_p"].tolist() == [1.0, 1.0, 0.9, 1.0]
+    assert slots.columns["min_p"].tolist() == [0.0, 0.0, 0.1, 0.0]
+    assert slots.columns["repetition_penalty"].tolist() == [1.0] * 4
+    assert slots.columns["frequency_penalty"].tolist() == [0.0, 0.0, 0.25, 0.0]
+    assert slots.columns["presence_penalty"].tolist() == [-1.0, 0.0, 0.0, 0.0]
     slots.set_counts(1, [5, 5, 2], [2, 2, 3])
     assert slots.counts.tolist() == [[0] * 6, [0, 0, 5, 2, 0, 1], [0] * 6, [0] * 6]
     slots.set_counts(1, [0], [])

@@ -34,7 +34,7 @@ from atom.runtime.step.input import (
     pack_admission,
 )
 from atom.runtime.types import Plan, ScheduledRequest, Sequence
-from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
+from atom.sampling_params import PENALTY, SAMPLING_KINDS, has_use, sampling_kind
 
 
 @dataclass(slots=True)
@@ -165,13 +165,17 @@ class StepBuilder:
 
     def _admit(self, sequence: Sequence) -> _Resident:
         p, blocks = sequence.params, sequence.blocks
-        is_filtered = p.top_p < 1 or p.top_k > 0 or p.min_p > 0
-        kind = "greedy" if p.temperature < MIN_TEMPERATURE else "filtered" if is_filtered else "random"
-        flags = has_penalties(sequence), is_shaped(sequence), p.logprobs
+        flags = has_use(p, PENALTY), is_shaped(sequence), p.logprobs
         tables = [blocks[name] for name in self._capacity.kinds]
         is_special = flags[0] or flags[1] or p.logprobs is not None
         return _Resident(
-            blocks, tables, [0] * len(tables), sequence.num_tokens, SAMPLING_KINDS.index(kind), *flags, is_special
+            blocks,
+            tables,
+            [0] * len(tables),
+            sequence.num_tokens,
+            SAMPLING_KINDS.index(sampling_kind(p)),
+            *flags,
+            is_special,
         )
 
     def count_drafts(self, plan: Plan) -> int:
@@ -248,7 +252,7 @@ def add_admissions(step: StepInput, admitted: list[Sequence], *, has_histories: 
     """Add what the runner is to know of sequences that it does not have. has_histories: all their tokens, too"""
     packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed, number_of(each)) for each in admitted]
     step.admissions = bytearray(b"".join(packs))
-    counted = [each for each in admitted if has_penalties(each)]
+    counted = [each for each in admitted if has_use(each.params, PENALTY)]
     step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
     if has_histories:
         known = [(each.slot, array("i", each.prompt + each.output)) for each in admitted]
@@ -326,11 +330,6 @@ def find_drafts(plan: Plan) -> list[Draft]:
 def number_of(sequence: Sequence) -> int:
     """The number of a sequence's adapter, -1 without one."""
     return -1 if sequence.adapter is None else sequence.adapter.number
-
-
-def has_penalties(sequence: Sequence) -> bool:
-    p = sequence.params
-    return bool(p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
 
 
 def find_scored(plan: Plan, shape: BatchShape) -> list[Scored]:

@@ -19,12 +19,13 @@ import msgspec
 import numpy as np
 
 from atom.runtime.types import BlockCopies, Sampled
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import COLUMNS, SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
 NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for a slot's first draft, -3 for the second one
-# slot, tokens known, seed, top_k, adapter and the other numbers of `pack_admission`
-ADMISSION = struct.Struct("=qqQqq6d")
+CODES = {"i64": "q", "f64": "d"}  # of `struct`
+# slot, tokens known, seed and adapter of `pack_admission`, then the sampling parameters that kernels read
+ADMISSION = struct.Struct("=qqQq" + "".join(CODES[dtype] for dtype in COLUMNS.values()))
 
 
 class PackedRows(NamedTuple):
@@ -204,6 +205,5 @@ def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int
 
     adapter: its number; -1: none
     """
-    p = params
-    floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, p.top_k, adapter, *floats)
+    columns = (getattr(params, name) for name in COLUMNS)
+    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, adapter, *columns)

@@ -10,6 +10,7 @@ state.set_counts(3, prompt, output)                                  # only wher
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atom.runtime.step.input import ADMISSION, NUM_REPORTED, pack_admission
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import COLUMNS, SamplingParams
 
 
 class RequestState:
@@ -30,8 +31,8 @@ class RequestState:
     lengths: i32[num_slots + 1], the tokens known, the newest included
     reported: i64[num_slots + 1, NUM_REPORTED] in memory of the host, which the device writes: the token at position p
       of a sequence is at p % NUM_REPORTED, once the step that sampled it has ended
-    seed, top_k (0: all), adapters (-1: none): i64[num_slots + 1]
-    temperature, top_p, min_p, repetition, frequency, presence: f64[num_slots + 1]
+    seed, adapters (-1: none): i64[num_slots + 1]
+    columns: by name of a sampling parameter that kernels read, its values i64 or f64[num_slots + 1]
     counts: i32[num_slots + 1, vocab], how often a token is in the output, times 2, plus 1 if it is in the prompt
     drafts: i64[num_slots + 1, num_drafts], tokens that may follow the newest, -1 where there is none; None without any
     history: i32[num_slots + 1, max_history], the tokens known, the newest included; None where nothing looks them up
@@ -47,9 +48,11 @@ class RequestState:
         self.reported = reported if self.device.type == "cpu" else reported.pin_memory()
         greedy = np.frombuffer(pack_admission(0, 1, SamplingParams(temperature=0), seed=0), np.int64)[2:]
         self._params = torch.tensor(greedy).to(device)[:, None].repeat(1, num_slots + 1)  # one, so that a copy fills it
-        self.seed, self.top_k, self.adapters = self._params[:3]
-        self.temperature, self.top_p, self.min_p = self._params[3:6].view(torch.float64)
-        self.repetition, self.frequency, self.presence = self._params[6:].view(torch.float64)
+        self.seed, self.adapters, *columns = self._params
+        self.columns: Mapping[str, Tensor] = {
+            name: column if dtype == "i64" else column.view(torch.float64)
+            for (name, dtype), column in zip(COLUMNS.items(), columns, strict=True)
+        }
         # large and rarely needed; allocated now, so that the first request with penalties does not run out of memory
         self.counts = zeros((num_slots + 1, vocab), torch.int32, self.device)
         self.drafts = torch.full((num_slots + 1, num_drafts), -1, device=device) if num_drafts else None

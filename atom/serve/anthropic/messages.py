@@ -25,7 +25,7 @@ from atom.serve.http.errors import FieldError, json_response
 from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Responder
 from atom.serve.http.sse import event
 from atom.serve.ids import new_id
-from atom.serve.openai.params import sampling_params
+from atom.serve.openai.params import SAME_NAMES, sampling_params
 from atom.serve.openai.schema import Generation, StructuredOutputs
 
 NO_THREADS = (
@@ -81,7 +81,7 @@ class MessageResponder(Responder):
         body, limit = self._body, self.context.config.serve.http.max_stop_sequences
         if len(body.stop_sequences or ()) > limit:
             raise FieldError("stop_sequences", f"stop_sequences has more than {limit} strings")
-        values = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+        values = {name: getattr(body, name) for name in SAME_NAMES if name in type(body).model_fields}
         constraint = StructuredOutputs(json=self._format.schema_) if self._format else None
         known = Generation(**values, stop=body.stop_sequences, structured_outputs=constraint)
         return sampling_params(known, self.context.config, max_tokens=body.max_tokens)

@@ -6,6 +6,7 @@ params = sampling_params(body, config)        # FieldError names the field that 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from atom.config import Config
@@ -16,24 +17,8 @@ from atom.serve.http.errors import FieldError, constraint_error, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 
 COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
-SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "ignore_eos",
-    "skip_special_tokens",
-    "seed",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+READ_APART = {"n", "stop", "logit_bias", "structured_outputs"}  # fields of a body that take another form here
+SAME_NAMES = [each.name for each in fields(SamplingParams) if each.name in Generation.model_fields.keys() - READ_APART]
 
 
 def request_options(body: Generation | EmbeddingRequest, pooling: str | None = None) -> RequestOptions:

@@ -26,6 +26,7 @@ from atom.kernels.logprobs import CHUNK_ELEMENTS, most_likely
 from atom.kernels.step import State
 from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
 
+PENALTIES = "repetition_penalty", "frequency_penalty", "presence_penalty"
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -40,7 +41,7 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
     index = slots.long()
     is_random = torch.zeros(len(index), dtype=torch.bool)
     if kind != "greedy":
-        is_random = state.temperature[index] >= MIN_TEMPERATURE
+        is_random = state.columns["temperature"][index] >= MIN_TEMPERATURE
     has_penalties = _have_penalties(state, index) if penalties else torch.zeros_like(is_random)
     is_drawn = (is_random | has_penalties) & (index < state.num_slots)
     tokens = torch.full_like(index, -1) if is_drawn.all() else _largest(logits)
@@ -81,7 +82,8 @@ def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, cho
 
 def _have_penalties(state: State, index: Tensor) -> Tensor:
     """bool[R]"""
-    return (state.repetition[index] != 1) | (state.frequency[index] != 0) | (state.presence[index] != 0)
+    repetition, frequency, presence = (state.columns[name][index] for name in PENALTIES)
+    return (repetition != 1) | (frequency != 0) | (presence != 0)
 
 
 def _chunks(rows: Tensor, vocab: int) -> Iterator[Tensor]:
@@ -97,9 +99,10 @@ def _largest(logits: Tensor) -> Tensor:
 def _penalize(values: Tensor, state: State, slot: int) -> None:
     """Apply the penalties of a slot to its logits fp32[V], in place."""
     seen = state.counts[slot].nonzero()[:, 0]
-    counts, found, repetition = state.counts[slot, seen] >> 1, values[seen], float(state.repetition[slot])
+    counts, found = state.counts[slot, seen] >> 1, values[seen]
+    repetition, frequency, presence = (float(state.columns[name][slot]) for name in PENALTIES)
     found = torch.where(found > 0, found / repetition, found * repetition)
-    penalty = counts * float(state.frequency[slot]) + float(state.presence[slot])
+    penalty = counts * frequency + presence
     values[seen] = torch.where(counts > 0, found - penalty, found)
 
 
@@ -107,8 +110,8 @@ def _draw(logits: Tensor, state: State, slots: Tensor, is_random: Tensor) -> Ten
     """Draw a token for each row, -1 where the row has no distribution. logits: fp32[R, V], penalized."""
     best = logits.amax(-1, keepdim=True)
     tokens = torch.full_like(slots, -1)
-    top_k, is_drawn = state.top_k[slots], best[:, 0].isfinite()
-    is_filtered = (state.top_p[slots] < 1) | ((top_k > 0) & (top_k < logits.shape[-1]))
+    top_k, is_drawn = state.columns["top_k"][slots], best[:, 0].isfinite()
+    is_filtered = (state.columns["top_p"][slots] < 1) | ((top_k > 0) & (top_k < logits.shape[-1]))
     for is_own, draw in (
         (~is_random, _draw_greedy), (is_random & is_filtered, _draw_filtered), (is_random & ~is_filtered, _draw_free),
     ):  # fmt: skip
@@ -143,7 +146,7 @@ def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) ->
     the others together weigh less than 1 - top_p of it.
     """
     vocab = logits.shape[-1]
-    top_k, top_p = state.top_k[slots, None], state.top_p[slots, None]
+    top_k, top_p = state.columns["top_k"][slots, None], state.columns["top_p"][slots, None]
     top_k = torch.where(top_k > 0, top_k, vocab).clamp_(max=vocab)
     weights = _weights(logits, best, state, slots)
     mass, limit = top_p, top_k
@@ -163,14 +166,14 @@ def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) ->
 
 def _weights(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
     """Probabilities relative to the best token's, 0 below min_p. fp32[R, V] in 0 to 1."""
-    min_p = state.min_p[slots, None].float()
+    min_p = state.columns["min_p"][slots, None].float()
     weights = (logits - best).mul_(_inverse(state, slots)).exp_()
     return weights.masked_fill_(weights < min_p, 0.0) if min_p.any() else weights
 
 
 def _inverse(state: State, slots: Tensor) -> Tensor:
     """1 / temperature, fp32[R, 1]"""
-    return (1 / state.temperature[slots, None]).float()
+    return (1 / state.columns["temperature"][slots, None]).float()
 
 
 def _keys(state: State, slots: Tensor) -> Tensor:

@@ -51,10 +51,11 @@ def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Ten
     """
     index = slots.long()
     positions = state.lengths[index] + torch.arange(num_draws)[:, None]
-    temperatures, top_k = state.temperature[index], state.top_k[index].double()
+    names = "temperature", "top_k", "top_p", "min_p"
+    temperatures, top_k, top_p, min_p = (state.columns[name][index].double() for name in names)
     temperatures = temperatures.where((temperatures >= MIN_TEMPERATURE) & (top_k != 1), 0.0)
-    shares = torch.stack([1 - state.top_p[index], (1 / top_k).where(top_k > 0, 0.0)]).amax(0) * LEAST_SHARE
-    depths = -temperatures * torch.maximum(shares, state.min_p[index]).log()
+    shares = torch.stack([1 - top_p, (1 / top_k).where(top_k > 0, 0.0)]).amax(0) * LEAST_SHARE
+    depths = -temperatures * torch.maximum(shares, min_p).log()
     depths = depths.nan_to_num(0.0, posinf=torch.inf)  # of greedy ones 0 times infinity
     return hash_seeds(state.seed[index], positions), temperatures.float(), depths.float()
 

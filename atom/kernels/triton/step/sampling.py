@@ -37,6 +37,8 @@ PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
 MAX_GATHERED = 8192  # logits of a filtered row that are gathered; where it may keep more, the row itself is read again
 MAX_PAIRED = 512  # logits of a filtered row that are ranked by comparing all pairs
 
+PENALTIES = "repetition_penalty", "frequency_penalty", "presence_penalty"  # columns, in the order of kernels' arguments
+FILTERS = "temperature", "top_k", "top_p", "min_p"
 MIN_TEMPERATURE = tl.constexpr(sampling_params.MIN_TEMPERATURE)  # anything lower is greedy
 NUM_BINS = tl.constexpr(64)  # the last holds all that is further below the largest logit
 BINS_PER_NAT = tl.constexpr(2.0)  # of logit / temperature
@@ -63,8 +65,8 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
         ids = torch.empty(num_rows, MAX_GATHERED, dtype=torch.int32, device=device)
 
     read = (logits, logits.stride(0), vocab, slots)
-    penalty = (state.counts if penalties else None, state.repetition, state.frequency, state.presence)
-    params = (state.temperature, state.top_k, state.top_p, state.min_p)
+    penalty = (state.counts if penalties else None, *(state.columns[name] for name in PENALTIES))
+    params = [state.columns[name] for name in FILTERS]
     seeds = (state.seed, state.lengths)
     found = (largest, best, best_id, sums)
     gathered = (limits, ends, values, ids, MAX_GATHERED)

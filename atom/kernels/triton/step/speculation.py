@@ -21,7 +21,7 @@ from atom.kernels.step import State
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.step.noise import exponential, hash_seed, uniform
-from atom.kernels.triton.step.sampling import MIN_TEMPERATURE, NOWHERE, PART_WARPS
+from atom.kernels.triton.step.sampling import FILTERS, MIN_TEMPERATURE, NOWHERE, PART_WARPS
 
 LEAST_SHARE = tl.constexpr(step.LEAST_SHARE)
 PART = 4096  # logits that a program reads
@@ -72,7 +72,7 @@ def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Ten
     num_rows = len(slots)
     keys = torch.empty(num_draws, num_rows, dtype=torch.int64, device=slots.device)
     temperatures, depths = torch.empty(2, num_rows, dtype=torch.float32, device=slots.device)
-    params = (state.temperature, state.top_k, state.top_p, state.min_p)
+    params = [state.columns[name] for name in FILTERS]
     _draw_noise[(-(-num_rows // ROWS),)](
         slots, state.seed, state.lengths, *params, keys, temperatures, depths, num_rows, num_draws, ROWS
     )

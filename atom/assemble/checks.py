@@ -44,9 +44,10 @@ def mtp_patterns(config: Config) -> Sequence[str]:
     layers share is left out with the first.
     """
     found: list[str] = []
+    method = config.serve.draft_method
     for prefix, model in models_of(config).items():
         layers = range(model.layers, model.layers + model.mtp_layers)
-        num_used = int(model is config.model and config.serve.method == "mtp")
+        num_used = method.num_own_layers if method is not None and model is config.model else 0
         roles = [(role, layer) for layer in layers[:num_used] for role in ("mtp_embedding", "mtp_head")]
         roles += [("layer", layer) for layer in layers[num_used:]]
         shared = [role for role, name in model.weights.items() if role.startswith("mtp_") and "{layer}" not in name]
@@ -89,7 +90,8 @@ def check_draft_tokens(tensors: Mapping[Recipe, Loaded], config: Config) -> None
 
 def check_same_tokens(tokenizer: Tokenizer | None, checkpoint: Checkpoint, config: Config) -> None:
     """Check that a whole model that drafts has the same tokens, where both checkpoints have a tokenizer."""
-    if tokenizer is None or not isinstance(checkpoint, JoinedCheckpoint) or config.serve.method != "draft":
+    method = config.serve.draft_method
+    if tokenizer is None or not isinstance(checkpoint, JoinedCheckpoint) or not (method and method.needs_same_tokens):
         return
     other = checkpoint.other.tokenizer(trust_remote_code=config.trust_remote_code)
     if other is not None and (differing := tokenizer.find_difference(other)) is not None:

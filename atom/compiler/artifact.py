@@ -50,7 +50,8 @@ def semantic_graph(config: Config) -> Graph:
 
 def has_draft(config: Config) -> bool:
     """Whether programs of the text draft tokens."""
-    return config.serve.method not in (None, "ngram")
+    method = config.serve.draft_method
+    return method is not None and method.has_programs
 
 
 def pools(config: Config) -> bool:

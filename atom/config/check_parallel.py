@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atom.config.draft_methods import METHODS
 from atom.config.parallel import ENGINE_JOBS
 from atom.config.schema import MAX_RANKS, AttentionConfig, Config, ModelConfig
 from atom.devices import count_devices
@@ -67,7 +68,7 @@ def check_devices(config: Config, device: str) -> None:
 
 def check_pipeline(config: Config, model: ModelConfig) -> None:
     """Check that layers can be divided into stages."""
-    num_stages, method = config.parallel.pipeline, config.serve.method
+    num_stages, method = config.parallel.pipeline, config.serve.draft_method
     stated, job = f"parallel.pipeline={num_stages}", config.job
     if job.pipeline_rank >= num_stages:
         raise ConfigError(f"job.pipeline_rank={job.pipeline_rank}: {stated} has no such stage; set less")
@@ -75,10 +76,12 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
         return
     if num_stages > model.layers:
         raise ConfigError(f"{stated}: the model has {model.layers} layers; set parallel.pipeline to as many at most")
-    if method == "eagle3":
-        instead = "set serve.method to mtp, draft or ngram, or divide each layer with parallel.tensor"
+    if method is not None and method.reads_all_stages:
+        others = [name for name, each in METHODS.items() if not each.reads_all_stages]
+        *some, last = sorted(others, key=lambda name: not METHODS[name].has_programs)
+        instead = f"set serve.method to {', '.join(some)} or {last}, or divide each layer with parallel.tensor"
         raise UnsupportedError(
-            f"{stated} with serve.method=eagle3: it reads hidden states of several stages; {instead}"
+            f"{stated} with serve.method={config.serve.method}: it reads hidden states of several stages; {instead}"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from atom.config.draft_methods import METHODS, WITH_MODEL
 from atom.config.schema import Config, HTTPConfig, PassesConfig, ServeConfig
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import find_device, is_built_for_amd
@@ -16,7 +17,6 @@ from atom.sampling_params import out_of_range
 
 NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
 LOOKED_UP = 2, 4  # last tokens that ngram looks up, likewise
-DRAFT_MODEL_METHODS = ("eagle3", "draft")  # of serve.draft_model
 
 
 def check(value: Any, at: str = "") -> None:
@@ -137,10 +137,10 @@ def check_sleep(config: Config) -> None:
 def check_speculation(config: Config) -> None:
     """Check that drafts can be verified, and looked up."""
     serve = config.serve
-    if serve.draft_model is None and serve.method in DRAFT_MODEL_METHODS:
+    if serve.draft_model is None and serve.method in WITH_MODEL:
         raise ConfigError(f"serve.method={serve.method} drafts with another checkpoint; name it in serve.draft_model")
-    if serve.draft_model is not None and serve.method not in DRAFT_MODEL_METHODS:
-        choices = " or ".join(f"serve.method={method}" for method in DRAFT_MODEL_METHODS)
+    if serve.draft_model is not None and serve.method not in WITH_MODEL:
+        choices = " or ".join(f"serve.method={method}" for method in WITH_MODEL)
         why = "drafts nothing by itself" if serve.method is None else f"is not read by serve.method={serve.method}"
         raise ConfigError(f"serve.draft_model={serve.draft_model} {why}; set {choices}")
     if serve.acceptance_length is not None:
@@ -154,9 +154,11 @@ def check_speculation(config: Config) -> None:
     for name in ("num_speculative_tokens", "max_verified_tokens"):
         if serve.method is None and (number := getattr(serve, name)) is not None:
             raise ConfigError(f"serve.{name}={number} drafts nothing by itself; set serve.method, or leave it out")
+    for method, name in [(method, name) for method, each in METHODS.items() for name in each.options]:
+        if serve.method != method and (number := getattr(serve, name)) is not None:
+            raise ConfigError(
+                f"serve.{name}={number} is read by serve.method={method} alone; set that, or leave it out"
+            )
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
-    for name, number in (("prompt_lookup_min", least), ("prompt_lookup_max", most)):
-        if serve.method != "ngram" and number is not None:
-            raise ConfigError(f"serve.{name}={number} is read by serve.method=ngram alone; set that, or leave it out")
     if least is not None and most is not None and least > most:
         raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")

@@ -1,30 +1,12 @@
 """Check the draft model of speculative decoding against the model that it drafts for.
 
-check_kind("eagle3", "AngelSlim/Qwen3-8B_eagle3", hf)      # hf: its config.json
 check_fits(config.model, draft)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from atom.config.schema import Eagle3Config, ModelConfig
-from atom.errors import ConfigError, UnsupportedError
-
-
-def check_kind(method: str, location: str, hf: Mapping[str, Any]) -> None:
-    """Check that a config.json is of what the method takes: a draft of EAGLE-3, or a model."""
-    names = hf.get("architectures")
-    stated = ", ".join(map(str, names)) if isinstance(names, list) and names else "no name"
-    is_eagle3 = hf.get("draft_vocab_size") is not None or "eagle3" in stated.lower()
-    if method == "eagle3" and not is_eagle3:
-        raise UnsupportedError(
-            f"{location} is not a draft of EAGLE-3: its config.json has the architecture {stated} and no "
-            "draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa and others are not built"
-        )
-    if method == "draft" and is_eagle3:
-        raise ConfigError(f"{location} is a draft of EAGLE-3; set serve.method=eagle3")
+from atom.errors import ConfigError
 
 
 def check_fits(model: ModelConfig, draft: ModelConfig) -> None:

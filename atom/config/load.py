@@ -26,7 +26,7 @@ from atom.checkpoint.base import normalize_rope
 from atom.config.aliases import respell
 from atom.config.bounded_yaml import parse_yaml
 from atom.config.checks import check
-from atom.config.draft import check_fits, check_kind
+from atom.config.draft import check_fits
 from atom.config.folders import CONF, check_config_dirs
 from atom.config.hydra import attach, compose, resolve
 from atom.config.hydra_errors import no_such, one_line_errors, unknown_key
@@ -62,17 +62,17 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
 
 def load_draft(config: Config, config_dirs: Sequence[str] = ()) -> ModelConfig | None:
     """The model of serve.draft_model, None without one; it computes in the dtypes of the model it drafts for."""
-    serve = config.serve
-    if serve.draft_model is None or serve.method is None:
+    serve, method = config.serve, config.serve.draft_method
+    if serve.draft_model is None or method is None:
         return None
     same = {name: getattr(config, name) for name in ("dtype", "device", "trust_remote_code", "cache")}
-    model = {"model": "eagle3"} if serve.method == "eagle3" else {}
     divided = {"parallel.tensor": config.parallel.tensor, "serve.kv_cache_dtype": serve.kv_cache_dtype}
-    values = {"checkpoint": serve.draft_model, **same, **divided, **model}
+    values = {"checkpoint": serve.draft_model, "model": method.model_file, **same, **divided}
     try:
         described = open_checkpoint(serve.draft_model, weights=False)
         described.close()
-        check_kind(serve.method, serve.draft_model, described.config)
+        if method.check_config is not None:
+            method.check_config(serve.draft_model, described.config)
         draft = load_model([override(key, value) for key, value in values.items()], config_dirs).model
         check_fits(config.model, draft)
     except AtomError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from atom.config.draft_methods import METHODS, DraftMethod
 from atom.config.limits import VERIFIED_TOKENS, Drafting, EngineLimits, acceptance_rates
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
@@ -351,7 +352,7 @@ class ServeConfig:
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # numbers of decodes with a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps with prompts; 0: none
-    method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")  # how to draft; eagle3, draft: by draft_model
+    method: str | None = one_of(None, *METHODS)  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3
     max_verified_tokens: int | None = number(None, 1, INT32)  # decodes and drafts of a step; null: docs/speculation.md
@@ -370,6 +371,10 @@ class ServeConfig:
     profiler_more: bool = False  # traces have shapes, stacks and memory too
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     http: HTTPConfig = of("serve", field(default_factory=HTTPConfig))
+
+    @property
+    def draft_method(self) -> DraftMethod | None:
+        return None if self.method is None else METHODS[self.method]
 
 
 @dataclass
@@ -514,20 +519,20 @@ class Config:
     @cached_property
     def drafting(self) -> Drafting | None:
         """How the runner drafts; None without drafts, and on a CPU if n-grams are looked up, which the host does."""
-        serve = self.serve
-        is_host = serve.method == "ngram" and self.device == "cpu" and serve.acceptance_length is None
-        return None if is_host else self.drafts
+        drafts = self.drafts
+        is_host = drafts is not None and not drafts.has_programs and self.device == "cpu"
+        return None if is_host and self.serve.acceptance_length is None else drafts
 
     @cached_property
     def drafts(self) -> Drafting | None:
         """How tokens are drafted, by the runner or by the host; None without drafts."""
-        serve = self.serve
-        if serve.method is None:
+        serve, method = self.serve, self.serve.draft_method
+        if method is None:
             return None
         num_tokens, min_n, max_n = serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max
         assert num_tokens is not None and min_n is not None and max_n is not None, "config.load resolves them"
         rates = acceptance_rates(serve.acceptance_length, num_tokens)
-        return Drafting(num_tokens, min_n, max_n, serve.method != "ngram", rates)
+        return Drafting(num_tokens, min_n, max_n, method.has_programs, rates)
 
     @property
     def chooses_drafts(self) -> bool:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origi
 
 import atom
 from atom.config import Config
+from atom.config.draft_methods import METHODS, WITH_MODEL, find_name
 from atom.config.schema_keys import fields_along, keys, types_of
 from atom.config.spelling import did_you_mean, override, spelled
 from atom.config.typed_json import parse_value, read_object
@@ -129,11 +130,6 @@ def set_field(values: dict[str, Any], path: str, text: str) -> None:
         values[last] = text
 
 
-def read_method(name: str) -> str:
-    """Ours for vLLM's name of a method: draft for draft_model, mtp for deepseek_mtp and its like."""
-    return "draft" if name == "draft_model" else "mtp" if name.endswith("_mtp") else name
-
-
 def read_speculative(text: str) -> list[str]:
     """The overrides of a --speculative-config, with vLLM's names of methods."""
     fields = read_object(f"--speculative-config={text}", text)
@@ -143,7 +139,7 @@ def read_speculative(text: str) -> list[str]:
             known = ", ".join(SPECULATIVE)
             raise ConfigError(f"--speculative-config: there is no such field {name}{hint} (known: {known})")
     if isinstance(fields.get("method"), str):
-        fields["method"] = read_method(fields["method"])
+        fields["method"] = find_name(fields["method"])
     return [override(SPECULATIVE[name], value) for name, value in fields.items()]
 
 
@@ -208,12 +204,12 @@ class EngineArgs:
     )
     method: str | None = flag(
         "serve.method",
-        "of drafting tokens, which the model verifies: ngram, mtp, eagle3, draft",
+        f"of drafting tokens, which the model verifies: {', '.join(METHODS)}",
         null="none",
         of=(ROCM,),
     )
     draft_model: str | None = flag(
-        "serve.draft_model", "folder or hub id of what eagle3 and draft draft with", of=(ROCM,)
+        "serve.draft_model", f"folder or hub id of what {' and '.join(WITH_MODEL)} draft with", of=(ROCM,)
     )
     num_speculative_tokens: int | None = flag(
         "serve.num_speculative_tokens", "tokens that a method drafts", null="3", of=(ROCM,)

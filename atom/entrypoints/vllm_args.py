@@ -23,6 +23,7 @@ import yaml
 
 from atom.checkpoint.address import parse_address
 from atom.config.bounded_yaml import parse_yaml
+from atom.config.draft_methods import find_name
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_files
 from atom.config.typed_json import read_object
@@ -35,7 +36,6 @@ from atom.entrypoints.args import (
     json_text,
     read_count,
     read_gib,
-    read_method,
 )
 from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
@@ -210,7 +210,7 @@ class VLLMArgs(EngineArgs):
     device_memory_utilization: float | None = vllm_flag(
         "serve.gpu_memory_utilization", "the same as --gpu-memory-utilization"
     )
-    spec_method: str | None = vllm_flag("serve.method", "the same as method in --speculative-config", read=read_method)
+    spec_method: str | None = vllm_flag("serve.method", "the same as method in --speculative-config", read=find_name)
     spec_model: str | None = vllm_flag("serve.draft_model", "the same as model in --speculative-config")
     spec_tokens: int | None = vllm_flag(
         "serve.num_speculative_tokens", "the same as num_speculative_tokens in --speculative-config", null="3"

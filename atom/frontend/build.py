@@ -11,9 +11,10 @@ from __future__ import annotations
 from atom.checkpoint import DRAFT_PREFIX
 from atom.config import ModelConfig, QuantConfig
 from atom.config.draft import find_aux_layers
+from atom.config.draft_methods import METHODS
 from atom.errors import ConfigError
 from atom.frontend.decoder import write_body, write_head, write_pool
-from atom.frontend.drafts import write_draft_model, write_eagle3, write_mtp
+from atom.frontend.drafts import WRITERS
 from atom.frontend.writer import Writer
 from atom.graph import BODY, HEAD, POOL, Graph, ops
 
@@ -47,12 +48,8 @@ def build(
     write_head(writer(HEAD))
     if pools:
         write_pool(writer(POOL))
-    if method == "mtp":
-        write_mtp(writer)
-    elif draft is not None and eagle3:
-        write_eagle3(writer, draft, graph.programs[BODY].results[1:])
-    elif draft is not None:
-        write_draft_model(writer, draft, model.vocab)
+    if method in WRITERS and (draft is not None or not METHODS[method].model_file):
+        WRITERS[method](writer, draft or model, graph.programs[BODY].results[1:])
     if quant.asks_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
         raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
     return graph

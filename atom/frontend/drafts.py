@@ -12,7 +12,7 @@ head takes, with eagle3 of the inputs of some layers, which body then gives behi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch.fx import Node
@@ -32,14 +32,13 @@ class Writers(Protocol):
     def __call__(self, program: str, of: ModelConfig = ...) -> Writer: ...
 
 
-def write_mtp(writers: Writers) -> None:
+def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ()) -> None:
     """Multi-token prediction (DeepSeek-AI 2024), with the model's own embedding and head.
 
     The product of embedding and hidden state side by side is written as the sum of their own products: the sum is
     merged into the norm behind it, and no pass or kernel has to know of joined values.
     """
     writer = writers(DRAFT_IN)
-    model = writer.model
     if not model.mtp_layers:
         raise ConfigError(
             "serve.method=mtp: the model has no layer that predicts further tokens; take serve.method=ngram"
@@ -89,8 +88,9 @@ def write_eagle3(writers: Writers, draft: ModelConfig, states: Sequence[Node]) -
     _write_tokens_of(writer, write_logits(writer, hidden, None if has_map else vocab))
 
 
-def write_draft_model(writers: Writers, draft: ModelConfig, vocab: int) -> None:
-    """A whole model. vocab: of the model it drafts for, whose embedding may be padded otherwise"""
+def write_draft_model(writers: Writers, draft: ModelConfig, states: Sequence[Node] = ()) -> None:
+    """A whole model, with the vocabulary of the model it drafts for, whose embedding may be padded otherwise."""
+    vocab = writers(DRAFT).model.vocab
     write_body(writers(DRAFT, draft), vocab=vocab)
     writer = writers(DRAFT_HEAD, draft)
     _write_tokens_of(writer, write_logits(writer, write_rows(writer), vocab))
@@ -109,3 +109,12 @@ def _write_tokens_of(writer: Writer, logits: Node) -> None:
     if "d2t" in writer.model.weights:
         offsets = [W(writer.name("d2t"), Type("i64", logits.meta["type"].shape[1:]))]
     writer.program.output(writer.call(ops.gumbel_argmax, logits, *noise, *offsets, name="tokens"))
+
+
+# by method, of those with programs: from a writer of each program, the model that drafts, and the hidden states that
+# the body gives for it
+WRITERS: dict[str, Callable[[Writers, ModelConfig, Sequence[Node]], None]] = {
+    "mtp": write_mtp,
+    "eagle3": write_eagle3,
+    "draft": write_draft_model,
+}

@@ -29,9 +29,9 @@ class EngineLimits:
 class Drafting(NamedTuple):
     """How a runner drafts tokens."""
 
-    num_tokens: int  # drafts of a slot in a step, at most
-    min_n: int  # the fewest last tokens that prompt lookup matches
-    max_n: int  # the most
+    num_tokens: int  # max drafts of a slot in a step
+    min_n: int  # min last tokens that prompt lookup matches
+    max_n: int  # max last tokens that it matches
     has_programs: bool = False  # programs of the text draft; else tokens are looked up
     rates: tuple[float, ...] = ()  # chance to accept each draft after those before it; (): accept what equals the draw
 

@@ -160,8 +160,8 @@ def _step_with_drafts(model: Model, slots: Tensor, num_drafts: int, known: tuple
     for kept, values in zip((model.state.tokens, model.state.lengths), known, strict=True):
         kept.index_copy_(0, slots.long(), values)
     if num_drafts:
-        most = torch.full_like(slots, num_drafts)
-        started = begin(model, model.decode_drafts(slots, most, num_drafts), slots, most=most)
+        max_accepted = torch.full_like(slots, num_drafts)
+        started = begin(model, model.decode_drafts(slots, max_accepted, num_drafts), slots, max_accepted=max_accepted)
     else:
         started = begin(model, model.decode(slots), slots)
     assert started.logits is not None, "decodes sample"

@@ -8,9 +8,8 @@ ended = scheduler.commit(plan, pending.wait(), finish)
 
 from __future__ import annotations
 
+import collections.abc as abc
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Rates
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from atom.config.limits import EngineLimits
 from atom.sampling_params import SamplingParams
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"  # what of an engine's memory can be woken up by itself, by vLLM's names
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # parts of an engine's memory that can be woken up apart, by vLLM's names
 TAGS = (WEIGHTS, KV_CACHE)
 SLEEP_LEVELS = (1, 2)
 SLEEP_MODES = ("abort", "wait", "keep")  # what becomes of running requests
@@ -38,16 +37,16 @@ class CacheKind:
 
 
 class DraftTable(Protocol):
-    """How many drafts pay; see `runtime.draft_table`."""
+    """Chooses how many tokens to draft; see `runtime.draft.table`."""
 
-    def best(self, num_decodes: int, rates: Rates[float]) -> int:
-        """The number of drafts of each decode that gives the most tokens a second. rates: at which each is accepted"""
+    def best(self, num_decodes: int, rates: abc.Sequence[float]) -> int:
+        """The number of drafts of each decode with the most tokens/s. rates: chance to accept each draft"""
 
     def choices(self, num_decodes: int) -> list[int]:
         """The numbers of drafts that may be the best."""
 
     def likely(self, num_decodes: int) -> list[int]:
-        """Those that usually are."""
+        """The numbers of drafts that are usually the best."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Logprobs:
 
 
 class Matcher(Protocol):
-    """The constraint of an answer, and its state; `runtime.grammar` makes them."""
+    """The constraint of an answer, and its state; `runtime.requests.grammar` makes them."""
 
     def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
         """bool[vocab]: the tokens that may come next, at least one."""
@@ -79,7 +78,7 @@ class Matcher(Protocol):
 
 @dataclass(eq=False)
 class Adapter:
-    """A LoRA adapter that is loaded; `runtime.loras` writes it."""
+    """A LoRA adapter that is loaded; `runtime.requests.loras` writes it."""
 
     name: str
     number: int  # its place among those that are loaded
@@ -90,7 +89,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request has beside its prompt and its sampling parameters."""
+    """What a request has besides its prompt and its sampling parameters."""
 
     salt: bytes = b""  # requests of another salt share no cached prefix with this one
     priority: int = 0  # lower is served earlier
@@ -117,12 +116,12 @@ class Request:
     parent: Sequence | None = None  # the sibling whose prompt blocks this sequence shares, once they are computed
     stop_ids: frozenset[int] = frozenset()  # eos tokens
     priority: int = 0  # lower is served earlier
-    tenant: str = ""  # whose request it is; of several, each has its turn
+    tenant: str = ""  # whose request it is; tenants are served in turn
     weight: float = 1.0  # the tenant's share of all turns, relative to the others'
     pooling: str | None = None  # LAST or MEAN: an embedding is made of these tokens of the prompt; None: no embedding
     matcher: Matcher | None = None  # None: the answer is not constrained
-    bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not come one behind the other
-    adapter: Adapter | None = None  # None: the model's own weights alone
+    bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not follow one another
+    adapter: Adapter | None = None  # None: only the model's own weights
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
 
@@ -132,13 +131,13 @@ class SchedulingState:
 
     num_computed: int = 0  # tokens whose KV is in the cache
     num_planned: int = 0  # tokens computed or planned: where the next step begins
-    num_pending: int = 0  # tokens sampled by uncommitted steps, at most, which the device knows and the host does not
+    num_pending: int = 0  # max tokens sampled by uncommitted steps, which the device knows and the host does not
     num_unverified: int = 0  # of these, drafts that may be rejected
     group: int = 0  # the data group that it is in, once it is in one
     slot: int = -1  # its slot in the request state of the group while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
-    drafts: list[int] = field(default_factory=list)  # behind the newest token, of the planned step; -1: the runner's
+    drafts: list[int] = field(default_factory=list)  # after the newest token, of the planned step; -1: the runner's
     admitted_at: float | None = None  # first
 
 
@@ -153,7 +152,7 @@ class Answer:
     pooled: npt.NDArray[np.float64] | None = None  # [H], the sum over tokens that are pooled, so far
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
     stop_string: str | None = None  # the stop string that was met
-    error: str | None = None  # the message, where finish_reason is error
+    error: str | None = None  # the message, if finish_reason is error
     text: str | None = None  # the answer, once finished; None without a tokenizer
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -195,33 +194,33 @@ class Sequence(Answer, SchedulingState, Request):
 
 
 class ScheduledRequest(NamedTuple):
-    """A sequence's share of a step: positions start to start + num_tokens."""
+    """A sequence's part of a step: positions start to start + num_tokens."""
 
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool  # its last token, but for drafts, is the newest known: a token is sampled
-    drafts: tuple[int, ...] = ()  # tokens behind the newest, to be verified; -1: the runner knows it
+    samples: bool  # a token is sampled: the last token, apart from drafts, is the newest known one
+    drafts: tuple[int, ...] = ()  # tokens after the newest, to be verified; -1: the runner knows it
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes the newest token alone, and drafts."""
+        """Whether it computes only the newest token and its drafts."""
         return self.samples and self.num_tokens == 1 + len(self.drafts)
 
 
 class BlockCopies(msgspec.Struct, tag=True):
-    """Copies of blocks to host memory, and then from there, by cache kind: pairs of a block and one of the host.
+    """Copies of blocks to host memory, and then from there, by cache kind: pairs of a block and a block of the host.
 
-    They begin once the steps before are over, and run beside the next one. The step behind that waits for them.
-    What blocks of the host held goes to files before all others, and what comes from files goes there before loads.
+    They start after the preceding steps and run during the next one; the step after that waits for them. Writes to
+    files come first, then fills from files, saves and loads.
     """
 
     writes: dict[str, list[tuple[int, bytes]]] = {}  # blocks of the host, and the keys of their files
-    fills: dict[str, list[tuple[int, Any]]] = {}  # blocks of the host, and their content that was read
+    fills: dict[str, list[tuple[int, Any]]] = {}  # blocks of the host, and the content read from files
     saves: dict[str, list[tuple[int, int]]] = {}
     loads: dict[str, list[tuple[int, int]]] = {}
-    awaits_saves: bool = False  # the next step waits for all but loads, as it writes to a block that is saved
-    awaits_loads: bool = False  # the next step waits for all, as it reads what is loaded
+    awaits_saves: bool = False  # the next step waits for all but loads, since it writes to a block that is saved
+    awaits_loads: bool = False  # the next step waits for all, since it reads what is loaded
     others: list[BlockCopies] = []  # of the other data groups
 
 
@@ -232,7 +231,7 @@ class Profile(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Has a rank load an adapter of the files that the driver has read."""
+    """Makes a rank load an adapter from the files that the driver has read."""
 
     number: int  # its place among those that are loaded
     path: str
@@ -240,14 +239,14 @@ class LoadAdapter(msgspec.Struct, tag=True):
 
 
 class SwapCosts(NamedTuple):
-    """What it takes to load KV from host memory, and to compute it."""
+    """The time to load KV from host memory, and to compute it."""
 
     load_seconds: float  # of each load
-    load_token_seconds: float  # and of each of its tokens
+    load_token_seconds: float  # in addition, of each of its tokens
     compute_token_seconds: float
 
     def pays(self, num_tokens: int) -> bool:
-        """Whether so many tokens are loaded in less time than they are computed in."""
+        """Whether loading this number of tokens takes less time than computing them."""
         return self.load_seconds + num_tokens * self.load_token_seconds < num_tokens * self.compute_token_seconds
 
 
@@ -257,7 +256,7 @@ class Plan:
 
     rows: list[ScheduledRequest]
     num_decodes: int
-    copies: BlockCopies | None = None  # beside it; they are made once, whatever becomes of the step
+    copies: BlockCopies | None = None  # that run during it; they are made once, even if the step fails
 
     @property
     def num_tokens(self) -> int:
@@ -271,8 +270,8 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprobs | None]
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # plan's row -> for positions start + 1 …
-    accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> tokens behind its first
-    num_drafted: dict[int, int] = field(default_factory=dict)  # likewise, drafts that were verified, if any
+    accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> tokens after its first
+    num_drafted: dict[int, int] = field(default_factory=dict)  # row that samples -> drafts that were verified, if any
     pooled: dict[int, bytes] = field(default_factory=dict)  # plan's row -> fp32[H], the sum over tokens that are pooled
     others: list[Sampled] = field(default_factory=list)  # of the other data groups
 
@@ -287,11 +286,11 @@ class RequestOutput:
     token_ids: list[int]  # new tokens since the last one
     finish_reason: str | None
     finished: bool
-    logprobs: list[Logprobs]  # of token_ids; empty where they were not asked for
-    sequence: Sequence  # the whole sequence as it is now
+    logprobs: list[Logprobs]  # of token_ids; empty if they were not requested
+    sequence: Sequence  # the whole sequence in its present state
 
 
-StreamCallback = Callable[[RequestOutput], Any]
+StreamCallback = abc.Callable[[RequestOutput], Any]
 
 
 def openai_reason(reason: str) -> str:

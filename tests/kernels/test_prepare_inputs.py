@@ -288,7 +288,7 @@ def test_a_draft_reads_the_tokens_behind_those_of_prompts(place: Place, num_draf
     rows.slots[:] = torch.tensor([3, 5, 0, 2, 5])
     rows.row_of[:] = torch.arange(5).repeat_interleave(torch.tensor(lengths))
     rows.sampled[:] = torch.tensor([3, 5, 0])
-    rows.places[:] = torch.tensor([0, queries, 2 * queries + 89])
+    rows.token_index[:] = torch.tensor([0, queries, 2 * queries + 89])
     positions = [*range(7, 7 + queries), *range(queries), *range(4, 94), *range(60), *([0] * 20)]
     state.lengths[3], state.lengths[0] = 7 + 2 + num_drafts, 95  # all drafts were accepted
     rows = PackedRows(*(each.to(place.device) for each in rows))

@@ -5,8 +5,8 @@
     pool.publish(block, prefix)                         # others find it, and share it
     pool.release(block)                                 # by its last holder: cached
 
-A pool may have a `HostPool` behind it, in host memory, where the content of cached blocks is saved. That one may have
-files behind it.
+A pool may be backed by a `HostPool` in host memory, where the content of cached blocks is saved. A `HostPool` may be
+backed by files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class BlockPool:
     def __init__(
         self, kind: CacheKind, num_blocks: int, block_size: int, prefixes: PrefixCache, host: HostPool | None = None
     ) -> None:
-        """host: where the content of cached blocks is saved"""
-        assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
+        """host: the pool in host memory where the content of cached blocks is saved; None: it is lost"""
+        assert num_blocks > 1, f"{kind.name}: a pool needs a block besides block 0"
         self.kind, self.name, self.window = kind, kind.name, kind.window  # the name is that of its blocks in `Prefix`
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_holders = [0] * num_blocks
@@ -36,7 +36,7 @@ class BlockPool:
         self.blank = list(range(num_blocks - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.host = host
-        self.saves: list[tuple[int, int]] = []  # of blocks to the host's, to come with the next plan
+        self.saves: list[tuple[int, int]] = []  # of the next plan: blocks, and the host's to save them to
         self.is_overwritten = False  # one of these blocks is taken already
         self._prefixes = prefixes
 
@@ -91,19 +91,22 @@ class BlockPool:
         self.prefix[block] = prefix
         prefix.blocks[self.name] = block
 
-    def take_saves(self, most: int) -> list[tuple[int, int]]:
-        """The saves to come with the next plan, with at most so many blocks that will be taken soon."""
+    def drain_saves(self, max_ahead: int) -> list[tuple[int, int]]:
+        """Return the saves for the next plan, and forget them here.
+
+        max_ahead: max number of further blocks to save, of those that will be taken soon
+        """
         assert self.host is not None, "only a pool with one on the host saves blocks"
         ahead = min(SAVED_AHEAD, self.host.num_blocks // 2) - len(self.blank)
         for block in islice(self.cached, max(ahead, 0)):
-            if most <= 0:
+            if max_ahead <= 0:
                 break
-            most -= self._save(block)
+            max_ahead -= self._save(block)
         saves, self.saves, self.is_overwritten = self.saves, [], False
         return saves
 
     def has(self, prefix: Prefix, on_host: bool) -> bool:
-        """Whether it holds the prefix's last tokens, or the host does."""
+        """Whether the pool, or the host with `on_host`, holds the prefix's last tokens."""
         return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
 
     def _evict(self, block: int, to_load: bool) -> None:
@@ -124,8 +127,8 @@ class BlockPool:
         assert prefix, "a cached block has a prefix"
         return prefix
 
-    def first_seen(self, query: int) -> int:
-        """The index of the first block that a query at this position sees."""
+    def first_visible_block(self, query: int) -> int:
+        """The index of the first block that a query at this position attends to."""
         return 0 if self.window is None else max(query - self.window + 1, 0) // self.block_size
 
 
@@ -139,12 +142,12 @@ class HostPool(BlockPool):
         self.name = f"host:{kind.name}"
         self.fresh: set[int] = set()  # blocks that the next plan's copies write to
         self._files = files
-        self._writes: list[tuple[int, bytes]] = []  # blocks to files, by key, to come with the next plan
-        self._fills: list[tuple[int, object]] = []  # blocks from files, likewise
+        self._writes: list[tuple[int, bytes]] = []  # of the next plan: blocks that go to files, by key
+        self._fills: list[tuple[int, object]] = []  # of the next plan: blocks that come from files
 
     @property
     def can_refill(self) -> bool:
-        """Whether a block is free that no copy of the next plan touches."""
+        """Whether a block is free that no copy of the next plan reads or writes."""
         return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
 
     def refill(self, prefix: Prefix, content: object = None) -> int:
@@ -157,8 +160,8 @@ class HostPool(BlockPool):
             self._fills.append((block, content))
         return block
 
-    def take_copies(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, object]]]:
-        """The blocks to write to files with the next plan, and those to fill from files."""
+    def drain_copies(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, object]]]:
+        """Return the blocks that the next plan writes to files and those it fills from files, and forget them here."""
         copies = self._writes, self._fills
         self._writes, self._fills = [], []
         self.fresh.clear()
@@ -166,7 +169,7 @@ class HostPool(BlockPool):
 
     def forget(self) -> None:
         super().forget()
-        self.take_copies()
+        self.drain_copies()
 
     def _evict(self, block: int, to_load: bool) -> None:
         if self._files is not None:

@@ -1,7 +1,7 @@
 """Allocate KV blocks to sequences, by cache kind; no tensors.
 
-Room, sharing and prefix hits are decided here; `kv_plan.py` says how many blocks there are, `block_pool.py` which is
-taken next.
+Room, sharing and prefix hits are decided here; `plan.py` computes the number of blocks, `block_pool.py` chooses the one
+that is taken next.
 
     cache = KVCache([CacheKind("full", 2048)], {"full": 1024}, block_size=16, enable_prefix_caching=True)
     sequence.num_computed = cache.match_prefix(sequence)    # fills sequence.blocks with what is there already
@@ -12,14 +12,14 @@ taken next.
 
 Each cache kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none.
 
-A pool may have another one behind it, in host memory. What its cached blocks hold is copied there before they are used
-for something else, whosever it was: an evicted prefix, a preempted sequence, an idle conversation. A prefix that is
-found there alone takes blocks again and is copied back. These copies go with the plan of a step:
+A pool may be backed by another one in host memory. What its cached blocks hold is copied there before they are reused,
+be it an evicted prefix, a preempted sequence or an idle conversation. A prefix that only the host holds gets blocks
+again and is copied back. These copies go with the plan of a step:
 
-    plan = Plan(rows, num_decodes, cache.take_copies(planned))    # saves come before loads
+    plan = Plan(rows, num_decodes, cache.drain_copies(planned))    # saves come before loads
 
 Loads of a long prefix take longer than a step. So each plan has a part of them, and its step waits for none: the
-sequence joins the step behind the last part.
+sequence joins the step after the last part.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from atom.runtime.kv.plan import num_blocks_needed
 from atom.runtime.kv.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
 from atom.runtime.types import BlockCopies, CacheKind, Sequence, SwapCosts
 
-SAVED_BYTES = 64 << 20  # at most beside a step, which takes longer than these copies
-LOADED_BYTES = 256 << 20  # likewise where sequences wait for them; 5 ms of PCIe 5, as a decode step of an 8B model
+SAVED_BYTES = 64 << 20  # max bytes that are saved during a step, which takes longer than these copies
+LOADED_BYTES = 256 << 20  # min load budget of a step; 5 ms of PCIe 5, about a decode step of an 8B model
 
 
 class Cached(NamedTuple):
@@ -63,10 +63,13 @@ class KVCache:
         files: KVFiles | None = None,
         loaded_bytes: int = LOADED_BYTES,
     ) -> None:
-        """num_blocks: with block 0, where padding reads and writes. salt: all that the KV of this engine depends on.
-
-        num_host_blocks: likewise, in host memory, if any. costs: of loading from there; None: it always pays.
-        files: where blocks go that are pushed out of there. loaded_bytes: beside a step without prompts
+        """
+        num_blocks: of each pool, by cache kind, including block 0, where padding reads and writes
+        salt: all that the KV of this engine depends on
+        num_host_blocks: of each pool in host memory, including its block 0; None: there are none
+        costs: of loading from host memory; None: it always pays
+        files: where blocks go that are evicted from host memory; None: they are lost
+        loaded_bytes: load budget of a step, to which the time that its tokens take adds
         """
         self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self.enable_prefix_caching = enable_prefix_caching
@@ -102,26 +105,26 @@ class KVCache:
 
     @property
     def host_usage(self) -> tuple[int, int]:
-        """Blocks of the host that hold something, and all of them; of the kind that has most there."""
+        """Used blocks and all blocks of the fullest pool on the host."""
         pools = self.host_pools.values()
         counts = ((pool.num_blocks - 1 - len(pool.blank), pool.num_blocks - 1) for pool in pools)
         return max(counts, default=(0, 0), key=lambda count: count[0])
 
     def has_room(self, num_tokens: int, num_shared: int, spare: int) -> bool:
-        """Whether a sequence of that many tokens, of which some are shared, fits now and leaves so many blocks."""
+        """Whether a sequence fits now and leaves `spare` blocks. num_shared: of its tokens, those in shared blocks"""
         needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
         return all(pool.num_free - spare >= needed - num_shared // self.block_size for pool, needed in needs)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of that many tokens fits when it is alone."""
+        """Whether a sequence of that many tokens fits if it is the only one."""
         needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
         return all(needed < pool.num_blocks for pool, needed in needs)
 
     def match_prefix(self, sequence: Sequence, spare: int = 0) -> int | None:
         """Give the sequence the longest prefix that all kinds have, less than all its tokens; its number of tokens.
 
-        Blocks that the host alone has are allocated, to be loaded, if those of all its tokens would leave `spare` in
-        each pool; None where they would not, with nothing taken.
+        Blocks that only the host has are allocated, to be loaded, if the blocks of all its tokens would leave `spare`
+        in each pool; otherwise None, with nothing taken.
         """
         path = self._find_prefix(sequence)
         loaded = (at for at in range(len(path)) if self.host_pools and self._is_loaded(path, at))
@@ -144,45 +147,48 @@ class KVCache:
         return Cached(len(path) * self.block_size, (len(path) - num_loaded) * self.block_size)
 
     @property
-    def loading(self) -> Set[Sequence]:
-        """The sequences that have copies which come with later plans."""
+    def pending_loads(self) -> Set[Sequence]:
+        """The sequences whose blocks, or some of them, are loaded with later plans."""
         return self._loads.keys()
 
     def num_loading(self, sequence: Sequence) -> int:
-        """The sequence's tokens whose copies come with later plans."""
+        """The number of the sequence's tokens that are loaded with later plans."""
         return max(map(len, self._loads.get(sequence, {}).values()), default=0) * self.block_size
 
-    def take_copies(self, planned: Mapping[Sequence, int]) -> BlockCopies | None:
-        """The copies that come with the plan of these sequences, each with its number of tokens; None without any."""
+    def drain_copies(self, planned: Mapping[Sequence, int]) -> BlockCopies | None:
+        """Return the copies for the next plan, and forget them here; None if there are none.
+
+        planned: sequences of the plan -> their number of tokens in it
+        """
         if not self.host_pools:
             return None
         saves, loads = dict[str, list[tuple[int, int]]](), dict[str, list[tuple[int, int]]]()
         awaited = [each for each in planned if each in self._loads]
         awaits_saves = any(pool.is_overwritten for pool in self.pools)
         for pool in self.pools:
-            if saved := pool.take_saves(SAVED_BYTES // pool.block_bytes or 1):
+            if saved := pool.drain_saves(SAVED_BYTES // pool.block_bytes or 1):
                 saves[pool.name] = saved
         writes, fills = dict[str, list[tuple[int, bytes]]](), dict[str, list[tuple[int, object]]]()
         for kind, host in self.host_pools.items():
-            written, filled = host.take_copies()
+            written, filled = host.drain_copies()
             if written:
                 writes[kind] = written
             if filled:
                 fills[kind] = filled
-        budget = math.inf if awaited else self._loaded_beside(sum(planned.values()))
+        budget = math.inf if awaited else self._load_budget(sum(planned.values()))
         for sequence in awaited or list(self._loads):
             budget -= self._take_loads(sequence, budget, loads)
         copies = BlockCopies(writes, fills, saves, loads, awaits_saves, bool(awaited))
         return copies if writes or fills or saves or loads else None
 
     def fetch(self, sequence: Sequence) -> None:
-        """Begin to read the sequence's blocks that are in files alone."""
+        """Begin to read the sequence's blocks that only files have."""
         if self.files is None:
             return
         content, path = self._find_path(sequence)
         first = self._count_hit(path, on_host=True)
-        most = min(pool.num_blocks - 1 for pool in self.host_pools.values())
-        content = content[first * self._width : (first + most) * self._width]
+        num_max = min(pool.num_blocks - 1 for pool in self.host_pools.values())
+        content = content[first * self._width : (first + num_max) * self._width]
         if not content:
             return
         key = digest_of(path[first - 1]) if first else chain(b"", self._salt + sequence.salt)
@@ -193,7 +199,8 @@ class KVCache:
         def needs(num_blocks: int) -> dict[str, int]:
             query = (first + num_blocks) * self.block_size
             return {
-                pool.name: 0 if pool.window is None else max(pool.first_seen(query) - first, 0) for pool in self.pools
+                pool.name: 0 if pool.window is None else max(pool.first_visible_block(query) - first, 0)
+                for pool in self.pools
             }
 
         fetch = Fetch(key, content, self._width, needs, first, sequence, time.perf_counter() + seconds)
@@ -229,7 +236,7 @@ class KVCache:
             if child is None:
                 self.prefixes.prune(prefix)
                 return
-            child.num_users += 1  # while others are pushed out
+            child.num_users += 1  # while others are evicted
             for pool in self.pools:
                 host = self.host_pools[pool.name]
                 if (held := child.blocks.get(host.name)) is not None:
@@ -243,7 +250,7 @@ class KVCache:
         self.prefixes.prune(prefix)
 
     def cached_blocks(self) -> Iterator[tuple[str, int, int, bytes]]:
-        """All cached blocks, the last used first: kind, block or 0, the host's block or 0, key of the file."""
+        """All cached blocks, most recently used first: kind, block or 0, the host's block or 0, key of the file."""
         for pool in self.pools:
             held = [(block, 0) for block in reversed(pool.cached)]
             host = self.host_pools[pool.name]
@@ -254,25 +261,25 @@ class KVCache:
                 yield pool.name, block, copy, digest_of(prefix)
 
     def fork(self, parent: Sequence, child: Sequence) -> int:
-        """Give the child the full blocks, less than all, of the prompt that its parent computed; their tokens.
+        """Share the full blocks of the parent's prompt, less than all of it, with the child; their number of tokens.
 
-        0 where a window of the parent has moved past them, which it has not in the step after its prompt was computed.
+        0 if a window of the parent has moved past them, which it has not in the step after its prompt was computed.
         """
         num_shared = (len(parent.prompt) - 1) // self.block_size
         query = num_shared * self.block_size
         assert parent.num_computed >= query, f"{parent.id}: forked before its prompt was computed"
         for pool in self._windows:
-            if not all(parent.blocks[pool.name][pool.first_seen(query) : num_shared]):
+            if not all(parent.blocks[pool.name][pool.first_visible_block(query) : num_shared]):
                 return 0
         self._share(child, num_shared, parent.blocks)
         return query
 
     def allocate(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> int:
-        """Allocate blocks for positions up to `num_tokens`, leaving `spare` in each pool; the positions that have room.
+        """Allocate blocks for positions up to `num_tokens`, leaving `spare` in each pool; the number that have room.
 
-        These are fewer where a window pool is short, since a shorter step can run; and 0, with nothing taken,
-        where not one more token has room. A full kind takes room for all known tokens at once: a prompt that has begun
-        never waits for the rest.
+        It is smaller if a window pool is short, since a shorter step can run; and 0, with nothing taken, if not one
+        more token has room. A full kind takes room for all known tokens at once, so that a prompt that has begun never
+        waits for the rest.
         """
         known = max(num_tokens, sequence.num_tokens)
         for pool in self.pools:
@@ -301,7 +308,7 @@ class KVCache:
             if query == len(sequence.prompt):  # siblings begin at its last full block, in the next step
                 query = (query - 1) // self.block_size * self.block_size
             table = sequence.blocks[pool.name]
-            index = pool.first_seen(query) - 1
+            index = pool.first_visible_block(query) - 1
             while index >= 0 and table[index]:
                 pool.release(table[index])
                 table[index] = 0
@@ -317,11 +324,11 @@ class KVCache:
             self.prefixes.leave(self._published.pop(sequence)[0])
         if sequence in self._loads:
             self._forget_loads(sequence)
-            for pool in self.pools:  # another one may write to its blocks, that are to be saved
+            for pool in self.pools:  # another sequence may write to its blocks, which are still to be saved
                 pool.is_overwritten |= bool(pool.saves)
 
     def forget(self) -> None:
-        """Forget all prefixes but those in files; no sequence has blocks."""
+        """Forget all prefixes except those in files; no sequence may have blocks."""
         for pool in (*self.pools, *self.host_pools.values()):
             pool.forget()
 
@@ -364,19 +371,19 @@ class KVCache:
                 if not pool.has(prefix, on_host):
                     since[pool.name] = index + 1
             query = (index + 1) * self.block_size
-            if all(since[pool.name] <= pool.first_seen(query) for pool in self._windows):
+            if all(since[pool.name] <= pool.first_visible_block(query) for pool in self._windows):
                 num_hit = index + 1
         return num_hit
 
     def _is_loaded(self, path: list[Prefix], at: int) -> bool:
         """Whether a sequence that hits this path has to load a block of its prefix number `at`."""
         query, blocks = len(path) * self.block_size, path[at].blocks
-        return any(pool.name not in blocks and at >= pool.first_seen(query) for pool in self.pools)
+        return any(pool.name not in blocks and at >= pool.first_visible_block(query) for pool in self.pools)
 
     def _has_room_to_load(self, sequence: Sequence, path: list[Prefix], spare: int) -> bool:
         """Whether loading a path leaves `spare` free blocks; full kinds also need room for the tokens after it."""
         for pool in self.pools:
-            first = pool.first_seen(len(path) * self.block_size)
+            first = pool.first_visible_block(len(path) * self.block_size)
             shared = [block for prefix in path[first:] if (block := prefix.blocks.get(pool.name))]
             num_blocks = len(path) if pool.window is not None else -(-sequence.num_tokens // self.block_size)
             num_idle = sum(not pool.num_holders[block] for block in shared)
@@ -385,11 +392,11 @@ class KVCache:
         return True
 
     def _load(self, sequence: Sequence, path: list[Prefix]) -> None:
-        """Allocate the blocks that a sequence's tables lack, to be loaded from the host, which holds its own."""
+        """Allocate the blocks that a sequence's tables lack, and plan to load them from the host."""
         loads = self._loads[sequence] = {}
         for pool in self.pools:
             if (host := pool.host) is not None:
-                first = pool.first_seen(len(path) * self.block_size)
+                first = pool.first_visible_block(len(path) * self.block_size)
                 missing = [at for at in range(first, len(path)) if not sequence.blocks[pool.name][at]]
                 loads[pool.name] = [(at, host.share(path[at].blocks[host.name])) for at in missing]
         for pool in self.pools:
@@ -398,15 +405,15 @@ class KVCache:
                 table[at] = pool.take(to_load=True)
                 pairs[place] = table[at], copy
 
-    def _loaded_beside(self, num_tokens: int) -> float:
-        """The bytes that can be loaded in about the time that a step of so many tokens takes."""
+    def _load_budget(self, num_tokens: int) -> float:
+        """The bytes that can be loaded in about the time that a step of this number of tokens takes."""
         if self.costs is None or not self.costs.load_token_seconds:
             return self._loaded_bytes
         num_loaded = num_tokens * self.costs.compute_token_seconds / self.costs.load_token_seconds
         return self._loaded_bytes + num_loaded * sum(pool.kind.bytes_per_token for pool in self.pools)
 
     def _take_loads(self, sequence: Sequence, budget: float, loads: dict[str, list[tuple[int, int]]]) -> int:
-        """Move a sequence's loads to those of a plan until they are more than the budget; their bytes."""
+        """Move a sequence's loads to a plan until they reach the budget; their bytes."""
         num_bytes, left = 0, self._loads[sequence]
         for pool in self.pools:
             pairs = left.get(pool.name, [])
@@ -453,8 +460,8 @@ class KVCache:
         self._published[sequence] = prefix, num_blocks
 
     def _share(self, sequence: Sequence, num_blocks: int, tables: Mapping[str, list[int]]) -> None:
-        """Share the first `num_blocks` blocks of other tables, if any: those that the sequence's next query sees."""
+        """Share, of the first `num_blocks` blocks of other tables, those that the sequence's next query attends to."""
         for pool in self.pools:
-            first = pool.first_seen(num_blocks * self.block_size)
+            first = pool.first_visible_block(num_blocks * self.block_size)
             shared = [block and pool.share(block) for block in tables[pool.name][first:num_blocks]]
             sequence.blocks[pool.name] = [0] * first + shared

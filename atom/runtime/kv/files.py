@@ -2,7 +2,7 @@
 
     files = KVFiles(Path("/var/lib/atom/kv"), 64 << 30, {"full": 65536})     # bytes of a block, by cache kind
     files.write([Block(digest_of(prefix), "full", rows)])                    # later; dropped where the disk is too slow
-    files.fetch(fetch)                                                       # of a prompt's blocks, likewise
+    files.fetch(fetch)                                                       # of a prompt's blocks
     files.take_fetched()                                                     # the fetches that have ended
 
 A block is known by the SHA-256 of what the KV depends on, its tenant's salt and all its tokens. Its file has that key

@@ -1,13 +1,13 @@
-"""Copy KV blocks to host memory and back, beside the steps.
+"""Copy KV blocks to host memory and back while steps run.
 
-    host = HostBlocks(model, {"full": 4096})           # on each rank, of its own share of the KV
+    host = HostBlocks(model, {"full": 4096})           # on each rank, for its own part of the KV
     host.costs = measure(model, host, 2048)            # whether loading is faster than computing
     host.copy(BlockCopies(saves={"full": [(7, 1)]}))   # block 7 to the host's block 1
-    host.join()                                        # a step behind these copies comes after them
+    host.join()                                        # the next step waits for these copies
 
-A block of the host is one row of bytes: what all layers of a kind keep in a block, one behind the other. On a GPU it is
-pinned, and a stream of its own gathers blocks in a staging buffer there and moves rows that lie side by side at once.
-A CPU copies the same way, and waits.
+A block of the host is one row of bytes: what all layers of a kind keep in a block, concatenated. With a GPU, rows are
+pinned, and a separate stream gathers blocks in a staging buffer on the GPU and copies consecutive rows at once. A CPU
+copies the same way, and waits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def plan_host_blocks(kinds: Sequence[CacheKind], block_size: int, memory_bytes: int) -> dict[str, int]:
-    """Blocks of each kind in so much host memory, block 0 included: equally many. CapacityError where it holds none."""
+    """The number of blocks that fit in host memory, including block 0, equal for all kinds; CapacityError if none."""
     size = block_size * sum(kind.bytes_per_token for kind in kinds)
     if memory_bytes < 2 * size:
         raise CapacityError(f"serve.swap_space={memory_bytes} is less than two blocks of KV: raise it to {2 * size}")
@@ -46,13 +46,14 @@ def plan_host_blocks(kinds: Sequence[CacheKind], block_size: int, memory_bytes: 
 
 class HostBlocks:
     def __init__(self, model: Model, num_blocks: Mapping[str, int]) -> None:
-        """num_blocks: by cache kind, block 0 included; a stage of a pipeline holds those of its layers.
+        """
+        num_blocks: by cache kind, including block 0; a pipeline stage holds those of its layers
 
-        CapacityError where memory does not hold them, or pin them.
+        Raises CapacityError if they cannot be allocated or pinned.
         """
         self.num_blocks = num_blocks
         self.costs: SwapCosts | None = None
-        self.files: KVFiles | None = None  # where blocks go that are pushed out of host memory
+        self.files: KVFiles | None = None  # where blocks go that are evicted from host memory
         self._model = model
         caches = model.graph.caches()
         widths = {
@@ -64,8 +65,8 @@ class HostBlocks:
         self._sizes = {kind: sum(each) // self._unit.itemsize for kind, each in widths.items()}  # of a row
         self.num_bytes = {kind: size * self._unit.itemsize for kind, size in self._sizes.items()}  # of a block
         self._stream = None if model.is_cpu else torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-        self._last: torch.cuda.Event | None = None  # the end of the newest copies, which no step waits for yet
-        self._due: torch.cuda.Event | None = None  # likewise of those that the next step waits for
+        self._last: torch.cuda.Event | None = None  # end of the newest copies, which no step waits for yet
+        self._due: torch.cuda.Event | None = None  # end of the copies that the next step waits for
         num_bytes = sum(num_blocks[kind] * size for kind, size in self.num_bytes.items())
         with naming_a_lack_of_memory(f"serve.swap_space: the system has no {num_bytes} bytes for it; lower it"):
             self._rows = {
@@ -80,7 +81,7 @@ class HostBlocks:
                 weakref.finalize(self, unpin, rows.data_ptr()).atexit = False
 
     def copy(self, copies: BlockCopies) -> None:
-        """Start copies, once the steps before are over: writes, fills, saves, then loads."""
+        """Start copies after the preceding steps: writes, fills, saves, then loads."""
         self._last = None
         if self._stream is None:
             self._copy_to_host(copies)
@@ -99,13 +100,17 @@ class HostBlocks:
                 self._last = self._stream.record_event()
 
     def join(self) -> None:
-        """Have the next step wait for the copies that run beside the last one."""
+        """Make the next step wait for the copies that run during the last one."""
         if self._due is not None:
             torch.cuda.current_stream().wait_event(self._due)
         self._due, self._last = self._last, None
 
     def keep(self, kept: Iterable[tuple[str, int, int, bytes]], seconds: float) -> None:
-        """Write blocks to files, the most important first, for so long: a kind, a block or one of the host, a key."""
+        """Write blocks to files until the time is over.
+
+        kept: kind, block or 0, block of the host or 0, and key of the file; the most important first
+        seconds: time limit
+        """
         assert self.files is not None, "only a cache with files keeps blocks"
         if not self._model.is_cpu:
             torch.cuda.synchronize()
@@ -134,11 +139,11 @@ class HostBlocks:
     @torch.inference_mode()
     def _copy_all(self, pairs: Mapping[str, Pairs], copy: Callable[[str, Pairs], None]) -> None:
         for kind, each in pairs.items():
-            if kind in self._sizes:  # others are of layers of other stages
+            if kind in self._sizes:  # the other kinds are those of other stages
                 copy(kind, each)
 
     def _write(self, kind: str, written: Sequence[tuple[int, bytes]]) -> None:
-        """Have rows written to files before something else is copied to them."""
+        """Write rows to files before something else is copied to them."""
         assert self.files is not None, "only a cache with files plans writes"
         blocks, ready = [], None
         if self._stream is not None:
@@ -183,17 +188,17 @@ class HostBlocks:
             copier.scatter(staged, blocks)
 
     def _parts(self, kind: str, pairs: Pairs) -> Iterator[tuple[Pairs, Tensor, Tensor]]:
-        """As many pairs at a time as can be staged, ordered by rows of the host: their blocks i64[N], and staging rows.
+        """As many pairs at a time as can be staged, ordered by host row, with their blocks i64[N] and staging rows.
 
-        Rows that follow each other are one copy; a sequence's have mostly been saved together, though not in its order.
+        Consecutive rows are one copy; those of a sequence have mostly been saved together, though not in its order.
         """
         pairs = sorted(pairs, key=itemgetter(1))
         blocks = self._model.send(np.array([block for block, _ in pairs]), torch.int64)
         size = self._sizes[kind]
-        most = len(self._staging) // size
-        for start in range(0, len(pairs), most):
-            part = pairs[start : start + most]
-            yield part, blocks[start : start + most], self._staging[: len(part) * size].view(len(part), size)
+        max_rows = len(self._staging) // size
+        for start in range(0, len(pairs), max_rows):
+            part = pairs[start : start + max_rows]
+            yield part, blocks[start : start + max_rows], self._staging[: len(part) * size].view(len(part), size)
 
     def _caches(self, kind: str) -> Iterator[Tensor]:
         """The caches of a kind, a row for each block."""
@@ -212,9 +217,9 @@ def runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
 
 
 def pin(tensor: Tensor, instead: str) -> None:
-    """Pin memory that torch did not allocate: its own allocator takes the next power of two.
+    """Pin memory that torch did not allocate, since its allocator rounds up to a power of two.
 
-    instead: what to do where that fails, with a CapacityError
+    instead: what the CapacityError advises if pinning fails
     """
     num_bytes = tensor.nbytes
     if error := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):  # type: ignore[no-untyped-call]
@@ -230,8 +235,8 @@ def unpin(address: int) -> None:
 
 
 def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
-    """Measure loads of one block and of many, and a prompt of so many tokens; they write to blocks 0 alone."""
-    most = min(num_tokens // model.block_size, *host.num_blocks.values())
+    """Time loads of one block and of many, and a prompt of num_tokens. All of them write only to block 0."""
+    max_blocks = min(num_tokens // model.block_size, *host.num_blocks.values())
 
     def load(count: int) -> None:
         pairs = [(0, row) for row in range(count)]
@@ -243,7 +248,7 @@ def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
             score(model.head, computed.unscored)
 
     host.copy(BlockCopies(saves={kind: [(0, 0)] for kind in host.num_blocks}))  # compiles what saves
-    num_blocks, shape = max(most - 1, 2), BatchShape(num_tokens, 1, 1)
+    num_blocks, shape = max(max_blocks - 1, 2), BatchShape(num_tokens, 1, 1)
     packed = shape.pad(model.padding)
     one, many = _time(model, lambda: load(1)), _time(model, lambda: load(num_blocks))
     prompt = _time(model, compute)
@@ -253,7 +258,7 @@ def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
 
 @torch.inference_mode()
 def _time(model: Model, run: Callable[[], object]) -> float:
-    """Seconds of the fastest run."""
+    """The time of the fastest run in seconds."""
     times = []
     for _ in range(NUM_TIMED):
         start = time.perf_counter()

@@ -15,7 +15,7 @@ from atom.runtime.types import CacheKind
 
 
 def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
-    """The most blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
+    """The max number of blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
     whole = -(-num_tokens // block_size)
     if kind.window is None:
         return whole
@@ -32,11 +32,15 @@ def plan_memory(
     num_blocks: int | None = None,
     describe_room: Callable[[int, int], str] = "there are {}".format,
 ) -> dict[str, int]:
-    """Blocks of each pool by cache kind, block 0 included: of `memory_bytes` together, or `num_blocks` without it.
+    """The number of blocks of each pool by cache kind, including block 0.
 
-    All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
-    Where they do not hold one sequence of `max_model_len`: CapacityError for `memory_bytes`, ConfigError for
-    `num_blocks`; describe_room: what to say of the bytes that there are, and of those that it takes.
+    All kinds get the same number, but a window kind no more than `max_num_seqs` windows and a step can fill.
+
+    memory_bytes: the size of all pools together; None: see num_blocks
+    num_blocks: of each pool, without block 0
+    describe_room: for the error, describes the bytes that are available and those that are needed
+
+    Raises CapacityError (memory_bytes) or ConfigError (num_blocks) if they do not hold one sequence of `max_model_len`.
     """
     max_model_len, max_step = limits.max_model_len, limits.max_num_batched_tokens
     step_blocks = -(-max_step // block_size)
@@ -49,34 +53,34 @@ def plan_memory(
     def equal(count: int) -> dict[str, int]:
         return {kind.name: 1 + min(count, useful.get(kind.name, count)) for kind in kinds}
 
-    def alone(length: int) -> dict[str, int]:
+    def one_sequence(length: int) -> dict[str, int]:
         step = min(length, max_step)
         return {kind.name: 1 + num_blocks_needed(kind, block_size, length, step) for kind in kinds}
 
     def size(blocks: Mapping[str, int]) -> int:
         return sum(blocks[kind.name] * block_size * kind.bytes_per_token for kind in kinds)
 
-    least = alone(max_model_len)
+    minimum = one_sequence(max_model_len)
     if num_blocks is not None:
-        given, needed = equal(num_blocks), max(least.values()) - 1
-        if any(given[name] < blocks for name, blocks in least.items()):
+        plan_of_blocks, needed = equal(num_blocks), max(minimum.values()) - 1
+        if any(plan_of_blocks[name] < blocks for name, blocks in minimum.items()):
             raise ConfigError(
                 f"serve.num_kvcache_blocks={num_blocks} hold no sequence of serve.max_model_len={max_model_len}, which "
                 f"takes {needed} blocks of {block_size} tokens: set serve.num_kvcache_blocks={needed} or more, or "
                 f"serve.max_model_len={num_blocks * block_size} or less"
             )
-        return given
+        return plan_of_blocks
     assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
-    if size(least) > memory_bytes:
-        length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
+    if size(minimum) > memory_bytes:
+        length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(one_sequence(length)))
         raise CapacityError(
-            f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(least)} bytes, "
-            + describe_room(memory_bytes, size(least))
+            f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(minimum)} bytes, "
+            + describe_room(memory_bytes, size(minimum))
             + (f" or lower serve.max_model_len to {length}" if length else "")
         )
 
     def plan(count: int) -> dict[str, int]:
-        return {name: max(blocks, least[name]) for name, blocks in equal(count).items()}
+        return {name: max(blocks, minimum[name]) for name, blocks in equal(count).items()}
 
     counts = range(memory_bytes // (block_size * min(kind.bytes_per_token for kind in kinds)) + 1)
     return plan(bisect_right(counts, memory_bytes, key=lambda count: size(plan(count))) - 1)

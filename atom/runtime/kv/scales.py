@@ -9,8 +9,8 @@
         store.write(scales.values())
 
 The prompt is one step of the model itself. Each layer's scales are set from its keys and values right before these are
-written, so that the layers behind it read what they will read later. The tensors are filled in place, ahead of any CUDA
-graph, which holds their addresses. Several ranks measure at the same time, and each takes the largest number of all.
+written, so that the following layers read what they will read later. The tensors are filled in place, before any CUDA
+graph is captured, which holds their addresses. Several ranks measure at the same time, and take the maximum of all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from atom.runtime.step.input import BatchShape
 from atom.runtime.step.model import Model
 from atom.weights.packed_store import describe_file
 
-HEADROOM = 2.0  # of other prompts' numbers over those of this one
+HEADROOM = 2.0  # how much larger the numbers of other prompts may be
 MAX_TOKENS = 512  # of the prompt
 WRITES = (ops.norm_rope_write, ops.norm_rope_attention, ops.norm_rope_write_latent)
 FILE = "kv_scales.json"
@@ -81,25 +81,25 @@ Largest = Callable[[Tensor], Tensor]
 
 
 class ScalePlan(msgspec.Struct):
-    """Where the scales of all ranks come from; 1.0 where it says nothing."""
+    """Where the scales of all ranks come from. If both are empty, scales are 1.0."""
 
-    values: dict[str, float] = {}  # by name, where an earlier start has measured them
-    tokens: list[int] = []  # else a prompt to measure them over
+    values: dict[str, float] = {}  # by name, if an earlier start has measured them
+    tokens: list[int] = []  # otherwise a prompt to measure them over
 
 
 def measured_names(graph: Graph) -> list[str]:
-    """The names of the scales of a graph that no file has."""
+    """The names of a graph's scales that no file has."""
     return [recipe.name for recipe in graph.recipes() if isinstance(recipe, Measured)]
 
 
 class KVScales:
-    """The scales of a text that no file has."""
+    """The scales of a graph that no file has."""
 
     def __init__(self, graph: Graph, tensors: Mapping[Recipe, Any]) -> None:
         self.tensors: dict[str, Tensor] = {
             recipe.name: tensors[recipe] for recipe in graph.recipes() if isinstance(recipe, Measured)
         }
-        self.num_tokens = 0  # over which they were measured
+        self.num_tokens = 0  # length of the prompt over which they were measured
 
     def values(self) -> dict[str, float]:
         return {name: tensor.item() for name, tensor in self.tensors.items()}
@@ -111,11 +111,13 @@ class KVScales:
 
     @torch.inference_mode()
     def measure(self, model: Model, tokens: Sequence[int], largest: Largest = lambda x: x) -> None:
-        """Set the scales from a step of these tokens, or as many as a step can have.
+        """Set the scales from a step of these tokens, or as many of them as a step can have.
 
-        The model's KV, of which a pool of its own takes the place meanwhile, and its slots are empty afterwards.
+        Temporarily replaces the KV pool. The pool and all slots are cleared on return.
 
-        largest: a number [1, 1] -> the largest of all ranks
+        model: the model whose step is run
+        tokens: the prompt
+        largest: reduces a number [1, 1] to the maximum over all ranks
         """
         tokens = tokens[: min(MAX_TOKENS, model.limits.max_num_batched_tokens, model.limits.max_model_len)]
         num_tokens, kernels = len(tokens), model.kernels
@@ -141,7 +143,7 @@ class KVScales:
 def _measuring(
     graph: Graph, kernels: Mapping[tuple[Op, str], Callable[..., Any]], largest: Largest
 ) -> dict[tuple[Op, str], Any]:
-    """The kernels of a text that write keys and values, each with scales set before it runs."""
+    """The graph's kernels that write keys and values, each with its scales set before it runs."""
     context = LoadContext()
     calls = [node for program in graph.programs.values() for node in program.nodes if node.target in WRITES]
     keys = dict.fromkeys((node.target, node.meta.get("kernel", "reference")) for node in calls)
@@ -174,7 +176,7 @@ def _normed(x: Tensor, norm: Tensor | None, given: Mapping[str, Any]) -> Tensor:
 
 
 def scale_of(largest: float) -> float:
-    """The power of 2 that makes numbers up to the largest fit fp8_e4m3 with HEADROOM; 1 if there are none."""
+    """The power of 2 that makes numbers up to `largest` fit fp8_e4m3 with HEADROOM; 1 if all are 0 or not finite."""
     return 2.0 ** math.ceil(math.log2(HEADROOM * largest / FP8_MAX)) if 0 < largest < math.inf else 1.0
 
 

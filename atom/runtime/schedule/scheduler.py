@@ -204,7 +204,7 @@ class Scheduler:
         for sequence, num_tokens in planned.items():
             row = self._plan(sequence, num_tokens)
             (decode_rows if row.is_decode else other_rows).append(row)
-        copies = self.cache.take_copies(planned) if planned else None
+        copies = self.cache.drain_copies(planned) if planned else None
         if copies is not None:
             self.stats.num_saved_blocks += sum(map(len, copies.saves.values()))
             self.stats.num_loaded_blocks += sum(map(len, copies.loads.values()))
@@ -292,7 +292,7 @@ class Scheduler:
         prompts: list[Sequence] = []
         loading: list[Sequence] = []
         for sequence in self.running:
-            if sequence in self.cache.loading:
+            if sequence in self.cache.pending_loads:
                 loading.append(sequence)
             elif num_left := self._num_left(sequence):
                 (decodes if num_left == 1 else prompts).append(sequence)
@@ -342,7 +342,7 @@ class Scheduler:
                 self.waiting.put_back(sequence)
                 break
             self.running[sequence] = None
-            if planned and sequence in self.cache.loading:  # beside this step
+            if planned and sequence in self.cache.pending_loads:  # beside this step
                 continue
             planned[sequence] = num_tokens
             budget -= num_tokens

@@ -4,10 +4,10 @@ It remembers what the runner knows of each slot. No device, no tensors.
 
     builder = StepBuilder(runner.capacity)
     pending = runner.execute(builder.build(plan))
-    builder.retract(plan)                              # where that raised: the next step sends its slots' state again
+    builder.retract(plan)                              # if that raised: the next step sends its slots' state again
 
-The host gives the tokens of a prompt and the blocks of KV. What is sampled goes from one step to the next in the
-runner: a row whose token the host did not give computes the newest one of its slot.
+The host gives the tokens of a prompt and the blocks of KV. Sampled tokens go from one step to the next in the runner: a
+row whose token the host did not give computes the newest one of its slot.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Collected:
     reported: list[int] = field(default_factory=list)  # as in StepInput
     special: list[_Special] = field(default_factory=list)
     sampling: int = 0  # index in SAMPLING_KINDS, the largest of those that sample
-    is_decode: bool = True  # the runner has the newest token of each row, and drafts what they have behind it
+    is_decode: bool = True  # the runner has the newest token of each row, and makes its drafts
 
 
 class StepBuilder:
@@ -117,13 +117,18 @@ class StepBuilder:
                 rows.reported.append(slot * NUM_REPORTED + (start + num_tokens - len(drafts)) % NUM_REPORTED)
         return rows
 
-    def pack(self, rows: Collected, num_drafts: int, is_decode: bool, least: BatchShape | None = None) -> StepInput:
-        """Pack rows into a step, of decodes alone or not. least: a shape that holds theirs, for the step to have"""
+    def pack(self, rows: Collected, num_drafts: int, is_decode: bool, min_shape: BatchShape | None = None) -> StepInput:
+        """Pack rows into a step.
+
+        num_drafts: that the runner drafts for each decode
+        is_decode: all rows are decodes
+        min_shape: a shape that holds the rows and that the step shall hold; None: the rows' own
+        """
         plan = rows.plan
         if is_decode:
-            shape, packed = self._pack_decodes(plan, num_drafts, least)
+            shape, packed = self._pack_decodes(plan, num_drafts, min_shape)
         else:
-            shape, packed = self._pack(plan, rows.residents, num_drafts, least)
+            shape, packed = self._pack(plan, rows.residents, num_drafts, min_shape)
         step = StepInput(
             shape=shape,
             is_decode=is_decode,
@@ -145,13 +150,13 @@ class StepBuilder:
         return step
 
     def shape_of(self, plan: Plan) -> BatchShape:
-        """The shape of a plan's batch, without padding; where the runner drafts, without drafts."""
+        """The shape of a plan's batch, without padding; without drafts if the runner drafts."""
         return shape_of(without_drafts(plan) if self._capacity.num_drafts else plan)
 
     def retract(self, plan: Plan) -> None:
         """Take back the newest plan, whose step did not take place, or not to its end: its rows are sent anew.
 
-        Tokens in flight are known to the runner alone: its state of these rows stands.
+        Tokens in flight are known only to the runner: its state of these rows stays valid.
         """
         for row in plan.rows:
             sequence = row.sequence
@@ -179,7 +184,7 @@ class StepBuilder:
         )
 
     def count_drafts(self, plan: Plan) -> int:
-        """Count the most that the runner drafts for a row; it does where it knows the newest token."""
+        """The max number of tokens that the runner drafts for a row, which it does if it knows the newest token."""
         if not self._capacity.num_drafts:
             return 0
         return max((len(row.drafts) for row in plan.rows if row.drafts and self._is_known(row)), default=0)
@@ -188,10 +193,10 @@ class StepBuilder:
         resident = self._residents[row.sequence.slot]
         return resident is not None and resident.blocks is row.sequence.blocks and row.start >= resident.num_known
 
-    def _pack_decodes(self, plan: Plan, num_drafts: int, least: BatchShape | None) -> tuple[BatchShape, bytearray]:
-        """Pack decodes, with so many drafts or more where that is captured."""
+    def _pack_decodes(self, plan: Plan, num_drafts: int, min_shape: BatchShape | None) -> tuple[BatchShape, bytearray]:
+        """Pack decodes with this number of drafts, or the next larger captured one."""
         slots, capacity = array("i", [row.sequence.slot for row in plan.rows]), self._capacity
-        num_rows = len(slots) if least is None else least.num_rows
+        num_rows = len(slots) if min_shape is None else min_shape.num_rows
         if num_drafts:
             fitting = (each for each in capacity.draft_sizes if each[0] >= num_rows and each[1] >= num_drafts)
             size, num_drafts = next(fitting, (num_rows, num_drafts))
@@ -204,16 +209,17 @@ class StepBuilder:
         return BatchShape(num_tokens, size, num_tokens, size, num_drafts), bytearray(slots)
 
     def _pack(
-        self, plan: Plan, residents: list[_Resident], num_drafts: int, least: BatchShape | None
+        self, plan: Plan, residents: list[_Resident], num_drafts: int, min_shape: BatchShape | None
     ) -> tuple[BatchShape, bytearray]:
-        """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds `least`, if any.
+        """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds them, if any.
 
-        The rest behind its decodes, and behind all rows, is padding.
+        Padding follows the decodes, and all rows.
         """
-        least = least or (self.shape_of(plan).drafting(num_drafts) if num_drafts else shape_of(plan))
-        shape = next((each for each in self._capacity.mixed_shapes if each.holds(least)), least)
+        min_shape = min_shape or (self.shape_of(plan).drafting(num_drafts) if num_drafts else shape_of(plan))
+        shape = next((each for each in self._capacity.mixed_shapes if each.holds(min_shape)), min_shape)
         packed = shape.pad(self._capacity.num_slots)
-        slots, starts, ends, sampled, indices, given, row_of, most = shape.split(np.frombuffer(packed, np.int32))
+        rows_of_step = shape.split(np.frombuffer(packed, np.int32))
+        slots, starts, new_length, sampled, token_index, host_tokens, row_of, max_accepted = rows_of_step
         if shape.num_drafts:
             own = self.shape_of(plan).drafting(shape.num_drafts)
             decodes = zip(plan.rows[: own.num_decodes], residents, strict=False)
@@ -225,31 +231,31 @@ class StepBuilder:
         num_left = shape.num_decodes - own.num_decodes
         num_rows, num_tokens = own.num_rows + num_left, own.num_tokens + num_left * (1 + shape.num_drafts)
         numbers = np.array(
-            [(row.slot, len(row.tokens), row.end, row.draw, row.num_drafts) for row in rows], np.int64
+            [(row.slot, len(row.tokens), row.new_length, row.draws, row.num_drafts) for row in rows], np.int64
         ).reshape(-1, 5)
-        row_slots, counts, row_ends, draws, drafts = numbers.T
-        places, stops = np.arange(own.num_rows), np.cumsum(counts)
-        places[own.num_decodes :] += num_left
+        row_slots, counts, lengths, draws, drafts = numbers.T
+        index, stops = np.arange(own.num_rows), np.cumsum(counts)
+        index[own.num_decodes :] += num_left
         stops[own.num_decodes :] += num_tokens - own.num_tokens
-        slots[places] = row_slots
-        starts[places], starts[num_rows:] = stops - counts, num_tokens
-        ends[places] = row_ends
+        slots[index] = row_slots
+        starts[index], starts[num_rows:] = stops - counts, num_tokens
+        new_length[index] = lengths
         (chosen,) = (draws >= 0).nonzero()
-        chosen = chosen[draws[chosen].argsort(kind="stable")]  # draws behind drafts come last
-        lasts = stops - 1  # but for drafts
+        chosen = chosen[draws[chosen].argsort(kind="stable")]  # draws after drafts come last
+        lasts = stops - 1  # apart from drafts
         lasts[: own.num_decodes] -= shape.num_drafts
-        sampled[: len(chosen)], indices[: len(chosen)] = slots[places[chosen]], lasts[chosen]
-        most[: len(chosen)] = drafts[chosen]
+        sampled[: len(chosen)], token_index[: len(chosen)] = slots[index[chosen]], lasts[chosen]
+        max_accepted[: len(chosen)] = drafts[chosen]
         tokens = [token for row in rows for token in row.tokens]
-        given[: own.num_decoded] = tokens[: own.num_decoded]
-        given[shape.num_decoded : num_tokens] = tokens[own.num_decoded :]
-        row_of[shape.num_decoded : num_tokens] = np.repeat(places, counts)[own.num_decoded :]
+        host_tokens[: own.num_decoded] = tokens[: own.num_decoded]
+        host_tokens[shape.num_decoded : num_tokens] = tokens[own.num_decoded :]
+        row_of[shape.num_decoded : num_tokens] = np.repeat(index, counts)[own.num_decoded :]
         row_of[num_tokens:] = num_rows
         return shape, packed
 
 
 def add_admissions(step: StepInput, admitted: list[Sequence], *, has_histories: bool) -> None:
-    """Add what the runner is to know of sequences that it does not have. has_histories: all their tokens, too"""
+    """Add the state of sequences that the runner does not have. has_histories: all their tokens, too"""
     packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed, number_of(each)) for each in admitted]
     step.admissions = bytearray(b"".join(packs))
     counted = [each for each in admitted if has_use(each.params, PENALTY)]
@@ -272,7 +278,7 @@ def add_special(step: StepInput, special: list[_Special], vocab: int) -> None:
 
 
 def without_drafts(plan: Plan) -> Plan:
-    """A plan whose decodes compute their newest token alone."""
+    """A plan whose decodes compute only their newest token."""
     rows = [row._replace(num_tokens=row.num_tokens - len(row.drafts), drafts=()) for row in plan.rows]
     return Plan(rows, plan.num_decodes)
 
@@ -281,30 +287,30 @@ class _Row(NamedTuple):
     """A row of a batch."""
 
     slot: int
-    tokens: list[int]  # as in PackedRows.given
-    end: int  # positions known after the step; 0: the runner knows
-    draw: int  # -1: it does not sample; 0: it does; 1: behind a draft
+    tokens: list[int]  # as in PackedRows.host_tokens
+    new_length: int  # as in PackedRows
+    draws: int  # -1: it does not sample; 0: it does; 1: it does, after a draft
     num_drafts: int = 0  # of the runner that may be accepted
 
 
 def split(row: ScheduledRequest, resident: _Resident) -> list[_Row]:
     """The rows of a sequence: one, and one for each of its drafts."""
     sequence, start, num_tokens, samples, drafts = row
-    slot, draw, end = sequence.slot, samples - 1, start + num_tokens - len(drafts)
+    slot, draws, end = sequence.slot, samples - 1, start + num_tokens - len(drafts)
     if start >= resident.num_known and not drafts:
-        return [_Row(slot, [-1], 0, draw)]
+        return [_Row(slot, [-1], 0, draws)]
     return [
-        _Row(slot, sequence.tokens(start, end), end, draw),
+        _Row(slot, sequence.tokens(start, end), end, draws),
         *(_Row(slot, [token], end + at, 1) for at, token in enumerate(drafts, 1)),
     ]
 
 
 def drafting(row: ScheduledRequest, resident: _Resident, num_drafts: int) -> _Row:
-    """The row of a decode with room for so many drafts, which the runner makes where it knows the newest token."""
-    (alone,) = split(row._replace(num_tokens=1, drafts=()), resident)
-    most = len(row.drafts) if row.start >= resident.num_known else 0
-    tokens = [-2 - number if number < most else NO_DRAFT for number in range(num_drafts)]
-    return alone._replace(tokens=alone.tokens + tokens, num_drafts=most)
+    """The row of a decode with room for drafts, which the runner makes if it knows the newest token."""
+    (undrafted,) = split(row._replace(num_tokens=1, drafts=()), resident)
+    max_accepted = len(row.drafts) if row.start >= resident.num_known else 0
+    tokens = [-2 - number if number < max_accepted else NO_DRAFT for number in range(num_drafts)]
+    return undrafted._replace(tokens=undrafted.tokens + tokens, num_drafts=max_accepted)
 
 
 def shape_of(plan: Plan) -> BatchShape:
@@ -317,7 +323,7 @@ def shape_of(plan: Plan) -> BatchShape:
 
 
 def find_drafts(plan: Plan) -> list[Draft]:
-    """Find the drafts of a plan, and the rows that sample behind them."""
+    """Find the drafts of a plan, and the rows that sample after them."""
     sampling = [row for row in plan.rows if row.samples]
     drafts, first = [], len(sampling)
     for at, row in enumerate(sampling):

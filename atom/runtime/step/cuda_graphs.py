@@ -5,7 +5,7 @@ Pure decodes are captured by their number, steps with prompts by their tokens an
     graphs = Graphs(model)
     graphs.compile(sizes, 16384)         # kernels of steps of up to 16384 tokens, on all cores
     graphs.capture(sizes)                # decodes of these numbers of rows, and steps with prompts
-    started = graphs.start(step)         # of a StepInput; None where its shape was not captured
+    started = graphs.start(step)         # of a StepInput; None if its shape was not captured
 
 The host takes as long to launch the kernels of a small step as those of a large one, and longer than a GPU takes to run
 the small one. So steps with prompts are captured up to a size.
@@ -35,13 +35,13 @@ from atom.runtime.step.model import Computed, Model
 from atom.runtime.step.program import Hidden, score
 from atom.sampling_params import SAMPLING_KINDS
 
-PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
-PROMPT_ROWS = 65  # likewise, one row of padding included: logits of all are computed and sampled
-MIN_DECODES = 16  # beside prompts; then powers of two
-MAX_FLOPS = 8e12  # of a step with prompts: one of more keeps a GPU longer than the host that starts its kernels
-FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as long to read the weights
-# tokens of a step: all of more than SHORT share the kernels of one of LONG, except kernels of experts, which differ by
-# the rows of each expert
+PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # of prompts in a step
+PROMPT_ROWS = 65  # of prompts in a step, including one of padding: logits of all are computed and sampled
+MIN_DECODES = 16  # in a step with prompts; then powers of two
+MAX_FLOPS = 8e12  # of a step with prompts: a larger one runs longer than the host takes to launch its kernels
+FREE_TOKENS = 256  # of a step with prompts, captured whatever it computes: reading the weights takes about as long
+# tokens of a step: steps of more than SHORT share the kernels of a step of LONG, except kernels of experts, which
+# differ by the rows of each expert
 SHORT, LONG = 512, 4096
 
 
@@ -54,10 +54,10 @@ class Started:
 
     slots: Tensor
     logits: Tensor | None
-    behind: tuple[Tensor, ...] = ()  # logits [D, V] behind the first drafts of the first rows, and so on
+    draft_logits: tuple[Tensor, ...] = ()  # [D, V] after the first drafts of the first rows, the second ones, …
     hidden: Hidden | None = None  # of a step with prompts
-    most: Tensor | None = None  # i32[R], the drafts of each that may be accepted
-    unscored: Hidden = ()  # what the head takes of these rows, where it has not run
+    max_accepted: Tensor | None = None  # i32[R], the drafts of each that may be accepted
+    unscored: Hidden = ()  # what the head takes of these rows, if it has not run
     follow: Callable[[], object] = lambda: None  # runs what follows the sampling
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Drawn]] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class _Captured:
 def _find_or_capture(
     captured: dict[Any, _Captured | None], key: Any, capture: Callable[[Any], _Captured]
 ) -> _Captured | None:
-    """The graph of a shape, captured now if that was left for later; None where there is to be none."""
+    """The graph of a shape, captured now if that was deferred; None if the shape gets none."""
     if key not in captured:
         return None
     found = captured[key] = captured[key] or capture(key)
@@ -82,12 +82,19 @@ def _find_or_capture(
 
 
 def begin(
-    model: Model, computed: Computed, slots: Tensor, rows: PackedRows | None = None, most: Tensor | None = None
+    model: Model, computed: Computed, slots: Tensor, rows: PackedRows | None = None, max_accepted: Tensor | None = None
 ) -> Started:
-    """The `Started` of what a model has computed. rows: of a step with prompts"""
+    """The `Started` of what a model has computed.
+
+    slots: i32[R], that sample
+    rows: of a step with prompts; None: all rows are decodes
+    max_accepted: i32[R], of decodes with drafts; None: they have none, or `rows` says it
+    """
     if rows is not None:
-        most = rows.most
-    started = Started(slots, computed.logits, computed.behind, None if rows is None else computed.hidden, most)
+        max_accepted = rows.max_accepted
+    started = Started(
+        slots, computed.logits, computed.draft_logits, None if rows is None else computed.hidden, max_accepted
+    )
     started.unscored = computed.unscored
     if model.has_draft_programs:
         started.follow = partial(model.follow, computed, slots, rows)
@@ -95,39 +102,39 @@ def begin(
 
 
 def draw(model: Model, started: Started, logits: Tensor, kind: str, penalties: bool = False) -> Drawn:
-    """Sample rows that were started, and behind their drafts. logits: [R, V] behind the newest tokens"""
+    """Sample rows that were started, also after their drafts. logits: [R, V], after the newest tokens"""
     slots = started.slots[: len(logits)]
-    if started.most is None or not started.behind:
+    if started.max_accepted is None or not started.draft_logits:
         return model.sample(slots, logits, kind, penalties)[None], None
-    behind = [each[: len(logits)] for each in started.behind]
-    return model.verify(slots, started.most[: len(logits)], [logits, *behind], kind, penalties)
+    others = [each[: len(logits)] for each in started.draft_logits]
+    return model.verify(slots, started.max_accepted[: len(logits)], [logits, *others], kind, penalties)
 
 
 class Graphs:
     def __init__(self, model: Model, flops: float | None = None) -> None:
-        """flops: of a token in the stage that computes the most; None: in the model"""
+        """flops: of a token in the pipeline stage with the most; None: in the model"""
         self._model, self._flops = model, flops
-        self._decodes: dict[int, _Captured | None] = {}  # by their number, smallest first; None: not captured yet
+        self._decodes: dict[int, _Captured | None] = {}  # by their number, ascending; None: not captured yet
         self._drafts: dict[tuple[int, int], _Captured | None] = {}  # of decodes with drafts, by both numbers
-        self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
-        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as given to `compile`
-        self._sizes: Sequence[int] = ()  # of decodes, likewise
+        self._mixed: dict[BatchShape, _Captured | None] = {}  # ascending
+        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as passed to `compile`
+        self._sizes: Sequence[int] = ()  # numbers of decodes, as passed to `compile`
         self._pool: Any = None
-        self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
+        self._stream: Any = None  # of all captures: the pool reuses memory only within one stream
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of decodes for which there are graphs, smallest first."""
+        """The captured numbers of decodes, ascending."""
         return tuple(self._decodes)
 
     @property
     def shapes(self) -> tuple[BatchShape, ...]:
-        """The shapes of steps with prompts for which there are graphs, smallest first."""
+        """The captured shapes of steps with prompts, ascending."""
         return tuple(self._mixed)
 
     @property
     def draft_sizes(self) -> tuple[tuple[int, int], ...]:
-        """The numbers of decodes, and of drafts of each, for which there are graphs, smallest first."""
+        """The captured numbers of decodes, and of drafts of each, ascending."""
         return tuple(self._drafts)
 
     def clear(self) -> None:
@@ -137,7 +144,7 @@ class Graphs:
         self._pool = None
 
     def start(self, step: StepInput) -> Started | None:
-        """Start a step; None where its shape was not captured."""
+        """Start a step; None if its shape was not captured."""
         shape, size = step.shape, step.shape.num_rows
         if not step.is_decode:
             found = _find_or_capture(self._mixed, shape, self._capture_mixed)
@@ -167,8 +174,8 @@ class Graphs:
         self._max_tokens, self._sizes = max_tokens, sizes
         draft_sizes = self._find_draft_sizes()
         model = self._model
-        most = min(max_tokens, model.state.num_slots)
-        largest = max([*sizes, most])
+        max_rows = min(max_tokens, model.state.num_slots)
+        largest = max([*sizes, max_rows])
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
         with (
@@ -179,7 +186,7 @@ class Graphs:
             # the slowest to compile first: long prompts, and sampling
             self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))
             self._sample_in_every_way()
-            self._rehearse_mixed(BatchShape(max_tokens, most, most))  # with which memory is measured
+            self._rehearse_mixed(BatchShape(max_tokens, max_rows, max_rows))  # with which memory is measured
             for shape in self._find_shapes():
                 if not shape.num_decodes and shape.num_tokens <= SHORT:
                     self._rehearse_mixed(shape)
@@ -190,26 +197,26 @@ class Graphs:
             fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in draft_sizes[::-1]}
             for (_, num_drafts), size in fewest.items():
                 self._rehearse_drafts(size, num_drafts)
-            for num_drafts in range(1, 1 + model.num_drafts):  # fewer at the end of answers, where none is captured
+            for num_drafts in range(1, 1 + model.num_drafts):  # fewer at the end of answers, not captured
                 self._rehearse_mixed(BatchShape(3, 2, 2, 1).drafting(num_drafts))
                 for size in {1, self._most_drafting(num_drafts, largest)}:
                     self._rehearse_drafts(size, num_drafts)
-            place_of_padding = model.padding * model.tables.shape[2]
-            model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # its present value
+            padding_entry = model.padding * model.tables.shape[2]
+            model.extend_tables(bytearray(np.array([padding_entry, 0], np.int32)))  # which it already has
         self._sample_in_every_way()  # launched, since a kernel's first launch must not be in a graph
 
     def _find_shapes(self, is_likely: bool = False) -> list[BatchShape]:
-        """The shapes of steps with prompts to capture, smallest first; none is larger than a step can be.
+        """The shapes of steps with prompts to capture, ascending; none is larger than a step can be.
 
         is_likely: as in `_choices`
         """
         num_slots = self._model.state.num_slots
         largest = max(FREE_TOKENS, int(MAX_FLOPS / (self._flops or self._model.flops_a_token)))
-        shapes, fewer = [], -1  # decodes: more than those of the shapes before
+        shapes, fewer = [], -1  # fewer: decodes of the preceding shapes
         for num_decodes in (0, *_doubled(MIN_DECODES, num_slots)):
-            num_left = num_slots - (fewer + 1)  # prompts beside so many decodes
-            most = min(self._max_tokens - (fewer + 1), PROMPT_TOKENS[-1]) if num_left else 0
-            for num_tokens in (*(num for num in PROMPT_TOKENS if num < most), most):
+            num_left = num_slots - (fewer + 1)  # for prompts
+            max_tokens = min(self._max_tokens - (fewer + 1), PROMPT_TOKENS[-1]) if num_left else 0
+            for num_tokens in (*(num for num in PROMPT_TOKENS if num < max_tokens), max_tokens):
                 if 0 <= num_tokens <= largest - num_decodes:
                     num_rows = num_decodes + min(num_tokens + 1, num_left + 1, PROMPT_ROWS)
                     plain = BatchShape(num_decodes + num_tokens, num_rows, num_rows, num_decodes)
@@ -231,33 +238,34 @@ class Graphs:
             fewer = size
         return found
 
-    def _choices(self, least: int, most: int, is_likely: bool = False) -> list[int]:
-        """The numbers of drafts that `least` to `most` decodes may have, smallest first.
+    def _choices(self, first: int, last: int, is_likely: bool = False) -> list[int]:
+        """The numbers of drafts that first to last decodes may have, ascending.
 
-        Without a draft table this is one number: that which the scheduler gives `least` decodes. is_likely: only the
-        numbers that the table usually chooses
+        Without a draft table this is one number, the one that the scheduler gives `first` decodes.
+
+        is_likely: only the numbers that the table usually chooses
         """
         limits, num_drafts = self._model.limits, self._model.num_drafts
-        if not num_drafts or not most:
+        if not num_drafts or not last:
             return []
         if (table := limits.draft_table) is None:
-            choices = {min(num_drafts, limits.max_verified_tokens // max(least, 1) - 1)}
+            choices = {min(num_drafts, limits.max_verified_tokens // max(first, 1) - 1)}
         else:
             find = table.likely if is_likely else table.choices
-            choices = {each for num in range(max(least, 1), most + 1) for each in find(num)}
+            choices = {each for num in range(max(first, 1), last + 1) for each in find(num)}
         return sorted(each for each in choices if each > 0)
 
     def _most_drafting(self, num_drafts: int, largest: int) -> int:
-        """The largest number of decodes, up to this one, that may have so many drafts each; at least 1."""
+        """The max number of decodes, up to `largest`, that may have this number of drafts each; 1 or more."""
         limits = self._model.limits
         return largest if limits.draft_table else max(min(largest, limits.max_verified_tokens // (1 + num_drafts)), 1)
 
     def _rehearse_drafts(self, size: int, num_drafts: int) -> None:
-        slots, most = self._pad_drafts(size)
-        begin(self._model, self._model.decode_drafts(slots, most, num_drafts), slots).follow()
+        slots, max_accepted = self._pad_drafts(size)
+        begin(self._model, self._model.decode_drafts(slots, max_accepted, num_drafts), slots).follow()
 
     def _pad_drafts(self, size: int) -> Tensor:
-        """Slots and `most` i32[2, S] of padding."""
+        """Slots and max_accepted i32[2, S] of padding."""
         return self._model.send(np.repeat(np.array([self._model.padding, 0], np.int32), size)).view(2, size)
 
     def _rehearse_mixed(self, shape: BatchShape) -> None:
@@ -281,12 +289,12 @@ class Graphs:
         for kind in SAMPLING_KINDS[::-1]:
             model.sample(slots, logits, kind)
         if model.num_drafts:
-            slots, most = self._pad_drafts(1)
+            slots, max_accepted = self._pad_drafts(1)
             for num_drafts in sorted({model.num_drafts, *(each for _, each in self._find_draft_sizes())}):
-                behind = logits.new_zeros(1, 1 + num_drafts, model.state.vocab)  # whose rows lie apart
+                drafted = logits.new_zeros(1, 1 + num_drafts, model.state.vocab).unbind(1)  # not contiguous
                 for kind in SAMPLING_KINDS:
-                    model.verify(slots, most, behind.unbind(1), kind)
-                model.verify(slots, most, behind.unbind(1), SAMPLING_KINDS[-1], penalties=True)
+                    model.verify(slots, max_accepted, drafted, kind)
+                model.verify(slots, max_accepted, drafted, SAMPLING_KINDS[-1], penalties=True)
         first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
         model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
 
@@ -294,8 +302,9 @@ class Graphs:
     def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
         """Capture decodes of these numbers of rows, and steps with prompts; `compile` comes first.
 
-        Numbers of drafts that seldom pay are captured when they are first needed. is_lazy: so are all shapes but those
-        that take the most memory.
+        Numbers of drafts that seldom pay are captured when they are first needed.
+
+        is_lazy: so are all shapes except those that take the most memory
         """
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
@@ -329,9 +338,11 @@ class Graphs:
     def _capture_drafts(self, size: int, num_drafts: int) -> _Captured:
         self._rehearse_drafts(size, num_drafts)
         packed = self._pad_drafts(size).clone()
-        slots, most = packed
-        graph, computed = self._capture(lambda: self._model.decode_drafts(slots, most, num_drafts))
-        return _Captured(graph, packed.view(-1), self._started(begin(self._model, computed, slots, most=most)))
+        slots, max_accepted = packed
+        graph, computed = self._capture(lambda: self._model.decode_drafts(slots, max_accepted, num_drafts))
+        return _Captured(
+            graph, packed.view(-1), self._started(begin(self._model, computed, slots, max_accepted=max_accepted))
+        )
 
     @torch.inference_mode()
     def _capture_mixed(self, shape: BatchShape) -> _Captured:
@@ -343,21 +354,22 @@ class Graphs:
         return _Captured(graph, packed, self._started(begin(model, computed, rows.sampled, rows)), sends)
 
     def _take_sends(self) -> list[Callable[[], object]]:
-        """The sends that the last capture has held back."""
+        """The sends that the last capture has deferred."""
         communicator = self._model.communicator
         return [] if communicator is None else [partial(send, unowned(x)) for x, send in communicator.take_held()]
 
     def _started(self, started: Started) -> Started:
-        """What a graph starts that has just been captured; captures what comes behind it."""
+        """What the graph that has just been captured starts; also captures what follows it."""
         model, logits = self._model, started.logits
-        if not started.unscored:  # else what comes behind it waits for another stage
+        if not started.unscored:  # otherwise what follows waits for another stage
             assert logits is not None, "each shape has rows that sample"
             started.tails = {
                 kind: self._capture(partial(draw, model, started, logits, kind)) for kind in SAMPLING_KINDS
             }
             if model.has_draft_programs:
                 started.follow = self._capture(started.follow)[0].replay
-            started.logits, started.behind = unowned(logits), tuple(map(unowned, started.behind))
+            started.logits = unowned(logits)
+            started.draft_logits = tuple(map(unowned, started.draft_logits))
         started.hidden = started.hidden and tuple(map(unowned, started.hidden))
         started.unscored = tuple(map(unowned, started.unscored))
         return started

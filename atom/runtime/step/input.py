@@ -21,8 +21,8 @@ import numpy as np
 from atom.runtime.types import BlockCopies, Sampled
 from atom.sampling_params import COLUMNS, SamplingParams
 
-NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
-NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for a slot's first draft, -3 for the second one
+NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than steps in flight, and than tokens of a draft
+NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for the slot's first draft, -3 for the second one
 CODES = {"i64": "q", "f64": "d"}  # of `struct`
 # slot, tokens known, seed and adapter of `pack_admission`, then the sampling parameters that kernels read
 ADMISSION = struct.Struct("=qqQq" + "".join(CODES[dtype] for dtype in COLUMNS.values()))
@@ -33,12 +33,14 @@ class PackedRows(NamedTuple):
 
     slots: Any  # [S]
     starts: Any  # [S + 1], of its rows among the tokens
-    ends: Any  # [S]: positions known after the step, or 0 where the slot has the length
+    new_length: Any  # [S]: tokens known after the step; 0: the slot has the length
     sampled: Any  # [R]: slots of the rows that sample
-    places: Any  # [R]: theirs among the tokens
-    given: Any  # [T]: tokens, or -1 where the slot has it; further down its drafts, see NO_DRAFT
+    token_index: Any  # [R]: which of the step's tokens each of them samples after
+    host_tokens: (
+        Any  # [T]: tokens that the host gives; -1: the slot's newest one; from -2 down its drafts, see NO_DRAFT
+    )
     row_of: Any  # [T]
-    most: Any  # [R]: drafts behind the first of these tokens that may be accepted
+    max_accepted: Any  # [R]: drafts after that token that may be accepted
 
 
 class BatchShape(msgspec.Struct, frozen=True):
@@ -60,12 +62,12 @@ class BatchShape(msgspec.Struct, frozen=True):
         return self.num_decodes * (1 + self.num_drafts)
 
     def drafting(self, num_drafts: int) -> BatchShape:
-        """The same with so many drafts of each decode. It has none yet"""
+        """The same shape with this number of drafts for each decode. It has none yet."""
         num_tokens = self.num_tokens + self.num_decodes * num_drafts
         return msgspec.structs.replace(self, num_tokens=num_tokens, num_drafts=num_drafts)
 
     def holds(self, other: BatchShape) -> bool:
-        """Whether the other shape fits, with one more row for padding where there are padding tokens."""
+        """Whether the other shape fits, with one more row for padding if there are padding tokens."""
         num_tokens, num_more = (each.num_tokens - each.num_decoded for each in (other, self))
         num_rows = other.num_rows - other.num_decodes + (num_tokens < num_more)
         return (
@@ -83,7 +85,7 @@ class BatchShape(msgspec.Struct, frozen=True):
         return PackedRows(*(packed[start:stop] for start, stop in pairwise(bounds)))
 
     def pad(self, slot: int) -> bytearray:
-        """A batch of padding alone, i32 as in `split`. slot: that of padding."""
+        """A batch of nothing but padding, i32 as in `split`. slot: the slot of padding"""
         packed = bytearray(4 * (3 * self.num_rows + 1 + 3 * self.num_samples + 2 * self.num_tokens))
         rows = self.split(np.frombuffer(packed, np.int32))
         rows.slots[:] = rows.sampled[:] = slot
@@ -91,20 +93,20 @@ class BatchShape(msgspec.Struct, frozen=True):
         rows.starts[:] = np.minimum(np.arange(self.num_rows + 1) * num_queries, self.num_decoded)
         rows.row_of[:] = np.minimum(np.arange(self.num_tokens) // num_queries, self.num_decodes)
         if self.num_drafts:  # which see themselves, as other decodes of padding do
-            rows.ends[: self.num_decodes] = 1
+            rows.new_length[: self.num_decodes] = 1
         return packed
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The capacity of a runner, and the shapes that it has captured."""
+    """The capacity of a runner, and the shapes of its CUDA graphs."""
 
     kinds: tuple[str, ...]  # of cache, in the order of its block tables
     num_slots: int  # slot `num_slots` is that of padding
     table_width: int  # blocks of a slot
     vocab: int
-    decode_sizes: tuple[int, ...] = ()  # numbers of decodes that are captured, smallest first
-    mixed_shapes: tuple[BatchShape, ...] = ()  # of steps with prompts, likewise
-    num_drafts: int = 0  # tokens that the runner drafts itself, at most
+    decode_sizes: tuple[int, ...] = ()  # captured numbers of decodes, ascending
+    mixed_shapes: tuple[BatchShape, ...] = ()  # captured shapes of steps with prompts, ascending
+    num_drafts: int = 0  # max tokens that the runner drafts for a sequence
     draft_sizes: tuple[tuple[int, int], ...] = ()  # captured numbers of decodes, and of drafts of each
 
 
@@ -153,27 +155,29 @@ class Draft(msgspec.Struct):
     """Drafts of a row to verify: each is accepted if the row of the token before it draws it."""
 
     row: int  # that samples
-    first: int  # row that samples behind the first token; the rows behind the others follow
+    first: int  # row that samples after the first token; the rows of the other tokens follow
     tokens: list[int]
     slot: int
     length: int  # tokens known
 
 
 class StepInput(msgspec.Struct, kw_only=True, tag=True):
-    """A step. Its batch may be padded to a shape that the runner has captured."""
+    """A step. Its batch may be padded to a captured shape."""
 
     shape: BatchShape
-    is_decode: bool  # each row computes the newest token of its slot: the host sends no token
-    packed: bytearray  # i32: the rows' slots [S] where is_decode, then `most` [S] if it drafts; else BatchShape.split
-    admissions: bytearray = bytearray()  # see pack_admission, one behind the other
+    is_decode: bool  # each row computes its slot's newest token; the host sends no tokens
+    packed: bytearray  # i32, as in BatchShape.split; of decodes only the slots [S] and, with drafts, max_accepted [S]
+    admissions: bytearray = bytearray()  # of `pack_admission`, one after the other
     counted: list[Counted] = []  # of admissions with penalties
-    histories: list[History] = []  # of admissions, where the runner drafts
+    histories: list[History] = []  # of admissions, if the runner drafts
     table_entries: bytearray = bytearray()  # i32[2, E]: flat indices into the tables [C, slots + 1, M], and blocks
     reported: list[int] = []  # by row that samples: the index of its token in the state's `reported`
     sampling: str = "greedy"  # one of SAMPLING_KINDS
     has_penalties: bool = False
     shaping: Shaping | None = None
-    logprobs: list[tuple[int, int]] = []  # row that samples, how many of the most likely tokens beside its own
+    logprobs: list[
+        tuple[int, int]
+    ] = []  # row that samples, how many of the most likely tokens to report besides its own
     scored: list[Scored] = []
     pooled: list[Pooled] = []
     num_pooled: int = 0  # tokens that the pool computes: those of `pooled`, and padding as other data groups have more
@@ -191,19 +195,21 @@ class Pending(Protocol):
 class Runner(Protocol):
     """Executes steps."""
 
-    run_ahead: int  # steps that may be planned behind one that is not committed
+    run_ahead: int  # steps that may be planned after one that is not committed
 
     def execute(self, step: StepInput) -> Pending:
         """Start a step. One that raised did not take place: it may be built and started again."""
 
     def copy(self, copies: BlockCopies) -> None:
-        """Start copies of blocks beside the next step."""
+        """Start copies of blocks, which run during the next step."""
 
 
 def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int, adapter: int = -1) -> bytes:
-    """Pack a sequence's admission to a slot. num_tokens: known when it samples next. seed: taken modulo 2^64.
+    """Pack a sequence's admission to a slot.
 
-    adapter: its number; -1: none
+    num_tokens: tokens known when it samples next
+    seed: taken modulo 2^64
+    adapter: number of its LoRA adapter; -1: none
     """
     columns = (getattr(params, name) for name in COLUMNS)
     return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, adapter, *columns)

@@ -1,12 +1,12 @@
 """Run a model on a device: weights, KV pool, request state.
 
-It starts what a step needs there, and waits for nothing.
+It launches a step's kernels and does not wait for them.
 
 model = Model(graph, Bindings(weights, code), 16, StepLimits(256, 8192, 4096), device="cuda")
 model.bind({"full": 1024})
 computed = model.decode(slots)                              # each row computes the newest token of its slot
 tokens = model.sample(slots, computed.logits, "greedy")     # which are the newest ones from now on
-model.follow(computed, slots)                               # where programs that draft follow the model
+model.follow(computed, slots)                               # if programs of the text draft
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Computed(NamedTuple):
     inputs: Inputs
     hidden: Hidden  # what its head takes, of each token
     logits: Tensor | None  # [R, V] of rows that sample
-    behind: tuple[Tensor, ...] = ()  # [D, V] behind the first drafts, the second ones, …, of decodes, which come first
+    draft_logits: tuple[Tensor, ...] = ()  # [D, V] after the first drafts, the second ones, …, of decodes
     states: Hidden = ()  # what its draft_in takes, of each token
-    unscored: Hidden = ()  # what its head takes of rows that sample, where logits are computed later
+    unscored: Hidden = ()  # what its head takes of rows that sample, if logits are computed later
 
 
 class Model:
@@ -60,10 +60,18 @@ class Model:
         defers_logits: bool = False,
         kv_memory: StableMemory | None = None,
     ) -> None:
-        """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step. drafting:
-        of tokens that decodes verify; None: there are none, or the host gives them. kinds: of caches, those of all
-        stages of a pipeline; None: the graph's. defers_logits: the head runs later, as another stage computes them.
-        kv_memory: where the caches go; None: where torch has memory"""
+        """
+        graph: the lowered graph
+        bindings: weights and code; `bind` adds the caches before the first step
+        block_size: tokens of a KV block
+        limits: of steps and sequences
+        device: cpu or cuda
+        backend: whose kernels prepare and sample a step; None: the device's first one
+        drafting: how decodes draft tokens; None: they do not, or the host drafts them
+        kinds: the cache kinds of all pipeline stages; None: the graph's
+        defers_logits: the head runs later, once another stage has sent the hidden states
+        kv_memory: the memory for the caches; None: torch's
+        """
         self.graph, self.block_size, self.limits = graph, block_size, limits
         self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
@@ -80,7 +88,7 @@ class Model:
         self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
         starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
-        self._behind = torch.arange(self.num_drafts, -1, -1, dtype=torch.int32, device=device)[:, None]
+        self._num_following = torch.arange(self.num_drafts, -1, -1, dtype=torch.int32, device=device)[:, None]
         self.has_experts = any(
             node.target in (ops.experts, ops.grouped_linear) for each in graph.programs.values() for node in each.nodes
         )
@@ -129,7 +137,7 @@ class Model:
         return self._bindings.kernels
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
-        """Allocate another KV pool, empty, of so many blocks by cache kind."""
+        """Allocate an empty KV pool. num_blocks: by cache kind"""
         if self._kv_memory is not None:
             self._kv_memory.clear()
         caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self.graph.caches()}
@@ -141,12 +149,12 @@ class Model:
         self.executables = {}
 
     def use(self, kernels: Kernels) -> None:
-        """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
+        """Run these kernels in place of those that the text names. Captured graphs keep the old ones."""
         self._bind(self._bindings._replace(kernels=kernels))
 
     @contextmanager
     def thinned(self) -> Iterator[None]:
-        """Within this context, calls of programs that are alike are made once, to find out what steps launch."""
+        """Within this context, equal calls of programs are made once, to find out what steps launch."""
         programs, whole = self.graph.programs, self.executables
         self.executables = {
             name: Executable(program, self._bindings, is_thinned=True) for name, program in programs.items()
@@ -167,37 +175,42 @@ class Model:
         self.executables = {name: Executable(program, bindings) for name, program in self.graph.programs.items()}
 
     def send(self, array: bytearray | npt.NDArray[Any], dtype: torch.dtype = torch.int32) -> Tensor:
-        """A copy on the device, which the host does not wait for."""
+        """Copy an array to the device; the host does not wait."""
         return send(array, dtype, self.device)
 
     def extend_tables(self, entries: bytearray) -> None:
-        """Write block numbers to the tables [C, slots, M]. entries: i32[2, E], places counted through them, numbers"""
+        """Write block numbers to the tables [C, slots, M].
+
+        entries: i32[2, E], flat indices into the tables, and block numbers
+        """
         self._step.extend_tables(self.tables, self.send(entries).view(2, -1))
 
     def block_copier(self, caches: Sequence[Tensor]) -> BlockCopier:
-        """What copies blocks of these caches [num_blocks, width] to rows and back, until `bind` replaces the caches."""
+        """The copier of blocks of these caches [num_blocks, width] to rows and back; valid until `bind`."""
         return self._step.block_copier(caches)
 
     def decode(self, slots: Tensor) -> Computed:
-        """slots: i32[S], each of which computes its newest token"""
+        """Compute the newest tokens of slots i32[S]."""
         return self._compute(self._decode_inputs(slots))
 
-    def decode_drafts(self, slots: Tensor, most: Tensor, num_drafts: int) -> Computed:
-        """slots: i32[S], each of which drafts, and computes its newest token and drafts
+    def decode_drafts(self, slots: Tensor, max_accepted: Tensor, num_drafts: int) -> Computed:
+        """Draft for slots, and compute their newest tokens and drafts.
 
-        most: i32[S], the drafts of each that may be accepted, which have blocks
+        slots: i32[S]
+        max_accepted: i32[S], the drafts of each that may be accepted, which have blocks
+        num_drafts: of each
         """
         assert self.drafting is not None
         self._find_ngrams(slots)
-        inputs = self._decode_inputs(slots, most, num_drafts)
+        inputs = self._decode_inputs(slots, max_accepted, num_drafts)
         self._draft(slots, inputs)
         computed = self._compute(inputs)
         assert computed.logits is not None
-        first, *behind = computed.logits.view(len(slots), 1 + num_drafts, -1).unbind(1)
-        return computed._replace(logits=first, behind=tuple(behind))
+        first, *others = computed.logits.view(len(slots), 1 + num_drafts, -1).unbind(1)
+        return computed._replace(logits=first, draft_logits=tuple(others))
 
     def mix(self, shape: BatchShape, packed: Tensor) -> Computed:
-        """A step of this shape."""
+        """Compute a step with prompts. packed: i32, as in `BatchShape.split`"""
         rows = shape.split(packed)
         num_decodes, num_drafts = shape.num_decodes, shape.num_drafts
         decoding = rows.slots[:num_decodes] if num_drafts else rows.slots[:0]
@@ -210,53 +223,65 @@ class Model:
         hidden, states = self._run_body(inputs)
         if not shape.num_samples:
             return Computed(inputs, hidden, None, states=states)
-        places = rows.places.long()
+        token_index = rows.token_index.long()
         if num_drafts:
-            drafted = places[:num_decodes] + torch.arange(1, 1 + num_drafts, device=self.device)[:, None]
-            places = torch.cat([places, drafted.clamp(max=shape.num_tokens - 1).view(-1)])
-        sampled = rows_of(hidden, places)
+            drafted = token_index[:num_decodes] + torch.arange(1, 1 + num_drafts, device=self.device)[:, None]
+            token_index = torch.cat([token_index, drafted.clamp(max=shape.num_tokens - 1).view(-1)])
+        sampled = rows_of(hidden, token_index)
         if self.defers_logits:
             return Computed(inputs, hidden, None, states=states, unscored=sampled)
         sizes = [shape.num_samples] + [num_decodes] * num_drafts
-        first, *behind = torch.split(score(self.head, sampled), sizes)
-        return Computed(inputs, hidden, first, tuple(behind), states)
+        first, *others = torch.split(score(self.head, sampled), sizes)
+        return Computed(inputs, hidden, first, tuple(others), states)
 
     def follow(self, computed: Computed, slots: Tensor, rows: PackedRows | None = None) -> None:
         """Run the draft over a step's tokens, which writes its KV, and keep what the next drafts begin with.
 
-        Comes after the step has sampled, since a draft that takes a hidden state reads the token behind it. slots:
-        i32[R] that sampled. rows: of a step with prompts; None: of decodes, with drafts or without
+        Comes after the step has sampled, since a draft that takes a hidden state reads the token after it.
+
+        computed: the step
+        slots: i32[R], that sampled
+        rows: of a step with prompts; None: all rows are decodes, with drafts or without
         """
         inputs = computed.inputs
         if not self.carries_hidden:
             self.executables[DRAFT](inputs._asdict())
             return
-        tokens, places = self._step.draft_inputs(slots, rows, self.state, inputs)
+        tokens, token_index = self._step.draft_inputs(slots, rows, self.state, inputs)
         draft_in = self.executables[DRAFT_IN]
         (hidden,) = draft_in(dict(zip(draft_in.inputs, computed.states, strict=True)))
         drafted = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})
         for kept, values in zip(self._drafted, drafted, strict=True):
-            self._step.keep_rows(kept, slots, values, places)
+            self._step.keep_rows(kept, slots, values, token_index)
 
     def sample(self, slots: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
-        """slots: i32[R], logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""
+        """Sample tokens i64[R], which are the newest of their slots from now on, and reported.
+
+        slots: i32[R]
+        logits: [R, V]
+        kind: one of SAMPLING_KINDS
+        penalties: some row has penalties
+        """
         out = torch.empty(len(slots), dtype=torch.int64, device=self.device)
         self._step.sample(logits, slots, self.state, kind, out, penalties)
         return out
 
     def verify(
-        self, slots: Tensor, most: Tensor, logits: Sequence[Tensor], kind: str, penalties: bool = False
+        self, slots: Tensor, max_accepted: Tensor, logits: Sequence[Tensor], kind: str, penalties: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Sample behind each draft that equals the draw before it; the newest tokens of their slots are the last drawn.
+        """Sample after each draft that equals the draw before it; the newest tokens of the slots are the last drawn.
 
-        logits: [S, V] behind the newest token, then behind each draft, of all rows or the first ones; the rest as in
-        `decode_drafts` -> tokens i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts]
+        Returns tokens i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts].
+
+        slots, max_accepted: as in `decode_drafts`
+        logits: [S, V] after the newest token, then after each draft, of all rows or the first ones
+        kind, penalties: as in `sample`
         """
         drawn = torch.empty(len(logits), len(slots), dtype=torch.int64, device=self.device)
         left = slots.repeat(len(logits), 1)  # the slots whose draws go on, else that of padding
         for depth, rows in enumerate(logits):
             if depth:
-                self._step.accept(drawn, left, most, self.state, depth, self._rates)
+                self._step.accept(drawn, left, max_accepted, self.state, depth, self._rates)
             num_rows = len(rows)
             self._step.sample(rows, left[depth, :num_rows], self.state, kind, drawn[depth, :num_rows], penalties)
         return drawn, self._step.finish_drafts(drawn, left, slots, self.state, self._rates is not None)
@@ -267,9 +292,9 @@ class Model:
         """See `kernels.torch.sampling.score_drawn`."""
         self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
 
-    def pool(self, hidden: Hidden, places: Tensor, owners: Tensor, sums: Tensor) -> None:
-        """Add the vectors of tokens at places i64[R] to the sums fp32[P, H] of their owners i64[R]."""
-        sums.index_add_(0, owners, score(self.executables[POOL], rows_of(hidden, places)).float())
+    def pool(self, hidden: Hidden, token_index: Tensor, owners: Tensor, sums: Tensor) -> None:
+        """Add the vectors of the tokens token_index i64[R] to the sums fp32[P, H] of their owners i64[R]."""
+        sums.index_add_(0, owners, score(self.executables[POOL], rows_of(hidden, token_index)).float())
 
     def _compute(self, inputs: Inputs) -> Computed:
         hidden, states = self._run_body(inputs)
@@ -291,7 +316,7 @@ class Model:
     def _draft(self, slots: Tensor, inputs: Inputs) -> None:
         """Draft token by token with the text's programs, if any, and write the drafts to `inputs` and the state.
 
-        A draft has the noise of the draw that it predicts. slots: i32[D] of the decodes in `inputs`
+        A draft uses the noise of the draw that it predicts. slots: i32[D], those of the decodes in `inputs`
         """
         if not len(slots) or not self.has_draft_programs:
             return
@@ -299,31 +324,33 @@ class Model:
         num_drafts, num_tokens = inputs.batch.query_len - 1, len(slots) * inputs.batch.query_len
         tokens = inputs.tokens[:num_tokens].view(len(slots), -1)
         hidden: Hidden = ()
-        lag = int(self.carries_hidden)  # it is of a position and the token behind it, and that of the newest is there
+        lag = int(
+            self.carries_hidden
+        )  # hidden states of the newest token are known, so DRAFT runs from the next one on
         if self.carries_hidden:
             hidden = tuple(kept.index_select(0, slots) for kept in self._drafted)
         head = self.executables[DRAFT_HEAD]
         keys, *rest = self._step.draw_noise(slots, self.state, num_drafts)
-        drafted, places = list[Tensor](), self._split_places(inputs, len(slots)) if num_drafts > lag else []
+        drafted, parts = list[Tensor](), self._split_by_query(inputs, len(slots)) if num_drafts > lag else []
         for number in range(num_drafts):
             if number >= lag:
-                positions, batch = places[number - lag]
+                positions, batch = parts[number - lag]
                 token = drafted[-1] if drafted else tokens[:, 0].contiguous()
-                given = {"tokens": token, "positions": positions, "batch": batch}
-                hidden = self.executables[DRAFT](given | ({"hidden": hidden[0]} if self.carries_hidden else {}))
-            token, *behind = head(dict(zip(head.inputs, (*hidden, keys[number], *rest), strict=True)))
-            hidden = tuple(behind) or hidden
+                taken = {"tokens": token, "positions": positions, "batch": batch}
+                hidden = self.executables[DRAFT](taken | ({"hidden": hidden[0]} if self.carries_hidden else {}))
+            token, *states = head(dict(zip(head.inputs, (*hidden, keys[number], *rest), strict=True)))
+            hidden = tuple(states) or hidden
             drafted.append(token)
         tokens[:, 1:] = torch.stack(drafted, 1)
         self.state.drafts[:, :num_drafts].index_copy_(0, slots.long(), tokens[:, 1:])
 
-    def _split_places(self, inputs: Inputs, num_rows: int) -> list[tuple[Tensor, Batch]]:
-        """The positions i64[S] of each row's first token, second token and so on, and a batch of these tokens alone."""
+    def _split_by_query(self, inputs: Inputs, num_rows: int) -> list[tuple[Tensor, Batch]]:
+        """The positions i64[S] of each row's first token, second token and so on, each with a batch of these tokens."""
         batch, num_queries = inputs.batch, inputs.batch.query_len
         some = slice(num_rows * num_queries)
         positions = aligned(inputs.positions[some].view(num_rows, num_queries).T)
         mappings = aligned(inputs.slots[:, some].view(-1, num_rows, num_queries).permute(2, 0, 1))
-        lengths = aligned(batch.lengths[:num_rows].expand(num_queries, -1)).sub_(self._behind[-num_queries:])
+        lengths = aligned(batch.lengths[:num_rows].expand(num_queries, -1)).sub_(self._num_following[-num_queries:])
         tables = {kind: table[:num_rows] for kind, table in batch.tables.items()}
         starts = self._starts[0][: num_rows + 1]
         batches = (
@@ -332,11 +359,11 @@ class Model:
         )
         return list(zip(positions, batches, strict=True))
 
-    def _decode_inputs(self, slots: Tensor, most: Tensor | None = None, num_drafts: int = 0) -> Inputs:
+    def _decode_inputs(self, slots: Tensor, max_accepted: Tensor | None = None, num_drafts: int = 0) -> Inputs:
         num_rows, query_len = len(slots), 1 + num_drafts
         starts = self._starts[num_drafts][: num_rows + 1]
         inputs = self._inputs(num_rows * query_len, num_rows, starts, num_rows, query_len)
-        self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, most)
+        self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, max_accepted)
         if self._has_adapters:
             inputs = inputs._replace(adapters=self._adapters_of(slots.repeat_interleave(query_len)))
         return inputs
@@ -361,7 +388,7 @@ class Model:
         return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
 
     def _zero_drafted(self) -> list[Tensor]:
-        """Zeros, by slot, in place of the results of DRAFT that the first draft of a slot is read from."""
+        """Zeros, by slot, for the results of DRAFT from which a slot's first draft is computed."""
         types = [node.meta["type"] for node in self.graph.programs[DRAFT].results]
         shapes = [(self.padding + 1, *map(int, each.shape[1:])) for each in types]
         return [
@@ -383,7 +410,7 @@ class Model:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """A copy whose rows begin at multiples of 16 bytes, as kernels are compiled for; numbers have 4 bytes or 8."""
+    """A copy whose rows begin at multiples of 16 bytes, as kernels require. x: of 4 or 8 bytes a number"""
     size = x.shape[-1]
     return x.new_empty(*x.shape[:-1], -(-size // 4) * 4)[..., :size].copy_(x)
 

@@ -1,10 +1,10 @@
 """Keep the state of running requests by slot, on the device.
 
-What depends on sampled tokens is here, so that the next step needs nothing of the host.
+All that depends on sampled tokens is here, so that the next step needs nothing from the host.
 
 state = RequestState(num_slots=256, vocab=151936, device="cuda")
 state.admit(bytearray(pack_admission(3, num_tokens, params, seed)))  # one copy to the device
-state.set_counts(3, prompt, output)                                  # only where params have penalties
+state.set_counts(3, prompt, output)                                  # only if params have penalties
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from atom.sampling_params import COLUMNS, SamplingParams
 class RequestState:
     """The state of `num_slots` sequences, and of one more slot for the rows that pad a batch.
 
-    The slot of padding stays as it is, whatever is sampled there.
+    The slot of padding never changes, whatever is sampled there.
 
     tokens: i64[num_slots + 1], the newest token, whose KV is not written yet
-    lengths: i32[num_slots + 1], the tokens known, the newest included
-    reported: i64[num_slots + 1, NUM_REPORTED] in memory of the host, which the device writes: the token at position p
-      of a sequence is at p % NUM_REPORTED, once the step that sampled it has ended
+    lengths: i32[num_slots + 1], the number of tokens known, including the newest
+    reported: i64[num_slots + 1, NUM_REPORTED] in host memory, which the device writes: the token at position p of a
+      sequence is at p % NUM_REPORTED, once the step that sampled it has ended
     seed, adapters (-1: none): i64[num_slots + 1]
     columns: by name of a sampling parameter that kernels read, its values i64 or f64[num_slots + 1]
     counts: i32[num_slots + 1, vocab], how often a token is in the output, times 2, plus 1 if it is in the prompt
-    drafts: i64[num_slots + 1, num_drafts], tokens that may follow the newest, -1 where there is none; None without any
-    history: i32[num_slots + 1, max_history], the tokens known, the newest included; None where nothing looks them up
+    drafts: i64[num_slots + 1, num_drafts], tokens that may follow the newest, -1 for none; None if nothing drafts
+    history: i32[num_slots + 1, max_history], the tokens known, including the newest; None if nothing looks them up
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class RequestState:
 
 
 def send(array: bytearray | npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy an array to the device, without the host waiting for it; on a CPU the array itself."""
+    """Copy an array to the device; the host does not wait. On a CPU it is the array itself."""
     tensor = torch.frombuffer(array, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the system allocates pages when they are first written. MemoryError where there is no room."""
+    """Zeros; on a CPU the system allocates pages when they are first written. MemoryError if there is no room."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     try:

@@ -31,14 +31,17 @@ from atom.runtime.step.program import Hidden, rows_of, score
 from atom.runtime.types import BlockCopies, Logprobs, Sampled
 from atom.sampling_params import SAMPLING_KINDS
 
-RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take as long for a step as a GPU for two
-POLL_SECONDS = 2e-5  # between two looks whether a step is over; steps that are behind it keep the GPU busy
+RUN_AHEAD = 2  # steps started after the one that is waited for: the host may take as long for a step as a GPU for two
+POLL_SECONDS = 2e-5  # between two checks whether a step is over; the following steps keep the GPU busy
 HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 
 class Runner:
     def __init__(self, model: Model, run_ahead: int | None = None, flops: float | None = None) -> None:
-        """run_ahead: steps to start after one that is not committed; None: by device. flops: as in `Graphs`"""
+        """
+        run_ahead: steps to start after one that is not committed; None: by device
+        flops: as in `Graphs`
+        """
         self.model = model
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
@@ -66,10 +69,10 @@ class Runner:
         self.model.bind(num_blocks)
 
     def execute(self, step: StepInput) -> Pending:
-        """Start a step. CapacityError where memory does not suffice: it can then be started again.
+        """Start a step. CapacityError if memory does not suffice: it can then be started again.
 
         A retry writes again what was written before tokens were drawn: the KV of the step's tokens, and the state of
-        newly admitted sequences. EngineDeadError, now and from then on, where it fails after the draw and steps run
+        newly admitted sequences. EngineDeadError, now and from then on, if it fails after the draw and steps run
         ahead: the host does not know the slots' former state, so it cannot draw again.
         """
         if self._dead is not None:
@@ -86,9 +89,9 @@ class Runner:
             raise out_of_memory(step.shape, f"serve.{knob}") from error
 
     def copy(self, copies: BlockCopies) -> None:
-        """Start copies of blocks beside the next step. EngineDeadError, now and from then on, where that fails.
+        """Start copies of blocks, which run during the next step. EngineDeadError, now and from then on, if that fails.
 
-        Blocks that were not copied would be taken for those that were.
+        Otherwise blocks that were not copied would be used as if they were.
         """
         assert self.host is not None, "only a cache with blocks on the host plans copies"
         if self._dead is not None:
@@ -135,7 +138,7 @@ class Runner:
         model = self.model
         scored = [(each, self._score_prompt(started.hidden, each)) for each in step.scored if started.hidden]
         pooled = self._pool(started.hidden, step) if step.num_pooled and started.hidden else None
-        if step.drafts:  # which do not count yet
+        if step.drafts:  # which are not verified yet
             slots = model.send(np.array([each.slot for each in step.drafts]), torch.int64)
             lengths = model.send(np.array([each.length for each in step.drafts], np.int32))
             model.state.lengths.index_copy_(0, slots, lengths)
@@ -147,8 +150,9 @@ class Runner:
     def _start(self, step: StepInput) -> Started:
         packed = self.model.send(step.packed)
         if step.is_decode and step.shape.num_drafts:
-            slots, most = packed.view(2, -1)
-            return begin(self.model, self.model.decode_drafts(slots, most, step.shape.num_drafts), slots, most=most)
+            slots, max_accepted = packed.view(2, -1)
+            computed = self.model.decode_drafts(slots, max_accepted, step.shape.num_drafts)
+            return begin(self.model, computed, slots, max_accepted=max_accepted)
         if step.is_decode:
             return begin(self.model, self.model.decode(packed), packed)
         rows = step.shape.split(packed)
@@ -171,38 +175,38 @@ class Runner:
         return reports
 
     def _pool(self, hidden: Hidden, step: StepInput) -> Tensor:
-        """Sum up what goes into embeddings; fp32[P, H] on the host. hidden: of all tokens of the step"""
+        """Sum the vectors of embeddings; fp32[P, H] on the host. hidden: of all tokens of the step"""
         model, num = self.model, len(step.pooled)
-        places, owners = np.zeros(step.num_pooled, np.int64), np.full(step.num_pooled, num)  # those of padding
+        token_index, owners = np.zeros(step.num_pooled, np.int64), np.full(step.num_pooled, num)  # those of padding
         if step.pooled:
             found = [np.arange(each.first, each.first + each.num_tokens) for each in step.pooled]
             joined = np.concatenate(found)
-            places[: len(joined)] = joined
+            token_index[: len(joined)] = joined
             owners[: len(joined)] = np.repeat(np.arange(num), [each.num_tokens for each in step.pooled])
         sums = torch.zeros(num + 1, model.hidden_size, dtype=torch.float32, device=model.device)
         for start in range(0, step.num_pooled, HEAD_ROWS):
             some = slice(start, start + HEAD_ROWS)
-            model.pool(hidden, model.send(places[some], torch.int64), model.send(owners[some], torch.int64), sums)
+            model.pool(hidden, model.send(token_index[some], torch.int64), model.send(owners[some], torch.int64), sums)
         return self._fetch(sums[:num])
 
     def _places(self, first: int, num_targets: int, num_rows: int) -> slice | Tensor:
-        """Where rows that the head computes are among a step's tokens: those of targets, then padding."""
+        """The indices, among a step's tokens, of the rows that the head computes: targets, then padding."""
         if num_targets == num_rows:
             return slice(first, first + num_rows)
-        places = np.zeros(num_rows, np.int64)
-        places[:num_targets] = range(first, first + num_targets)
-        return self.model.send(places, torch.int64)
+        token_index = np.zeros(num_rows, np.int64)
+        token_index[:num_targets] = range(first, first + num_targets)
+        return self.model.send(token_index, torch.int64)
 
     def _sample(
         self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]], pooled: Tensor | None
     ) -> Pending:
-        """Draw the tokens. All that needs much memory comes first, except drafts, since a draw cannot be repeated."""
+        """Draw the tokens. What needs much memory comes first, except drafts, since a draw cannot be repeated."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
         if step.logprobs:
             report = self._report(logits, [row for row, _ in step.logprobs], max(num for _, num in step.logprobs))
         is_plain, accepted = shaping is None and not step.has_penalties, {}
-        # beside plain batches, a start compiles only the last kind
+        # of other batches than plain ones, a start compiles only the last kind
         kind = step.sampling if is_plain else SAMPLING_KINDS[-1]
         if is_plain and step.sampling in started.tails:
             graph, (drawn, drafts) = started.tails[step.sampling]
@@ -226,11 +230,11 @@ class Runner:
         except Exception as error:
             if not self.run_ahead:
                 raise
-            self._dead = EngineDeadError(f"the GPU failed behind a step's draw: {type(error).__name__}")
+            self._dead = EngineDeadError(f"the GPU failed after a step's draw: {type(error).__name__}")
             raise self._dead from error
 
     def _verify(self, step: StepInput, logits: Tensor, drawn: Tensor, kind: str) -> dict[int, list[int]]:
-        """Draw behind the drafts that equal what was drawn before them, one after the other; by row, what was drawn."""
+        """Draw after the drafts that equal what was drawn before them, one by one; by row, what was drawn."""
         tokens, accepted, depth = drawn.tolist(), dict[int, list[int]](), 0
         left = [each for each in step.drafts if tokens[each.row] == each.tokens[0]]
         while left:
@@ -277,11 +281,11 @@ class Pending:
     scored: list[tuple[Scored, list[_Report]]]
     report: _Report | None  # of the rows that `step.logprobs` names
     event: torch.cuda.Event | None
-    accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> what was drawn behind drafts
+    accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> what was drawn after drafts
     drawn: Tensor | None = None  # i64[draws, R], -1 where none was drawn, of a runner that drafts; None: in `reported`
     pooled: Tensor | None = None  # fp32[P, H]
     drafts: Tensor | None = None  # i64[R, drafts], -1 where there was none
-    finish: Callable[[], Pending] | None = None  # samples, where that was deferred
+    finish: Callable[[], Pending] | None = None  # samples, if that was deferred
 
     def finished(self) -> Pending:
         """The same step, started to its end."""
@@ -289,13 +293,13 @@ class Pending:
 
     @property
     def is_over(self) -> bool:
-        """Whether the device is through with it, once it was started to its end."""
+        """Whether the device has finished it. The step must be started to its end."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, check: Callable[[], object] | None = None) -> Sampled:
-        """Wait for the device; what was sampled.
+        """Wait for the device, and return what was sampled.
 
-        check: called now and then; raises where the device would wait for ever, as for a rank that is gone
+        check: called now and then; raises if the device would wait forever, as for a rank that is gone
         """
         if self.finish is not None:
             return self.finish().wait(check)
@@ -317,12 +321,12 @@ class Pending:
         )
 
     def _read_tokens(self) -> tuple[list[int], dict[int, list[int]]]:
-        """The first token drawn for each row, and those drawn behind it by row."""
+        """The first token drawn for each row, and by row those drawn after it."""
         step = self.step
         if self.drawn is None:
             return (self.reported[step.reported].tolist() if step.reported else []), self.accepted
-        tokens, *behind = self.drawn[:, : len(step.reported)].tolist()
-        found = enumerate(zip(*behind, strict=True))
+        tokens, *others = self.drawn[:, : len(step.reported)].tolist()
+        found = enumerate(zip(*others, strict=True))
         return tokens, {row: [token for token in each if token >= 0] for row, each in found}
 
     def _count_drafts(self, num_rows: int) -> dict[int, int]:
@@ -331,12 +335,12 @@ class Pending:
         if self.drafts is None:
             return {each.row: len(each.tokens) for each in step.drafts}
         packed = np.frombuffer(step.packed, np.int32)
-        most = (packed[step.shape.num_rows :] if step.is_decode else step.shape.split(packed).most)[:num_rows]
-        counts = np.minimum((self.drafts[:num_rows] >= 0).sum(1).numpy(), most).tolist()
+        limits = packed[step.shape.num_rows :] if step.is_decode else step.shape.split(packed).max_accepted
+        counts = np.minimum((self.drafts[:num_rows] >= 0).sum(1).numpy(), limits[:num_rows]).tolist()
         return {row: count for row, count in enumerate(counts) if count}
 
     def _read_logprobs(self, tokens: list[int]) -> list[Logprobs | None]:
-        """The log probabilities of each row, None where they were not asked for."""
+        """The log probabilities of each row, None if they were not requested."""
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         if self.report is not None:
             rows, nums = zip(*self.step.logprobs, strict=True)
@@ -346,7 +350,7 @@ class Pending:
 
 
 def _read_prompt(prompt: Scored, reports: list[_Report]) -> list[Logprobs]:
-    """The log probabilities of a prompt's tokens, of which each report has HEAD_ROWS."""
+    """The log probabilities of a prompt's tokens. Each report has HEAD_ROWS of them."""
     return [
         logprob
         for start, report in zip(range(0, len(prompt.targets), HEAD_ROWS), reports, strict=True)
@@ -373,7 +377,7 @@ class _Report(NamedTuple):
     top: Tensor  # fp32[A, num_top], of these
 
     def read(self, tokens: list[int], nums: Any) -> list[Logprobs]:
-        """The log probabilities of each row: of the token drawn, and of as many of the most likely as are wanted"""
+        """The log probabilities of each row: of the token drawn, and of the most likely ones. nums: of these, by row"""
         columns = zip(tokens, nums, *(each.tolist() for each in self[2:]), strict=False)
         return [
             Logprobs(token, chosen, rank, list(zip(ids, values, strict=True))[:num])

@@ -404,7 +404,7 @@ def test_blocks_of_host_memory_are_found_with_the_salt_that_they_were_computed_w
     cache = make_backed(None, num_blocks=1 + 4)
     cache.free(compute(cache, make(range(12), salt=b"a")))
     cache.free(compute(cache, make([7] * 16, salt=b"b")))  # takes all blocks
-    copies = cache.take_copies({})
+    copies = cache.drain_copies({})
     assert copies is not None and len(copies.saves["full"]) >= 3
     assert find_hits(cache, [*range(12), 99], b"b", b"", b"a") == [0, 0, 12]
 
@@ -412,11 +412,11 @@ def test_blocks_of_host_memory_are_found_with_the_salt_that_they_were_computed_w
 def test_a_step_waits_for_the_saves_of_blocks_that_it_overwrites_and_for_no_others() -> None:
     cache = make_backed(None, num_blocks=1 + 4)
     cache.free(compute(cache, make(range(8))))
-    ahead = cache.take_copies({})
+    ahead = cache.drain_copies({})
     assert ahead is not None and len(ahead.saves["full"]) == 2 and not ahead.awaits_saves
     cache.free(compute(cache, make([5] * 16)))  # overwrites what is saved
     cache.free(compute(cache, make([6] * 16)))  # and what is not
-    copies = cache.take_copies({})
+    copies = cache.drain_copies({})
     assert copies is not None and copies.saves and copies.awaits_saves
 
 
@@ -425,7 +425,7 @@ def test_no_two_saves_of_a_plan_have_the_same_block_of_the_host() -> None:
     cache = KVCache([FULL], sizes, 4, enable_prefix_caching=True, num_host_blocks={"full": 1 + 1})
     cache.free(compute(cache, make(range(8))))
     other = compute(cache, make([7] * 8))
-    copies = cache.take_copies({})
+    copies = cache.drain_copies({})
     assert copies is not None and len(copies.saves["full"]) == 1, "the host has room for one"
     cache.free(other)
     assert find_hits(cache, [*range(8), 9], b"") == [0], "its beginning was not saved"
@@ -443,12 +443,12 @@ def test_loads_that_do_not_fit_beside_a_step_come_with_the_next_ones() -> None:
     )
     cache.free(compute(cache, make(range(12))))
     cache.free(compute(cache, make([7] * 20)))
-    cache.take_copies({})
+    cache.drain_copies({})
     other, sequence = compute(cache, make([8] * 3)), make([*range(12), 9])
     assert start(cache, sequence) == 12
     loaded = []
-    while sequence in cache.loading:
-        copies = cache.take_copies({other: 1})
+    while sequence in cache.pending_loads:
+        copies = cache.drain_copies({other: 1})
         assert copies is not None and len(copies.loads["full"]) == 1, "a block beside each step"
         loaded += copies.loads["full"]
     assert [block for block, _ in loaded] == sequence.blocks["full"][:3]

@@ -51,11 +51,11 @@ def pack(plan: Plan, *shapes: BatchShape, told: tuple[int, ...] = (4,)) -> tuple
 
 
 def parts(shape: BatchShape, packed: bytearray) -> dict[str, list[int]]:
-    names = ("slots", "starts", "ends", "sampled", "places", "given", "row_of", "most")
+    names = ("slots", "starts", "new_length", "sampled", "token_index", "host_tokens", "row_of", "max_accepted")
     split = shape.split(np.frombuffer(packed, np.int32))
     found = {name: part.tolist() for name, part in zip(names, split, strict=True)}
-    if not any(found["most"]):
-        del found["most"]
+    if not any(found["max_accepted"]):
+        del found["max_accepted"]
     return found
 
 
@@ -65,11 +65,11 @@ def test_a_plan_is_laid_out_row_by_row() -> None:
     assert packed == {
         "slots": [4, 1, 2],
         "starts": [0, 1, 4, 6],
-        "ends": [0, 8, 6],
-        "given": [-1, 105, 106, 107, 204, 205],
+        "new_length": [0, 8, 6],
+        "host_tokens": [-1, 105, 106, 107, 204, 205],
         "row_of": [0, 1, 1, 1, 2, 2],
         "sampled": [4, 1],
-        "places": [0, 3],
+        "token_index": [0, 3],
     }
 
 
@@ -78,11 +78,11 @@ def test_what_a_larger_shape_has_left_is_padding_of_nobody_s_slot_in_rows_withou
     assert pack(mixed(), shape)[1] == {
         "slots": [4, 1, 2, 9, 9],
         "starts": [0, 1, 4, 6, 6, 6],
-        "ends": [0, 8, 6, 0, 0],
-        "given": [-1, 105, 106, 107, 204, 205, 0, 0, 0],
+        "new_length": [0, 8, 6, 0, 0],
+        "host_tokens": [-1, 105, 106, 107, 204, 205, 0, 0, 0],
         "row_of": [0, 1, 1, 1, 2, 2, 3, 3, 3],
         "sampled": [4, 1, 9, 9],
-        "places": [0, 3, 0, 0],
+        "token_index": [0, 3, 0, 0],
     }
 
 
@@ -91,11 +91,11 @@ def test_decodes_that_a_larger_shape_has_left_have_tokens_of_nobody_s_slot_befor
     assert pack(mixed(), shape)[1] == {
         "slots": [4, 9, 9, 1, 2, 9],
         "starts": [0, 1, 2, 3, 6, 8, 8],
-        "ends": [0, 0, 0, 8, 6, 0],
-        "given": [-1, 0, 0, 105, 106, 107, 204, 205, 0, 0],
+        "new_length": [0, 0, 0, 8, 6, 0],
+        "host_tokens": [-1, 0, 0, 105, 106, 107, 204, 205, 0, 0],
         "row_of": [0, 1, 2, 3, 3, 3, 4, 4, 5, 5],
         "sampled": [4, 1, 9, 9],
-        "places": [0, 5, 0, 0],
+        "token_index": [0, 5, 0, 0],
     }
 
 
@@ -105,11 +105,11 @@ def test_prompts_of_one_token_alone_leave_what_is_behind_them_to_padding() -> No
     assert pack(plan, shape, told=())[1] == {
         "slots": [4, 9, 9],
         "starts": [0, 1, 2, 2],
-        "ends": [1, 0, 0],
-        "given": [400, 0, 0, 0, 0],
+        "new_length": [1, 0, 0],
+        "host_tokens": [400, 0, 0, 0, 0],
         "row_of": [0, 1, 2, 2, 2],
         "sampled": [4, 9, 9],
-        "places": [0, 0, 0],
+        "token_index": [0, 0, 0],
     }
 
 
@@ -118,11 +118,11 @@ def test_a_shape_of_padding_alone_gives_what_is_behind_its_decodes_to_its_next_r
     assert parts(shape, shape.pad(PADDING)) == {
         "slots": [9, 9, 9],
         "starts": [0, 1, 1, 1],
-        "ends": [0, 0, 0],
-        "given": [0, 0, 0],
+        "new_length": [0, 0, 0],
+        "host_tokens": [0, 0, 0],
         "row_of": [0, 1, 1],
         "sampled": [9],
-        "places": [0],
+        "token_index": [0],
     }
 
 
@@ -131,18 +131,18 @@ def test_a_sequence_that_was_preempted_gives_its_own_output_as_a_prompt() -> Non
     assert packed == {
         "slots": [3],
         "starts": [0, 3],
-        "ends": [6],
-        "given": [303, 7, 8],
+        "new_length": [6],
+        "host_tokens": [303, 7, 8],
         "row_of": [0, 0, 0],
         "sampled": [3],
-        "places": [2],
+        "token_index": [2],
     }
 
 
 def test_the_last_given_token_is_given_though_its_row_is_a_decode() -> None:
     plan = Plan([ScheduledRequest(sequence(0, 1), 0, 1, True), ScheduledRequest(sequence(1, 7), 6, 1, True)], 2)
     _, packed = pack(plan)
-    assert (packed["given"], packed["ends"]) == ([0, 106], [1, 7])
+    assert (packed["host_tokens"], packed["new_length"]) == ([0, 106], [1, 7])
 
 
 @pytest.mark.parametrize(("sizes", "slots"), [((), [4]), ((1, 3), [4]), ((3,), [4, 9, 9])])
@@ -200,7 +200,9 @@ def test_a_step_that_did_not_take_place_is_sent_again_but_for_what_the_runner_al
     step = builder.build(plan)
     assert [each[:2] for each in ADMISSION.iter_unpack(step.admissions)] == [(0, 4)]
     assert np.frombuffer(step.table_entries, np.int32).reshape(2, -1).tolist() == [[0, 10], [1, 2]]
-    assert parts(step.shape, step.packed)["given"] == [7, -1], "the newest token of the other one is not there yet"
+    assert parts(step.shape, step.packed)["host_tokens"] == [7, -1], (
+        "the newest token of the other one is not there yet"
+    )
 
 
 class Only:

@@ -215,7 +215,7 @@ class Device:
 
     def blocks_named(self, row: ScheduledRequest) -> dict[str, set[int]]:
         tables = row.sequence.blocks
-        return {pool.name: {*tables[pool.name][pool.first_seen(row.start) :]} for pool in self.cache.pools}
+        return {pool.name: {*tables[pool.name][pool.first_visible_block(row.start) :]} for pool in self.cache.pools}
 
 
 @dataclass

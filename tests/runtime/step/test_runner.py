@@ -413,7 +413,7 @@ def test_what_fails_behind_a_draw_is_not_drawn_again(checkpoints: Any, place: Pl
     engine.submit(engine.prepare([1, 2, 3], params))
     engine.submit(engine.prepare([4, 5], params))
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match="failed behind a step's draw: RuntimeError"):
+        with pytest.raises(EngineDeadError, match="failed after a step's draw: RuntimeError"):
             engine.step()
     assert len(drawn) == 1
 

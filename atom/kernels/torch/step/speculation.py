@@ -3,9 +3,9 @@
     find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
     keys, *rest = draw_noise(slots, state, 3)   # of the next three draws
     gumbel_argmax(logits, keys[0], *rest)       # what a program drafts for the first of them
-    accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
+    accept(drawn, left, max_accepted, state, 1, None)           # which rows draw after their first draft
     drafts = finish_drafts(drawn, left, slots, state, False)    # what is reported of them
-    keep_rows(kept, slots, hidden, places)      # what the next drafts of slots are read from
+    keep_rows(kept, slots, hidden, token_index) # what the next drafts of slots are read from
 
 Shapes by letter as in `atom.kernels.step`; Q draws a row, the first of which needs no draft.
 """
@@ -72,15 +72,18 @@ def gumbel_argmax(
     return best if offsets is None else best + offsets.index_select(0, best)
 
 
-def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, rates: Tensor | None) -> None:
+def accept(drawn: Tensor, left: Tensor, max_accepted: Tensor, state: State, depth: int, rates: Tensor | None) -> None:
     """Write to left[depth] the slots of left[depth - 1] whose draw equals their draft number depth - 1, that of padding
-    for others. drawn i64[Q, S], left i32[Q, S], most i32[S]: drafts that may be accepted.
+    for others.
 
-    rates: fp32[Q - 1], accept by chance instead, each draft with its probability once those before it were
+    drawn: i64[Q, S]
+    left: i32[Q, S]
+    max_accepted: i32[S], drafts that may be accepted
+    rates: fp32[Q - 1], accept by chance instead, each draft with its probability once those before it were; None: not
     """
     assert state.drafts is not None
     index = left[depth - 1].long()
-    is_next = (index < state.num_slots) & (most >= depth)
+    is_next = (index < state.num_slots) & (max_accepted >= depth)
     if rates is None:
         is_next &= drawn[depth - 1] == state.drafts[index, depth - 1]
     else:
@@ -99,6 +102,6 @@ def finish_drafts(drawn: Tensor, left: Tensor, slots: Tensor, state: State, is_b
     return drafts.clamp(min=0) if is_by_chance else drafts
 
 
-def keep_rows(kept: Tensor, slots: Tensor, values: Tensor, places: Tensor) -> None:
-    """Copy rows of values [T, …] at places i64[R] to slots i32[R] of kept [slots + 1, …]."""
-    kept.index_copy_(0, slots.long(), values.index_select(0, places))
+def keep_rows(kept: Tensor, slots: Tensor, values: Tensor, token_index: Tensor) -> None:
+    """Copy the rows token_index i64[R] of values [T, …] to slots i32[R] of kept [slots + 1, …]."""
+    kept.index_copy_(0, slots.long(), values.index_select(0, token_index))

@@ -5,7 +5,7 @@ So a plan names no token.
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
     mixed_inputs(rows, state, tables, block_size, inputs)               # and prompts, whose tokens the host gave
-    tokens, places = draft_inputs(slots, rows, state, inputs)           # of the draft that follows the step
+    tokens, token_index = draft_inputs(slots, rows, state, inputs)      # of the draft that follows the step
 
 Shapes by letter as in `atom.kernels.step`; `atom.kernels.torch.step.prepare_inputs` says what each argument is.
 """
@@ -29,9 +29,9 @@ def extend_tables(tables: Tensor, entries: Tensor) -> None:
 
 
 def decode_inputs(
-    slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs, most: Tensor | None = None
+    slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs, max_accepted: Tensor | None = None
 ) -> None:
-    _launch(slots, None, most, state, tables, block_size, inputs)
+    _launch(slots, None, max_accepted, state, tables, block_size, inputs)
 
 
 def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
@@ -43,19 +43,19 @@ def draft_inputs(slots: Tensor, rows: Rows | None, state: State, inputs: Inputs)
     assert history is not None
     num_tokens, num_rows = len(positions), len(slots)
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
-    places = torch.empty(num_rows, dtype=torch.int64, device=positions.device)
-    owners, row_of, firsts = (rows.slots, rows.row_of, rows.places) if rows else (slots, None, None)
+    token_index = torch.empty(num_rows, dtype=torch.int64, device=positions.device)
+    owners, row_of, firsts = (rows.slots, rows.row_of, rows.token_index) if rows else (slots, None, None)
     _prepare_draft[(-(-max(num_tokens, num_rows) // TOKENS),)](
-        slots, owners, row_of, firsts, positions, state.lengths, history, tokens, places, num_tokens, num_rows,
+        slots, owners, row_of, firsts, positions, state.lengths, history, tokens, token_index, num_tokens, num_rows,
         history.shape[1], QUERIES=inputs.batch.query_len, TOKENS=TOKENS,
     )  # fmt: skip
-    return tokens, places
+    return tokens, token_index
 
 
 def _launch(
     slots: Tensor,
     rows: Rows | None,
-    most: Tensor | None,
+    max_accepted: Tensor | None,
     state: State,
     tables: Tensor,
     block_size: int,
@@ -66,11 +66,14 @@ def _launch(
     if num_drafts:
         assert state.drafts is not None
         drafts, stride = state.drafts, state.drafts.stride(0)
-    given, row_of, starts, ends = (rows.given, rows.row_of, rows.starts, rows.ends) if rows else (None,) * 4
-    (num_kinds, _, width), num_rows, num_tokens = tables.shape, slots.shape[0], 0 if given is None else given.shape[0]
+    host_tokens, row_of, starts, new_length = None, None, None, None
+    if rows:
+        host_tokens, row_of, starts, new_length = rows.host_tokens, rows.row_of, rows.starts, rows.new_length
+    (num_kinds, _, width), num_rows = tables.shape, slots.shape[0]
+    num_tokens = 0 if host_tokens is None else host_tokens.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        slots, given, row_of, starts, ends, most, drafts, state.tokens, state.lengths, tables, inputs.tokens,
-        inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
+        slots, host_tokens, row_of, starts, new_length, max_accepted, drafts, state.tokens, state.lengths, tables,
+        inputs.tokens, inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
         inputs.tables.stride(0), num_rows, inputs.batch.num_decodes, num_tokens, state.num_slots, width, stride,
         NUM_DRAFTS=num_drafts, BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
@@ -80,18 +83,26 @@ def _launch(
 def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
     at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     is_there = at < num_entries
-    places = tl.load(entries + at, mask=is_there, other=0).to(tl.int64)
-    tl.store(tables + places, tl.load(entries + num_entries + at, mask=is_there, other=0), mask=is_there)
+    index = tl.load(entries + at, mask=is_there, other=0).to(tl.int64)
+    tl.store(tables + index, tl.load(entries + num_entries + at, mask=is_there, other=0), mask=is_there)
 
 
 @jit(
     do_not_specialize=["num_rows", "num_decodes", "num_tokens", "slots_stride", "tables_stride"],
-    do_not_specialize_on_alignment=["rows", "given", "row_of", "starts", "ends", "most", "positions"],
+    do_not_specialize_on_alignment=[
+        "rows",
+        "host_tokens",
+        "row_of",
+        "starts",
+        "new_length",
+        "max_accepted",
+        "positions",
+    ],
 )
 def _prepare(
-    rows, given, row_of, starts, ends, most, drafts, newest, known, slot_tables, tokens, positions, lengths, slots,
-    tables, slots_stride, tables_stride, num_rows, num_decodes, num_tokens, num_slots, width, drafts_stride,
-    NUM_DRAFTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
+    rows, host_tokens, row_of, starts, new_length, max_accepted, drafts, newest, known, slot_tables, tokens, positions,
+    lengths, slots, tables, slots_stride, tables_stride, num_rows, num_decodes, num_tokens, num_slots, width,
+    drafts_stride, NUM_DRAFTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     program, kind = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot_tables += kind * (num_slots + 1) * width
@@ -99,8 +110,8 @@ def _prepare(
     if program < num_rows:  # a row: its table and length
         slot = tl.load(rows + program).to(tl.int64)
         end = tl.load(known + slot)
-        if ends is not None:
-            stated = tl.load(ends + program)
+        if new_length is not None:
+            stated = tl.load(new_length + program)
             end = tl.where((stated > 0) | (slot == num_slots), stated, end)
             if (stated > 0) & (kind == 0):
                 tl.store(known + slot, end)
@@ -114,32 +125,32 @@ def _prepare(
             found = tl.load(slot_tables + slot * width + first + entries, mask=is_there, other=0)
             tl.store(target + first + entries, found, mask=is_there)
             first += ENTRIES
-        if given is None:  # and the newest token, and drafts
+        if host_tokens is None:  # and the newest token, and drafts
             for number in tl.static_range(1 + NUM_DRAFTS):
                 at, position = program * (1 + NUM_DRAFTS) + number, end - 1 - NUM_DRAFTS + number
                 has_kv, token = True, tl.load(newest + slot)
                 if number > 0:
-                    has_kv = number <= tl.load(most + program)
+                    has_kv = number <= tl.load(max_accepted + program)
                     token = tl.maximum(tl.load(drafts + slot * drafts_stride + number - 1), 0)
                 block = tl.load(slot_tables + slot * width + position // BLOCK_SIZE, mask=has_kv, other=0).to(tl.int64)
                 tl.store(slots + at, block * BLOCK_SIZE + position % BLOCK_SIZE)
                 tl.store(tokens + at, token)
                 tl.store(positions + at, position.to(tl.int64))
-    elif given is not None:
+    elif host_tokens is not None:
         at = (program - num_rows) * TOKENS + tl.arange(0, TOKENS)
         is_there = at < num_tokens
         row = tl.load(row_of + at, mask=is_there, other=0)
         owner = tl.load(rows + row, mask=is_there, other=0).to(tl.int64)
-        last = tl.load(ends + row, mask=is_there, other=1)
+        last = tl.load(new_length + row, mask=is_there, other=1)
         last = tl.where(last > 0, last, tl.load(known + owner, mask=is_there & (last == 0), other=1))
         last += tl.where(row < num_decodes, NUM_DRAFTS, 0)
         has_kv = is_there & (owner < num_slots)
         place = tl.where(has_kv, last - (tl.load(starts + row + 1, mask=is_there, other=0) - at), 0)
-        given_token = tl.load(given + at, mask=is_there, other=0).to(tl.int64)
-        is_known = given_token < 0
-        token = tl.where(is_known, tl.load(newest + owner, mask=is_there & is_known, other=0), given_token)
+        host_token = tl.load(host_tokens + at, mask=is_there, other=0).to(tl.int64)
+        is_known = host_token < 0
+        token = tl.where(is_known, tl.load(newest + owner, mask=is_there & is_known, other=0), host_token)
         if NUM_DRAFTS > 0:
-            number = -2 - given_token
+            number = -2 - host_token
             is_draft = (number >= 0) & (number < NUM_DRAFTS)
             draft = tl.load(drafts + owner * drafts_stride + number, mask=is_there & is_draft, other=0)
             token = tl.where(number >= 0, tl.maximum(draft, 0), token)
@@ -155,7 +166,7 @@ def _prepare(
     do_not_specialize_on_alignment=["slots", "owners", "row_of", "firsts", "positions"],
 )
 def _prepare_draft(
-    slots, owners, row_of, firsts, positions, known, history, tokens, places, num_tokens, num_rows, width,
+    slots, owners, row_of, firsts, positions, known, history, tokens, token_index, num_tokens, num_rows, width,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -176,4 +187,4 @@ def _prepare_draft(
     first = tl.load(positions + place, mask=is_row, other=0)
     num_accepted = tl.load(known + slot, mask=is_row, other=0) - 2 - first
     place += tl.minimum(tl.maximum(num_accepted, 0), QUERIES - 1)
-    tl.store(places + at, tl.minimum(place, num_tokens - 1), mask=is_row)
+    tl.store(token_index + at, tl.minimum(place, num_tokens - 1), mask=is_row)

@@ -3,9 +3,9 @@
     find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
     keys, *rest = draw_noise(slots, state, 3)   # of the next three draws
     gumbel_argmax(logits, keys[0], *rest)       # what a program drafts for the first of them
-    accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
+    accept(drawn, left, max_accepted, state, 1, None)           # which rows draw after their first draft
     drafts = finish_drafts(drawn, left, slots, state, False)    # what is reported of them
-    keep_rows(kept, slots, hidden, places)      # what the next drafts of slots are read from
+    keep_rows(kept, slots, hidden, token_index) # what the next drafts of slots are read from
 
 `atom.kernels.torch.step.speculation` says what each argument is.
 """
@@ -42,11 +42,11 @@ def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
     )
 
 
-def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, rates: Tensor | None) -> None:
+def accept(drawn: Tensor, left: Tensor, max_accepted: Tensor, state: State, depth: int, rates: Tensor | None) -> None:
     assert state.drafts is not None
     num_rows = drawn.shape[1]
     _accept[(-(-num_rows // ROWS),)](
-        drawn, left, most, state.drafts, state.seed, state.lengths, rates, num_rows, state.num_slots, depth,
+        drawn, left, max_accepted, state.drafts, state.seed, state.lengths, rates, num_rows, state.num_slots, depth,
         state.drafts.shape[1], ROWS,
     )  # fmt: skip
 
@@ -62,10 +62,10 @@ def finish_drafts(drawn: Tensor, left: Tensor, slots: Tensor, state: State, is_b
     return drafts
 
 
-def keep_rows(kept: Tensor, slots: Tensor, values: Tensor, places: Tensor) -> None:
+def keep_rows(kept: Tensor, slots: Tensor, values: Tensor, token_index: Tensor) -> None:
     width, stride = kept[0].numel(), values.stride(0)
     assert kept.is_contiguous() and values[:1].is_contiguous(), "rows have gaps"
-    _keep[(-(-width // COLUMNS), len(slots))](kept, slots, values, places, width, stride, COLUMNS)
+    _keep[(-(-width // COLUMNS), len(slots))](kept, slots, values, token_index, width, stride, COLUMNS)
 
 
 def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,14 +199,16 @@ def _repeat(rows, lengths, history, found, drafts, width, NUM_DRAFTS: tl.constex
     tl.store(drafts + slot * NUM_DRAFTS + number, tokens, mask=number < NUM_DRAFTS)
 
 
-@jit(do_not_specialize=["num_rows", "depth"], do_not_specialize_on_alignment=["most"])
-def _accept(drawn, left, most, drafts, seed, lengths, rates, num_rows, num_slots, depth, NUM_DRAFTS: tl.constexpr,
-            ROWS: tl.constexpr):  # fmt: skip
+@jit(do_not_specialize=["num_rows", "depth"], do_not_specialize_on_alignment=["max_accepted"])
+def _accept(
+    drawn, left, max_accepted, drafts, seed, lengths, rates, num_rows, num_slots, depth,
+    NUM_DRAFTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     before = (depth - 1) * num_rows + row
     slot = tl.load(left + before, mask=is_row, other=0)
-    is_next = (slot < num_slots) & (tl.load(most + row, mask=is_row, other=0) >= depth)
+    is_next = (slot < num_slots) & (tl.load(max_accepted + row, mask=is_row, other=0) >= depth)
     if rates is None:
         draft = tl.load(drafts + slot.to(tl.int64) * NUM_DRAFTS + depth - 1, mask=is_row, other=-1)
         is_next = is_next & (tl.load(drawn + before, mask=is_row, other=0) == draft)
@@ -238,8 +240,8 @@ def _finish(
 
 
 @jit(do_not_specialize_on_alignment=["slots"])
-def _keep(kept, slots, values, places, width, stride, COLUMNS: tl.constexpr):
+def _keep(kept, slots, values, token_index, width, stride, COLUMNS: tl.constexpr):
     row, columns = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    slot, place = tl.load(slots + row).to(tl.int64), tl.load(places + row)
+    slot, place = tl.load(slots + row).to(tl.int64), tl.load(token_index + row)
     found = tl.load(values + place * stride + columns, mask=columns < width)
     tl.store(kept + slot * width + columns, found, mask=columns < width)

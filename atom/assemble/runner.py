@@ -26,7 +26,7 @@ from atom.runtime.step.input import NUM_REPORTED
 from atom.runtime.step.model import Model
 from atom.runtime.step.program import Bindings
 from atom.runtime.step.runner import Runner
-from atom.runtime.tune import Exchange, alone, tune, tune_drafts, use_measured, use_measured_drafts
+from atom.runtime.tune import Exchange, single_rank, tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, StepLimits
 from atom.weights.evaluate import Loaded
 
@@ -41,7 +41,7 @@ def open_runner(
     measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
     kinds_of: Sequence[Sequence[CacheKind]] | None = None,
-    exchange: Exchange = alone,
+    exchange: Exchange = single_rank,
     clock: PhaseClock | None = None,
     kv_memory: StableMemory | None = None,
 ) -> tuple[Runner, dict[str, int]]:

@@ -241,7 +241,7 @@ class Engine:
                 scheduler.is_paused = self._is_halted = False
 
     def wake_up(self, tags: List[str] | None = None) -> None:
-        """Take the memory again, or a part of it first: weights, kv_cache. CapacityError where there is too little."""
+        """Take the memory again, or first a part of it: weights, kv_cache. CapacityError if there is too little."""
         sleeper, scheduler = self._need_sleeper()
         if unknown := next((tag for tag in tags or () if tag not in TAGS), None):
             raise RequestError(f"tags={unknown}: there is: {', '.join(TAGS)}")
@@ -250,9 +250,9 @@ class Engine:
             scheduler.is_paused = self._is_halted = False
 
     def reset_prefix_cache(self, on_step: Callable[[], object] = lambda: None) -> None:
-        """Forget the KV of all prompts but that in files. Requests that run go on, and compute theirs again.
+        """Forget the KV of all prompts, except in files. Running requests go on, and compute theirs again.
 
-        on_step: called after each step until then.
+        on_step: called after each step until then
         """
         was_halted, self._is_halted = self._is_halted, True
         try:
@@ -354,7 +354,7 @@ class Engine:
             with self._blame(plan):
                 if plan.copies is not None:
                     self.runner.copy(plan.copies)
-            if on_plan is not None:  # behind the copies, on which later plans rely
+            if on_plan is not None:  # after the copies, on which later plans rely
                 on_plan()
             if not plan.rows:
                 return False

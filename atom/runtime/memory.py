@@ -60,7 +60,7 @@ def left_for_kv(graph: Graph, serve: ServeConfig) -> int:
 
 @contextmanager
 def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
-    """Raise a CapacityError that says what to lower where a start runs out of memory beside the weights."""
+    """Raise a CapacityError that says what to lower if a start runs out of memory after the weights."""
     with naming_a_lack_of_memory(
         "the weights leave too little memory of the GPU for a start: lower serve.max_num_seqs "
         f"({serve.max_num_seqs}) or serve.max_num_batched_tokens ({serve.max_num_batched_tokens})"
@@ -69,7 +69,7 @@ def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
 
 
 def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig) -> int:
-    """Bytes for the KV pool: what the largest step and the largest graphs leave of the share."""
+    """Bytes for the KV pool: serve.gpu_memory_utilization less the largest step and the largest CUDA graphs."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -93,8 +93,8 @@ def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig) -> 
 def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
     """Run the step that takes the most memory, on padding.
 
-    It reports log probabilities of as many prompt tokens as are scored at a time and of all tokens drawn, with
-    penalties and logit processors.
+    It reports log probabilities of all tokens drawn and of the max number of prompt tokens that are scored at a time,
+    with penalties and logit processors.
     """
     shape = BatchShape(num_tokens, num_rows, num_rows)
     packed = model.send(shape.pad(model.padding))

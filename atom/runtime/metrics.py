@@ -25,9 +25,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_host_hit_tokens: int = 0  # of the tokens that the prefix cache gave, those loaded from the host
     num_saved_blocks: int = 0  # copied to the host
     num_loaded_blocks: int = 0  # copied from there
-    num_forked_tokens: int = 0  # that siblings took over from their parent
+    num_forked_tokens: int = 0  # that siblings share with their parent
     num_ahead: int = 0  # rows planned while the one before them was not committed
-    num_overrun: int = 0  # tokens sampled behind the end of their sequence
+    num_overrun: int = 0  # tokens sampled after the end of their sequence
     num_drafts: int = 0  # steps of a sequence that verified drafted tokens
     num_draft_tokens: int = 0  # that were verified
     num_accepted_tokens: int = 0  # of these, that count
@@ -35,7 +35,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """Counts since the start and, where `Engine.stats` gave it, how full the engine is."""
+    """Counts since the start and, if it is from `Engine.stats`, how full the engine is."""
 
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     num_requests: int = 0
@@ -46,7 +46,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_waiting: int = 0  # sequences
     num_blocks: int = 0  # of the kind of KV blocks that is fullest
     num_blocks_used: int = 0  # of these, held by sequences
-    num_host_blocks: int = 0  # of the kind of KV blocks that has most of them in host memory
+    num_host_blocks: int = 0  # of the kind of KV blocks that is fullest in host memory
     num_host_blocks_used: int = 0  # of these, with content
     num_read_blocks: int = 0  # of KV, read from files since the start
     num_written_blocks: int = 0  # of KV, written to files since the start

@@ -5,7 +5,7 @@
     ...                            # steps, in this thread
     profiler.stop()                # traces/rank_0/atom.1716899120527.pt.trace.json.gz
 
-A GPU's kernels are in it too, where there is one. `is_detailed` adds shapes, stacks and memory, and takes more time.
+On a GPU it has the kernels too. `is_detailed` adds shapes, stacks and memory, and takes more time.
 """
 
 from __future__ import annotations

@@ -41,17 +41,17 @@ class Sleeper(ABC):
         return bool(self._asleep)
 
     def sleep(self, level: int) -> None:
-        """Give up the memory of weights and KV, or of those that are still awake."""
+        """Release the memory of weights and KV, unless it has been."""
         if WEIGHTS not in self._asleep:
             self._save_weights(level)
-            self._asleep.add(WEIGHTS)  # ahead of what may fail half-way, and `wake_up` mends
+            self._asleep.add(WEIGHTS)  # before what may fail halfway, and `wake_up` repairs
             self._drop_weights(level)
         if KV_CACHE not in self._asleep:
-            self._asleep.add(KV_CACHE)  # likewise
+            self._asleep.add(KV_CACHE)
             self._drop_kv()
 
     def wake_up(self, tags: Sequence[str] = TAGS) -> None:
-        """Take memory again, of the weights or of KV or of both. CapacityError where there is too little."""
+        """Take memory again, of the weights, of KV, or of both. CapacityError if there is too little."""
         with naming_a_lack_of_memory(
             "there is less memory than when this engine fell asleep: end what uses it, and wake it up again"
         ):
@@ -62,7 +62,7 @@ class Sleeper(ABC):
 
     @abstractmethod
     def _save_weights(self, level: int) -> None:
-        """Save what `_take_weights` needs. Nothing is given up yet."""
+        """Save what `_take_weights` needs. Nothing is released yet."""
 
     @abstractmethod
     def _drop_weights(self, level: int) -> None: ...

@@ -1,14 +1,14 @@
-"""Tune a model's matrix products in its own decode steps (`tune=true`).
+"""Tune a model's GEMMs in its own decode steps (`tune=true`).
 
 The fastest parameters of each are kept.
 
-    tuners = find_tuners("cuda", model.device)         # of linears, and of products by experts
+    tuners = find_tuners("cuda", model.device)         # of linears, and of experts
     use_measured(model, tuners, Path(cache), log)      # what was found on this machine before
-    tune(model, tuner, Path(cache), progress, log)     # what nobody has measured
+    tune(model, tuner, Path(cache), progress, log)     # what has not been measured
     table = tune_drafts(model, tuner, Path(cache), text, log)     # steps with drafts, of a model that drafts
 
 For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
-step is timed with one product's candidates after the other, while the other products keep the best known so far.
+step is timed with one GEMM's candidates after the other, while the other GEMMs keep the best known so far.
 Parameters that were timed with fewer rows than they would apply to are used in this run, but not kept.
 
 All ranks tune at the same time, since each decode has collectives. They begin with the parameters that the first rank
@@ -45,10 +45,10 @@ from atom.runtime.step.program import Kernels
 from atom.sampling_params import SAMPLING_KINDS, SamplingParams
 
 CONTEXT = 300  # tokens of each row, the newest included
-TIMINGS = 3  # of a step with drafts, the least of which counts
-SECONDS = 0.01  # least seconds of replays that make one timing
+TIMINGS = 3  # of a step with drafts, the shortest of which counts
+SECONDS = 0.01  # min seconds of replays that make one timing
 Log = Callable[[str], object]  # takes a line for the user
-Exchange = Callable[[bytes], list[bytes]]  # gives the bytes of all ranks for a rank's own
+Exchange = Callable[[bytes], list[bytes]]  # an all-gather: a rank's own bytes -> those of all ranks
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a function; the result times it in seconds
 
 
@@ -59,7 +59,7 @@ def use_measured(model: Model, tuners: Sequence[Tuner], cache: Path, log: Log) -
 
 
 def measured_kernels(tuners: Sequence[Tuner], cache: Path, log: Log) -> Kernels:
-    """Kernels with the parameters that were measured on this machine; none where nothing was.
+    """Kernels with the parameters that were measured on this machine; none if nothing was.
 
     tuners: of one GPU
     """
@@ -70,7 +70,7 @@ def measured_kernels(tuners: Sequence[Tuner], cache: Path, log: Log) -> Kernels:
     return {key: kernel for kernels in found for key, kernel in kernels.items()}
 
 
-def alone(own: bytes) -> list[bytes]:
+def single_rank(own: bytes) -> list[bytes]:
     """The exchange of one rank."""
     return [own]
 
@@ -83,19 +83,19 @@ def tune(
     progress: Progress,
     log: Log,
     capture: Capture | None = None,
-    exchange: Exchange = alone,
+    exchange: Exchange = single_rank,
 ) -> None:
     """Measure parameters that are not known for this GPU, keep and use them.
 
-    What is found for a product is kept before the next one is tried. The model's slots, tables and KV are used, and are
-    empty again afterwards. CapacityError where memory does not suffice for the steps.
+    What is found for a GEMM is kept before the next one is tried. The model's slots, tables and KV are used, and are
+    cleared afterwards. CapacityError if memory does not suffice for the steps.
     """
-    products, max_rows = tuner.products(model.graph), model.limits.max_decodes
+    gemms, max_rows = tuner.products(model.graph), model.limits.max_decodes
     known = _known_of_first(tuner, tuner.table, cache, exchange)
-    unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
+    unknown = {size: [each for each in gemms if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
-        has = f"knows all {len(products)} {tuner.what} of" if products else f"finds no {tuner.what} to tune in"
+        has = f"knows all {len(gemms)} {tuner.what} of" if gemms else f"finds no {tuner.what} to tune in"
         log(f"tune=true {has} this model on {tuner.gpu}: nothing is measured")
         return
     trial, others = tuner.trial(tuner.known(known)), model.kernels
@@ -108,9 +108,9 @@ def tune(
 
 
 def use_measured_drafts(
-    model: Model, tuner: Tuner, cache: Path, text: str, log: Log, exchange: Exchange = alone
+    model: Model, tuner: Tuner, cache: Path, text: str, log: Log, exchange: Exchange = single_rank
 ) -> DraftTable | None:
-    """The table of steps with drafts that was measured on this machine; None where some are missing.
+    """The table of steps with drafts that was measured on this machine; None if some are missing.
 
     text: the digest of the model's text
     """
@@ -126,12 +126,12 @@ def tune_drafts(
     text: str,
     log: Log,
     capture: Capture | None = None,
-    exchange: Exchange = alone,
+    exchange: Exchange = single_rank,
 ) -> DraftTable:
-    """Measure how long steps take with each number of drafts, and without, where that is not known, and keep it.
+    """Measure how long steps take with each number of drafts, and without, unless that is known, and keep it.
 
     A step is timed with its draw and the draft's own layers after it: without drafts, with one draft of each sequence,
-    and with the most. Times between these are interpolated. Other parameters are as in `tune`.
+    and with the max number. Times between these are interpolated. Other parameters are as in `tune`.
     """
     known, missing = _split_drafts(model, _known_of_first(tuner, tuned.DRAFTS, cache, exchange), text)
     if missing:
@@ -146,7 +146,7 @@ def tune_drafts(
 
 
 def _time_drafts(model: Model, slots: Tensor, capture: Capture) -> list[float]:
-    """Microseconds of a step of these slots i32[S] with 0, 1, … drafts of each, the least of some timings."""
+    """Microseconds of a step of these slots i32[S] with 0, 1, … drafts of each, the shortest of TIMINGS."""
     index, times = slots.long(), dict[int, float]()
     known = model.state.tokens.index_select(0, index), model.state.lengths.index_select(0, index)
     for num_drafts in sorted({0, 1, model.num_drafts}):
@@ -156,7 +156,7 @@ def _time_drafts(model: Model, slots: Tensor, capture: Capture) -> list[float]:
 
 
 def _step_with_drafts(model: Model, slots: Tensor, num_drafts: int, known: tuple[Tensor, Tensor]) -> None:
-    """A step with its draw. known: the newest tokens and lengths that it begins with, however often it is taken"""
+    """A step with its draw. known: the newest tokens and lengths that it begins with, each time it is run"""
     for kept, values in zip((model.state.tokens, model.state.lengths), known, strict=True):
         kept.index_copy_(0, slots.long(), values)
     if num_drafts:
@@ -181,11 +181,11 @@ def _key_of_drafts(size: int, text: str) -> str:
 
 
 def _keep(gpu: str, cache: Path, table: str, entry: tuned.Table, log: Log) -> bool:
-    """Keep what was measured; False, with a line for the user, where the cache folder takes no file."""
+    """Keep what was measured; False, with a line for the user, if the cache folder takes no file."""
     try:
         tuned.keep(gpu, cache, table, entry)
     except (Unfit, OSError) as error:
-        log(f"{cache} takes no file ({reason_of(error)}): what is found is for this run alone")
+        log(f"{cache} takes no file ({reason_of(error)}): what is found is only for this run")
         return False
     return True
 
@@ -203,21 +203,21 @@ def _buckets(max_rows: int) -> list[int]:
 
 
 @contextmanager
-def _pool_of(model: Model, most: int) -> Iterator[None]:
-    """Give a model the KV of so many contexts; its slots, tables and KV are empty again afterwards.
+def _pool_of(model: Model, num_rows: int) -> Iterator[None]:
+    """Give a model the KV of this number of contexts; its slots, tables and KV are cleared afterwards.
 
-    CapacityError, with what to do, where memory does not suffice.
+    CapacityError, with what to do, if memory does not suffice.
     """
     num_blocks = {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
     try:
-        model.bind(_pool(model, most))
+        model.bind(_pool(model, num_rows))
         yield
     except (RuntimeError, CapacityError) as error:
         if not isinstance(error, CapacityError) and not is_out_of_memory(error):
             raise
         raise CapacityError(
-            f"tune=true: steps of {most} decodes ran out of memory: "
-            f"lower serve.max_num_seqs (to {max(most // 2, 1)}), or leave tune=true out"
+            f"tune=true: steps of {num_rows} decodes ran out of memory: "
+            f"lower serve.max_num_seqs (to {max(num_rows // 2, 1)}), or leave tune=true out"
         ) from None
     model.clear_slots()
     model.bind(num_blocks)
@@ -236,8 +236,8 @@ class _Tuning:
     others: Kernels  # of ops that this tuner does not tune
     is_kept: bool = True  # results can be written to the cache folder
 
-    def measure(self, size: int, num_rows: int, products: Sequence[Any]) -> None:
-        """Find the parameters of products for up to `size` rows in a step of num_rows, and keep them if it has all."""
+    def measure(self, size: int, num_rows: int, gemms: Sequence[Any]) -> None:
+        """Find the parameters of GEMMs for up to `size` rows in a step of num_rows, and keep them if both are equal."""
         rows = _admit(self.model, num_rows)
         recording = self.tuner.recording()
         self.model.use({**self.others, **recording.kernels})
@@ -245,20 +245,20 @@ class _Tuning:
         self.model.use({**self.others, **self.tuner.kernels(self.trial)})
         step = partial(self.model.decode, rows)
         start = self.capture(step)
-        for at, product in enumerate(products):
-            found = self.find(product, rows, recording.calls_of(product), f"{at + 1} of {len(products)}")
+        for at, gemm in enumerate(gemms):
+            found = self.find(gemm, rows, recording.calls_of(gemm), f"{at + 1} of {len(gemms)}")
             if num_rows == size:
-                self.keep(self.tuner.key(size, product), found)
+                self.keep(self.tuner.key(size, gemm), found)
         before, after = self.tuner.take_turns(start, self.capture(step))
         took = f"{after * 1e3:.3f} ms in place of {before * 1e3:.3f}, {1 - after / before:.1%} less"
-        alone = "" if num_rows == size else f"; not kept, as it would be for up to {size}"
-        self.log(f"tune=true: a step of {num_rows} decodes takes {took}{alone}")
+        unkept = "" if num_rows == size else f"; not kept, as it would be for up to {size}"
+        self.log(f"tune=true: a step of {num_rows} decodes takes {took}{unkept}")
 
-    def find(self, product: Any, rows: Tensor, calls: Sequence[Any], place: str) -> Any:
-        """Find a product's parameters for these rows; they are used from now on."""
-        tuner, trial, key = self.tuner, self.trial, self.tuner.key(len(rows), product)
-        current, options = tuner.options(len(rows), product, trial)
-        if not calls:  # other kernels take so few rows
+    def find(self, gemm: Any, rows: Tensor, calls: Sequence[Any], place: str) -> Any:
+        """Find a GEMM's parameters for these rows; they are used from now on."""
+        tuner, trial, key = self.tuner, self.trial, self.tuner.key(len(rows), gemm)
+        current, options = tuner.options(len(rows), gemm, trial)
+        if not calls:  # other kernels take this number of rows
             trial.chosen[key] = current
             return current
 
@@ -266,13 +266,13 @@ class _Tuning:
             trial.chosen[key] = parameters
             return self.capture(partial(self.model.decode, rows))
 
-        title = f"tuning {len(rows)} rows of {product.inner} → {product.out}, {place}"
+        title = f"tuning {len(rows)} rows of {gemm.inner} → {gemm.out}, {place}"
         with self.progress.task(title, 2 * len(options), in_bytes=False) as task:
             fitting = compile_options(tuner, calls, options, partial(task.advance, 1), self.exchange)
             fastest = tuner.search(current, fitting.right, prepare, partial(task.advance, 1))
             task.advance(len(options) - len(fitting.right))
         for option in fitting.wrong:
-            shape = f"{product.out} × {product.inner}"
+            shape = f"{gemm.out} × {gemm.inner}"
             self.log(f"tune=true: {option} of {shape} differs from the untuned result: not used")
         trial.chosen[key] = fastest
         return fastest
@@ -285,7 +285,7 @@ class _Tuning:
 
 @dataclass
 class Fitting:
-    """The options that give the untuned result, and those that do not."""
+    """The options with the untuned result, and those without."""
 
     right: list[Any]
     wrong: list[Any]
@@ -296,7 +296,7 @@ def compile_options(
     calls: Sequence[Any],
     options: Sequence[Any],
     on_compiled: Callable[[], object],
-    exchange: Exchange = alone,
+    exchange: Exchange = single_rank,
 ) -> Fitting:
     """Compile these calls with each option, on all cores, and check their results, on all ranks."""
 
@@ -335,13 +335,13 @@ def _current_gpu() -> int | None:
 
 
 def _enter_context(gpu: int | None) -> None:
-    """Have a thread use a GPU's context, in which TMA descriptors are made; a launch would do so too late."""
+    """Make a thread use a GPU's context, in which TMA descriptors are made; a launch would do so too late."""
     if gpu is not None:
         torch.cuda.synchronize(gpu)
 
 
 def _pool(model: Model, num_rows: int) -> dict[str, int]:
-    """Blocks by cache kind that hold the context of so many rows, or take half of the free memory."""
+    """Blocks by cache kind that hold the context of num_rows, or take half of the free memory."""
     num_blocks = 1 + num_rows * -(-_length(model) // model.block_size)
     if not model.is_cpu:
         size = sum(cache[0].nbytes for cache in model.caches.values())

@@ -1,13 +1,13 @@
 """Draft tokens ahead of the model, which verifies them in one step.
 
     drafter = NgramDrafter(num_tokens=3, min_n=2, max_n=4)
-    sequence.drafts = drafter.draft(sequence, most=3)     # what followed the last place where its last tokens stood
+    sequence.drafts = drafter.draft(sequence, max_drafts=3)     # what followed the last match of its last tokens
 
 A step computes the newest token of a sequence and its drafts, each as a row of one token. The model's own draw at the
-newest token decides as ever; the first draft counts where it equals that draw, and then the draw at the draft decides,
-and so on. So the tokens are the same as without speculation, seed by seed, whatever was drafted.
+newest token decides as ever; the first draft counts if it equals that draw, and then the draw at the draft decides, and
+so on. So the tokens are the same as without speculation, seed by seed, whatever was drafted.
 
-Where steps run ahead, only the runner knows the newest tokens: it drafts, verifies and accepts by itself
+If steps run ahead, only the runner knows the newest tokens: it drafts, verifies and accepts by itself
 (`Model.decode_drafts`, `Model.verify`), and the scheduler learns at the commit how many tokens there are.
 """
 
@@ -20,63 +20,63 @@ from atom.runtime.metrics import SchedulerStats
 from atom.runtime.step.input import NUM_REPORTED
 from atom.runtime.types import Sequence
 
-LOG_INTERVAL = 1000  # drafts that a line of a server's log is about
-MAX_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
+LOG_INTERVAL = 1000  # drafts between two lines of a server's log
+MAX_INDEXED = 4096  # tokens of a sequence that a step indexes, so that a long prompt delays nobody
 
 
 class Drafter(Protocol):
     """Proposes the tokens of an answer that come next."""
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
-        """At most so many tokens behind the newest one; none where there is no guess."""
+    def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        """The tokens that may follow the newest one; empty without a guess."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Free what is kept of a sequence, which has ended."""
+        """Free what is kept of a sequence that has ended."""
 
 
 def is_drafted(sequence: Sequence) -> bool:
-    """Whether drafts are verified for a sequence: its draws depend on logits alone, and no report is asked for."""
+    """Whether drafts are verified for a sequence: its draws depend only on logits, and no report was requested."""
     params, num_output = sequence.params, len(sequence.output) + sequence.num_pending
     is_free = params.logprobs is None and not params.has_token_rules and sequence.matcher is None
     return is_free and num_output > 0 and num_output >= params.min_tokens
 
 
 class NgramDrafter:
-    """Prompt lookup (Saxena 2023): what followed the latest place where the last n tokens stood, for the largest n."""
+    """Prompt lookup (Saxena 2023): what followed the latest match of the last n tokens, for the largest n."""
 
     def __init__(self, num_tokens: int, min_n: int, max_n: int) -> None:
-        assert num_tokens < NUM_REPORTED, "a step's draws of a sequence must be told apart"
+        assert num_tokens < NUM_REPORTED, "a step's draws of a sequence must be distinguished"
         self._num_tokens, self._sizes = num_tokens, range(max_n, min_n - 1, -1)
         self._indices: dict[str, _Index] = {}  # by sequence id
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
+    def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
         index = self._indices.setdefault(sequence.id, _Index(self._sizes))
         if not index.extend(sequence):
             return []
         tokens, at = index.tokens, index.find()
         if at is None:
             return []
-        span = len(tokens) - at  # what follows is repeated, where it ends before the draft does
-        return [tokens[at + number % span] for number in range(min(most, self._num_tokens))]
+        span = len(tokens) - at  # what follows is repeated if it ends before the draft does
+        return [tokens[at + number % span] for number in range(min(max_drafts, self._num_tokens))]
 
     def forget(self, sequence: Sequence) -> None:
         self._indices.pop(sequence.id, None)
 
 
 class RunnerDrafter:
-    """Has the runner draft, which knows the newest tokens."""
+    """Leaves drafting to the runner, which knows the newest tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
-        return [-1] * min(most, self._num_tokens)
+    def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        return [-1] * min(max_drafts, self._num_tokens)
 
     def forget(self, sequence: Sequence) -> None: ...
 
 
 class _Index:
-    """The places of n-grams in a sequence, by their tokens: the index of the token behind each."""
+    """The n-grams of a sequence: their tokens -> the index of the token after the latest one."""
 
     def __init__(self, sizes: range) -> None:
         self.tokens: list[int] = []
@@ -85,7 +85,7 @@ class _Index:
     def extend(self, sequence: Sequence) -> bool:
         """Index the new tokens, or some of them if there are many; whether all are indexed.
 
-        An n-gram at the very end is a place once a token follows it.
+        An n-gram at the very end is indexed once a token follows it.
         """
         first = len(self.tokens)
         self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MAX_INDEXED))
@@ -95,7 +95,7 @@ class _Index:
         return len(self.tokens) == sequence.num_tokens
 
     def find(self) -> int | None:
-        """The index of the token that followed the longest match of the last tokens, at its latest place."""
+        """The index of the token that followed the latest of the longest matches of the last tokens."""
         found = (places.get(tuple(self.tokens[-size:])) for size, places in self._places)
         return next((at for at in found if at is not None), None)
 
@@ -113,7 +113,7 @@ def draft_statistics(stats: SchedulerStats) -> dict[str, Any]:
 
 
 def describe_drafts(stats: SchedulerStats, title: str = "MTP Stats") -> str:
-    """The same as a line, as ROCm/ATOM writes it."""
+    """The counts of drafts as a line, as ROCm/ATOM writes it."""
     if not stats.num_drafts:
         return f"[{title}] no token has been drafted (serve.method=ngram drafts some)"
     found = draft_statistics(stats)
@@ -126,13 +126,13 @@ def describe_drafts(stats: SchedulerStats, title: str = "MTP Stats") -> str:
 
 
 class DraftLog:
-    """Describes drafts once there are so many more of them."""
+    """Describes drafts once there are `interval` more of them."""
 
     def __init__(self, interval: int = LOG_INTERVAL) -> None:
         self._interval, self._before = interval, SchedulerStats()
 
     def describe(self, stats: SchedulerStats) -> str | None:
-        """A line about the drafts since the last line; None while they are few. stats: a copy that nobody changes"""
+        """A line about the drafts since the last line; None if they are too few. stats: a copy that nobody changes"""
         before = self._before
         if stats.num_drafts - before.num_drafts < self._interval:
             return None

@@ -12,39 +12,42 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-LIKELY = (0.5, 0.6, 0.7, 0.8)  # rates of acceptance that most drafts of most texts have
-WINDOW = 256  # drafts that are remembered, about; and steps without any in which most of them are forgotten
+LIKELY = (0.5, 0.6, 0.7, 0.8)  # usual rates of acceptance
+WINDOW = 256  # drafts that are remembered, about; and steps without drafts in which most of them are forgotten
 
 
 class DraftTable:
     """How long steps of decodes take, with drafts and without."""
 
     def __init__(self, times: Mapping[int, Sequence[float]]) -> None:
-        """times: by sequences of a step, what it takes with 0, 1, … drafts of each. Above the most none is drafted"""
+        """times: sequences of a step -> its time with 0, 1, … drafts of each; above the max nothing is drafted"""
         self.times = {size: list(times[size]) for size in sorted(times)}
         self._sizes = list(self.times)
 
     def best(self, num_decodes: int, rates: Sequence[float]) -> int:
-        """The number of drafts with the most tokens per time. rates: of each, once those before it were accepted"""
+        """The number of drafts with the most tokens per time.
+
+        rates: chance to accept each draft, given that those before it were accepted
+        """
         times = self._of(num_decodes)
         if not times:
             return 0
         tokens = chance = 1.0
-        best, most = 0, tokens / times[0]
+        best, speed = 0, tokens / times[0]
         for number, (rate, time) in enumerate(zip(rates, times[1:], strict=False), 1):
             chance *= rate
             tokens += chance
-            if tokens / time > most:
-                best, most = number, tokens / time
+            if tokens / time > speed:
+                best, speed = number, tokens / time
         return best
 
     def choices(self, num_decodes: int) -> list[int]:
-        """The numbers of drafts that may be the best, smallest first: those that pay if all are accepted."""
+        """The numbers of drafts that may be the best, ascending: those that pay if all are accepted."""
         times = self._of(num_decodes)
         return [number for number, time in enumerate(times) if number and (1 + number) * times[0] > time]
 
     def likely(self, num_decodes: int) -> list[int]:
-        """Those of `choices` that are the best at usual rates of acceptance, smallest first."""
+        """The numbers of drafts that are the best at usual rates of acceptance, ascending."""
         times = self._of(num_decodes)
         return sorted({self.best(num_decodes, [rate] * (len(times) - 1)) for rate in LIKELY if times} - {0})
 
@@ -54,9 +57,9 @@ class DraftTable:
 
 
 class Acceptance:
-    """How often each draft of a step is accepted, once those before it were.
+    """How often each draft of a step is accepted, given that those before it were.
 
-    What was hardly tried counts as accepted, so that it is tried.
+    A draft that was rarely tried counts as accepted, so that it is tried.
     """
 
     def __init__(self, num_drafts: int) -> None:
@@ -75,7 +78,7 @@ class Acceptance:
             self._accepted[at] += at < num_accepted
 
     def forget(self) -> None:
-        """Note a step that did not draft because it would not pay: some day it is tried again."""
+        """Note a step that did not draft because it would not pay, so that drafts are tried again eventually."""
         for at in range(len(self._tried)):
             self._scale(at, 1 - 1 / WINDOW)
 

@@ -135,11 +135,11 @@ class KVFiles:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._fetched), seconds)
 
-    def write(self, blocks: SequenceOf[Block], most: float = QUEUED_BYTES) -> None:
-        """Write blocks, later. Those for which the thread has no time are dropped."""
+    def write(self, blocks: SequenceOf[Block], max_bytes: float = QUEUED_BYTES) -> None:
+        """Queue blocks to be written. Blocks that would make the queue larger than max_bytes are dropped."""
         with self._changed:
             for block in blocks:
-                if not self._is_full and self._num_queued + block.row.nbytes <= most:
+                if not self._is_full and self._num_queued + block.row.nbytes <= max_bytes:
                     self._writes.append(block)
                     self._num_queued += block.row.nbytes
             self._changed.notify_all()

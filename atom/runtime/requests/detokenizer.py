@@ -9,7 +9,7 @@ It shows no broken character and no part of a stop string, and takes no text bac
             break
     print(detokenizer.finish())                     # the rest, if something was held back
 
-A token alone has no text: sentencepiece drops the first space of what it decodes, bytes make characters together. So
+A single token has no text: sentencepiece drops the first space of what it decodes, bytes make characters together. So
 each token is decoded with the text before it, in a window (as in Hugging Face's text-generation-inference) of the last
 piece of text shown and the tokens since: the cost of a token does not grow with the text, and the pieces add up to what
 the tokenizer makes of all tokens at once.
@@ -139,7 +139,7 @@ class Detokenizer:
 class _Showing:
     """A tokenizer that decodes special tokens to text: all of them, or those in `visible_tokens`.
 
-    With `mark_visible_tokens`, those have a MARK before them, which tells them from the same text in other tokens.
+    With `mark_visible_tokens`, those have a MARK before them, so that they differ from the same text in other tokens.
     """
 
     def __init__(self, tokenizer: TextCodec, params: SamplingParams) -> None:

@@ -78,14 +78,14 @@ class GrammarMatcher:
 
 
 class ReasoningMatcher:
-    """The state of a sequence whose answer keeps to a grammar behind reasoning, which is free.
+    """The state of a sequence whose answer keeps to a grammar after reasoning, which is free.
 
-    The answer does not end within its reasoning. Where nothing stands between the two, reasoning is optional: the
-    answer begins with its first token or with the grammar's.
+    The answer does not end within its reasoning. Reasoning is optional if no text is required between the two: then
+    the answer begins with the first token of either.
     """
 
     def __init__(self, matcher: GrammarMatcher, vocabulary: Vocabulary, reasoning: Mapping[str, str]) -> None:
-        """reasoning: begin, which the prompt has already if it is empty; end; and then, the text behind the end"""
+        """reasoning: begin, empty if the prompt has it already; end; and then, the text after the end"""
         tokenizer = vocabulary.tokenizer
         assert tokenizer is not None, "a grammar needs one"
 
@@ -106,7 +106,7 @@ class ReasoningMatcher:
         return copied
 
     def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
-        """bool[vocab]: the tokens allowed next. RequestError where the grammar is too complex."""
+        """bool[vocab]: the tokens allowed next. RequestError if the grammar is too complex."""
         if self._forced:
             found = np.zeros(vocab, np.bool_)
             found[self._forced[0]] = True
@@ -137,7 +137,7 @@ class ReasoningMatcher:
         return False
 
     def _is_spelled(self) -> bool:
-        """Whether the reasoning ends in an end that is no token of its own, in other tokens than its text has alone."""
+        """Whether the reasoning ends with the text of its end, in other tokens than that text has by itself."""
         return len(self._end) > 1 and self._end_text in self._decode(self._tail)
 
 
@@ -267,7 +267,7 @@ class GrammarCompiler:
 class Grammars:
     """The grammar compiler of a vocabulary, which is made once.
 
-    To make it takes a second or two with a large vocabulary, and most of that time no other thread runs: llguidance
+    Making it takes a second or two with a large vocabulary, and for most of that time no other thread runs: llguidance
     holds the interpreter's lock. So a server makes it before it is ready.
     """
 
@@ -374,6 +374,6 @@ def _from_gbnf(text: str) -> str:
 def _summarize(text: str) -> str:
     """The library's message: its first line, and the reason further down for a regular expression."""
     first, *others = (text.strip() or "the grammar is not valid").splitlines()
-    if first == "NoExtensionBias":  # of a schema or rule that refers to itself alone
+    if first == "NoExtensionBias":  # of a schema or rule that refers only to itself
         first = "the grammar allows no text"
     return " ".join([first, *(line.removeprefix("error: ") for line in others if line.startswith("error: "))])

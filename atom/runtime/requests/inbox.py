@@ -1,8 +1,8 @@
-"""The inbox of an engine's thread: what others have it do between two steps.
+"""The inbox of an engine's thread: work from other threads, done between two steps.
 
-inbox.put(work)                                # any thread; None: the engine's is to end
+inbox.put(work)                                # any thread; None: the engine's thread is to end
 inbox.put(Urgent(lambda: engine.abort("1")))
-while (work := inbox.get()) is not None:       # the engine's thread alone
+while (work := inbox.get()) is not None:       # only the engine's thread
     work()
 engine.sleep(1, "wait", inbox.do_urgent)       # so that an abort need not wait for what it would end
 """

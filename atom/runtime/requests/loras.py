@@ -26,9 +26,10 @@ class Loras:
         load_on_others: Callable[[int, AdapterFiles], None] | None = None,
         sleeper: Sleeper | None = None,
     ) -> None:
-        """load_on_others: has the other ranks load an adapter; RequestError where one of them does not
-
-        sleeper: gives up the memory to which adapters are loaded; None: nothing does
+        """
+        weights: the adapters' weights in memory
+        load_on_others: makes the other ranks load an adapter; RequestError if one of them does not
+        sleeper: releases the memory that holds adapters; None: nothing does
         """
         self._weights, self._load_on_others, self._sleeper = weights, load_on_others, sleeper
         self._adapters: dict[str, Adapter] = {}
@@ -52,9 +53,9 @@ class Loras:
         if name in self._adapters:
             raise RequestError(f"the adapter {name} is loaded already; unload it first, or choose another name")
         if not self._free:
-            most = f"there is room for {self._weights.max_loras}"
+            room = f"there is room for {self._weights.max_loras}"
             raise RequestError(
-                f"the adapter {name} has no place: {most} (serve.max_loras), of which requests may hold some"
+                f"the adapter {name} has no place: {room} (serve.max_loras), of which requests may hold some"
             )
         number = self._free[-1]
         if self._load_on_others is not None:
@@ -63,20 +64,20 @@ class Loras:
         self._adapters[name] = Adapter(name, self._free.pop(), files.digest)
 
     def unload(self, name: str) -> None:
-        """Drop an adapter; requests that hold it go on. RequestError where there is none of that name."""
+        """Drop an adapter; requests that hold it go on. RequestError if there is none of that name."""
         adapter = self.find(name)
         del self._adapters[name]
         adapter.is_dropped = True
         self._free_unheld(adapter)
 
     def find(self, name: str) -> Adapter:
-        """The adapter of this name. RequestError where there is none."""
+        """The adapter of this name. RequestError if there is none."""
         if (adapter := self._adapters.get(name)) is None:
             raise RequestError(f"there is no adapter {name}; there is: {', '.join(self._adapters) or 'none'}")
         return adapter
 
     def acquire(self, adapter: Adapter) -> None:
-        """Hold an adapter. RequestError where it has been dropped since it was found."""
+        """Hold an adapter. RequestError if it has been dropped since it was found."""
         if adapter.is_dropped:
             raise RequestError(f"the adapter {adapter.name} has been unloaded")
         adapter.num_holders += 1

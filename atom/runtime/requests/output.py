@@ -2,7 +2,7 @@
 
 stream = Stream(sequence, Detokenizer(tokenizer, sequence.prompt, sequence.params), callback)
 stream.push(reason)          # its newest token becomes text, and may complete a stop string
-stream.emit()                # the callback gets a RequestOutput, if there is text or the end to tell
+stream.emit()                # the callback gets a RequestOutput, if there is text or the end to report
 """
 
 from __future__ import annotations

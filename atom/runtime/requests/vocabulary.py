@@ -46,15 +46,15 @@ class Vocabulary:
         return [int(token) for token in prompt]
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The token ids of a conversation in the chat template. RequestError where the checkpoint has none."""
+        """The token ids of a conversation in the chat template. RequestError if the checkpoint has none."""
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer; give prompts as lists of token ids, without job.chat")
         return self.tokenizer.encode_chat(messages)
 
     def encode_bad_words(self, words: Iterable[str]) -> list[list[int]]:
-        """The tokens of each text, at the start of an answer and behind a space, where that is another one token.
+        """The tokens of each text at the start of an answer and, if they differ in the first one, after a space.
 
-        As vLLM's SamplingParams.update_from_tokenizer has it. RequestError without a tokenizer, or for too long texts.
+        As in vLLM's SamplingParams.update_from_tokenizer. RequestError without a tokenizer, or for too long texts.
         """
         words, found = list(words), list[list[int]]()
         if (size := sum(map(len, words))) > MAX_BAD_WORDS:
@@ -71,7 +71,7 @@ class Vocabulary:
         return found
 
     def check(self, params: SamplingParams) -> None:
-        """RequestError where the parameters name a token that the model does not have, or need a tokenizer."""
+        """RequestError if the parameters name a token that the model does not have, or need a tokenizer."""
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop_strings needs a tokenizer, which the checkpoint has not; use stop_token_ids")
         for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ()), *(params.allowed_token_ids or ())):

@@ -6,8 +6,9 @@
     pending = runner.execute(builder.build(plan))                    # of `runtime.ranks.driver`: a step of each group
     ended = scheduler.commit(plan, pending.wait(), finish)
 
-A sequence waits for all groups at once. It is placed when a group can take it in: where the tokens that are not in the
-group's prefix cache and those of the sequences that the group has are fewest, or with its parent. It stays there.
+A sequence waits for all groups at once. It is placed when a group has room: in the group with the fewest tokens to
+compute, its own that are not in the group's prefix cache and those of the group's sequences, or with its parent. It
+stays there.
 
 The steps of all groups have one shape, that of the largest, since their ranks meet in collectives.
 """
@@ -28,20 +29,20 @@ from atom.runtime.step.builder import StepBuilder
 from atom.runtime.step.input import BatchShape, Scored, StepInput
 from atom.runtime.types import BlockCopies, Plan, Sampled, Sequence
 
-ANSWER_TOKENS = 64  # of a prompt, whose computation costs a group as much as the answer of a sequence that it has
+ANSWER_TOKENS = 64  # of a prompt: computing them costs a group as much as the rest of a sequence's answer
 
 
 class DataParallelScheduler:
-    """The schedulers of the groups behind one queue, with the interface of one of them."""
+    """One queue in front of the schedulers of the groups, with the interface of one of them."""
 
     def __init__(self, groups: list[Scheduler]) -> None:
         self.groups = groups
         self.limits = groups[0].limits
         self.num_slots = sum(group.num_slots for group in groups)
         self.waiting = FairQueue()  # those that no group has
-        self._queued: dict[str, Sequence] = {}  # the same
+        self._queued: dict[str, Sequence] = {}  # the same, by id
         self.sequences: MutableMapping[str, Sequence] = ChainMap(self._queued, *(each.sequences for each in groups))
-        self.stats = SchedulerStats()  # of all groups, but for the steps, which they take together
+        self.stats = SchedulerStats()  # of all groups; a step of all counts as one
         for group in groups:
             group.stats = self.stats
             group.waiting = FairQueue(self.waiting.counters)
@@ -74,7 +75,7 @@ class DataParallelScheduler:
 
     @property
     def host_usage(self) -> tuple[int, int]:
-        """Blocks of host memory that hold something, and all of them."""
+        """Used blocks and all blocks of the groups' fullest pools on the host."""
         num_used, num_blocks = zip(*(group.host_usage for group in self.groups), strict=True)
         return sum(num_used), sum(num_blocks)
 
@@ -92,7 +93,7 @@ class DataParallelScheduler:
         self.waiting.add(sequence)
 
     def abort(self, id: str, reason: str = "abort") -> Sequence | None:
-        """End a sequence, whatever step it is in; None where there is none of that id."""
+        """End a sequence, whatever step it is in; None if no sequence has this id."""
         sequence = self._queued.pop(id, None)
         if sequence is None:
             return next((ended for group in self.groups if (ended := group.abort(id, reason))), None)
@@ -101,7 +102,7 @@ class DataParallelScheduler:
         return sequence
 
     def schedule(self) -> Plan:
-        """Plan the next step of all groups; it has no rows where none of them has a step to take."""
+        """Plan the next step of all groups; it has no rows if no group has anything to compute."""
         self._place()
         plans = [group.schedule() for group in self.groups]
         decodes = [row for plan in plans for row in plan.rows[: plan.num_decodes]]
@@ -111,7 +112,7 @@ class DataParallelScheduler:
         return Plan(decodes + others, len(decodes), first)
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
-        """Take in what a step sampled; the sequences that it ended."""
+        """Append what a step sampled; the sequences that it ended."""
         num_steps, ended = self.stats.num_steps + 1, []
         parts = split(plan, len(self.groups))
         for group, part, own in zip(self.groups, parts, (sampled, *sampled.others), strict=True):
@@ -130,7 +131,7 @@ class DataParallelScheduler:
             group.drop_kv()
 
     def _place(self) -> None:
-        """Give sequences that wait to groups that can take them in, in turn."""
+        """Give waiting sequences, in their order, to groups that have room."""
         num_open = [group.num_open for group in self.groups]
         if not self.waiting or not any(num_open):
             return
@@ -209,14 +210,14 @@ def common_shape(shapes: list[BatchShape]) -> BatchShape:
     num_tokens = max(shape.num_tokens - shape.num_decodes for shape in shapes)
     if not num_tokens:
         return BatchShape(num_decodes, num_decodes, num_decodes, num_decodes)
-    num_rows = max(  # with one of padding behind those whose tokens are fewer
+    num_rows = max(  # including one of padding in groups with fewer tokens
         shape.num_rows - shape.num_decodes + (shape.num_tokens - shape.num_decodes < num_tokens) for shape in shapes
     )
     return BatchShape(num_decodes + num_tokens, num_decodes + num_rows, num_samples, num_decodes)
 
 
 def pad_scored(steps: list[StepInput]) -> None:
-    """Have the head score as many rows in each step, in the same order."""
+    """Make the head score the same number of rows in each step, in the same order."""
     num_rows = [max(counts) for counts in _columns([[each.num_rows for each in step.scored] for step in steps])]
     for step in steps:
         for each, rows in zip(step.scored, num_rows, strict=False):

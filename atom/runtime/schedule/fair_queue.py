@@ -1,14 +1,14 @@
-"""Fair queue: sequences that wait, by priority, tenants in turn, by arrival.
+"""Fair queue: waiting sequences, by priority, tenants in turn, by arrival.
 
     queue = FairQueue()
     queue.add(sequence)
-    sequence = queue.pop()                      # of the tenants of the best priority, the one that was served least
+    sequence = queue.pop()                      # of the best priority, of the tenant with the smallest counter
     queue.charge(sequence, num_prompt=512)      # at its admission, and for each token of its answer
 
 A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024): a tenant's counter grows
-by the tokens that were computed for it, over its weight. A tenant that comes anew is lifted to the least of those that
-wait, so that nobody saves up what was not asked for. Whoever else waits, no tenant's turn is left unused. With one
-tenant it is first come first served.
+by the tokens computed for it, divided by its weight. A new tenant starts at the current minimum counter of those that
+wait, so that nobody saves up unused turns. No tenant's turn is left unused. With one tenant it is first come, first
+served.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class FairQueue:
         """Queue a sequence that has arrived."""
         tenant, counters = sequence.tenant, self.counters
         if self._is_first and tenant not in self._queues:
-            least = min((counters[each] for each in self._queues), default=counters[self._last])
-            counters[tenant] = max(counters[tenant], least)
+            lowest = min((counters[each] for each in self._queues), default=counters[self._last])
+            counters[tenant] = max(counters[tenant], lowest)
         insort_right(self._queues.setdefault(tenant, []), sequence, key=_priority)
 
     def put_back(self, sequence: Sequence) -> None:

@@ -1,6 +1,6 @@
 """Schedule a step: decodes first, then prompts in chunks.
 
-It is policy alone, without a device and without tensors.
+Only policy: no device, no tensors.
 
     scheduler = Scheduler(cache, StepLimits(64, 8192, 4096))
     scheduler.add(sequence)
@@ -10,12 +10,12 @@ It is policy alone, without a device and without tensors.
         ended = scheduler.commit(plan, sampled, lambda sequence: finish_reason(sequence, 4096))
 
 A plan names no token. Tokens are appended, blocks published and sequences ended at its commit, which may come late:
-until then a sequence keeps its blocks and its slot, even if it is aborted. Where steps run ahead, a sequence of a
-pending plan is planned again, past its end where that was not foreseen; else it waits for its commit. Drafts of a
-pending plan count as accepted until then: positions and blocks are planned for the most that there may be.
+until then a sequence keeps its blocks and its slot, even if it is aborted. If steps run ahead, a sequence of a pending
+plan is planned again, past its end if that was not foreseen; otherwise it waits for its commit. Drafts of a pending
+plan count as accepted until then: positions and blocks are planned for the max number of tokens.
 
-Stages of a pipeline compute a plan each: a sequence whose next token is being computed waits for it, and a plan has a
-part of the decodes, so that there are as many plans as stages.
+Pipeline stages compute a plan each: a sequence whose next token is being computed waits for it, and a plan has a part
+of the decodes, so that there are as many plans as stages.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
 
 
 def take_reports(row: ScheduledRequest, place: int, sampled: Sampled) -> None:
-    """Take in what a step reports of the prompt of a row: log probabilities, and what is pooled for an embedding."""
+    """Store what a step reports about a row's prompt: log probabilities, and the sum of an embedding."""
     sequence = row.sequence
     if place in sampled.prompt_logprobs:
         known = sequence.prompt_logprobs[: row.start + 1]
         sequence.prompt_logprobs = [*known, *sampled.prompt_logprobs[place]]
     if place in sampled.pooled:
         pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
-        if sequence.pooled is not None and row.start:  # else it may have been preempted
+        if sequence.pooled is not None and row.start:  # otherwise it may have been preempted
             pooled += sequence.pooled
         sequence.pooled = pooled
 
@@ -69,9 +69,9 @@ _priority = attrgetter("priority")
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come first served; the last is preempted first.
 
-    Of several tenants each has its turn (`FairQueue`). A lower `priority` counts as an earlier arrival, among waiting
-    and among running sequences; a waiting sequence takes no blocks from a running one. The first running sequence can
-    take the blocks of all others, and `add` refuses what does not fit alone: so every sequence ends.
+    Tenants are served in turn (`FairQueue`). A lower `priority` counts as an earlier arrival, among waiting and among
+    running sequences; a waiting sequence takes no blocks from a running one. The first running sequence can take the
+    blocks of all others, and `add` refuses a sequence that would not fit by itself: so every sequence ends.
     """
 
     def __init__(
@@ -84,10 +84,15 @@ class Scheduler:
         delay_factor: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """drafter: of tokens that decodes verify; where steps run ahead, the runner's. num_stages: with a plan each
-
-        delay_factor: a waiting sequence is admitted once one has waited for this many times what the last step with
-        prompts took, so that more wait and are computed together; at once where nothing runs. 0: always at once.
+        """
+        cache: the KV cache
+        limits: of a step and of a sequence
+        run_ahead: max number of plans after the oldest that is not committed
+        drafter: drafts tokens for decodes to verify, the runner's if steps run ahead; None: no drafts
+        num_stages: pipeline stages, each with a plan
+        delay_factor: waiting sequences are admitted once one of them has waited for this factor times the duration of
+          the last step with prompts, so that more of them are computed together; at once if nothing runs. 0: at once
+        clock: seconds
         """
         assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
@@ -99,7 +104,7 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # in the order of admission
         self._drafter = drafter
         self._acceptance = Acceptance(NUM_REPORTED)
-        self._run_ahead = run_ahead  # plans behind the oldest that is pending
+        self._run_ahead = run_ahead  # max plans after the oldest that is pending
         self._num_stages = num_stages
         self._delay_factor = delay_factor
         self._clock = clock
@@ -129,7 +134,7 @@ class Scheduler:
 
     @property
     def num_open(self) -> int:
-        """The number of sequences that may be added and need not wait for a slot; 0 where one waits for blocks."""
+        """The number of sequences that may be added and need not wait for a slot; 0 if one waits for blocks."""
         return 0 if self._refused is not None else max(len(self._slots) - len(self.waiting), 0)
 
     @property
@@ -139,11 +144,11 @@ class Scheduler:
 
     @property
     def host_usage(self) -> tuple[int, int]:
-        """Blocks of host memory that hold something, and all of them."""
+        """Used blocks and all blocks of the fullest pool on the host."""
         return self.cache.host_usage
 
     def has_room(self, sequence: Sequence, num_shared: int, num_promised: int) -> bool:
-        """Whether blocks are free for a sequence, of which some tokens are shared, beside those promised to others."""
+        """Whether blocks are free for a sequence, besides those promised to others. num_shared: of its tokens"""
         return self.cache.has_room(sequence.num_tokens, num_shared, num_promised + len(self.running))
 
     def find_cached(self, sequence: Sequence) -> Cached:
@@ -180,7 +185,7 @@ class Scheduler:
             self.cache.fetch(sequence)
 
     def abort(self, id: str, reason: str = "abort") -> Sequence | None:
-        """End a sequence, whatever step it is in; None where there is none of that id."""
+        """End a sequence, whatever step it is in; None if no sequence has this id."""
         sequence = self.sequences.get(id)
         if sequence is None:
             return None
@@ -191,7 +196,7 @@ class Scheduler:
         return sequence
 
     def schedule(self) -> Plan:
-        """Plan the next step. It has no rows where there is no work, or none before a pending plan is committed."""
+        """Plan the next step. It has no rows if there is no work, or none before a pending plan is committed."""
         self.cache.take_fetched()
         if not self._in_flight:
             self._step_began = self._clock()
@@ -211,10 +216,9 @@ class Scheduler:
         return Plan(decode_rows + other_rows, len(decode_rows), copies)
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
-        """Take in what a step sampled; the sequences that it ended.
+        """Append what a step sampled; the sequences that it ended. Sequences aborted since its plan get no token.
 
-        `finish` is called after each appended token and gives the reason to end there, or None. Sequences aborted since
-        the plan was made get no token.
+        finish: called after each appended token; returns the reason to end there, or None
         """
         self.stats.num_steps += 1
         now = self._clock()
@@ -264,16 +268,16 @@ class Scheduler:
         self.cache.forget()
 
     def _plan_running(self, planned: dict[Sequence, int]) -> int:
-        """Plan the running sequences, decodes first; the tokens of the step that are left."""
+        """Plan the running sequences, decodes first; the number of tokens that the step has left."""
         decodes, prompts = self._find_ready()
         budget = self.limits.max_num_batched_tokens
         kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
-        most_drafts = self._most_drafts(len(decodes))
+        max_drafts = self._max_drafts(len(decodes))
         for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
             if self._drafter is not None:
-                self._draft(sequence, most_drafts, budget - max(len(decodes) - at, 1) - kept)
+                self._draft(sequence, max_drafts, budget - max(len(decodes) - at, 1) - kept)
             num_tokens = self._extend(sequence, budget)
             if not num_tokens:
                 num_tokens, budget = self._make_room(sequence, budget, planned)
@@ -285,8 +289,8 @@ class Scheduler:
     def _find_ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that need not wait for a commit: decodes, and prompts.
 
-        With stages of a pipeline, only a part of the decodes. A sequence whose KV is being loaded is among them only
-        where there is no other.
+        With pipeline stages, only a part of the decodes. A sequence whose KV is being loaded is among them only if
+        there is no other.
         """
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -308,9 +312,10 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, budget: int, planned: dict[Sequence, int]) -> tuple[int, int]:
         """Preempt later sequences until a running one has room for its next tokens.
 
-        Gives how many tokens have it, 0 where the sequence skips this step and keeps its blocks, and the budget then.
+        Returns the number of tokens that have room, 0 if the sequence skips this step and keeps its blocks, and the
+        budget that is left.
         """
-        while not sequence.num_unverified:  # else its commit may leave it behind what has no room
+        while not sequence.num_unverified:  # otherwise its commit may move it back to where it has room
             free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
             last = max(free, key=_priority)
             if last is sequence:
@@ -322,7 +327,7 @@ class Scheduler:
         return 0, budget
 
     def _is_delayed(self) -> bool:
-        """Whether those that wait should wait for more, as by vLLM's scheduler_delay_factor."""
+        """Whether waiting sequences should wait for more of them, as with vLLM's scheduler_delay_factor."""
         if not (self._delay_factor and self.waiting and self.running):
             return False
         waited = self._clock() - min(sequence.arrival for sequence in self.waiting)
@@ -330,7 +335,7 @@ class Scheduler:
 
     def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
         """Admit waiting sequences to the running ones and to the step."""
-        passed = []  # that wait for something else than room
+        passed = []  # that wait for something other than room
         while self.waiting and budget and self._slots:
             sequence = self.waiting.pop()
             if self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
@@ -342,7 +347,7 @@ class Scheduler:
                 self.waiting.put_back(sequence)
                 break
             self.running[sequence] = None
-            if planned and sequence in self.cache.pending_loads:  # beside this step
+            if planned and sequence in self.cache.pending_loads:  # during this step
                 continue
             planned[sequence] = num_tokens
             budget -= num_tokens
@@ -398,8 +403,8 @@ class Scheduler:
         can_admit = bool(self.waiting and self._slots) and self.waiting.peek() is not self._refused
         return self.limits.max_num_batched_tokens // 2 if has_prompts or can_admit else 0
 
-    def _most_drafts(self, num_decodes: int) -> int:
-        """The most drafts of each of a step's decodes; where times are known, what gives the most tokens/s."""
+    def _max_drafts(self, num_decodes: int) -> int:
+        """Max drafts of each of a step's decodes; if times are known, the number with the most tokens/s."""
         if self._drafter is None or not num_decodes:
             return 0
         if (table := self.limits.draft_table) is None:
@@ -409,24 +414,25 @@ class Scheduler:
             self._acceptance.forget()
         return best
 
-    def _draft(self, sequence: Sequence, most: int, budget: int) -> None:
+    def _draft(self, sequence: Sequence, max_drafts: int, budget: int) -> None:
         """Draft what may follow the newest token of a decode, no further than its answer can go.
 
-        most: drafts of a decode of this step. budget: tokens that neither the other decodes nor this one need
+        max_drafts: of each decode of this step
+        budget: tokens that neither the other decodes nor this one need
         """
         sequence.drafts = []
         if self._drafter is None or self._num_left(sequence) != 1 or not is_drafted(sequence):
             return
         num_left = min(
-            sequence.params.max_tokens - self._fewest(sequence),
+            sequence.params.max_tokens - self._min_output(sequence),
             self.limits.max_model_len - sequence.num_tokens - sequence.num_pending,
         )
-        most = min(num_left - 1, budget, most)
-        if most > 0:
-            sequence.drafts = self._drafter.draft(sequence, most)
+        num_drafts = min(num_left - 1, budget, max_drafts)
+        if num_drafts > 0:
+            sequence.drafts = self._drafter.draft(sequence, num_drafts)
 
     def _extend(self, sequence: Sequence, budget: int, spare: int = 0) -> int:
-        """Allocate room for the sequence's next tokens, at most `budget`; how many tokens have it.
+        """Allocate room for the sequence's next tokens, at most `budget`; the number of tokens that have room.
 
         Drafts that have no room are dropped.
         """
@@ -441,10 +447,10 @@ class Scheduler:
         return max(stop - start, 0)
 
     def _num_left(self, sequence: Sequence) -> int:
-        """The number of tokens that its next step may compute: 0 where it waits for a commit."""
+        """The number of tokens that its next step may compute; 0 if it waits for a commit."""
         if sequence in self._in_flight:
             is_last = (
-                self._fewest(sequence) >= sequence.params.max_tokens
+                self._min_output(sequence) >= sequence.params.max_tokens
                 or sequence.num_tokens + sequence.num_pending >= self.limits.max_model_len
             )
             waits = sequence.needs_host or (self._num_stages > 1 and sequence.num_pending > 0)
@@ -452,12 +458,12 @@ class Scheduler:
                 return 0
         return sequence.num_tokens + sequence.num_pending - sequence.num_planned
 
-    def _fewest(self, sequence: Sequence) -> int:
+    def _min_output(self, sequence: Sequence) -> int:
         """The number of output tokens once pending plans are committed, if they accept no draft."""
         return len(sequence.output) + sequence.num_pending - sequence.num_unverified
 
     def _ask_to_leave(self, sequence: Sequence, planned: dict[Sequence, int]) -> int:
-        """Have the last sequence preempted at its commit; the tokens of this step that this frees."""
+        """Mark the last sequence to be preempted at its commit; the tokens of this step that this frees."""
         last = max(reversed(self.running), key=_priority)
         if last is sequence or self._leaving:
             return 0
@@ -483,7 +489,7 @@ class Scheduler:
         num_drafted: int,
         finish: Callable[[Sequence], str | None],
     ) -> bool:
-        """Append what was drawn for a row, up to the end of the answer; whether it has ended."""
+        """Append the tokens drawn for a row, up to the end of the answer; whether it has ended."""
         sequence = row.sequence
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
@@ -517,7 +523,9 @@ class Scheduler:
         stats.num_accepted_tokens += num_accepted
         sequence.num_accepted += num_accepted
         counts = [*stats.accepted_per_pos, *[0] * (num_accepted - len(stats.accepted_per_pos))]
-        stats.accepted_per_pos = [count + (at < num_accepted) for at, count in enumerate(counts)]  # others hold the old
+        stats.accepted_per_pos = [
+            count + (at < num_accepted) for at, count in enumerate(counts)
+        ]  # a new list, since others hold the old one
 
     def _land(self, row: ScheduledRequest) -> None:
         """Note that a plan of the sequence is no longer pending."""

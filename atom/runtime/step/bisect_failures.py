@@ -1,8 +1,8 @@
-"""Bisect a step that fails, to isolate the sequences that fail alone.
+"""Bisect a step that fails, to isolate the sequences at fault.
 
     parts = []
     execute(runner, builder, plan, parts)
-    for part, outcome in parts:               # one part, where nothing fails
+    for part, outcome in parts:               # one part, if nothing fails
         if isinstance(outcome, Exception):
             ...                                               # the error of the one row of this part
         else:
@@ -31,11 +31,11 @@ class Builder(Protocol):
 
 
 def execute(runner: Runner, builder: Builder, plan: Plan, parts: list[Part]) -> None:
-    """Execute a plan, in halves where it fails, and append its parts with their outcomes as they come.
+    """Execute a plan, in halves if it fails, and append its parts with their outcomes as they come.
 
-    Where every row fails, no row is at fault and the error is raised, unless it is a RequestError, which blames its
-    row. A CapacityError is raised as well, since memory is short for all; but once a part runs, which cannot be taken
-    back, it is the error of the rows that meet it. Parts that run when an interrupt comes are in `parts`.
+    If every row fails, no row is at fault and the error is raised, unless it is a RequestError, which blames its row. A
+    CapacityError is raised as well, since memory is short for all; but once a part runs, which cannot be taken back, it
+    is the error of the rows that meet it. Parts that run when an interrupt comes are in `parts`.
     """
     execute_parts(runner, builder, plan, parts)
     errors = [outcome for _, outcome in parts if isinstance(outcome, Exception)]
@@ -45,7 +45,7 @@ def execute(runner: Runner, builder: Builder, plan: Plan, parts: list[Part]) -> 
 
 
 def execute_parts(runner: Runner, builder: Builder, plan: Plan, parts: list[Part]) -> None:
-    """Execute a plan, in halves where it fails, and append its parts."""
+    """Execute a plan, in halves if it fails, and append its parts."""
     try:
         parts.append((plan, start(runner, builder, plan)))
         return

@@ -156,11 +156,11 @@ class _Writer:
         return self._rule(f"{text} & ~({known})", is_terminal=True) if known else text
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        lowest, highest = schema.get("minItems", 0), schema.get("maxItems")
         items = item = self._form(schema["items"])
-        if most is None or most > 1:
-            items += f' (sp "," sp {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
-        items = "" if most == 0 else f"{items} sp" if least else f"({items} sp)?"
+        if highest is None or highest > 1:
+            items += f' (sp "," sp {item}){{{max(lowest - 1, 0)},{"" if highest is None else highest - 1}}}'
+        items = "" if highest == 0 else f"{items} sp" if lowest else f"({items} sp)?"
         return self._rule(f'"[" sp {items} "]"')
 
     def _json(self, schema: Any) -> str:

@@ -52,7 +52,7 @@ from atom.runtime.types import (
 )
 from atom.sampling_params import SamplingParams
 
-FETCH_SECONDS = 0.01  # to wait for files, where nothing else is to be done, before messages are read again
+FETCH_SECONDS = 0.01  # to wait for files, if there is no other work, before messages are read again
 
 
 class Engine:
@@ -74,9 +74,20 @@ class Engine:
         sleeper: Sleeper | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """ranks: that take the runner's steps too. files: of KV; keep: writes what is still in memory, at the end.
-        loras: adapters of requests; None: there are none. sleeper: gives memory up; None: it cannot.
-        grammars: None: its own"""
+        """
+        runner: executes steps
+        scheduler: plans steps
+        builder: builds the runner's steps from plans
+        vocabulary: the tokenizer, and the tokens that end answers
+        seed: of requests that have none
+        profiler: None: one that cannot trace
+        ranks: the other ranks, which take the runner's steps too; None: there are none
+        files: KV in files; None: there are none
+        keep: writes KV that is still in memory to files, at the end
+        loras: adapters of requests; None: there are none
+        sleeper: releases memory; None: the engine cannot sleep
+        grammars: the grammar compiler; None: a new one of this vocabulary
+        """
         self.runner = runner
         self.scheduler = scheduler
         self.builder = builder
@@ -105,12 +116,12 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether its memory is given up: requests wait."""
+        """Whether its memory is released: requests wait."""
         return self._sleeper is not None and self._sleeper.is_sleeping
 
     @property
     def loras(self) -> Loras:
-        """The adapters of requests. RequestError where the model is served without any."""
+        """The adapters of requests. RequestError if the model is served without any."""
         if self._loras is None:
             raise RequestError("there are no adapters here; set serve.enable_lora=true")
         return self._loras
@@ -128,7 +139,7 @@ class Engine:
         *,
         request_id: str | None = None,
     ) -> list[Sequence]:
-        """Make the n sequences of a request, nothing queued yet. RequestError where it cannot be served."""
+        """Make the n sequences of a request, nothing queued yet. RequestError if it cannot be served."""
         lora = None if options.adapter is None else self.loras.find(options.adapter)
         salt = options.salt if lora is None else hashlib.sha256(lora.digest + options.salt).digest()
         tokens = self.vocabulary.tokenize(prompt)
@@ -214,12 +225,14 @@ class Engine:
             self._files.stop()
 
     def sleep(self, level: int = 1, mode: str = "abort", on_step: Callable[[], object] = lambda: None) -> None:
-        """Give up the memory of weights and KV until `wake_up`; requests wait meanwhile.
+        """Release the memory of weights and KV until `wake_up`; requests wait meanwhile.
 
-        level: 1 keeps the weights in host memory, 2 reads them again. mode: running requests are ended with
-        finish_reason abort, waited for, or kept, to go on afterwards with their KV computed again. on_step: called
-        after each step until then; it may abort some, and where it raises, the engine stays awake. RequestError without
-        serve.enable_sleep_mode.
+        RequestError without serve.enable_sleep_mode.
+
+        level: 1 keeps the weights in host memory, 2 reads them again
+        mode: abort ends running requests with this finish_reason, wait lets them end, keep lets them go on after
+          `wake_up`, with their KV computed again
+        on_step: called after each step until then; it may abort requests, and if it raises, the engine stays awake
         """
         sleeper, scheduler = self._need_sleeper()
         if level not in SLEEP_LEVELS or mode not in SLEEP_MODES:
@@ -274,11 +287,11 @@ class Engine:
         return self._sleeper, self.scheduler
 
     def start_profile(self) -> None:
-        """Start a trace of this thread. ConfigError without a folder for traces, RequestError where one runs."""
+        """Start a trace of this thread. ConfigError without a folder for traces, RequestError if one runs."""
         self.profiler.start()
 
     def stop_profile(self) -> Path:
-        """End the trace and write it; its file. RequestError where none runs."""
+        """End the trace and write it; its file. RequestError if none runs."""
         return self.profiler.stop()
 
     def stats(self) -> EngineStats:
@@ -303,11 +316,11 @@ class Engine:
     def step(self, on_plan: Callable[[], object] | None = None) -> list[Sequence]:
         """Start as many steps as the runner may run ahead, and commit the oldest.
 
-        Gives the sequences that ended in it, or were aborted since the last one.
+        Returns the sequences that ended in it, or were aborted since the last one.
 
-        on_plan: called once the step is planned, since the step may take long: `stats` counts what is admitted.
+        on_plan: called once the step is planned, since the step may take long: `stats` counts what is admitted
 
-        Where it fails for some sequences, those end with reason error. Where it fails for all, it raises and has not
+        If it fails for some sequences, those end with reason error. If it fails for all, it raises and has not
         taken place: call `step` again, or `end_failed` to end its sequences. An exception of a callback or of
         `on_plan` is raised here; the next step goes on.
         """
@@ -383,7 +396,7 @@ class Engine:
             raise
 
     def _emit(self) -> None:
-        """Call the callbacks; where one raises, the others wait for the next call."""
+        """Call the callbacks; if one raises, the others wait for the next call."""
         while self._moved:
             self._moved.popleft().emit()
 

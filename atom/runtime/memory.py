@@ -1,7 +1,7 @@
 """Plan a GPU's memory: weights, the largest step, CUDA graphs, KV pool.
 
-left_for_kv(graph, config.serve)                    # bytes, before anything is loaded; CapacityError where nothing is
-with no_memory_at_start(config.serve):              # CapacityError where memory does not suffice
+left_for_kv(graph, config.serve)                    # bytes, before anything is loaded; CapacityError if nothing is
+with no_memory_at_start(config.serve):              # CapacityError if memory does not suffice
     measure_left(runner, [512], config.serve)       # bytes, with the weights there
 """
 

@@ -32,7 +32,7 @@ class Profiler:
         return self._running is not None
 
     def start(self) -> None:
-        """Start a trace. RequestError where one runs."""
+        """Start a trace. RequestError if one runs."""
         if self._folder is None:
             raise ConfigError(
                 "there is no folder for traces; set serve.torch_profiler_dir or ATOM_TORCH_PROFILER_DIR and restart"
@@ -52,7 +52,7 @@ class Profiler:
         self._running = running
 
     def stop(self) -> Path:
-        """End the trace and write it; its file. RequestError where none runs."""
+        """End the trace and write it; its file. RequestError if none runs."""
         if self._running is None or self._folder is None:
             raise RequestError("the profiler does not run; start it first")
         running, self._running = self._running, None

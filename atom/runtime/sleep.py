@@ -81,7 +81,10 @@ class CPUSleeper(Sleeper):
     def __init__(
         self, runner: Runner, load: Load, weights: MutableMapping[Recipe, Loaded], num_blocks: Mapping[str, int]
     ) -> None:
-        """weights: those that the runner's model finds when it is bound. num_blocks: of KV"""
+        """
+        weights: those that the runner's model finds when it is bound
+        num_blocks: of KV, by cache kind
+        """
         super().__init__(runner, load)
         self._weights, self._num_blocks = weights, num_blocks
 
@@ -120,7 +123,10 @@ class GPUSleeper(Sleeper):
     def __init__(
         self, runner: Runner, load: Load, weights: Mapping[Recipe, Loaded], memory: StableMemory, kv: StableMemory
     ) -> None:
-        """memory: where all weights are. kv: where the caches are"""
+        """
+        memory: holds all weights
+        kv: holds the caches
+        """
         super().__init__(runner, load)
         self._weights, self._memory, self._kv = weights, memory, kv
         self._on_host: Tensor | None = None  # all weights

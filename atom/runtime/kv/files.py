@@ -42,8 +42,8 @@ KEY_BYTES = 32
 CHECKSUM_BYTES = 16
 HEAD_BYTES = len(MAGIC) + KEY_BYTES + CHECKSUM_BYTES
 QUEUED_BYTES = 256 << 20  # that wait to be written; more are dropped
-SCANS = 16  # of the folder in the time in which as many bytes are written as it may have
-KEPT_SHARE = 15 / 16  # of these bytes, once files are removed
+SCANS = 16  # of the folder while its max number of bytes is written
+KEPT_SHARE = 15 / 16  # of its max number of bytes, after files are removed
 
 
 class Block(NamedTuple):
@@ -119,7 +119,7 @@ class KVFiles:
         return self._path(key, kind).exists()
 
     def fetch(self, fetch: Fetch) -> None:
-        """Begin to read: as many blocks as are there."""
+        """Begin to read the blocks that there are."""
         with self._changed:
             self._fetches.append(fetch)
             self._changed.notify_all()

@@ -142,7 +142,7 @@ class ReasoningMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. UnsupportedError without llguidance, RequestError where it does not fit."""
+    """Compiles grammars for one tokenizer. UnsupportedError without llguidance, RequestError if it does not fit."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokenizer = vocabulary.tokenizer

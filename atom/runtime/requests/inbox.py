@@ -39,7 +39,7 @@ class Inbox:
         self._new.put(work)
 
     def get(self, block: bool = True) -> Work | None:
-        """The oldest work, None for the end. queue.Empty where there is none and it is not to be waited for."""
+        """The oldest work, None for the end. queue.Empty if there is none and it is not to be waited for."""
         return self._held.popleft() if self._held else self._new.get(block)
 
     def empty(self) -> bool:

@@ -1,6 +1,6 @@
 """The host's logit processors: biases, allowed tokens, bad words, min_tokens, grammars, as plain data.
 
-shaping = find_shaping([(0, sequence, num_output)], vocab)       # None where it says nothing
+shaping = find_shaping([(0, sequence, num_output)], vocab)       # None if no row needs one
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def is_shaped(sequence: Sequence) -> bool:
 
 
 def find_shaping(rows: Iterable[tuple[int, Sequence, int]], vocab: int) -> Shaping | None:
-    """Collect the logit processors of a step; None where no row needs one.
+    """Collect the logit processors of a step; None if no row needs one.
 
-    rows: index among the rows that sample, sequence, number of its output tokens before the next one. Where all that is
-    allowed is forbidden by min_tokens and bad words, these are ignored. Token ids are below `vocab`.
+    If min_tokens and bad words forbid all that is allowed, they are ignored. Token ids are below `vocab`.
+
+    rows: index among the rows that sample, sequence, number of its output tokens before the next one
+    vocab: number of tokens
     """
     shaping = Shaping()
     for row, sequence, num_output in rows:

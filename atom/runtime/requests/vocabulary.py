@@ -27,7 +27,7 @@ class Vocabulary:
     tokenizer: Tokenizer | None  # None: the checkpoint has none
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's token ids. RequestError where it is empty or has a token that the model does not have."""
+        """A prompt's token ids. RequestError if it is empty or has a token that the model does not have."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer; give the prompt as a list of token ids")

@@ -61,7 +61,7 @@ def execute_parts(runner: Runner, builder: Builder, plan: Plan, parts: list[Part
 
 
 def start(runner: Runner, builder: Builder, plan: Plan) -> Pending:
-    """Start a plan's step; the step is retracted where that raises, also for an interrupt."""
+    """Start a plan's step; the step is retracted if that raises, also for an interrupt."""
     try:
         return runner.execute(builder.build(plan))
     except BaseException:

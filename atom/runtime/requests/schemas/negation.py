@@ -26,7 +26,7 @@ class _CannotError(Exception):
 
 
 def negate(schema: Any, resolve: Resolve) -> Any:
-    """A schema of the values that are not valid against this one; None where none says so."""
+    """A schema of the values that are not valid against this one; None if no schema says so."""
     try:
         return _negate(schema, resolve, count())
     except _CannotError:

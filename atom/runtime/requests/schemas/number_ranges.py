@@ -47,7 +47,7 @@ def either(parts: list[str]) -> str:
 
 
 def _of_length(low: int, high: int) -> list[str]:
-    """The integers from low to high, which have as many digits."""
+    """The integers from low to high, which have the same number of digits."""
     return _between(str(low), str(high))
 
 

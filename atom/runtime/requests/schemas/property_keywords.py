@@ -75,7 +75,7 @@ def rewrite_unevaluated_properties(keyword: Keyword) -> None:
 
 
 def names_within(keyword: Keyword, schema: Mapping[str, Any], seen: tuple[int, ...] = ()) -> list[str] | None:
-    """The properties that allOf and $ref of a schema name; None where that depends on the answer."""
+    """The properties that allOf and $ref of a schema name; None if that depends on the answer."""
     if schema.keys() & COMPOSED or id(schema) in seen or len(seen) > MAX_WITHIN:
         return None
     names: list[str] = []

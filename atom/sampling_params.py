@@ -19,7 +19,7 @@ from atom.errors import RequestError
 
 SAMPLING_KINDS = ("greedy", "random", "filtered")  # a batch of a later kind may have rows of those before it
 MIN_TEMPERATURE = 1e-5  # of a request that is sampled: anything lower is greedy, as in vLLM
-FILTER, PENALTY = "filter", "penalty"  # what a kernel reads a parameter for: which tokens are kept, and other logits
+FILTER, PENALTY = "filter", "penalty"  # uses of a parameter: to choose the tokens that are kept, to change logits
 
 
 def number(default: Any, low: float, high: float = math.inf, *, above: bool = False) -> Any:
@@ -38,12 +38,14 @@ def parameter(
     checkpoint: str = "",
     gguf: str = "",
 ) -> Any:
-    """A field as of `number`, and where its value goes to and comes from.
+    """A field of `number` that kernels read, or that a checkpoint sets.
 
-    column: dtype of the column in the request state that has its value by slot, i64 or f64; "": kernels do not read it
-    use: FILTER or PENALTY, for which kernels read it, but where it is the default; "": neither
-    checkpoint: its name in generation_config.json; "": it has none there
-    gguf: its key below `general.sampling.` in a GGUF file, for one that has a name in generation_config.json
+    default: for FILTER and PENALTY the neutral value, with which kernels skip it
+    low, high, above: as in `number`
+    column: dtype, i64 or f64, of its column in the request state, which has its value by slot; "": none
+    use: FILTER, PENALTY, or "" for neither
+    checkpoint: its key in generation_config.json; "": none
+    gguf: its key below `general.sampling.` in a GGUF file, besides `checkpoint`; "": none
     """
     limits = number(default, low, high, above=above).metadata
     return field(
@@ -88,7 +90,7 @@ UNUSED_OF_SAMPLES = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
 INT32 = (1 << 31) - 1
 TOKEN_ID = number(0, 0, INT32).metadata
 BIAS = number(0, -100, 100).metadata
-# what SamplingParams.structured_outputs may hold, one of them, by the names of vLLM's StructuredOutputsParams
+# the kinds of SamplingParams.structured_outputs, by the names of vLLM's StructuredOutputsParams: types and meaning
 STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
     "json": ((Mapping, str), "a JSON schema, as an object or as its text"),
     "json_object": ((bool,), "true"),
@@ -114,7 +116,7 @@ class SamplingParams:
 
     temperature: float = parameter(1.0, 0, column="f64", checkpoint="temperature", gguf="temp")  # 0: greedy
     max_tokens: int = parameter(64, 1, INT32, checkpoint="max_new_tokens")
-    ignore_eos: bool = False  # an answer goes on behind the end token
+    ignore_eos: bool = False  # an answer goes on after the end token
     stop_strings: list[str] | None = None  # texts that end an answer
     top_k: int = parameter(
         0, -1, INT32, column="i64", use=FILTER, checkpoint="top_k", gguf="top_k"
@@ -140,11 +142,11 @@ class SamplingParams:
     )  # divides positive logits of prompt's and answer's tokens
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, -100 to 100
     allowed_token_ids: list[int] | None = None  # the only tokens that an answer may have, its end among them
-    bad_words: list[str] | None = None  # texts that it may not have, as they are tokenized at its start and within it
-    include_stop_str_in_output: bool = False  # the text ends behind the stop string or stop token, not before it
+    bad_words: list[str] | None = None  # texts that an answer may not have, as tokenized at its start and within it
+    include_stop_str_in_output: bool = False  # the text ends after the stop string or stop token, not before it
     skip_special_tokens: bool = True  # special tokens have no text
-    visible_tokens: list[str] | None = None  # special tokens that have it all the same, such as <|python_tag|>
-    mark_visible_tokens: bool = False  # with U+FDD1 before each, which tells them from the same text spelled out
+    visible_tokens: list[str] | None = None  # special tokens that have text nevertheless, such as <|python_tag|>
+    mark_visible_tokens: bool = False  # with U+FDD1 before each, to distinguish them from the same text spelled out
     structured_outputs: dict[str, Any] | None = None  # {kind: value} of json, json_object, regex, grammar or choice
     stop: list[str] | None = None  # the same as stop_strings, by vLLM's name
     reasoning: dict[str, str] | None = None  # before what structured_outputs constrains: {begin, end, then}
@@ -252,7 +254,7 @@ def check_reasoning(value: Any) -> None:
 
 
 def structured_outputs(value: Any) -> dict[str, Any]:
-    """The one thing that an answer must be, {kind: value}, as STRUCTURED_OUTPUTS has it."""
+    """The constraint of an answer, {kind: value}, as in STRUCTURED_OUTPUTS."""
     kinds = ", ".join(STRUCTURED_OUTPUTS)
     if not isinstance(value, Mapping):
         raise RequestError(f"structured_outputs={value!r} is not a mapping with one of {kinds}")
@@ -288,7 +290,7 @@ def sampling_number(name: str, value: Any, kind: str, limits: Mapping[str, Any])
 
 
 def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
-    """Where a number may lie, if it does not."""
+    """The range of a number that is not within it, in words; None if it is."""
     low, high, above = limits["low"], limits["high"], limits["above"]
     if (isinstance(value, int) or math.isfinite(value)) and low <= value <= high and not (above and value == low):
         return None
@@ -296,6 +298,6 @@ def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
 
 
 def describe_limits(limits: Mapping[str, Any]) -> str:
-    """The limits of a field of `number` in words; empty where there are none."""
+    """The limits of a field of `number` in words; empty if there are none."""
     low = "" if limits["low"] == -math.inf else f"{'above' if limits['above'] else 'from'} {limits['low']}"
     return low if limits["high"] == math.inf else f"{low} to {limits['high']}".lstrip()

@@ -29,8 +29,7 @@ from atom.compiler.artifact import semantic_graph
 from atom.config.load import load
 from atom.graph import parse, show
 from atom.graph.recipes import Measured
-from atom.runtime.kv import scales as kv_scales
-from atom.runtime.kv.scales import PROMPT, KVScales
+from atom.runtime.kv.scales import FILE, PROMPT, KVScales, scale_of
 
 __all__ = ["thread_ranks"]
 
@@ -135,7 +134,7 @@ def test_a_scale_holds_twice_the_largest_number_of_the_prompt(
 def test_a_second_start_measures_nothing_and_answers_alike(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(kv_scales, "MAX_TOKENS", 70)
+    monkeypatch.setattr("atom.runtime.kv.scales.MAX_TOKENS", 70)
 
     def start() -> tuple[dict[str, float], list[Any], str]:
         engine = open_engine(checkpoint, "serve.enable_prefix_caching=true")
@@ -164,9 +163,7 @@ def test_what_is_kept_and_is_none_is_measured_again(content: str, checkpoint: Pa
     engine.close()
     kept = json.dumps(dict.fromkeys(right, 0.0)) if content == "nan" else content
     read_bytes = Path.read_bytes
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: kept.encode() if path.name == kv_scales.FILE else read_bytes(path)
-    )
+    monkeypatch.setattr(Path, "read_bytes", lambda path: kept.encode() if path.name == FILE else read_bytes(path))
     measured: list[int] = []
     measure = KVScales.measure
     monkeypatch.setattr(KVScales, "measure", lambda *args: measured.append(1) or measure(*args))
@@ -288,4 +285,4 @@ def test_the_text_is_the_same_before_and_after_and_can_be_read(checkpoint: Path)
 
 @pytest.mark.parametrize(("largest", "scale"), [(224.0, 1.0), (224.1, 2.0), (448.0, 2.0), (0.0, 1.0), (math.inf, 1.0), (math.nan, 1.0), (1e-3, 2**-17)])  # fmt: skip
 def test_a_scale_is_a_power_of_2(largest: float, scale: float):
-    assert kv_scales.scale_of(largest) == scale
+    assert scale_of(largest) == scale

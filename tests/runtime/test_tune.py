@@ -26,7 +26,7 @@ from atom.kernels.triton.experts import grouped_tiles, grouped_tune
 from atom.kernels.triton.experts.grouped_tiles import Tiles
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear, matrix, tiles
-from atom.kernels.triton.linear import tune as kernels
+from atom.kernels.triton.linear import tune as linear_tune
 from atom.kernels.triton.linear.tiles import Matrix, Parameters
 from atom.kernels.triton.linear.weight_encoding import PLAIN
 from atom.runtime import tune as tuning
@@ -56,7 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
     monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(search, "find_gpu", lambda device: GPU)
-    monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
+    monkeypatch.setattr(linear_tune, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
 
 
@@ -77,17 +77,17 @@ def open_model(checkpoint: Path, **more: Any) -> tuple[Model, Graph]:
 
 def tune(model: Model, graph: Graph, cache: Path, max_rows: int, *args: Any) -> None:
     model.graph, model.limits = graph, StepLimits(8, max_rows, 32)
-    tuning.tune(model, kernels.LinearTuner(model.device), cache, *args)
+    tuning.tune(model, linear_tune.LinearTuner(model.device), cache, *args)
 
 
 def used(model: Model, graph: Graph, rows: int) -> Parameters:
     """The parameters of the text's first product, for so many rows."""
     find = model._bindings.kernels[ops.linear, "triton"].__self__._parameters
-    return find(kernels.products_of(graph)[0].shape(rows), GPU)
+    return find(linear_tune.products_of(graph)[0].shape(rows), GPU)
 
 
 def use_measured(model: Model, *args: Any) -> None:
-    tuning.use_measured(model, [kernels.LinearTuner(model.device)], *args)
+    tuning.use_measured(model, [linear_tune.LinearTuner(model.device)], *args)
 
 
 class Steps:
@@ -160,7 +160,7 @@ def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened
     model, graph = opened
     steps, shown, lines = Steps(model), Shown(), []
     tune(model, graph, tmp_path, 8, shown, lines.append, steps.capture)
-    products = kernels.products_of(graph)
+    products = linear_tune.products_of(graph)
     shapes = [f"{out} {inner} {gates}" for out, inner, gates, *_ in products]
     file = tmp_path / "tuned" / "test_gpu.json"
     written = json.loads(file.read_text())
@@ -224,7 +224,7 @@ def test_what_is_no_lack_of_room_for_an_option_is_not_hidden(
         raise error("an illegal memory access")
 
     model, graph = opened
-    monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW])
+    monkeypatch.setattr(linear_tune, "candidates", lambda *shape: [None, SLOW])
     monkeypatch.setattr(linear, "multiply_matrix", fail)
     with pytest.raises(error, match="an illegal memory access"):
         tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
@@ -283,7 +283,7 @@ def test_what_was_found_before_an_interruption_is_kept(opened: Any, tmp_path: Pa
 
     with pytest.raises(KeyboardInterrupt):
         tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, capture)
-    first = kernels.products_of(graph)[0]
+    first = linear_tune.products_of(graph)[0]
     assert next(iter(tuned.read("Test GPU", tmp_path)["linear"])) == f"1 {first.out} {first.inner} {first.gates}"
     known = len(tuned.read("Test GPU", tmp_path)["linear"])
     shown = Shown()
@@ -302,7 +302,7 @@ def test_a_folder_that_takes_nothing_is_logged_once_and_what_was_found_is_used(o
 
 def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):
     model, graph = opened
-    out, inner, gates, *_ = kernels.products_of(graph)[0]
+    out, inner, gates, *_ = linear_tune.products_of(graph)[0]
     use_measured(model, tmp_path, pytest.fail)
     assert model._bindings.kernels == {}
     tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
@@ -337,7 +337,7 @@ def test_products_by_experts_are_measured_beside_linears(
     model.bind({kind.name: 2 for kind in assemble.cache_kinds(graph)})
     slow, fast = Tiles(16, 32, 32, 4, 1), Tiles(32, 32, 32, 4, 1)
     monkeypatch.setattr(grouped_tune, "candidates", lambda shape, gpu: [slow, fast])
-    tuners = [kernels.LinearTuner(model.device), grouped_tune.ExpertsTuner(model.device)]
+    tuners = [linear_tune.LinearTuner(model.device), grouped_tune.ExpertsTuner(model.device)]
     model.limits = StepLimits(8, 8, 32)
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
@@ -370,7 +370,7 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
     def start(**fields: Any) -> str:
         given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}
         config = load(engine_overrides(str(checkpoints("qwen3")), given))
-        use_parameters(model, config, SilentProgress(), tuning.alone)
+        use_parameters(model, config, SilentProgress(), tuning.single_rank)
         return capsys.readouterr().err
 
     assert start() == "" and model._bindings.kernels == {} and asked == []

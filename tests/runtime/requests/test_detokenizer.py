@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from atom.runtime.requests import detokenizer as module
-from atom.runtime.requests.detokenizer import MARK, Detokenizer
+from atom.runtime.requests.detokenizer import MARK, MAX_HELD, Detokenizer
 from atom.sampling_params import SamplingParams
 
 CORPUS = ["the cat sat on the mat, the end.\n", "hello world! hello there\n\n", "naïve café 你好 你们 😀 👍🏽"]
@@ -289,7 +288,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(name, tokens):
     codec(name).num_decoded = 0
     shown = "".join(map(detokenizer.push, ids)) + detokenizer.finish()
     assert shown == codec(name).tokenizer.decode(ids)
-    assert codec(name).num_decoded < 2000 * 4 * module.MAX_HELD
+    assert codec(name).num_decoded < 2000 * 4 * MAX_HELD
 
 
 def test_a_token_of_plain_text_costs_a_few_tokens_of_decoding():

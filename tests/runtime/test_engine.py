@@ -60,7 +60,7 @@ class Done:
 
 
 class Script:
-    """A runner: each sequence says its text, letter by letter, and fails when told to."""
+    """A runner: each sequence says its text, letter by letter, and fails on demand."""
 
     run_ahead = 0
 
@@ -73,11 +73,11 @@ class Script:
         assert plan.num_decodes == sum(row.samples and row.num_tokens == 1 for row in plan.rows)
         self.plans.append([row.sequence.id for row in plan.rows])
         self.fail(plan)
-        told = [row.sequence for row in plan.rows if row.samples]
-        tokens = [self.next_token(sequence) for sequence in told]
+        sampling = [row.sequence for row in plan.rows if row.samples]
+        tokens = [self.next_token(sequence) for sequence in sampling]
         reports = [
             None if sequence.params.logprobs is None else Logprobs(token, -float(len(sequence.output)), 1, [])
-            for sequence, token in zip(told, tokens, strict=True)
+            for sequence, token in zip(sampling, tokens, strict=True)
         ]
         return Done(Sampled(tokens, reports))
 
@@ -130,8 +130,8 @@ def test_a_callback_gets_the_logprobs_of_its_tokens_and_the_sequence():
     finish(engine)
     assert [output.text for output in seen] == ["x", "y", "ST"]  # which might have become STOP
     assert [output.token_ids for output in seen] == [[120], [121], [83, 84, EOS]]
-    assert [[told.token for told in output.logprobs] for output in seen] == [[120], [121], [83, 84, EOS]]
-    assert [told.logprob for output in seen for told in output.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
+    assert [[each.token for each in output.logprobs] for output in seen] == [[120], [121], [83, 84, EOS]]
+    assert [each.logprob for output in seen for each in output.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
     assert all(output.sequence is sequence for output in seen)
     assert (seen[-1].finish_reason, sequence.text) == ("eos", "xyST")
 
@@ -298,7 +298,7 @@ def failing(*ids: str, error: Exception | None = None) -> Callable[[Plan], None]
     return fail
 
 
-def test_a_sequence_that_fails_ends_alone():
+def test_only_the_sequence_that_fails_ends():
     texts = {id: f"{id} says this" for id in "abcde"}
     runner = Script(texts, failing("c-0"))
     engine = make_engine(runner)
@@ -373,7 +373,7 @@ def test_what_was_in_a_step_that_raised_can_be_ended_so_that_others_go_on():
     assert not engine.has_work, "and nothing is left to end"
 
 
-def test_a_request_whose_own_fault_it_is_ends_even_where_it_is_alone():
+def test_a_request_whose_own_fault_it_is_ends_even_if_it_is_the_only_one():
     engine = make_engine(Script({"a": "xy"}, failing("a-0", error=RequestError("its grammar is too complex"))))
     submit(engine, "a")
     assert finish(engine)["a-0"].error == "RequestError: its grammar is too complex"
@@ -408,7 +408,7 @@ def test_an_interrupt_ends_nothing(interrupted: int):
     assert {id: sequence.text for id, sequence in finish(engine).items()} == {"a-0": "xy", "b-0": "zw"}
 
 
-def test_a_token_that_cannot_be_decoded_ends_its_sequence_alone():
+def test_a_token_that_cannot_be_decoded_ends_only_its_sequence():
     engine = make_engine(Script({"a": [65, 300, 66], "b": "zw", "c": [65, 300]}))
     submit(engine, "a")
     submit(engine, "b")

@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_the_knob(
         memory.left_for_kv(graph, config.serve)
 
 
-def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
+def test_a_step_that_does_not_fit_next_to_the_weights_names_its_knobs(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
@@ -113,7 +113,7 @@ def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
         memory.measure_left(SimpleNamespace(model=Model()), [1], serve)  # type: ignore[arg-type]
 
 
-def test_counts_of_penalties_that_do_not_fit_beside_the_weights_are_refused(
+def test_counts_of_penalties_that_do_not_fit_next_to_the_weights_are_refused(
     checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(checkpoints("qwen3"), gpu_memory_utilization=1)

@@ -173,8 +173,8 @@ def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened
               for rows in (1, 8) for at, (out, inner, *_) in enumerate(products)]  # fmt: skip
     assert list(shown.tasks) == titles
     assert all(total == counted for total, counted in shown.tasks.values())
-    told = [line for line in lines if "differs" not in line]
-    assert told == [
+    reported = [line for line in lines if "differs" not in line]
+    assert reported == [
         "tune=true: a step of 1 decodes takes 0.590 ms in place of 1.000, 41.0% less",
         "tune=true: a step of 8 decodes takes 0.349 ms in place of 0.590, 41.0% less",
     ]
@@ -324,7 +324,7 @@ def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_products_by_experts_are_measured_beside_linears(
+def test_gemms_of_experts_are_measured_besides_linears(
     checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     given = {**FIELDS, "model.layers": 1, "dtype": "fp16"}

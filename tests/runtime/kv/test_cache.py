@@ -221,7 +221,7 @@ def test_a_window_still_has_what_siblings_need_in_the_step_after_the_prompt(num_
     assert all(child.blocks["window"][first:])
 
 
-def test_a_sibling_starts_alone_where_the_window_has_moved_on() -> None:
+def test_a_sibling_starts_by_itself_if_the_window_has_moved_on() -> None:
     cache = make_cache(FULL, WINDOW, prefix=False)
     parent, child = compute(cache, make(range(10))), make(range(10))
     for token in range(8):
@@ -308,7 +308,7 @@ def test_a_block_outside_the_window_is_never_published() -> None:
     first = compute(cache, make(range(12)))
     cache.free(first)
     pool = cache.pools[1]
-    held = [pool.take() for _ in range(pool.num_free)]  # the prefixes keep their blocks of the full kind alone
+    held = [pool.take() for _ in range(pool.num_free)]  # the prefixes keep only their blocks of the full kind
     for block in held:
         pool.release(block)
     sequence = make(range(12))
@@ -347,10 +347,10 @@ def test_a_window_pool_that_is_short_makes_the_step_shorter() -> None:
         stops.append(stop)
         sequence.num_computed = stop
         cache.commit(sequence)
-    assert stops == [16, 28, 40]  # 4 blocks, then 3 beside the one in the window
+    assert stops == [16, 28, 40]  # 4 blocks, then 3 besides the one in the window
 
 
-def test_what_fits_alone_is_known_before() -> None:
+def test_what_fits_by_itself_is_known_before() -> None:
     cache = make_cache(num_blocks=1 + 5)
     assert cache.can_ever_fit(20)
     assert not cache.can_ever_fit(21)
@@ -431,7 +431,7 @@ def test_no_two_saves_of_a_plan_have_the_same_block_of_the_host() -> None:
     assert find_hits(cache, [*range(8), 9], b"") == [0], "its beginning was not saved"
 
 
-def test_loads_that_do_not_fit_beside_a_step_come_with_the_next_ones() -> None:
+def test_loads_beyond_the_budget_of_a_step_come_with_the_next_ones() -> None:
     host = {"full": 20}
     cache = KVCache(
         [FULL],
@@ -449,6 +449,6 @@ def test_loads_that_do_not_fit_beside_a_step_come_with_the_next_ones() -> None:
     loaded = []
     while sequence in cache.pending_loads:
         copies = cache.drain_copies({other: 1})
-        assert copies is not None and len(copies.loads["full"]) == 1, "a block beside each step"
+        assert copies is not None and len(copies.loads["full"]) == 1, "a block during each step"
         loaded += copies.loads["full"]
     assert [block for block, _ in loaded] == sequence.blocks["full"][:3]

@@ -41,6 +41,6 @@ def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:
     )
 
 
-def test_memory_too_small_for_any_sequence_names_the_knob_alone() -> None:
+def test_memory_too_small_for_any_sequence_names_only_the_knob() -> None:
     with pytest.raises(CapacityError, match=r"there are 79$"):
         plan([FULL], memory_bytes=79)

@@ -194,15 +194,15 @@ def test_preemption_and_chunks_change_nothing(engine: LLMEngine, open_engine: Op
 
 def test_siblings_have_a_matcher_each_and_others_in_the_batch_none(engine: LLMEngine):
     free = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
-    (alone,) = engine.generate(["Say:"], free)
+    (single,) = engine.generate(["Say:"], free)
     *bound, other = engine.generate(["Say:"] * 2, [params(n=3, regex="[a-z]{8}"), free])
-    assert other["token_ids"] == alone["token_ids"]
+    assert other["token_ids"] == single["token_ids"]
     assert not re.fullmatch("[a-z]*", other["text"])
     assert len({answer["text"] for answer in bound}) == 3
     assert all(re.fullmatch("[a-z]{8}", answer["text"]) for answer in bound)
 
 
-def test_what_turns_out_too_complex_ends_alone(engine: LLMEngine):
+def test_only_what_turns_out_too_complex_ends(engine: LLMEngine):
     pattern = {"type": "string", "pattern": "^(a{1000}){1000}$"}  # which nobody looks at before the string begins
     parts = {"number": {"type": "boolean"}, "text": pattern}
     schema = {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
@@ -210,8 +210,8 @@ def test_what_turns_out_too_complex_ends_alone(engine: LLMEngine):
     assert bad["finish_reason"] == "error"
     assert bad["error"].startswith("RequestError: structured_outputs: ")
     assert re.fullmatch("[ab]{20}", good["text"])
-    (alone,) = engine.generate(["x"], params(json={**schema, **COMPACT}))
-    assert alone["finish_reason"] == "error", "it is its own fault even where nothing else runs"
+    (single,) = engine.generate(["x"], params(json={**schema, **COMPACT}))
+    assert single["finish_reason"] == "error", "it is its own fault even if nothing else runs"
 
 
 # compiling
@@ -465,7 +465,7 @@ def allows(matcher: Any, tokenizer: Tokenizer, text: str) -> bool:
     return bool(matcher.allowed(49152)[tokenizer.encode(text, add_special_tokens=False)[0]])
 
 
-def test_a_grammar_begins_behind_reasoning_that_the_prompt_has_opened(compiler: GrammarCompiler, tokenizer: Tokenizer):
+def test_a_grammar_begins_after_reasoning_that_the_prompt_has_opened(compiler: GrammarCompiler, tokenizer: Tokenizer):
     for end in ("<repo_name>", "</think>"):  # one token; several
         matcher = compiler.compile({"regex": "[0-9]{2}"}, {"begin": "", "end": end})
         assert not matcher.allowed(49152)[EOS], "it does not end in its reasoning"

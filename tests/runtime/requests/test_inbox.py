@@ -21,7 +21,7 @@ def test_work_is_done_in_its_order_and_what_is_urgent_within_other_work_too():
         inbox.get(block=False)
 
 
-def test_what_waits_is_told_of_the_end_which_comes_behind_what_came_before_it():
+def test_a_waiting_thread_gets_the_end_after_all_earlier_work():
     inbox, done = Inbox(), []
     for work in (lambda: done.append("first"), Urgent(lambda: done.append("abort")), None):
         inbox.put(work)

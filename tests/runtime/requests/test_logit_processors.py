@@ -83,7 +83,7 @@ def test_a_grammar_that_allows_nothing_but_stops_counts_before_min_tokens(
         ([3], [4]),  # which stands in the prompt
     ],
 )
-def test_the_last_token_of_a_bad_word_is_banned_behind_the_others(output: list[int], banned: list[int]) -> None:
+def test_the_last_token_of_a_bad_word_is_banned_after_the_others(output: list[int], banned: list[int]) -> None:
     shaping = find_shaping([answered(output, [[4], [5, 6], [5, 6, 7], [6, 9], [2, 3, 1]], bad_words=["x"])], VOCAB)
     assert shaping is not None
     assert sorted(shaping.banned) == [(1, token) for token in banned]

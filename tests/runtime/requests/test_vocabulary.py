@@ -29,12 +29,12 @@ def vocabulary() -> Vocabulary:
         ("a", [["a"], ["Ġa"]]),
         (" a", [["a"], ["Ġa"]]),
         ("ab", [["ab"], ["Ġab"]]),
-        ("c", [["c"]]),  # behind a space it is two tokens
+        ("c", [["c"]]),  # after a space it is two tokens
         ("ac", [["a", "c"], ["Ġa", "c"]]),
         ("cab", [["c", "ab"]]),
     ],
 )
-def test_a_bad_word_is_banned_at_the_start_and_behind_a_space(
+def test_a_bad_word_is_banned_at_the_start_and_after_a_space(
     vocabulary: Vocabulary, word: str, pieces: list[list[str]]
 ):
     assert vocabulary.encode_bad_words([word]) == [[PIECES.index(piece) for piece in each] for each in pieces]

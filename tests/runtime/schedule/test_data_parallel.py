@@ -68,7 +68,7 @@ def test_sequences_go_where_least_is_to_be_computed():
 def test_a_cached_prefix_draws_a_sequence_until_its_group_has_too_much(num_others: int, group: int):
     scheduler = make_scheduler()
     run(scheduler, make("a", range(9), 1), make("b", range(100, 180), 1))  # b's 80 tokens are in group 1
-    for number in range(num_others):  # 2 + 64 each, beside the 81 tokens that group 0 would compute
+    for number in range(num_others):  # 2 + 64 each, against the 81 tokens that group 0 would compute
         scheduler.groups[1].add(make(f"other-{number}", range(200, 202)))
     like_b = make("like-b", range(100, 181))
     scheduler.add(like_b)
@@ -193,10 +193,10 @@ def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int, num_drafts
     [
         ([BatchShape(3, 3, 3, 3), BatchShape(5, 5, 5, 5)], BatchShape(5, 5, 5, 5)),
         ([BatchShape(0, 0, 0, 0), BatchShape(1, 1, 1, 1)], BatchShape(1, 1, 1, 1)),
-        # a prompt of 7 tokens beside no tokens at all, which need a row of padding
+        # a prompt of 7 tokens and, in the other group, no tokens at all, which need a row of padding
         ([BatchShape(7, 1, 1, 0), BatchShape(0, 0, 0, 0)], BatchShape(7, 1, 1, 0)),
         ([BatchShape(7, 1, 0, 0), BatchShape(2, 2, 2, 2)], BatchShape(9, 3, 2, 2)),
-        # 2 chunks of 7 tokens beside 2 of 6, behind which comes a row of padding
+        # 2 chunks of 7 tokens and, in the other group, 2 of 6, followed by a row of padding
         ([BatchShape(7, 2, 1, 0), BatchShape(7, 3, 3, 1)], BatchShape(8, 4, 3, 1)),
     ],
 )
@@ -234,7 +234,7 @@ def test_steps_have_one_shape_and_that_of_an_empty_group_is_padding():
     assert first.shape == other.shape == BatchShape(5, 1, 1, 0)
     assert first.reported and not other.reported and not other.admissions
     commit(scheduler, plan)
-    scheduler.add(make("b", range(100, 107), 4))  # a prompt beside a decode
+    scheduler.add(make("b", range(100, 107), 4))  # a prompt with a decode
     first = builder.build(plan := scheduler.schedule())
     (other,) = first.others
     assert first.shape == other.shape == BatchShape(1 + 7, 1 + 1, 1, 1) and not first.is_decode

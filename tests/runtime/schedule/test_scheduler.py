@@ -131,7 +131,7 @@ def test_a_prompt_then_a_token_a_step() -> None:
     assert scheduler.schedule() == Plan([], 0)
 
 
-def test_prompts_run_in_chunks_beside_decodes_which_come_first_and_never_wait() -> None:
+def test_prompts_run_in_chunks_with_decodes_which_come_first_and_never_wait() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, make("a", 3), make("b", 25))
     assert step(scheduler) == [("a", 0, 3, True), ("b", 0, 7, False)]
@@ -196,7 +196,7 @@ def test_what_can_never_run_is_refused_and_disturbs_nobody(sequence: Sequence, m
     finish_all(scheduler)
 
 
-def test_what_just_fits_runs_alone_to_its_end() -> None:
+def test_what_just_fits_runs_by_itself_to_its_end() -> None:
     scheduler = make_scheduler(num_blocks=1 + 6, max_model_len=1000)
     sequence = make("a", 20, max_tokens=5)  # the last token is never computed
     add(scheduler, sequence)
@@ -540,7 +540,7 @@ class World:
         prompt_logprobs: bool = False,
         priority: int = 0,
     ) -> None:
-        """Siblings, where there are several prompts (which are equal)."""
+        """Siblings, if there are several prompts (which are equal)."""
         parent = None
         for prompt in prompts:
             params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if prompt_logprobs else None)
@@ -637,7 +637,7 @@ class World:
         for plan, tables in self.pending:
             for row, seen in zip(plan.rows, tables, strict=True):
                 holders.add(row.sequence)
-                assert row.sequence.blocks == seen, "blocks of a pending plan are left alone"
+                assert row.sequence.blocks == seen, "blocks of a pending plan are not touched"
         for pool in cache.pools:
             counts: Counter[int] = Counter()
             for sequence in holders:

@@ -51,7 +51,7 @@ def plan_of(ids: str) -> Plan:
         ({"abcd": WRONG, "cd": SHORT}, [("ab", "ab"), ("c", "c"), ("d", "d")], "abcd"),
         ({"abcd": WRONG, "cd": SHORT, "c": SHORT}, [("ab", "ab"), ("c", SHORT), ("d", "d")], "abd"),
     ],
-    ids=["whole", "one wrong", "short behind a part that runs", "short even alone"],
+    ids=["whole", "one wrong", "short after a part that runs", "short even by itself"],
 )
 def test_parts_that_run_are_returned_and_run_once(errors: dict[str, Exception], outcomes: list[Any], drawn: str):
     runner = Runner(errors)
@@ -64,7 +64,7 @@ def test_parts_that_run_are_returned_and_run_once(errors: dict[str, Exception], 
 @pytest.mark.parametrize(
     "errors",
     [{"abcd": SHORT}, {"abcd": WRONG, "ab": SHORT}, {"abcd": WRONG, "ab": WRONG, "a": WRONG, "b": SHORT}],
-    ids=["at once", "in the first half", "behind a row that failed"],
+    ids=["at once", "in the first half", "after a row that failed"],
 )
 def test_a_lack_of_memory_is_raised_while_nothing_runs(errors: dict[str, Exception]):
     runner = Runner(errors)

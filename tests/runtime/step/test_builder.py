@@ -32,18 +32,18 @@ def mixed() -> Plan:
 
 
 def admit(builder: StepBuilder, each: Sequence) -> StepInput:
-    """Its prompt, so that the runner has what comes behind it."""
+    """Its prompt, so that the runner has what follows it."""
     output, each.output = each.output, []
     step = builder.build(Plan([ScheduledRequest(each, 0, len(each.prompt), True)], 0))
     each.output = output
     return step
 
 
-def pack(plan: Plan, *shapes: BatchShape, told: tuple[int, ...] = (4,)) -> tuple[BatchShape, dict[str, list[int]]]:
-    """The shape of a step and what is in it, where some slots were told their sequences before."""
+def pack(plan: Plan, *shapes: BatchShape, known: tuple[int, ...] = (4,)) -> tuple[BatchShape, dict[str, list[int]]]:
+    """The shape of a step and what is in it. known: slots whose sequences the runner has already"""
     builder = StepBuilder(msgspec.structs.replace(CAPACITY, mixed_shapes=shapes))
     for row in plan.rows:
-        if row.sequence.slot in told:
+        if row.sequence.slot in known:
             admit(builder, row.sequence)
     step = builder.build(plan)
     assert not step.is_decode
@@ -99,10 +99,10 @@ def test_decodes_that_a_larger_shape_has_left_have_tokens_of_nobody_s_slot_befor
     }
 
 
-def test_prompts_of_one_token_alone_leave_what_is_behind_them_to_padding() -> None:
+def test_prompts_of_only_one_token_leave_the_rest_to_padding() -> None:
     shape = BatchShape(num_tokens=5, num_rows=3, num_samples=3, num_decodes=2)
     plan = Plan([ScheduledRequest(sequence(4, 1), 0, 1, True)], 1)
-    assert pack(plan, shape, told=())[1] == {
+    assert pack(plan, shape, known=())[1] == {
         "slots": [4, 9, 9],
         "starts": [0, 1, 2, 2],
         "new_length": [1, 0, 0],
@@ -113,7 +113,7 @@ def test_prompts_of_one_token_alone_leave_what_is_behind_them_to_padding() -> No
     }
 
 
-def test_a_shape_of_padding_alone_gives_what_is_behind_its_decodes_to_its_next_row() -> None:
+def test_a_shape_of_only_padding_gives_the_tokens_after_its_decodes_to_its_next_row() -> None:
     shape = BatchShape(num_tokens=3, num_rows=3, num_samples=1, num_decodes=1)
     assert parts(shape, shape.pad(PADDING)) == {
         "slots": [9, 9, 9],
@@ -173,9 +173,9 @@ def test_a_slot_gets_its_sequence_once_and_blocks_that_are_new() -> None:
     again = builder.build(Plan([ScheduledRequest(each, 5, 1, True)], 1))
     assert again.admissions == again.table_entries == bytearray(), "a list in another's place is not looked at"
     each.blocks = dict(tables)
-    told = builder.build(Plan([ScheduledRequest(each, 5, 1, True)], 1))
-    assert np.frombuffer(told.table_entries, np.int32).reshape(2, -1).tolist() == [[20, 21, 22], [3, 7, 8]]
-    assert told.counted == [Counted(2, each.prompt, [1])]
+    sent = builder.build(Plan([ScheduledRequest(each, 5, 1, True)], 1))
+    assert np.frombuffer(sent.table_entries, np.int32).reshape(2, -1).tolist() == [[20, 21, 22], [3, 7, 8]]
+    assert sent.counted == [Counted(2, each.prompt, [1])]
 
 
 def test_new_blocks_go_to_the_table_of_their_kind() -> None:
@@ -189,7 +189,7 @@ def test_new_blocks_go_to_the_table_of_their_kind() -> None:
     ]
 
 
-def test_a_step_that_did_not_take_place_is_sent_again_but_for_what_the_runner_alone_knows() -> None:
+def test_a_step_that_did_not_take_place_is_sent_again_except_what_only_the_runner_knows() -> None:
     builder, known, ahead = StepBuilder(CAPACITY), sequence(0, 3), sequence(1, 3)
     for each in (known, ahead):
         admit(builder, each)
@@ -220,7 +220,7 @@ def test_a_step_refers_to_rows_by_number_and_can_be_sent() -> None:
                                                    (scored, biased, bound))]  # fmt: skip
     step = builder.build(Plan(rows, 1))
     assert step.scored == [Scored(row=1, first=3, targets=[301, 302], num_top=2, num_rows=2)], (
-        "behind decodes of padding"
+        "after decodes of padding"
     )
     assert step.logprobs == [], "it does not sample yet"
     assert step.shaping is not None and step.shaping.added == [(1, 3, 2.5)] and step.shaping.banned == []
@@ -242,7 +242,7 @@ def test_a_step_refers_to_rows_by_number_and_can_be_sent() -> None:
         (BatchShape(7, 3, 2, 2), False),
         (BatchShape(7, 4, 1, 2), False),
         (BatchShape(8, 5, 2, 3), True),
-        (BatchShape(7, 5, 2, 3), False),  # four tokens behind three decodes
+        (BatchShape(7, 5, 2, 3), False),  # four tokens after three decodes
         (BatchShape(8, 4, 2, 3), False),
         (BatchShape(9, 9, 9, 1), False),  # two decodes
     ],

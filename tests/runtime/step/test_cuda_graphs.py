@@ -104,14 +104,14 @@ def test_the_same_rows_are_sent_once_and_others_anew(graphs: Graphs):
         assert started is not None and started.slots.tolist() == [*slots, PADDING]
 
 
-def test_a_stage_sends_behind_each_replay_and_its_slots_outlive_the_next(graphs: Graphs):
+def test_a_stage_sends_after_each_replay_and_its_slots_outlive_the_next(graphs: Graphs):
     captured: Any = graphs._decodes[2]
-    told: list[int] = []
-    captured.sends = [lambda: told.append(captured.graph.num), lambda: told.append(-1)]
+    sent: list[int] = []
+    captured.sends = [lambda: sent.append(captured.graph.num), lambda: sent.append(-1)]
     captured.started.unscored = (torch.zeros(2, 5),)
     first, second = decode(graphs, [5, 3]), decode(graphs, [4, 0])
     assert first is not None and second is not None
-    assert (first.slots.tolist(), second.slots.tolist()) == ([5, 3], [4, 0]) and told == [1, -1, 2, -1]
+    assert (first.slots.tolist(), second.slots.tolist()) == ([5, 3], [4, 0]) and sent == [1, -1, 2, -1]
 
 
 @pytest.mark.parametrize(("counts", "num_tokens"), [([3, 4], 8), ([8], 8), ([4, 5], 16), ([9, 9], None), ([1, 1, 1], None),
@@ -200,7 +200,7 @@ def test_what_takes_the_most_memory_is_captured_first(monkeypatch: pytest.Monkey
     rows_first = max((each.num_rows, each.num_tokens) for each in shapes)
     assert (captured[0].num_tokens, captured[0].num_rows) == tokens_first
     assert rows_first in [(each.num_rows, each.num_tokens) for each in captured]
-    assert rows_first[0] == 300 + 300 - 256, "44 prompts beside 257 decodes or more, and a row of padding"
+    assert rows_first[0] == 300 + 300 - 256, "44 prompts with 257 decodes or more, and a row of padding"
     assert len(captured) == (2 if is_lazy else len(shapes)), "the others when they first run"
 
 
@@ -344,7 +344,7 @@ def tokens_of(started: Started, step: StepInput, plan: Plan) -> list[torch.Tenso
 
 
 def build_both(engine: LLMEngine, plan: Plan) -> tuple[StepInput, StepInput]:
-    """The step of a plan in the shape that was captured, and once more in its own; slots know what they are told."""
+    """The step of a plan in the shape that was captured, and once more in its own; slots know what they are sent."""
     builder, runner = engine._engine.builder, engine._engine.runner
     captured = builder.build(plan)
     if captured.admissions:
@@ -381,7 +381,7 @@ def test_captured_steps_with_prompts_give_the_logits_of_eager_ones(open_engine: 
     params = SamplingParams(temperature=0, max_tokens=5)
     engine.add_request([tiny.prompt(length, seed=length) for length in lengths], params)
     plan = engine._engine.scheduler.schedule()
-    assert plan.num_decodes >= 2 and plan.num_tokens == 2 + sum(lengths), "prompts beside decodes"
+    assert plan.num_decodes >= 2 and plan.num_tokens == 2 + sum(lengths), "prompts with decodes"
     step, own = build_both(engine, plan)
     captured = runner.graphs.start(step)
     assert captured is not None
@@ -399,16 +399,16 @@ def test_captured_steps_with_prompts_give_the_logits_of_eager_ones(open_engine: 
 @torch.inference_mode()
 def test_captured_steps_of_many_prompts_give_what_eager_ones_do(checkpoints: Any, tmp_path: Path, lengths: list[int]):
     """In 16 bits, with heads that kernels for Hopper take, which share tickets with the steps that are not captured."""
-    stated = json.loads((checkpoints("qwen3") / "config.json").read_text())
+    config = json.loads((checkpoints("qwen3") / "config.json").read_text())
     large = {"head_dim": 64, "max_position_embeddings": 2048}
-    (tmp_path / "config.json").write_text(json.dumps({**stated, **large}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **large}))
     engine = LLMEngine(str(tmp_path), load_dummy=True, dtype="bf16", device="cuda", level=3, num_kvcache_blocks=512,
                        max_num_seqs=32, max_num_batched_tokens=1024)  # fmt: skip
     try:
         runner, _ = prefill(engine, [9, 20, 130, 65, 3])
         engine.add_request([tiny.prompt(length, seed=length) for length in lengths], SamplingParams(max_tokens=5))
         plan = engine._engine.scheduler.schedule()
-        assert plan.num_decodes == 5 and plan.num_tokens == 5 + sum(lengths), "prompts beside decodes"
+        assert plan.num_decodes == 5 and plan.num_tokens == 5 + sum(lengths), "prompts with decodes"
         step, own = build_both(engine, plan)
         eager = runner._start(own).hidden
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a runner was told is all that it needs: another one that is told the same gives the same tokens."""
+"""What a runner is sent is all that it needs: another one that is sent the same gives the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS: list[dict[str, Any]] = [
 
 @dataclass
 class Recorded:
-    """A step that runs: what was told, and what it gave once it was waited for."""
+    """A step that runs: what was sent, and what it gave once it was waited for."""
 
     sent: bytes
     pending: Pending

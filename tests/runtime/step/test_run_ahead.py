@@ -1,4 +1,4 @@
-"""Steps ahead of the host, over a device that has only what a real one has: what it was told, and what it sampled.
+"""Steps ahead of the host, over a device that has only what a real one has: what it was sent, and what it sampled.
 
 A token's KV is its whole past, and the next token a hash of that: who reads another one's KV, or stale KV, is found out.
 """
@@ -56,7 +56,7 @@ def next_token(tokens: list[int], seed: int) -> int:
     return EOS if draw % 8 == 0 else 65 + draw // 8 % 4
 
 
-def alone(sequence: Sequence, max_model_len: int) -> list[int]:
+def by_itself(sequence: Sequence, max_model_len: int) -> list[int]:
     """The tokens that a sequence gets by itself."""
     params, tokens = sequence.params, list(sequence.prompt)
     while True:
@@ -70,7 +70,7 @@ def alone(sequence: Sequence, max_model_len: int) -> list[int]:
 
 
 class Bound:
-    """A matcher that allows anything, but must have been told every token before it is asked."""
+    """A matcher that allows anything, but must have been given every token before it is asked."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -83,21 +83,21 @@ class Bound:
         return False
 
 
-class Told(NamedTuple):
-    """What a plan's runner is told, and the plan, which a device has no look at but to check what it was told."""
+class Sent(NamedTuple):
+    """What a plan's runner is sent, and the plan, which a device only uses to check what it was sent."""
 
     plan: Plan
     step: StepInput
 
 
 class Builder(StepBuilder):
-    def build(self, plan: Plan) -> Told:  # type: ignore[override]
-        return Told(plan, super().build(plan))
+    def build(self, plan: Plan) -> Sent:  # type: ignore[override]
+        return Sent(plan, super().build(plan))
 
 
 @dataclass
 class Device:
-    """A runner: steps are computed when they are started, in order, and what they gave is told when they are waited for."""
+    """A runner: steps are computed when they are started, in order, and what they gave is returned when they are waited for."""
 
     run_ahead: int
     cache: KVCache
@@ -112,14 +112,16 @@ class Device:
             tuple[Plan, list[dict[str, set[int]]]]
         ] = []  # with the blocks that each row may read or write
         self.plans: list[Plan] = []
-        self.rows: dict[tuple[str, int, int], object] = {}  # of the host: kind, block, place in it -> likewise
-        self.beside: BlockCopies | None = None  # copies beside the step that was started last, or is next
+        self.rows: dict[
+            tuple[str, int, int], object
+        ] = {}  # of the host: kind, block, place in it -> the past of its token
+        self.copies: BlockCopies | None = None  # during the step that was started last, or is next
         self.late: list[tuple[dict[Any, object], dict[Any, object], dict[str, list[tuple[int, int]]]]] = []  # of them
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies happen as late as they may, and what they save must still be there."""
         self.finish_copies()
-        self.beside = copies
+        self.copies = copies
         self.late = [(self.rows, self.cells, copies.saves), (self.cells, self.rows, copies.loads)]
         self.finish_copies(2 if copies.awaits_loads else int(copies.awaits_saves))
 
@@ -133,9 +135,9 @@ class Device:
                     for place in range(self.cache.block_size):
                         to[kind, target, place] = of[kind, source, place]
 
-    def execute(self, told: Told) -> Started:
-        plan, step = told
-        if plan.copies is not self.beside:  # they were beside the step before
+    def execute(self, sent: Sent) -> Started:
+        plan, step = sent
+        if plan.copies is not self.copies:  # they ran during the preceding step
             self.finish_copies()
         self.fail(plan, None)
         rows, named = plan.rows, [self.blocks_named(row) for row in plan.rows]
@@ -192,7 +194,7 @@ class Device:
             assert (row.start, row.num_tokens) == (len(known) - 1, 1), "a decode is of the newest token"
         for kind, pool in enumerate(self.cache.pools):
             for at, block in enumerate(sequence.blocks[pool.name]):
-                assert not block or self.tables[kind, sequence.slot, at] == block, "it was told its blocks"
+                assert not block or self.tables[kind, sequence.slot, at] == block, "it was sent its blocks"
         size, pasts = self.cache.block_size, [(sequence.salt, tuple(known[: place + 1])) for place in range(stop)]
         for pool in self.cache.pools:
             table = sequence.blocks[pool.name]
@@ -254,7 +256,7 @@ class World:
         self.ended: list[Sequence] = []
         self.poisoned: set[str] = set()  # request ids: a step with one of them raises
         self.is_short = False  # the next step finds no memory
-        self.is_unheard = False  # who is told of the next plan raises
+        self.is_unheard = False  # the callback for the next plan raises
         self.num_to_interrupt: int | None = None  # steps or halves of them that begin before an interrupt
 
     def on_plan(self) -> None:
@@ -263,7 +265,7 @@ class World:
             raise LookupError("nobody hears")
 
     def fail(self, plan: Plan, step: StepInput | None) -> None:
-        """step: None before anything of it is done, or where it was told and nothing is computed"""
+        """step: None before anything of it is done, or if it was sent and nothing is computed"""
         assert not any(row.sequence in self.scheduler._leaving for row in plan.rows), "it would never leave"
         if self.is_short and step is None:
             self.is_short = False
@@ -322,7 +324,7 @@ class World:
         assert all(pool.num_free == pool.num_blocks - 1 for pool in [*cache.pools, *cache.host_pools.values()])
         assert Counter(self.ended) == Counter(self.sequences), "each ends once"
         for each in self.sequences:
-            expected = alone(each, self.scheduler.limits.max_model_len)
+            expected = by_itself(each, self.scheduler.limits.max_model_len)
             if each.finish_reason in ("abort", "error"):
                 expected = expected[: len(each.output)]
             assert each.output == expected
@@ -345,7 +347,7 @@ def prompt(length: int) -> list[int]:
     return [66 + place % 3 for place in range(length)]
 
 
-def test_each_has_the_tokens_that_it_has_alone_and_what_came_behind_its_end_is_thrown_away(depth: int) -> None:
+def test_each_has_the_tokens_that_it_has_by_itself_and_what_came_after_its_end_is_thrown_away(depth: int) -> None:
     world = World([FULL], run_ahead=depth, budget=16)
     for length in (1, 3, 4, 5, 17, 30, 8, 2, 16, 9, 6):
         world.add(prompt(length), max_tokens=40)
@@ -356,7 +358,7 @@ def test_each_has_the_tokens_that_it_has_alone_and_what_came_behind_its_end_is_t
     assert world.stats.num_chunks > 0
 
 
-def test_stages_take_turns_with_parts_of_the_decodes_and_compute_chunks_behind_each_other() -> None:
+def test_stages_take_turns_with_parts_of_the_decodes_and_compute_chunks_one_after_another() -> None:
     world = World([FULL], run_ahead=2, has_stages=True, budget=16, num_blocks=100)
     for _ in range(7):
         world.add(prompt(2), max_tokens=20, ignore_eos=True)
@@ -369,7 +371,7 @@ def test_stages_take_turns_with_parts_of_the_decodes_and_compute_chunks_behind_e
     assert world.stats.num_overrun == 0
 
 
-def test_where_max_tokens_ends_a_sequence_nothing_is_computed_behind_it(depth: int) -> None:
+def test_nothing_is_computed_after_the_end_of_a_sequence_that_max_tokens_ends(depth: int) -> None:
     world = World([FULL], run_ahead=depth)
     for max_tokens in (1, 2, 3, 9):
         world.add(prompt(5), max_tokens=max_tokens, ignore_eos=True)
@@ -425,7 +427,7 @@ def test_an_aborted_sequence_keeps_its_slot_and_blocks_until_no_step_names_them(
         assert (second.slot, len(world.device.pending)) == (-1, num_pending)
         world.step()
     world.finish()
-    assert (first.output, len(second.output)) == (alone(first, 100)[:1], 6)
+    assert (first.output, len(second.output)) == (by_itself(first, 100)[:1], 6)
     assert world.stats.num_overrun == depth
 
 
@@ -451,7 +453,7 @@ def test_a_prefix_is_found_by_those_that_come_while_steps_run(depth: int) -> Non
 
 
 def begin_four(depth: int) -> tuple[World, list[Sequence], Sequence, Sequence]:
-    """A world behind three steps, two of its sequences, one that is to fail, and one behind that."""
+    """A world after three steps, two of its sequences, one that is to fail, and one after that."""
     world = World([FULL], run_ahead=depth)
     good = [world.add(prompt(length), max_tokens=20, ignore_eos=True)[0] for length in (2, 5)]
     (bad,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
@@ -475,7 +477,7 @@ def test_a_step_that_fails_leaves_the_steps_before_it_and_the_other_sequences_as
     assert len(bad.output) == (20 if is_short else 3 + depth)
 
 
-def test_a_plan_that_nobody_could_be_told_of_is_made_again(depth: int) -> None:
+def test_a_plan_that_could_not_be_announced_is_made_again(depth: int) -> None:
     for num_steps in range(5):
         world = World([FULL], run_ahead=depth, budget=8)
         for length in (2, 11, 5):
@@ -641,13 +643,13 @@ def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
     stats = world.stats
     assert stats.num_saved_blocks > 0 and stats.num_loaded_blocks > 0
     assert stats.num_prefix_hit_tokens >= stats.num_host_hit_tokens > stats.num_prefix_hit_tokens / 3
-    beside = [plan.copies for plan in world.device.plans if plan.copies and not plan.copies.awaits_loads]
-    assert any(copies.loads for copies in beside)
-    assert loaded_bytes == 1 or any(copies.loads and copies.awaits_saves for copies in beside)
+    copied = [plan.copies for plan in world.device.plans if plan.copies and not plan.copies.awaits_loads]
+    assert any(copies.loads for copies in copied)
+    assert loaded_bytes == 1 or any(copies.loads and copies.awaits_saves for copies in copied)
 
 
-def load_beside(depth: int, costs: SwapCosts | None = None) -> tuple[World, Sequence, Sequence]:
-    """A sequence that decodes, and one whose 8 blocks of 4 tokens the host alone has."""
+def load_during(depth: int, costs: SwapCosts | None = None) -> tuple[World, Sequence, Sequence]:
+    """A sequence that decodes, and one whose 8 blocks of 4 tokens only the host has."""
     world = World([FULL], run_ahead=depth, num_blocks=18, prefix=True, num_host_blocks=60, loaded_bytes=8, budget=40)
     world.scheduler.cache.costs = costs
     world.add([90, *prompt(33)], max_tokens=1)
@@ -666,8 +668,8 @@ def blocks_loaded(plan: Plan) -> int:
     return sum(map(len, plan.copies.loads.values())) if plan.copies else 0
 
 
-def test_a_long_prefix_is_loaded_beside_several_steps_that_do_not_wait_for_it(depth: int) -> None:
-    world, running, loaded = load_beside(depth)
+def test_a_long_prefix_is_loaded_during_several_steps_that_do_not_wait_for_it(depth: int) -> None:
+    world, running, loaded = load_during(depth)
     first = len(world.device.plans)
     while not loaded.output:
         world.step()
@@ -680,9 +682,9 @@ def test_a_long_prefix_is_loaded_beside_several_steps_that_do_not_wait_for_it(de
     world.finish()
 
 
-def test_more_is_loaded_beside_a_prompt_in_the_time_that_it_takes() -> None:
+def test_more_is_loaded_during_a_prompt_in_the_time_that_it_takes() -> None:
     costs = SwapCosts(load_seconds=0.0, load_token_seconds=1.0, compute_token_seconds=3.0)
-    world, _, loaded = load_beside(0, costs)
+    world, _, loaded = load_during(0, costs)
     world.add(prompt(5), max_tokens=1)  # 5 tokens of a prompt and one of a decode: 18 bytes more
     first = len(world.device.plans)
     while not loaded.output:
@@ -692,7 +694,7 @@ def test_more_is_loaded_beside_a_prompt_in_the_time_that_it_takes() -> None:
 
 
 def test_a_step_with_nothing_else_to_do_waits_for_one_prefix(depth: int) -> None:
-    world, running, loaded = load_beside(depth)
+    world, running, loaded = load_during(depth)
     world.engine.abort(running.request_id)
     first = len(world.device.plans)
     while not loaded.output:

@@ -169,7 +169,7 @@ def test_log_probabilities_are_of_the_logits_before_the_host_has_shaped_them(
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_tokens_behind_a_stop_are_thrown_away_and_none_are_computed_behind_max_tokens(
+def test_tokens_after_a_stop_are_thrown_away_and_none_are_computed_after_max_tokens(
     checkpoints: Any, place: Place, depth: int
 ):
     cpu, asked = on_cpu(checkpoints("qwen3")), greedy(3, 17, 1, max_tokens=6)
@@ -196,7 +196,7 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
 
 @pytest.mark.sampled(8, gpu=2)
 @pytest.mark.parametrize(("name", "level"), [("qwen3", 0), ("qwen3", 1), ("qwen3_moe", 0), ("deepseek_v3", 0)])
-def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
+def test_padding_between_decodes_and_prompts_and_after_them_changes_nothing(
     checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, name: str, level: int
 ):
     """As in the steps that are captured, which have room for more decodes, rows and tokens than come."""
@@ -316,7 +316,7 @@ def test_a_grammar_waits_for_its_tokens_and_the_others_run_ahead(talker: Path, p
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_stop_string_ends_an_answer_and_the_tokens_behind_it_do_not_show(talker: Path, place: Place, depth: int):
+def test_a_stop_string_ends_an_answer_and_the_tokens_after_it_do_not_show(talker: Path, place: Place, depth: int):
     cpu = on_cpu(talker)
     free = [("abc", SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True)) for seed in (1, 2)]
     texts = [answer["text"] for answer in expected(cpu, free)]  # type: ignore[arg-type]
@@ -356,7 +356,7 @@ def test_a_row_that_fails_while_steps_run_leaves_the_others_their_tokens(checkpo
     while engine.has_work:
         try:
             engine.step()
-        except ValueError:  # the others' last tokens were on their way, and it was alone
+        except ValueError:  # the others' last tokens were on their way, and it was the only one
             engine.end_failed()
     wanted = expected(on_cpu(checkpoints("qwen3")), asked)
     assert_same([sequences[0], sequences[2]], [wanted[0], wanted[2]])
@@ -389,7 +389,7 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         num_calls[0] += 1
-        if num_calls[0] % 5 == 1:  # a step that is told again in full has three
+        if num_calls[0] % 5 == 1:  # a step that is sent again in full has three
             raise error
         return real(*args, **kwargs)
 
@@ -399,7 +399,7 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
     assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
 
 
-def test_what_fails_behind_a_draw_is_not_drawn_again(checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_what_fails_after_a_draw_is_not_drawn_again(checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch):
     engine = open_runner(checkpoints("qwen3"), place, 1)
     drawn, model = [], engine.runner.model  # type: ignore[attr-defined]
     sample = model.sample

@@ -29,6 +29,6 @@ def test_negative_look_aheads_at_the_beginning_are_left_out():
     assert split_look_aheads(r"a(?!b)") == (["a(?!b)"], False)
 
 
-def test_look_around_is_told_from_literals():
+def test_look_around_is_distinguished_from_literals():
     assert all(map(has_look_around, ["(?=a)", "a(?!b)", "(?<=a)b", "((?<!a)b)"]))
     assert not any(map(has_look_around, [r"\(?=a", "[(?=a]", "(?:a)", "(?<name>a)", ""]))

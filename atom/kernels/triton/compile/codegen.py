@@ -31,12 +31,12 @@ PER_THREAD = 8  # columns per thread of a whole row
 MAX_WARPS = 16  # the most that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
-IMPORTS = {  # what a module takes from those beside this one
+IMPORTS = {  # what a piece's module imports, by module of atom.kernels.triton
     "activations": ("activation", "gated", "tanh", "xielu"),
     "attention.common": ("wait_for_inputs",),
     "attention.rope": ("find_angle", "find_partner", "rotate"),
+    "compile.jit": ("jit",),
     "gpu": ("find_gpu",),
-    "jit": ("jit",),
 }
 
 Index = str | int  # of one dim, as Triton's expression

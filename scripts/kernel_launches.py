@@ -406,18 +406,19 @@ def _multiply(
     from atom.graph.formats import act_of
     from atom.kernels import find_kernel
     from atom.kernels.backend import LoadContext
+    from atom.kernels.triton.linear.linear import Linears
 
     for backend, act in itertools.product(("hopper", "triton"), {None} if fmt is None else {None, act_of(fmt)}):
         kernel, attributes = find_kernel(op, backend), given if act is None else given | {"act": act}
         try:
             if kernel.accepts(target_features(arch), *types, **attributes) is not None:
                 continue
-            layout = kernel.packed_layout if fmt in (kernel.packed_kinds or (fmt,)) and fmt else None
+            layout = kernel.layout_of(*(types[place] for place in op.weights)) if fmt else None
             weights = {place: make_weight(types[place], layout) for place in op.weights}
         except AtomError:  # sizes that are no multiple of blocks
             continue
         run = kernel.load(LoadContext())
-        is_linear = hasattr(run, "__self__") and type(run.__self__).__name__ == "Products"
+        is_linear = isinstance(getattr(run, "__self__", None), Linears)
         for rows in ROWS:
             tiles.call = op, backend, fmt, act, str(given)
             finding = {"parameters": tiles.find} if is_linear else {}
@@ -452,8 +453,10 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def attend(arch: str) -> None:
     """Heads of each size, in each dtype, with and without sinks, windows and caps."""
     from atom.graph import Batch, PagedCache
+    from atom.kernels.hopper import attention
     from atom.kernels.triton.attention import paged, rope
 
+    attends = attention if arch == "sm_90" else paged
     fp8, scale = torch.float8_e4m3fn, torch.ones(1)
     numbers, angles = zeros(9, 9, dtype=torch.int32), zeros(9, 32, dtype=torch.float32)
     for dtype, heads, dim, has_sinks, window, softcap in (
@@ -472,11 +475,11 @@ def attend(arch: str) -> None:
                 slots, norm = zeros(tokens, dtype=torch.int64), zeros(dim, dtype=dtype)
                 batch = Batch({"full": numbers}, {"full": slots}, numbers[0], numbers[0], decodes, queries)
                 options = {"scale": 0.1, "window": window}
-                paged.PagedAttention()(q, cache, batch, sinks, *scales, **options, softcap=softcap)
+                attends.PagedAttention()(q, cache, batch, sinks, *scales, **options, softcap=softcap)
                 angle = angles[:1].expand(tokens, 32).contiguous()
                 for turned, normed in ((angle, norm), (None, None)):
                     args = q, k, k, turned, turned, normed, normed, cache, batch
-                    paged.NormRopeAttention()(*args, sinks, *scales, **options, eps=1e-6)
+                    attends.NormRopeAttention()(*args, sinks, *scales, **options, eps=1e-6)
                 rope.norm_rope_write(q, k, k, angle, angle, norm, norm, cache, batch, *scales, eps=1e-6)
                 rope.norm_rope(q, k, angle, angle, norm, norm, eps=1e-6)
 
@@ -484,17 +487,19 @@ def attend(arch: str) -> None:
 def multiply_by_many_experts(arch: str) -> None:
     """Expert matmuls of many rows each, with and without gates and biases."""
     from atom.graph import Type
+    from atom.kernels.hopper.experts import Experts
     from atom.kernels.hopper.shuffle import LAYOUT
     from atom.kernels.triton.activations import Gate
     from atom.kernels.triton.experts import grouping, moe
 
+    experts = Experts if arch == "sm_90" else moe.Experts
     x, ends, bias = zeros(600, 512), zeros(4, dtype=torch.int64), zeros(4, 256)
     gates = (None, Gate("silu"), Gate("swigluoai", 7.0, 1.7))
     for fmt, own, gate in itertools.product((None, *formats(), *STORED), (None, bias), gates):
         type = Type("bf16", (4, 256, 512), fmt)
-        moe.Experts().multiply(x, make_weight(type, None), ends, own, gate)
+        experts().multiply(x, make_weight(type, None), ends, own, gate)
         if arch == "sm_90" and fmt in (*formats(), STORED[0]) and fmt != "int8[1, *]":
-            moe.ShuffledExperts().multiply(x, make_weight(type, LAYOUT), ends, own, gate)
+            experts().multiply(x, make_weight(type, LAYOUT), ends, own, gate)
     for tokens in (7, 1100):
         pairs, weights = zeros(2 * tokens, 512), zeros(tokens, 2, dtype=torch.float32)
         grouping.combine(pairs, weights, zeros(2 * tokens, dtype=torch.int64))

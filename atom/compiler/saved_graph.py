@@ -95,7 +95,8 @@ def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool =
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
         kernel = find_kernel(node.target, backend)
-        wanted = kernel.layout_of(type_of(node.args[kernel.op.weights[0]])) if kernel.has_layouts else None
+        weights = (type_of(node.args[place]) for place in kernel.op.weights)
+        wanted = kernel.layout_of(*weights) if kernel.has_layouts else None
         layout = next((arg.layout for arg in node.args if isinstance(arg, Shuffle)), None)
         if layout != wanted:
             rule = f'shuffle(…, "{wanted}")' if wanted else "its weight as it is, without shuffle"

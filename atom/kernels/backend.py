@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
+Layout = Callable[..., str | None]  # (*types of an op's packed weights) -> their layout, None for the stored one
+Functions = Mapping[Op, Callable[..., Any]]  # by op: a callable with its signature
 PieceCode = Callable[..., "list[Tensor]"]  # of a piece's inputs and weights
 
 
@@ -120,8 +122,7 @@ class Kernel:
     accepts: Accepts
     load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
-    packed_layout: str | None = None  # of a packed weight
-    packed_kinds: Collection[str] | None = None  # of weights that it wants in that layout; None: of all
+    packed_layout: Layout | None = None  # of packed weights; None: as stored
     packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
     is_for_packed: bool = False  # it takes packed weights alone
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
@@ -131,41 +132,60 @@ class Kernel:
     def has_layouts(self) -> bool:
         return self.layout is not None or self.packed_layout is not None
 
-    def layout_of(self, weight: Type) -> str | None:
-        """The layout of a weight of this type, None for the stored one."""
-        if weight.fmt is None:
+    def layout_of(self, *weights: Type) -> str | None:
+        """The layout of weights of these types, None for the stored one."""
+        if weights[0].fmt is None:
             return self.layout
-        is_laid_out = self.packed_kinds is None or parse_format(weight.fmt).kind in self.packed_kinds
-        return self.packed_layout if is_laid_out else None
+        return None if self.packed_layout is None else self.packed_layout(*weights)
+
+
+def kinds_in(layout: str, kinds: Collection[str] | None = None) -> Layout:
+    """The rule by which weights of these kinds are in a layout. kinds: None for all"""
+
+    def find_layout(first: Type, *_others: Type) -> str | None:
+        return layout if kinds is None or parse_format(str(first.fmt)).kind in kinds else None
+
+    return find_layout
+
+
+def loads(op: Op, load: Callable[[LoadContext], Functions]) -> Callable[[LoadContext], Callable[..., Any]]:
+    """The loader of an op's kernel, by one that imports a module and gives its functions by op."""
+    return lambda context: load(context)[op]
 
 
 def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:
     """What a kernel accepts that takes every call."""
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """What a kernel accepts that runs on one kind of device."""
+
+    device: str
+    accepts: Accepts  # what else it depends on
+    packed: Collection[str]  # kinds of packed weights that it unpacks
+    acts: Collection[str]  # formats of activations that it multiplies in
+    gives: Collection[str]  # formats that it may give its result in, which kernels of its backend then take
+
+    def __call__(self, target: Target, *types: Any, **attributes: Any) -> str | None:
+        if (act := attributes.get("act")) is not None and act.partition("[")[0] not in self.acts:
+            return f"has no products of activations in {act}"
+        if (given := attributes.get("gives")) is not None and given.partition("[")[0] not in self.gives:
+            return f"gives no rows in {given}"
+        for type in types:
+            if isinstance(type, Type) and type.fmt is not None and parse_format(type.fmt).kind not in self.packed:
+                return f"its weight is stored as {type.fmt}"
+        if target.device != self.device:
+            return f"runs on {self.device}, not on {target.device}"
+        return self.accepts(target, *types, **attributes)
+
+
 def on_device(
     device: str, accepts: Accepts = accepts_all, *, packed: Collection[str] = (), acts: Collection[str] = (),
     gives: Collection[str] = (),
-) -> Accepts:  # fmt: skip
-    """What a kernel accepts that runs on one kind of device.
-
-    packed: the kinds of packed weights that it unpacks. acts: the formats of activations that it multiplies in. gives:
-    those that it may give its result in, which kernels of its backend then take.
-    """
-
-    def accepts_here(target: Target, *types: Any, **attributes: Any) -> str | None:
-        if (act := attributes.get("act")) is not None and act.partition("[")[0] not in acts:
-            return f"has no products of activations in {act}"
-        if (given := attributes.get("gives")) is not None and given.partition("[")[0] not in gives:
-            return f"gives no rows in {given}"
-        for type in types:
-            if isinstance(type, Type) and type.fmt is not None and parse_format(type.fmt).kind not in packed:
-                return f"its weight is stored as {type.fmt}"
-        if target.device != device:
-            return f"runs on {device}, not on {target.device}"
-        return accepts(target, *types, **attributes)
-
-    return accepts_here
+) -> OnDevice:  # fmt: skip
+    """What a kernel of one kind of device accepts: see `OnDevice`."""
+    return OnDevice(device, accepts, packed, acts, gives)
 
 
 def collective_kernel(op: Op, backend: str, device: str) -> Kernel:

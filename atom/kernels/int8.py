@@ -17,7 +17,7 @@ from atom.graph import LaidOut, ops
 from atom.graph.formats import act_of
 from atom.graph.quantize_rows import quantize_rows
 from atom.graph.types import Type
-from atom.kernels.backend import Backend, Kernel, Target, on_device
+from atom.kernels.backend import Backend, Kernel, Target, kinds_in, on_device
 from atom.kernels.cpp.linear import accepts, build_for
 from atom.kernels.cpp.panels import ROWS, Panels, packed_type
 from atom.kernels.cpu import instruction_set
@@ -88,7 +88,8 @@ def int8_linear(x: Tensor, weight: LaidOut, bias: Tensor | None = None, *, act: 
 KERNELS = (
     Kernel(
         ops.linear, "int8", on_device("cpu", accepts_int8, packed=("scaled",), acts=("int8",)), lambda _: int8_linear,
-        packed_layout="panels", packed_type=packed_type, is_for_packed=True, trace=int8_linear, build=build_for,
+        packed_layout=kinds_in("panels"), packed_type=packed_type, is_for_packed=True, trace=int8_linear,
+        build=build_for,
     ),
 )  # fmt: skip
 

@@ -132,8 +132,11 @@ def find_piece_compiler(device: str) -> PieceCompiler:
 
 
 def find_tuners(device: str, place: torch.device) -> list[Tuner]:
-    """The tuners of a device's kernels. place: the device itself."""
-    return [tuner for each in backends_of(device) for tuner in each.find_tuners(place)]
+    """The tuners of a device's kernels, for each table the first backend's. place: the device itself."""
+    found: dict[str, Tuner] = {}
+    for tuner in (tuner for each in backends_of(device) for tuner in each.find_tuners(place)):
+        found.setdefault(tuner.table, tuner)
+    return [*found.values()]
 
 
 def connect_rank(device: str, rendezvous: Rendezvous) -> Communicator:

@@ -10,9 +10,8 @@ vocabulary.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -75,7 +74,7 @@ class BlockCopier(Protocol):
 
 
 class StepKernels(NamedTuple):
-    """The step functions of one backend, from its modules `prepare_inputs`, `sampling` and so on; see there."""
+    """The step functions of one backend."""
 
     extend_tables: Callable[[Tensor, Tensor], None]
     decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs, Tensor | None], None]
@@ -90,22 +89,20 @@ class StepKernels(NamedTuple):
     keep_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     block_copier: Callable[[Sequence[Tensor]], BlockCopier]
 
-
-def import_step_kernels(package: str) -> StepKernels:
-    """Import the step functions of a backend's package."""
-    names = ("prepare_inputs", "sampling", "speculation", "blocks")
-    inputs, sampling, speculation, blocks = (importlib.import_module(f"{package}.{name}") for name in names)
-    return StepKernels(
-        inputs.extend_tables,
-        inputs.decode_inputs,
-        inputs.mixed_inputs,
-        inputs.draft_inputs,
-        sampling.sample,
-        sampling.score_drawn,
-        speculation.find_ngrams,
-        speculation.draw_noise,
-        speculation.accept,
-        speculation.finish_drafts,
-        speculation.keep_rows,
-        blocks.BlockCopier,
-    )
+    @classmethod
+    def of(cls, inputs: Any, sampling: Any, speculation: Any, blocks: Any) -> StepKernels:
+        """The functions of a backend's modules `prepare_inputs`, `sampling`, `speculation` and `blocks`; see there."""
+        return cls(
+            inputs.extend_tables,
+            inputs.decode_inputs,
+            inputs.mixed_inputs,
+            inputs.draft_inputs,
+            sampling.sample,
+            sampling.score_drawn,
+            speculation.find_ngrams,
+            speculation.draw_noise,
+            speculation.accept,
+            speculation.finish_drafts,
+            speculation.keep_rows,
+            blocks.BlockCopier,
+        )

@@ -76,7 +76,7 @@ def _choose(kernel: Kernel, node: Node) -> None:
 
 def _layout(kernel: Kernel, node: Node) -> str | None:
     """The layout that a kernel wants of a call's weights."""
-    return kernel.layout_of(next(_weight_types(node))) if kernel.has_layouts else None
+    return kernel.layout_of(*_weight_types(node)) if kernel.has_layouts else None
 
 
 def _weight_types(node: Node) -> Iterator[Type]:

@@ -31,7 +31,7 @@ from atom.kernels.aiter.functions import (
     find_version,
 )
 from atom.kernels.aiter.shuffle import FNUZ, LAYOUT, shuffle
-from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, on_device
+from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, kinds_in, on_device
 
 VENDOR = "amd"
 AITER = "aiter"  # the feature of a machine that has amd-aiter
@@ -249,8 +249,8 @@ def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[
 
     laid_out = ("scaled",) if acts else ()
     accepts = on_device("cuda", _calls(*functions, then=accepts), packed=(*laid_out, *stored), acts=acts)
-    packed_layout = LAYOUT if acts else None
-    return Kernel(op, "aiter", accepts, load, layout=layout, packed_layout=packed_layout, packed_kinds=laid_out)
+    packed_layout = kinds_in(LAYOUT, laid_out) if acts else None
+    return Kernel(op, "aiter", accepts, load, layout=layout, packed_layout=packed_layout)
 
 
 def _linear(op: Op, *functions: str) -> Kernel:

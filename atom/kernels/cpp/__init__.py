@@ -15,7 +15,7 @@ from typing import Any
 from atom.graph import ops
 from atom.graph.gguf_blocks import TYPES
 from atom.graph.ops import Op
-from atom.kernels.backend import Accepts, Backend, Kernel, on_device
+from atom.kernels.backend import Accepts, Backend, Kernel, kinds_in, on_device
 from atom.kernels.cpp.attention import load_attention, load_write
 from atom.kernels.cpp.blocks import find_features, pack_blocks
 from atom.kernels.cpp.build import ATTENTION, build_library, keep_libraries
@@ -27,7 +27,7 @@ KINDS = ("scaled", "int4", "int8", "mxfp4", "nvfp4", *TYPES)
 
 def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts, **options: Any) -> Kernel:
     here = on_device("cpu", accepts, packed=KINDS)
-    options |= {"layout": "blocks", "packed_layout": "panels", "packed_type": packed_type, "build": build_for}
+    options |= {"layout": "blocks", "packed_layout": kinds_in("panels"), "packed_type": packed_type, "build": build_for}
     return Kernel(op, "cpp", here, lambda _: run, **options)
 
 

@@ -1,28 +1,44 @@
-"""The backend `hopper`: products by packed weights that are laid out for NVIDIA's Hopper.
+"""The backend `hopper`: kernels in Gluon for NVIDIA's Hopper, above those of `triton`.
 
-It runs the same kernels as `triton`, which has others for weights in this layout, and for those that it refuses.
-
+    h, s = hopper.add_norm_linear(x, r, W("n", …), W("gate_up", …), eps=1e-06, kind="silu")
     y = hopper.linear(h, shuffle(W("y", …), "wgmma"))
+
+Its classes are subclasses of `triton`'s: for each call they choose by its sizes between a kernel in Gluon and one of
+`triton`. It accepts the calls that a kernel in Gluon may take; `triton` has the others.
+
+Packed weights of some formats are laid out for the tensor cores (shuffle.py); others stay as `triton` has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial, update_wrapper, wraps
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from atom.graph import ops
-from atom.graph.formats import act_of, parse_format
+from atom.graph import KV, ops
+from atom.graph.formats import act_of, block_of, parse_format
+from atom.graph.gguf_blocks import TYPES
+from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.backend import Accepts, Backend, Kernel, Target, on_device
+from atom.kernels import triton
+from atom.kernels.backend import Accepts, Backend, Functions, Kernel, LoadContext, Target, Tuner, loads, on_device
 from atom.kernels.hopper.shuffle import LAYOUT, shuffle
-from atom.kernels.triton import ACTS, GIVEN, SPAN, accepts_experts, accepts_grouped, accepts_linear, knows_gluon, loader
+from atom.kernels.triton import ACTS, GIVEN, PACKED, SPAN
 
 GLUON = "gluon"  # the feature of a GPU that runs our kernels in Gluon
-PACKED = ("scaled", "int4", "mxfp4")  # kinds that are laid out
 GATES = ("silu", "swigluoai")  # of experts whose activations are in fp8
-SCALED_COLUMNS = {"int4": (128,), "mxfp4": (32,), "scaled": (None, 128)}  # that share a scale
+SCALED_COLUMNS = {"int4": (128,), "mxfp4": (32,), "scaled": (None, 128)}  # that share a scale, by kind in our layout
+HEAD_DIMS = (64, 128, 256)
+LATENT_DIMS = (128, 64, 128)  # of a head: of keys without and with position, and of values
+
+
+@cache
+def knows_gluon() -> bool:
+    """Whether our kernels in Gluon, which is experimental and changes, compile with this version of Triton."""
+    return (3, 6) <= tuple(map(int, version("triton").split(".")[:2])) < (3, 10)
 
 
 def find_features() -> frozenset[str]:
@@ -31,26 +47,102 @@ def find_features() -> frozenset[str]:
     return frozenset({GLUON} if torch.cuda.get_device_capability(0) == (9, 0) and knows_gluon() else ())
 
 
-def _accepts_linear(target: Target, x: Type, *types: Any, **attributes: Any) -> str | None:
-    weight = next((type for type in types if isinstance(type, Type) and type.fmt is not None), None)
-    return _refuse(target, x, weight) or accepts_linear(target, x, *types, **attributes)
+def accepts_linear(place: int, target: Target, *types: Any, **attributes: Any) -> str | None:
+    """bf16; weights in the layout wgmma, and plain and other packed ones with a silu gate, for many rows
+
+    place: of the weight among the types
+    """
+    weight, biases = types[place], types[place + 1 :]
+    refused = _refuse_weight(weight, _refuse_gate(weight, biases, **attributes))
+    return refused or _refuse_dtype(types[0]) or triton.accepts_linear(target, *types, **attributes)
 
 
-def _accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str | None:
-    return _refuse(target, x, weight if weight.fmt else None) or accepts_grouped(target, x, weight, *types)
+def accepts_attention(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
+    """heads of 64, 128 or 256 dims in bf16 or fp16, a cache in that dtype or in fp8"""
+    if (dim := int(q.shape[-1])) not in HEAD_DIMS:
+        return f"heads have {dim} dims, not {', '.join(map(str, HEAD_DIMS))}"
+    return _refuse_cache(q, types) or triton.accepts_attention(target, q, *types, **attributes)
 
 
-def _accepts_experts(
+def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
+                   **attributes: Any) -> str | None:  # fmt: skip
+    """heads of 128 + 64 dims and values of 128 in bf16 or fp16, a cache in that dtype or in fp8"""
+    plain, rotated = int(q_nope.shape[2]), int(q_rope.shape[2])
+    dims = plain, rotated, int(kv_b.shape[0]) // int(q_nope.shape[1]) - plain
+    if dims != LATENT_DIMS:
+        return "heads have {} + {} dims and values of {}, not {} + {} and {}".format(*dims, *LATENT_DIMS)
+    return _refuse_cache(q_nope, types) or triton.accepts_latent(target, q_nope, q_rope, kv_b, *types, **attributes)
+
+
+def accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str | None:
+    """bf16; weights in the layout wgmma, and plain and other packed ones, for many rows an expert"""
+    refused = _refuse_weight(weight, _refuse_many(weight))
+    return refused or _refuse_dtype(x) or triton.accepts_grouped(target, x, weight, *types)
+
+
+def accepts_experts(
     target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None,
     kind: str, act: str | None = None, **attributes: Any,
 ) -> str | None:  # fmt: skip
-    refused = [_refuse(target, x, each if each.fmt else None) for each in (gate_up, down)]
-    refused.append(accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes))
+    """bf16; weights in the layout wgmma, fp8 in blocks of 128 x 128 with fp8 activations too; plain and packed ones"""
+    refused = _refuse_layout(gate_up) or _refuse_layout(down)
     if act is not None:
-        refused += [_refuse_act(act, gate_up), _refuse_act(act, down)]
-        is_known = kind in GATES and not any(each is not None for each in more[:2])
-        refused.append(None if is_known else f"has no biases and no {kind} gate beside activations in {act}")
-    return next(filter(None, refused), None)
+        has_gate = kind in GATES and not any(each is not None for each in more[:2])
+        refused = refused or _refuse_act(act, gate_up) or _refuse_act(act, down)
+        refused = refused or (None if has_gate else f"has no biases and no {kind} gate with activations in {act}")
+    elif _refuse_many(gate_up, num_parts=2) is None or _refuse_many(down) is None:
+        refused = None
+    known = triton.accepts_experts(target, x, weights, ids, gate_up, down, *more, **attributes)
+    return refused or _refuse_dtype(x) or known
+
+
+def accepts_adapters(_target: Target, _y: Type, x: Type, a: Type, b: Type, *_types: Any) -> str | None:
+    """bf16, for many rows an expert"""
+    return _refuse_dtype(x) or (_refuse_many(a) and _refuse_many(b))
+
+
+def _refuse_weight(weight: Type, other: str | None) -> str | None:
+    """Why a weight is taken in no way. other: why not plain or as stored"""
+    reason = _refuse_layout(weight)
+    return other and (other if weight.fmt is None else reason)
+
+
+def _refuse_layout(weight: Type) -> str | None:
+    """Why a weight [O, I] or [E, O, I] is not laid out; None: it is."""
+    if weight.fmt is None:
+        return "has no layout of plain weights"
+    known, (out, inner) = parse_format(weight.fmt), map(int, weight.shape[-2:])
+    rows, columns = known.block
+    is_known = columns in SCALED_COLUMNS.get(known.kind, ())
+    is_plain = known.parts.keys() <= {"values", "scales", "zeros"} and not known.has_order
+    if not is_known or not is_plain or known.parts["values"].dtype == "i8" or (known.is_whole and rows != 1):
+        return f"has no layout of {weight.fmt}"
+    if weight.dtype != "bf16":
+        return f"multiplies in bf16, not in {weight.dtype}"
+    is_even = out % 16 == 0 and inner % (32 if known.bits == 4 else 64) == 0 and out % (rows or out) == 0
+    return None if is_even else f"has no layout of {out} x {inner}"
+
+
+def _refuse_gate(weight: Type, biases: Sequence[Type | None], kind: str | None = None, act: str | None = None,
+                 **_attributes: Any) -> str | None:  # fmt: skip
+    """Why gated_linear.py does not take a weight, plain or unpacked; None: it does, of many rows."""
+    if kind != "silu" or act is not None or any(each is not None for each in biases):
+        return "takes plain weights with a silu gate and without a bias only"
+    out, inner = map(int, weight.shape)
+    return None if inner > 64 and inner % 8 == out // 2 % 8 == 0 else f"has no silu gate of {out} x {inner}"
+
+
+def _refuse_many(weight: Type, num_parts: int = 1) -> str | None:
+    """Why grouped_linear.py does not take a weight [..., O, I], plain or unpacked; None: it does, of many rows.
+
+    num_parts: 2 for gate and up projections
+    """
+    out, inner = map(int, weight.shape[-2:])
+    if weight.fmt is not None:
+        has_factor = not parse_format(weight.fmt).parts.keys().isdisjoint(("factor", "divisor"))
+        if has_factor or out % block_of(weight)[-2]:
+            return f"does not unpack experts in {weight.fmt}"
+    return None if out // num_parts % 8 == inner % 8 == 0 else f"has no kernel for experts of {out} x {inner}"
 
 
 def _refuse_act(act: str, weight: Type) -> str | None:
@@ -63,35 +155,113 @@ def _refuse_act(act: str, weight: Type) -> str | None:
     return None if is_taken else f"activations in {act} are not multiplied by {weight}"
 
 
-def _refuse(target: Target, x: Type, weight: Type | None) -> str | None:
-    """Why a weight is not laid out; None: it is."""
-    if weight is None:
-        return "takes packed weights alone"
-    if GLUON not in target.features:
-        return "runs on NVIDIA's Hopper alone"
-    known, (out, inner) = parse_format(str(weight.fmt)), map(int, weight.shape[-2:])
-    rows, columns = known.block
-    is_known = columns in SCALED_COLUMNS[known.kind]
-    is_plain = known.parts.keys() <= {"values", "scales", "zeros"} and not known.has_order
-    if not is_known or not is_plain or known.parts["values"].dtype == "i8" or (known.is_whole and rows != 1):
-        return f"has no layout of {weight.fmt}"
-    if x.dtype != "bf16":
-        return f"multiplies in bf16, not in {x.dtype}"
-    is_even = out % 16 == 0 and inner % (32 if known.bits == 4 else 64) == 0 and out % (rows or out) == 0
-    return None if is_even else f"has no layout of {out} x {inner}"
+def _refuse_dtype(x: Type) -> str | None:
+    return None if x.dtype == "bf16" else f"multiplies in bf16, not in {x.dtype}"
 
 
-def _kernels() -> Iterator[Kernel]:
-    accepts: Accepts = on_device("cuda", _accepts_linear, packed=PACKED, acts=ACTS, gives=GIVEN)
-    for op in (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear):
-        load = loader("linear.linear", f"Products.{op.name}")
-        yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
-    for op, accepts, acts in ((ops.grouped_linear, _accepts_grouped, ()), (ops.experts, _accepts_experts, GIVEN)):
-        accepts, load = (
-            on_device("cuda", accepts, packed=PACKED, acts=acts),
-            loader("experts.moe", f"ShuffledExperts.{op.name}"),
-        )
-        yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
+def _refuse_cache(q: Type, types: Sequence[Any]) -> str | None:
+    """Why queries of this dtype do not attend to a cache; None: they do."""
+    if q.dtype not in ("bf16", "fp16"):
+        return f"multiplies in bf16 and fp16, not in {q.dtype}"
+    kept = [each.type.dtype for each in types if isinstance(each, KV) and each.type.dtype not in (q.dtype, "fp8_e4m3")]
+    return f"the cache is in {kept[0]}, not in {q.dtype} or fp8_e4m3" if kept else None
 
 
-BACKEND = Backend("hopper", tuple(_kernels()), layouts={LAYOUT: shuffle}, find_features=find_features)
+def _layout(*weights: Type) -> str | None:
+    return LAYOUT if not any(map(_refuse_layout, weights)) else None
+
+
+def _layout_of_linears(weight: Type) -> str | None:
+    return _layout(weight) or triton.layout_of_linears(weight)
+
+
+def find_tuners(device: torch.device) -> list[Tuner]:
+    """Those of this backend's classes and `triton`'s, which share tables."""
+    if GLUON not in find_features():
+        return []
+    from atom.kernels.hopper.experts import Experts
+    from atom.kernels.hopper.linear import Linears
+    from atom.kernels.triton.experts import grouped_tune
+    from atom.kernels.triton.linear import tune
+
+    return [
+        tune.LinearTuner(device, {**tune.KINDS, "hopper": Linears}),
+        grouped_tune.ExpertsTuner(device, {**grouped_tune.KINDS, "hopper": Experts}),
+    ]
+
+
+def _load_linears(context: LoadContext) -> Functions:
+    from atom.kernels.hopper.linear import Linears
+
+    linears = context.share(Linears)
+    return {
+        ops.linear: linears.linear,
+        ops.gated_linear: linears.gated_linear,
+        ops.norm_linear: linears.norm_linear,
+        ops.add_norm_linear: linears.add_norm_linear,
+    }
+
+
+def _load_attention(context: LoadContext) -> Functions:
+    from atom.kernels.hopper.attention import NormRopeAttention, PagedAttention
+
+    return {
+        ops.paged_attention: context.share(PagedAttention),
+        ops.norm_rope_attention: context.share(NormRopeAttention),
+    }
+
+
+def _load_latent(context: LoadContext) -> Functions:
+    from atom.kernels.hopper.latent import PagedLatentAttention
+
+    return {ops.paged_mla_attention: context.share(PagedLatentAttention)}
+
+
+def _load_experts(context: LoadContext) -> Functions:
+    from atom.kernels.hopper.experts import Experts
+
+    experts = context.share(Experts)
+    return {ops.grouped_linear: experts.grouped_linear, ops.experts: experts.experts}
+
+
+def _load_lora(_context: LoadContext) -> Functions:
+    from atom.kernels.hopper.experts import Experts
+    from atom.kernels.triton.linear.lora import grouped_lora
+
+    return {ops.grouped_lora: partial(grouped_lora, experts=Experts)}
+
+
+def _kernel(op: Op, load: Callable[[LoadContext], Functions], accepts: Accepts, packed: Collection[str] = (),
+            acts: Collection[str] = (), gives: Collection[str] = (), **options: Any) -> Kernel:  # fmt: skip
+    """packed, acts and gives: as in `OnDevice`"""
+
+    @wraps(accepts)
+    def accepts_here(target: Target, *types: Any, **attributes: Any) -> str | None:
+        if GLUON not in target.features:
+            return "runs on NVIDIA's Hopper only"
+        return accepts(target, *types, **attributes)
+
+    here = on_device("cuda", accepts_here, packed=packed, acts=acts, gives=gives)
+    return Kernel(op, "hopper", here, loads(op, load), **options)
+
+
+def _linear(op: Op) -> Kernel:
+    accepts = update_wrapper(partial(accepts_linear, op.weights[0]), accepts_linear)
+    is_gated = op is not ops.linear
+    return _kernel(op, _load_linears, accepts, (*PACKED, *TYPES), ACTS, GIVEN if is_gated else (),
+                   packed_layout=_layout_of_linears, is_for_packed=not is_gated)  # fmt: skip
+
+
+KERNELS: tuple[Kernel, ...] = (
+    *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
+    _kernel(ops.paged_attention, _load_attention, accepts_attention),
+    _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
+    _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
+    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, PACKED, packed_layout=_layout),
+    _kernel(ops.experts, _load_experts, accepts_experts, PACKED, GIVEN, packed_layout=_layout),
+    _kernel(ops.grouped_lora, _load_lora, accepts_adapters),
+)
+
+BACKEND = Backend(
+    "hopper", KERNELS, layouts={LAYOUT: shuffle}, find_features=find_features, find_tuners=find_tuners, vendor=GLUON
+)

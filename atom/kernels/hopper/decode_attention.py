@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.tensor_descriptors import TensorDescriptors
 from atom.kernels.triton.attention.common import (
     LOG2E,
     NOTHING,
@@ -40,8 +41,6 @@ from atom.kernels.triton.attention.common import (
 )
 from atom.kernels.triton.attention.rope import rotate_heads
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors
-from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
 POSITIONS = gl.constexpr(64)  # of keys and values in a tile
 PIECE = gl.constexpr(16)  # of them, which one copy brings
@@ -434,6 +433,20 @@ def _decode(
 
 _byte_descriptors = TensorDescriptors((PIECE.value, 128), BYTES.value)
 _descriptors = TensorDescriptors((PIECE.value, 64), OPERANDS.value)
+
+
+def suits(q: Tensor, cache: Tensor, query_len: int) -> bool:
+    """Whether `decode` takes these and is faster than Triton's: heads of 128 dims, and rows that fill its tile."""
+    dim, is_fp8 = cache.shape[-1], cache.dtype == torch.float8_e4m3fn
+    rows = q.shape[1] // cache.shape[3] * query_len
+    return (
+        q.dtype in ((torch.bfloat16,) if is_fp8 else (torch.bfloat16, torch.float16))
+        and (is_fp8 or cache.dtype == q.dtype)
+        and dim == 128
+        and (1 if is_fp8 else 8) <= rows <= 32
+        and cache.shape[1] % 16 == 0
+        and cache.data_ptr() % 16 == 0
+    )
 
 
 class Tiling(NamedTuple):

@@ -33,11 +33,11 @@ from atom.kernels.hopper.packed_linear import (
     _unpack,
     gated_shape,
 )
+from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.linear.weight_encoding import PLAIN, Style, Weight, style_of_weight
 from atom.kernels.triton.padded_alloc import new_rows, readable_rows
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its rows, and bytes or plain numbers of each
 TOKENS = gl.constexpr(8)  # rows of x in a box, which a product by mma has at least

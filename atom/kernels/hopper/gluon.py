@@ -26,6 +26,21 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+# PTX of 4 neighbours in fp8 to bf16: the even ones, then the odd ones
+EVEN_ODD_FP8_PTX = gl.constexpr("""{
+.reg .b32 a, b, t;
+shl.b32 t, $2, 8;
+shl.b32 a, $2, 4;
+and.b32 b, $2, 0x7f007f00;
+and.b32 a, a, 0x07f007f0;
+shr.u32 b, b, 4;
+lop3.b32 a, t, 0x80008000, a, 0xEA;
+lop3.b32 b, $2, 0x80008000, b, 0xEA;
+mov.b32 t, 0x7b807b80;
+mul.rn.bf16x2 $0, a, t;
+mul.rn.bf16x2 $1, b, t;
+}""")
+
 
 class GluonJITFunction(JITFunction, _runtime.GluonJITFunction):  # type: ignore[misc]
     """As JITFunction, of Gluon's language."""

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from atom.graph import PackedWeight
 from atom.kernels.hopper.gated_linear import SILU
 from atom.kernels.hopper.gluon import async_load, async_store, jit, reinterpret
+from atom.kernels.hopper.tensor_descriptors import TensorDescriptors
 from atom.kernels.hopper.warp_groups import (
     GROUPS,
     STAGES,
@@ -54,7 +55,6 @@ from atom.kernels.triton.compile.jit import jit as triton_jit
 from atom.kernels.triton.experts.grouped_tiles import most_tiles
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.linear.row_kernels import FP8, activate_gates
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 
 ROWS = gl.constexpr(64)  # of x, which a product has
 BAND = 2048  # rows of an expert that all outputs are made of before the next ones: they and the weight stay in L2

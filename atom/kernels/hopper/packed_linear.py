@@ -28,14 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.graph import PackedWeight
-from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.gluon import EVEN_ODD_FP8_PTX, async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.weight_encoding import style_of_weight
 from atom.kernels.triton.padded_alloc import new_rows, readable_rows
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
-from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
 BLOCK_O, BOX = gl.constexpr(shuffled.BLOCK_OUT), gl.constexpr(shuffled.BOX)
 WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.kernels.hopper.gluon import async_load, barrier, jit, reinterpret
+from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.attention.common import LOG2E, NOTHING, cap_scores, score_factor, wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.tensor_descriptors import TensorDescriptors, align_rows
 
 ROWS = gl.constexpr(128)  # of a tile: queries times heads
 HALF = gl.constexpr(64)  # of them, which a group of warps has
@@ -38,6 +39,8 @@ PIECE = gl.constexpr(16)  # positions of a tile of keys and values, which one co
 COLUMNS = gl.constexpr(64)  # that it brings of them
 STAGES = gl.constexpr(2)
 LONG = 4096  # tokens of a sequence in a step
+FEW_TOKENS = 512  # of prompts in a step, or of a window, up to which Triton's kernel is as fast
+WIDE_TOKENS, WIDE_MEAN = 2048, 1024  # of a step, and of a prompt or window: from which heads of 256 dims are faster
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 GROUPED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # queries by heads by columns
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # to store by
@@ -491,6 +494,27 @@ def _prefill(
 
 
 _piece_descriptors = TensorDescriptors((PIECE.value, COLUMNS.value), SHARED.value)
+
+
+def suits(q: Tensor, cache: Tensor, num_decodes: int, num_prompts: int, window: int | None) -> bool:
+    """Whether `prefill` takes these and is faster than Triton's kernel, as it is for long prompts.
+
+    With heads of 256 dims it holds fewer tiles, and is faster for longer prompts only. It is given a cache in fp8
+    unpacked.
+    """
+    num_tokens, heads, dim = q.shape
+    _, block_size, _, kv_heads, _ = cache.shape
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and cache.dtype in (q.dtype, torch.float8_e4m3fn)
+        and num_tokens - num_decodes > FEW_TOKENS
+        and (dim in (64, 128) or (dim == 256 and cache.dtype == q.dtype))
+        and (dim < 256 or num_tokens - num_decodes >= max(WIDE_TOKENS, WIDE_MEAN * num_prompts))
+        and 64 % (heads // kv_heads) == 0
+        and block_size % 16 == 0
+        and cache.data_ptr() % 16 == 0
+        and (window is None or (window >= (FEW_TOKENS if dim < 256 else WIDE_MEAN) and cache.dtype == q.dtype))
+    )
 
 
 @functools.cache

@@ -13,7 +13,6 @@ here beats.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ import torch
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels.backend import Accepts, Backend, Kernel, accepts_all, on_device
-from atom.kernels.step import import_step_kernels
+from atom.kernels.step import StepKernels
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
 from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear, trace_packed_linear
 from atom.kernels.torch.moe import combine, packed_grouped_linear
 from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
-from atom.kernels.torch.step.speculation import gumbel_argmax
+from atom.kernels.torch.step import blocks, prepare_inputs, sampling, speculation
 
 
 def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts = accepts_all, **options: Any) -> Kernel:
@@ -43,7 +42,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.add_rms_norm, add_rms_norm),
     _kernel(ops.grouped_linear, packed_grouped_linear, accepts, layout="onednn"),
     _kernel(ops.combine, combine),
-    _kernel(ops.gumbel_argmax, gumbel_argmax),
+    _kernel(ops.gumbel_argmax, speculation.gumbel_argmax),
     _kernel(ops.norm_rope_write, norm_rope_write),
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),
     _kernel(ops.paged_attention, PagedAttention),
@@ -56,5 +55,5 @@ BACKEND = Backend(
     layouts={"onednn": pack},
     find_features=find_features,
     find_versions=lambda: {"torch": torch.__version__},
-    step_kernels=partial(import_step_kernels, f"{__name__}.step"),
+    step_kernels=lambda: StepKernels.of(prepare_inputs, sampling, speculation, blocks),
 )

@@ -1,20 +1,18 @@
 """The backend `triton`: kernels for GPUs of all vendors.
 
-Nothing here imports triton before a kernel is loaded.
+    for kernel in BACKEND.kernels:
+        reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
+        run = kernel.load(LoadContext())                         # a callable with the op's signature
 
-for kernel in BACKEND.kernels:
-    reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
-    run = kernel.load(LoadContext())                         # a callable with the op's signature
+Nothing here imports triton before a kernel is loaded: `_load_linears` and so on import a module each, and give its
+functions by op, of classes those of the program's one object.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -26,8 +24,20 @@ from atom.graph.formats import act_of, parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, accepts_all, on_device
-from atom.kernels.step import import_step_kernels
+from atom.kernels.backend import (
+    Accepts,
+    Backend,
+    Functions,
+    Kernel,
+    LoadContext,
+    Target,
+    Tuner,
+    accepts_all,
+    kinds_in,
+    loads,
+    on_device,
+)
+from atom.kernels.step import StepKernels
 from atom.kernels.triton.linear.split_blocks import split_blocks
 
 MAX_HEAD_DIM = 256
@@ -41,12 +51,6 @@ GIVEN = ("fp8",)  # formats in which gates give the rows that it multiplies next
 SPAN = 128  # rows and columns of blocks in fp8 that the library multiplies
 MAX_SLICES = 3  # of a linear with adapters: q, k and v
 LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
-
-
-@cache
-def knows_gluon() -> bool:
-    """Whether our kernels in Gluon, which is experimental and changes, compile with this version of Triton."""
-    return (3, 6) <= tuple(map(int, version("triton").split(".")[:2])) < (3, 10)
 
 
 def find_features() -> frozenset[str]:
@@ -70,9 +74,11 @@ def find_versions() -> dict[str, str]:
 @contextmanager
 def keep_binaries(cache: Cache) -> Iterator[None]:
     """Keep binaries in a cache folder. `cache.warnings` says what was ignored there, after this context stderr."""
+    from atom.kernels.triton.compile.binary_cache import keep_in
+
     own = Cache(cache.folder)  # it must stay open while Triton compiles
     own.warnings = cache.warnings
-    binaries = _module("compile.binary_cache").keep_in(own)
+    binaries = keep_in(own)
     try:
         yield
     finally:
@@ -80,17 +86,22 @@ def keep_binaries(cache: Cache) -> Iterator[None]:
 
 
 def compile_launches(pool: Executor) -> AbstractContextManager[None]:
-    launches: AbstractContextManager[None] = _module("compile.precompile").compile_launches(pool)
-    return launches
+    from atom.kernels.triton.compile import precompile
+
+    return precompile.compile_launches(pool)
 
 
 def find_tuners(device: torch.device) -> list[Tuner]:
-    return [_module("linear.tune").LinearTuner(device), _module("experts.grouped_tune").ExpertsTuner(device)]
+    from atom.kernels.triton.experts.grouped_tune import ExpertsTuner
+    from atom.kernels.triton.linear.tune import LinearTuner
+
+    return [LinearTuner(device), ExpertsTuner(device)]
 
 
-def _module(name: str) -> Any:
-    """A module of this backend, imported when it is needed, since it imports triton."""
-    return importlib.import_module(f"{__name__}.{name}")
+def load_step_kernels() -> StepKernels:
+    from atom.kernels.triton.step import blocks, prepare_inputs, sampling, speculation
+
+    return StepKernels.of(prepare_inputs, sampling, speculation, blocks)
 
 
 def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
@@ -202,53 +213,107 @@ def accepts_experts(
     return accepts_grouped(target, x, gate_up) or accepts_grouped(target, x, down)
 
 
-def loader(module: str, name: str) -> Callable[[LoadContext], Callable[..., Any]]:
-    """What loads a kernel of a module below: a function, a program's object of a class, or a method of it."""
+def _load_linears(context: LoadContext) -> Functions:
+    from atom.kernels.triton.linear.linear import Linears
 
-    def load(context: LoadContext) -> Callable[..., Any]:
-        owner, _, method = name.partition(".")
-        found = getattr(_module(module), owner)
-        shared = context.share(found) if isinstance(found, type) else found
-        return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
+    linears = context.share(Linears)
+    return {
+        ops.linear: linears.linear,
+        ops.gated_linear: linears.gated_linear,
+        ops.norm_linear: linears.norm_linear,
+        ops.add_norm_linear: linears.add_norm_linear,
+    }
 
-    return load
+
+def _load_rope(_context: LoadContext) -> Functions:
+    from atom.kernels.triton.attention.rope import norm_rope, norm_rope_write
+
+    return {ops.norm_rope: norm_rope, ops.norm_rope_write: norm_rope_write}
+
+
+def _load_attention(context: LoadContext) -> Functions:
+    from atom.kernels.triton.attention.paged import NormRopeAttention, PagedAttention
+
+    return {
+        ops.paged_attention: context.share(PagedAttention),
+        ops.norm_rope_attention: context.share(NormRopeAttention),
+    }
+
+
+def _load_latent(context: LoadContext) -> Functions:
+    from atom.kernels.triton.attention.latent import PagedLatentAttention, norm_rope_write_latent
+
+    return {
+        ops.norm_rope_write_latent: norm_rope_write_latent,
+        ops.paged_mla_attention: context.share(PagedLatentAttention),
+    }
+
+
+def _load_router(context: LoadContext) -> Functions:
+    from atom.kernels.triton.experts.router import Router
+
+    router = context.share(Router)
+    return {ops.router: router.router, ops.add_norm_router: router.add_norm_router}
+
+
+def _load_grouping(_context: LoadContext) -> Functions:
+    from atom.kernels.triton.experts.grouping import combine, group
+
+    return {ops.group: group, ops.combine: combine}
+
+
+def _load_experts(context: LoadContext) -> Functions:
+    from atom.kernels.triton.experts.moe import Experts
+
+    experts = context.share(Experts)
+    return {ops.grouped_linear: experts.grouped_linear, ops.experts: experts.experts}
+
+
+def _load_speculation(_context: LoadContext) -> Functions:
+    from atom.kernels.triton.step.speculation import gumbel_argmax
+
+    return {ops.gumbel_argmax: gumbel_argmax}
+
+
+def _load_lora(_context: LoadContext) -> Functions:
+    from atom.kernels.triton.linear.lora import expand_lora, grouped_lora, lora
+
+    return {ops.lora: lora, ops.expand_lora: expand_lora, ops.grouped_lora: grouped_lora}
 
 
 def _kernel(
-    op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = (),
+    op: Op, load: Callable[[LoadContext], Functions], accepts: Accepts = accepts_all, packed: Collection[str] = (),
     acts: Collection[str] = (), gives: Collection[str] = (), **options: Any,
 ) -> Kernel:  # fmt: skip
-    """An op's kernel, named like the op unless `name` says another one. packed, acts and gives: as in `on_device`"""
+    """packed, acts and gives: as in `OnDevice`"""
     accepts = on_device("cuda", accepts, packed=packed, acts=acts, gives=gives)
-    return Kernel(op, "triton", accepts, loader(module, name or op.name), **options)
+    return Kernel(op, "triton", accepts, loads(op, load), **options)
 
 
 def _linear(op: Op) -> Kernel:
-    given = () if op is ops.linear else GIVEN
-    return _kernel(op, "linear.linear", f"Products.{op.name}", accepts_linear, (*PACKED, *TYPES), ACTS, given,
-                   packed_layout=SPLIT, packed_kinds=(*TYPES,))  # fmt: skip
+    gives = () if op is ops.linear else GIVEN
+    return _kernel(op, _load_linears, accepts_linear, (*PACKED, *TYPES), ACTS, gives, packed_layout=layout_of_linears)
 
 
+layout_of_linears = kinds_in(SPLIT, TYPES)
 KERNELS: tuple[Kernel, ...] = (
     *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
-    _kernel(ops.norm_rope, "attention.rope", accepts=accepts_attention),
-    _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
-    _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
-    _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
-    _kernel(ops.norm_rope_write_latent, "attention.latent", accepts=accepts_cache),
-    _kernel(ops.paged_mla_attention, "attention.latent", "PagedLatentAttention", accepts_latent),
-    _kernel(ops.router, "experts.router", "Router.router"),
-    _kernel(ops.add_norm_router, "experts.router", "Router.add_norm_router"),
-    _kernel(ops.group, "experts.grouping"),
-    _kernel(
-        ops.grouped_linear, "experts.moe", "Experts.grouped_linear", accepts_grouped, ("scaled", "int4", "int8", *FP4)
-    ),
-    _kernel(ops.combine, "experts.grouping"),
-    _kernel(ops.gumbel_argmax, "step.speculation"),
-    _kernel(ops.lora, "linear.lora", accepts=accepts_lora),
-    _kernel(ops.expand_lora, "linear.lora", accepts=accepts_lora),
-    _kernel(ops.grouped_lora, "linear.lora"),
-    _kernel(ops.experts, "experts.moe", "Experts.experts", accepts_experts, PACKED),
+    _kernel(ops.norm_rope, _load_rope, accepts_attention),
+    _kernel(ops.norm_rope_write, _load_rope, accepts_attention),
+    _kernel(ops.paged_attention, _load_attention, accepts_attention),
+    _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
+    _kernel(ops.norm_rope_write_latent, _load_latent, accepts_cache),
+    _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
+    _kernel(ops.router, _load_router),
+    _kernel(ops.add_norm_router, _load_router),
+    _kernel(ops.group, _load_grouping),
+    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, PACKED),
+    _kernel(ops.combine, _load_grouping),
+    _kernel(ops.gumbel_argmax, _load_speculation),
+    _kernel(ops.lora, _load_lora, accepts_lora),
+    _kernel(ops.expand_lora, _load_lora, accepts_lora),
+    _kernel(ops.grouped_lora, _load_lora),
+    _kernel(ops.experts, _load_experts, accepts_experts, PACKED),
 )
 
 BACKEND = Backend(
@@ -259,6 +324,6 @@ BACKEND = Backend(
     find_versions=find_versions,
     keep_binaries=keep_binaries,
     compile_launches=compile_launches,
-    step_kernels=partial(import_step_kernels, f"{__name__}.step"),
+    step_kernels=load_step_kernels,
     find_tuners=find_tuners,
 )

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import driver
 
-from atom.kernels.triton import knows_gluon
 from atom.kernels.triton.compile.binary_cache import kept
 
 
@@ -29,11 +28,6 @@ class Gpu(NamedTuple):
     def has_dependent_launch(self) -> bool:
         """Whether a kernel may be launched while the preceding one still runs (PDL)."""
         return self.capability >= (9, 0)
-
-    @property
-    def runs_gluon(self) -> bool:
-        """Whether it runs our Gluon kernels, which are for NVIDIA's Hopper."""
-        return self.capability == (9, 0) and knows_gluon()
 
     @property
     def options(self) -> dict[str, bool]:

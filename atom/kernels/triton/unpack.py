@@ -28,20 +28,6 @@ prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; shr.u32 c, a, 4; shr.u32 d
 and.b32 c, c, 0x07F007F0; and.b32 d, d, 0x07F007F0;
 lop3.b32 a, a, 0x80008000, c, 0xEA; lop3.b32 b, b, 0x80008000, d, 0xEA; mov.b32 c, 0x7B807B80;
 mov.b32 d, 0x80008000; fma.rn.bf16x2 $0, a, c, d; fma.rn.bf16x2 $1, b, c, d;}""")
-# of 4 neighbours, for Gluon's kernels: the even ones, then the odd ones
-EVEN_ODD_FP8_PTX = tl.constexpr("""{
-.reg .b32 a, b, t;
-shl.b32 t, $2, 8;
-shl.b32 a, $2, 4;
-and.b32 b, $2, 0x7f007f00;
-and.b32 a, a, 0x07f007f0;
-shr.u32 b, b, 4;
-lop3.b32 a, t, 0x80008000, a, 0xEA;
-lop3.b32 b, $2, 0x80008000, b, 0xEA;
-mov.b32 t, 0x7b807b80;
-mul.rn.bf16x2 $0, a, t;
-mul.rn.bf16x2 $1, b, t;
-}""")
 I8_PTX = tl.constexpr("""{.reg .b32 n, s;
 prmt.b32 n, $2, 0, 0x4140; and.b32 s, n, 0x00800080; and.b32 n, n, 0x007F007F;
 or.b32 $0, n, 0x43004300; or.b32 $1, s, 0x43004300;}""")

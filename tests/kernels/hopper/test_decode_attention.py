@@ -12,19 +12,19 @@ from kernels.paged import KIND, Case, change, make_case, move, reference, widen
 from kernels.triton.attention.test_norm_rope_attention import make_case as make_newest
 
 from atom.graph import ops
-from atom.kernels.triton.attention.decode import suits_hopper
-from atom.kernels.triton.attention.paged import NormRopeAttention, PagedAttention
+from atom.kernels.hopper.attention import NormRopeAttention, PagedAttention
+from atom.kernels.hopper.decode_attention import suits
 from atom.kernels.triton.gpu import Gpu
 
 FP8 = torch.float8_e4m3fn
 H200 = Gpu(132, 227 << 10, (9, 0))
 
 
-def is_chosen(gpu: Gpu = H200, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype = FP8, dim: int = 128,
+def is_chosen(dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype = FP8, dim: int = 128,
               heads: int = 8, queries: int = 1, block_size: int = 16, offset: int = 0) -> bool:  # fmt: skip
     shape = torch.Size((3, block_size, 2, 2, dim))
     cache = torch.zeros(shape.numel() + offset, dtype=cache_dtype)[offset:].view(shape)
-    return suits_hopper(gpu, torch.zeros(1, heads, dim, dtype=dtype), cache, queries)
+    return suits(torch.zeros(1, heads, dim, dtype=dtype), cache, queries)
 
 
 PLAIN: dict[str, Any] = {"cache_dtype": torch.bfloat16, "heads": 16}
@@ -44,7 +44,7 @@ def test_it_takes(given: dict[str, Any]):
 @pytest.mark.parametrize(
     "given",
     [
-        {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"dtype": torch.float16},
+        {"dtype": torch.float16},
         {"dtype": torch.float32, "cache_dtype": torch.float32}, {"cache_dtype": torch.float16}, {"dim": 64},
         PLAIN | {"dim": 64}, PLAIN | {"dim": 256}, {"heads": 66}, {"heads": 16, "queries": 5}, {"block_size": 24},
         {"offset": 8}, PLAIN | {"heads": 14},
@@ -57,8 +57,9 @@ def test_it_leaves_to_the_other_kernel(given: dict[str, Any]):
 COMPILE = """
 import torch, triton
 from kernels.compiling import use_hopper
-from atom.kernels.triton.attention import decode
 from atom.kernels.hopper import decode_attention as decode_hopper
+from atom.kernels.hopper.attention import PagedAttention
+from atom.kernels.triton.attention import decode
 from kernels.hopper.test_decode_attention import FP8, H200
 
 class Compile:
@@ -90,7 +91,7 @@ for dtype, queries, window, sinks in (
         newest = decode.Newest(q[:, :8], q[:, :8], angle, angle, q[0, 0], q[0, 0], numbers[0].long(), 1e-6, False)
     tiling = decode_hopper.choose(cache.element_size())
     args = q, cache, numbers, numbers[0], 4, sinks, *scales, torch.empty_like(q), 0.1, window, None, newest, queries
-    decode.Decode()(*args)
+    PagedAttention()._attend_decodes(*args)
 """
 
 

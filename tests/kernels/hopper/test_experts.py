@@ -19,8 +19,8 @@ from kernels.hopper.ways import watch_ways
 
 from atom.graph import PackedWeight, Type, ops
 from atom.kernels import find_kernel
+from atom.kernels.hopper.experts import Experts
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton.experts import moe
 
 BLOCKS, ACT = "fp8[128, 128]", "fp8[1, 128]"  # experts in these blocks are multiplied with activations in fp8
 SIZES: dict[str | None, tuple[int, int]] = {  # width and hidden size by format: odd numbers of what its layout takes
@@ -72,7 +72,7 @@ def check(
     laid_out = [shuffle(each) if isinstance(each, PackedWeight) else each for each in laid_out]
     for bias in (each for each in biases if each is not None):
         bias[[expert not in chosen for expert in range(experts)]] = torch.nan
-    products: Any = moe.Experts() if fmt is None else moe.ShuffledExperts()
+    products = Experts()
 
     def run() -> torch.Tensor:
         y: torch.Tensor = products.experts(x, weights, ids, *laid_out, *biases, base, **gate, act=act)

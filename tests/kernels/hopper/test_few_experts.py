@@ -18,11 +18,10 @@ from kernels.hopper.test_hopper import FORMATS, H200, IS_HOPPER, draw
 from atom.graph import PackedWeight, ops
 from atom.kernels.hopper import few_experts as few_hopper
 from atom.kernels.hopper import packed_linear as packed_hopper
+from atom.kernels.hopper.experts import Experts, unpack_experts
 from atom.kernels.hopper.few_experts import FEW_PACKED, FEW_PLAIN
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton.activations import Gate
-from atom.kernels.triton.experts import moe
-from atom.kernels.triton.experts.grouped_linear import unpack_experts
 from atom.kernels.triton.linear.matrix import make_counters
 from atom.kernels.triton.linear.weight_encoding import PLAIN, style_of, style_of_weight
 
@@ -59,8 +58,7 @@ import itertools, sys, torch, triton
 from kernels.compiling import use_hopper
 from kernels.hopper.test_few_experts import EXPERTS, make_experts
 from kernels.hopper.test_hopper import H200
-from atom.kernels.hopper import few_experts as few_hopper
-from atom.kernels.triton.experts import moe
+from atom.kernels.hopper import experts as moe, few_experts as few_hopper
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.linear.matrix import make_counters
 
@@ -234,7 +232,7 @@ def test_a_captured_chain_follows_what_its_tokens_choose(fmt: str):
     gate_up, down, *_ = make_experts(fmt, 32, 256, 512, False, "cuda")
     laid_out = shuffle(gate_up), shuffle(down)
     x, scores = torch.randn(2, 512, device="cuda").bfloat16(), torch.randn(2, 32, device="cuda")
-    own = moe.ShuffledExperts()
+    own = Experts()
 
     def run() -> torch.Tensor:
         y = x

@@ -10,20 +10,21 @@ import torch.nn.functional as F
 from kernels.checks import relative_error
 from kernels.compiling import compile_for_hopper
 
-from atom.kernels.triton import gpu as module
+from atom.kernels import hopper
+from atom.kernels.hopper.gated_linear import MANY_ROWS, suits
+from atom.kernels.hopper.linear import Linears
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear
-from atom.kernels.triton.linear.linear import MANY_ROWS, suits_hopper
 from atom.kernels.triton.linear.tiles import MAX_ROWS
 
 H200 = Gpu(132, 227 << 10, (9, 0))
 
 
-def is_chosen(gpu: Gpu = H200, rows: int = MANY_ROWS, inner: int = 128, width: int = 72, kind: str | None = "silu",
+def is_chosen(rows: int = MANY_ROWS, inner: int = 128, width: int = 72, kind: str | None = "silu",
               dtype: torch.dtype = torch.bfloat16, apart: int = 0, offset: int = 0) -> bool:  # fmt: skip
     x = torch.zeros(rows, inner + apart, dtype=dtype)[:, :inner]
     weight = torch.zeros(2 * width * inner + offset, dtype=dtype)[offset:].view(2 * width, inner)
-    return suits_hopper(gpu, x, weight, kind)
+    return suits(x, weight, kind)
 
 
 @pytest.mark.parametrize("given", [{}, {"rows": 5000}, {"inner": 72}, {"width": 8}, {"apart": 8}])
@@ -34,7 +35,6 @@ def test_it_takes_many_rows(given: dict[str, Any]):
 @pytest.mark.parametrize(
     "given",
     [
-        {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"gpu": Gpu(304, 64 << 10, (0, 0))},
         {"rows": MANY_ROWS - 1}, {"kind": None}, {"kind": "gelu"}, {"dtype": torch.float16}, {"dtype": torch.float32},
         {"inner": 64}, {"inner": 132}, {"width": 70}, {"apart": 4}, {"offset": 4},
     ],
@@ -43,9 +43,21 @@ def test_it_leaves_to_the_library(given: dict[str, Any]):
     assert not is_chosen(**given)
 
 
-def test_another_gluon_than_it_is_written_for_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "knows_gluon", lambda: False)
-    assert not is_chosen()
+@pytest.mark.parametrize(
+    ("capability", "version", "has_gluon"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.9.1", True), ((9, 0), "3.5.1", False), ((9, 0), "3.10.0", False),
+     ((8, 0), "3.6.0", False), ((10, 0), "3.6.0", False)],
+)  # fmt: skip
+def test_a_gpu_and_a_triton_that_run_our_kernels_have_the_feature_gluon(
+    capability: tuple[int, int], version: str, has_gluon: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(hopper, "version", lambda _: version)
+    hopper.knows_gluon.cache_clear()
+    assert hopper.find_features() == ({"gluon"} if has_gluon else frozenset())
+    hopper.knows_gluon.cache_clear()
 
 
 def test_what_has_measured_parameters_is_left_alone():
@@ -55,9 +67,9 @@ def test_what_has_measured_parameters_is_left_alone():
 COMPILE = """
 import torch, triton
 from kernels.compiling import use_hopper
-from atom.kernels.triton.linear import linear
-from atom.kernels.triton import gpu as module
+from atom.kernels.hopper.linear import Linears
 from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.linear import linear
 
 class Compile:
     def __init__(self, kernel):
@@ -75,8 +87,8 @@ gpu = Gpu(132, 227 << 10, (9, 0))
 from atom.kernels.hopper import gated_linear as gate_hopper
 linear.find_gpu = gate_hopper.find_gpu = lambda device: gpu
 gate_hopper._gated_linear = Compile(gate_hopper._gated_linear)
-x, weight = (torch.zeros(size, 128, dtype=torch.bfloat16) for size in (linear.MANY_ROWS, 144))
-linear.Products().gated_linear(x, weight, kind="silu")
+x, weight = (torch.zeros(size, 128, dtype=torch.bfloat16) for size in (gate_hopper.MANY_ROWS, 144))
+Linears().gated_linear(x, weight, kind="silu")
 """
 
 
@@ -145,13 +157,13 @@ class TestOnHopper:
             make(512, 768) * 0.1,
         )
 
-        products = linear.Products()
+        linears = Linears()
 
         def layers() -> torch.Tensor:
             total = a
             for _ in range(4):
-                m, total = products.add_norm_linear(total, b, norm, weight, eps=1e-6, kind="silu")
-                total = products.linear(m, down) + total
+                m, total = linears.add_norm_linear(total, b, norm, weight, eps=1e-6, kind="silu")
+                total = linears.linear(m, down) + total
             return total
 
         expected, total = a, a
@@ -177,7 +189,7 @@ class TestOnHopper:
         calls, launch = [], gate_hopper.gated_linear
         monkeypatch.setattr(gate_hopper, "gated_linear", lambda *args: (calls.append(args), launch(*args))[1])
         a, b, norm, weight = make(MANY_ROWS, 128), make(MANY_ROWS, 128), make(128), make(144, 128)
-        y, total = linear.Products().add_norm_linear(a, b, norm, weight, eps=1e-6, kind=kind)
+        y, total = Linears().add_norm_linear(a, b, norm, weight, eps=1e-6, kind=kind)
         normed, expected = linear.normalize(a, b, norm, 1e-6)
         assert torch.equal(total, expected)
         plain = linear.activate_gates(F.linear(normed, weight), kind)

@@ -16,9 +16,9 @@ from atom.graph import PackedWeight, ops
 from atom.graph.quantize_rows import round_rows
 from atom.kernels.hopper import grouped_linear as grouped_hopper
 from atom.kernels.hopper import warp_groups
+from atom.kernels.hopper.experts import unpack_experts
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton.activations import Gate
-from atom.kernels.triton.experts.grouped_linear import unpack_experts
 from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 
 COMPILE = """

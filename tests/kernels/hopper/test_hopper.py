@@ -14,14 +14,14 @@ pytest.importorskip("triton")
 from atom.graph import PackedWeight, Type, W, ops
 from atom.graph.recipes import Shuffle, Stack
 from atom.kernels import Target, find_kernel
+from atom.kernels.hopper.experts import Experts, unpack_experts
+from atom.kernels.hopper.linear import Linears
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
 from atom.kernels.triton.activations import Gate
-from atom.kernels.triton.experts import grouped_tune, moe
-from atom.kernels.triton.experts.grouped_linear import unpack_experts
+from atom.kernels.triton.experts import grouped_tune
 from atom.kernels.triton.experts.grouped_tune import ExpertsTuner, Product, Recording
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear import packed, row_kernels, shuffled, tiles
-from atom.kernels.triton.linear.linear import Products
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.tune import candidates
 from atom.kernels.triton.linear.weight_encoding import style_of
@@ -156,20 +156,20 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
-            ({"target": Target("cuda", frozenset({"nvidia", "sm_90"}))}, "on NVIDIA's Hopper alone"),
-            ({"target": Target("cuda", frozenset({"nvidia", "sm_100"}))}, "on NVIDIA's Hopper alone"),
+            ({"target": Target("cuda", frozenset({"nvidia", "sm_90"}))}, "on NVIDIA's Hopper only"),
+            ({"target": Target("cuda", frozenset({"nvidia", "sm_100"}))}, "on NVIDIA's Hopper only"),
             ({"target": Target("cpu")}, "runs on cuda, not on cpu"),
             ({"dtype": "fp16"}, "multiplies in bf16, not in fp16"),
             ({"fmt": "int4[1, 64]"}, "has no layout of int4"),
             ({"fmt": "int8[1, *]"}, "has no layout of int8"),
             ({"fmt": "fp8[64, 96]"}, "has no layout of fp8"),
             ({"fmt": "fp8[1, 256]"}, "has no layout of fp8"),
-            ({"fmt": "ct_nvfp4"}, "its weight is stored as ct_nvfp4"),
+            ({"fmt": "ct_nvfp4"}, "has no layout of ct_nvfp4"),
             ({"fmt": "gptq_int4_ordered[1, 128]"}, "has no layout of gptq_int4_ordered"),
             ({"out": 40}, "has no layout of 40 x 256"),
             ({"inner": 96}, "has no layout of 256 x 96"),
-            ({"fmt": None}, "takes packed weights alone"),
-            ({"op": ops.grouped_linear, "fmt": None}, "takes packed weights alone"),
+            ({"fmt": None}, "takes plain weights with a silu gate and without a bias only"),
+            ({"op": ops.grouped_linear, "fmt": None, "out": 36}, "has no kernel for experts of 36 x 256"),
         ],
     )
     def test_it_refuses(self, given: dict[str, Any], reason: str):
@@ -256,10 +256,10 @@ import itertools, sys, torch, triton
 from kernels.compiling import use_hopper
 from kernels.hopper.test_hopper import FORMATS, H200, draw
 from atom.kernels.hopper.shuffle import shuffle
-from atom.kernels.triton.linear import linear
-from atom.kernels.hopper import packed_linear as packed_hopper
-from atom.kernels.triton.experts import moe
+from atom.kernels.hopper import experts as moe, packed_linear as packed_hopper
+from atom.kernels.hopper.linear import Linears
 from atom.kernels.triton.activations import Gate
+from atom.kernels.triton.linear import linear
 
 launches = itertools.count()
 
@@ -284,13 +284,13 @@ linear.normalize = lambda a, b, norm, eps: (a, a)
 packed_hopper._multiply = Compile(packed_hopper._multiply)
 for fmt in FORMATS:
     weight, x = shuffle(draw(fmt, 256, 512)), torch.zeros(128, 512, dtype=torch.bfloat16)
-    linear.Products().linear(x[:8], weight, x[0, :256])
-    linear.Products().gated_linear(x[:32], weight, kind="silu")
-    linear.Products().linear(x, weight)
+    Linears().linear(x[:8], weight, x[0, :256])
+    Linears().gated_linear(x[:32], weight, kind="silu")
+    Linears().linear(x, weight)
     experts = shuffle(draw(fmt, 4, 256, 512))
     for rows in (3, 40):
-        moe.ShuffledExperts().grouped_linear(x[:rows], experts, torch.zeros(4, dtype=torch.int64))
-    moe.ShuffledExperts().multiply(x[:40], experts, torch.zeros(4, dtype=torch.int64), gate=Gate("swigluoai", 7.0, 1.7))
+        moe.Experts().grouped_linear(x[:rows], experts, torch.zeros(4, dtype=torch.int64))
+    moe.Experts().multiply(x[:40], experts, torch.zeros(4, dtype=torch.int64), gate=Gate("swigluoai", 7.0, 1.7))
 """
 
 
@@ -329,12 +329,12 @@ class TestOnHopper:
         weight = draw(fmt, out, inner, device="cuda")
         x, bias = make(rows, inner + 8)[:, :inner], make(out)
         truth = x.double() @ packed.unpack(weight, torch.float32).double().t()
-        products = Products()
+        linears = Linears()
         share = (
             1e-4 if rows <= 256 else 2e-3
         )  # of more rows the weight is unpacked, and rounded to bf16 with its scales
-        assert_near(products.linear(x, shuffle(weight)).double(), truth, share)
-        again = [products.linear(x, shuffle(weight), bias) for _ in range(3)]
+        assert_near(linears.linear(x, shuffle(weight)).double(), truth, share)
+        again = [linears.linear(x, shuffle(weight), bias) for _ in range(3)]
         assert_near(again[0].double(), truth + bias.double(), share)
         assert all(torch.equal(again[0], each) for each in again)
 
@@ -352,8 +352,8 @@ class TestOnHopper:
         monkeypatch.setattr(packed_hopper, "readable_rows", lambda *args: read.append(find(*args)) or read[-1])
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
-            products = Products()
-            return products.linear(x, weight) if kind is None else products.gated_linear(x, weight, kind=kind)
+            linears = Linears()
+            return linears.linear(x, weight) if kind is None else linears.gated_linear(x, weight, kind=kind)
 
         assert torch.equal(multiply(x[:rows]), multiply(x[:rows].clone()))
         assert [each > rows for each in read] == [True, False]
@@ -366,7 +366,7 @@ class TestOnHopper:
         weight, (a, b), norm = draw(fmt, out, inner, device="cuda"), make(2, rows, inner), make(inner)
         weight.parts["scales"].copy_(weight.parts["scales"] - 12 if fmt == "mxfp4" else weight.parts["scales"] / 1000)
         plain = packed.unpack(weight, torch.float32)
-        y, total = Products().add_norm_linear(a, b, norm, shuffle(weight), eps=EPS, kind=kind)
+        y, total = Linears().add_norm_linear(a, b, norm, shuffle(weight), eps=EPS, kind=kind)
         assert torch.equal(total, a + b)
         x = ops.rms_norm.body(a + b, norm, eps=EPS)
         truth = ops.gated_activate.body((x.double() @ plain.double().t()).bfloat16(), kind=kind).double()
@@ -378,7 +378,7 @@ class TestOnHopper:
     def test_any_tiles_give_the_same(self, fmt: str, tiles: Wgmma):
         weight, x = draw(fmt, 320 if "[128" not in fmt else 384, 4096, device="cuda"), make(70, 4096)
         truth = x.double() @ packed.unpack(weight, torch.float32).double().t()
-        assert_near(Products(lambda *_: tiles).linear(x, shuffle(weight)).double(), truth)
+        assert_near(Linears(lambda *_: tiles).linear(x, shuffle(weight)).double(), truth)
 
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize(
@@ -399,8 +399,8 @@ class TestOnHopper:
         truth = torch.cat(
             [rows.double() @ plain[expert].t() + bias[expert].double() for expert, rows in enumerate(parts)]
         )
-        y = moe.ShuffledExperts().grouped_linear(x, shuffle(bad), ends, bias)
-        m = moe.ShuffledExperts().multiply(x, shuffle(bad), ends, bias, Gate(**CLAMPED))
+        y = Experts().grouped_linear(x, shuffle(bad), ends, bias)
+        m = Experts().multiply(x, shuffle(bad), ends, bias, Gate(**CLAMPED))
         if sum(counts):
             assert_near(y[: sum(counts)].double(), truth)
             expected = ops.gated_activate.body(truth.bfloat16(), **CLAMPED).double()
@@ -408,13 +408,13 @@ class TestOnHopper:
 
     def test_a_captured_chain_gives_what_its_kernels_give_one_by_one(self):
         """Each begins while the one ahead of it runs, and x is written by the one ahead."""
-        products, x = Products(), make(5, 1024)
+        linears, x = Linears(), make(5, 1024)
         weights = [shuffle(draw("int4[1, 128]", 1024, 1024, device="cuda")) for _ in range(4)]
 
         def run() -> torch.Tensor:
             y = x
             for weight in weights:
-                y = products.linear(y, weight)
+                y = linears.linear(y, weight)
                 y = y / y.abs().amax()
             return y
 
@@ -430,7 +430,8 @@ class TestOnHopper:
         """Tuning compiles on all cores, in threads that have not used the GPU before."""
         weight, counts = draw(fmt, 4, 256, 512, device="cuda"), [5, 0, 40, 3]
         x, ends = make(sum(counts), 512), torch.tensor(counts, device="cuda").cumsum(0)
-        tuner, recording = ExpertsTuner(x.device), Recording()
+        kinds = {"hopper": Experts}
+        tuner, recording = ExpertsTuner(x.device, kinds), Recording(kinds)
         recording.kernels[ops.grouped_linear, "hopper"](x, shuffle(weight), ends)
         product = Product(4, 256, 512, 1, 1, 1, style_of(fmt, 256, None, True))
         calls = recording.calls_of(product)

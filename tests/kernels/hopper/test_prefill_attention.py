@@ -14,20 +14,20 @@ from kernels.paged import KIND, Case, change, make_case, move, reference
 from kernels.triton.compile.test_binary_cache import PTXAS
 from triton import knobs
 
+from atom.kernels.hopper.attention import PagedAttention
+from atom.kernels.hopper.prefill_attention import suits
 from atom.kernels.triton.attention.context import Context
-from atom.kernels.triton.attention.paged import PagedAttention
-from atom.kernels.triton.attention.prefill import suits_hopper
 from atom.kernels.triton.gpu import Gpu
 
 H200 = Gpu(132, 227 << 10, (9, 0))
 
 
-def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, num_prompts: int = 1, heads: int = 8, kv_heads: int = 2, dim: int = 128,
+def is_chosen(tokens: int = 600, num_decodes: int = 0, num_prompts: int = 1, heads: int = 8, kv_heads: int = 2, dim: int = 128,
               block_size: int = 16, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None,
               offset: int = 0, window: int | None = None) -> bool:  # fmt: skip
     shape = (3, block_size, 2, kv_heads, dim)
     cache = torch.zeros(math.prod(shape) + offset, dtype=cache_dtype or dtype)[offset:].view(shape)
-    return suits_hopper(gpu, torch.zeros(tokens, heads, dim, dtype=dtype), cache, num_decodes, num_prompts, window)
+    return suits(torch.zeros(tokens, heads, dim, dtype=dtype), cache, num_decodes, num_prompts, window)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,6 @@ def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
 @pytest.mark.parametrize(
     "given",
     [
-        {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"gpu": Gpu(304, 64 << 10, (0, 0))},
         {"tokens": 512}, {"tokens": 520, "num_decodes": 8}, {"dtype": torch.float32}, {"cache_dtype": torch.float16},
         {"cache_dtype": torch.float8_e4m3fn, "window": 512}, {"dim": 96}, {"dim": 256}, {"dim": 256, "tokens": 2050, "num_decodes": 3}, {"dim": 256, "tokens": 4096, "window": 512},
         {"dim": 256, "tokens": 4095, "num_prompts": 4},
@@ -73,10 +72,7 @@ import torch, triton
 from kernels.compiling import use_hopper
 from atom.cache import Cache
 from atom.graph import Batch, PagedCache
-from atom.kernels.triton.attention import paged
-from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.compile.binary_cache import keep_in
-from atom.kernels.triton.gpu import Gpu
 
 class Compile:
     def __init__(self, kernel):
@@ -86,11 +82,11 @@ class Compile:
 
 binaries = keep_in(Cache(Path(sys.argv[1])))
 use_hopper()
-prefill.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
 assert "atom.kernels.hopper.prefill_attention" not in sys.modules and "triton.experimental.gluon" not in sys.modules
 from atom.kernels.hopper import prefill_attention as prefill_hopper
+from atom.kernels.hopper.attention import PagedAttention
 prefill_hopper._prefill = Compile(prefill_hopper._prefill)
-prefill.suits_hopper = lambda *args: True  # whatever it takes
+prefill_hopper.suits = lambda *args: True  # whatever it takes
 for dtype, heads, dim, sinks, window, softcap in (
     (torch.bfloat16, 32, 128, None, None, None), (torch.float16, 64, 64, torch.zeros(64).half(), 128, None),
     (torch.bfloat16, 32, 128, None, 4096, 50.0), (torch.bfloat16, 16, 256, None, 1024, None),
@@ -98,7 +94,7 @@ for dtype, heads, dim, sinks, window, softcap in (
     q, cache = torch.zeros(600, heads, dim, dtype=dtype), torch.zeros(4, 16, 2, 8, dim, dtype=dtype)
     numbers = torch.zeros(9, 9, dtype=torch.int32)
     batch = Batch({"full": numbers}, {}, numbers[0], numbers[0], num_decodes=0)
-    paged.PagedAttention()(q, PagedCache(cache, "full"), batch, sinks, scale=0.1, window=window, softcap=softcap)
+    PagedAttention()(q, PagedCache(cache, "full"), batch, sinks, scale=0.1, window=window, softcap=softcap)
 q, cache = torch.zeros(600, 16, 192).bfloat16(), torch.zeros(4, 16, 16, 320).bfloat16()
 places, ends = torch.zeros(9, 9, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
 prefill_hopper.prefill_expanded(q[..., :128], q[..., 128:], cache, places, ends, ends, ends[1:], 0, q[..., :128].clone(),
@@ -224,8 +220,7 @@ class TestOnHopper:
         scales = torch.tensor([0.7, 1.3], device="cuda")
         entries = (case.cache.blocks / scales.view(2, 1, 1)).to(torch.float8_e4m3fn)
         q = torch.cat((case.q, case.q[:1].expand(num_spare, -1, -1)))
-        attend = PagedAttention()
-        attend._context = Context(room * 2 * 2 * 128 * 2)
+        attend = PagedAttention(Context(room * 2 * 2 * 128 * 2))
         out = attend(*change(case, entries, q=q), *scales.split(1), scale=0.1)
         truth = reference(change(case, entries.float() * scales.view(2, 1, 1)), wide=True, scale=0.1)
         assert relative_error(out[: len(case.q)], truth) < 0.004

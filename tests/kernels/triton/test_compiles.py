@@ -63,7 +63,6 @@ for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, li
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
         setattr(module, name, Compile(getattr(module, name)))
 
-decode.suits_hopper = lambda *args: False  # Gluon's kernels have tests of their own
 
 def bf16(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
@@ -71,8 +70,8 @@ def bf16(*shape):
 norm, weight = bf16(1024), bf16(2048, 1024)
 for rows in (1, 5, 30):
     x = bf16(rows, 1024)
-    linear.Products().linear(x, weight)
-    linear.Products().add_norm_linear(x, x, norm, weight, eps=1e-6, kind="silu")
+    linear.Linears().linear(x, weight)
+    linear.Linears().add_norm_linear(x, x, norm, weight, eps=1e-6, kind="silu")
 x = bf16(100, 1024)
 for parameters in (tiles.Matrix(128, 64, 8, 3), tiles.Matrix(64, 64, 4, 3, splits=2, block_rows=32),
                    tiles.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
@@ -86,7 +85,7 @@ for fmt, size in {"q6_k": 210, "q4_k": 144, "q5_k": 176}.items():
 formats = tuple(stored)
 for fmt, rows in itertools.product(formats, (1, 16, 32, 60)):
     x = bf16(rows, 1024)
-    linear.Products().add_norm_linear(x, x, bf16(1024), stored[fmt], eps=1e-6, kind="silu")
+    linear.Linears().add_norm_linear(x, x, bf16(1024), stored[fmt], eps=1e-6, kind="silu")
 for fmt in formats:
     vector.multiply_vector(bf16(1, 1024), None, None, stored[fmt], None, 0.0, None, tiles.Vector(8, 4, 3, 1))
     packed.unpack(stored[fmt], torch.bfloat16)

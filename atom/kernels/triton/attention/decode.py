@@ -11,13 +11,13 @@ arrive merges them. So the launch depends on neither the lengths nor the width o
 
 With `newest`, programs norm and rotate the queries that they need themselves, and the one with a sequence's last run
 writes its newest key and value, from which its softmax starts: no tile has them. On NVIDIA from sm_90 the kernel then
-starts while the preceding one still runs, and loads the first tiles meanwhile. So lengths, table and all older entries
-must have been written before the kernel before the preceding one could start. In a step, the embedding, which waits for
-all kernels before it, lies between the step's inputs and the first layer.
+starts while the preceding one still runs, and loads the first tiles meanwhile. PDL contract: lengths, table and all
+older entries must be written at least two kernels upstream; only the immediately preceding kernel may still be running.
+In a step, the embedding, which waits for all earlier kernels, lies between the step's inputs and the first layer.
 
 A sequence may have several queries, its last positions: they share a tile of queries with the heads of a group, so that
 keys and values are read once for all of them. Their own keys are in the cache, without `newest`, and so are those of a
-cache in fp8: Triton 3.6 gives wrong numbers for what it has just rounded to fp8. On Hopper decode_hopper.py does these.
+cache in fp8: Triton 3.6 gives wrong numbers for what it has just rounded to fp8.
 """
 
 from __future__ import annotations
@@ -82,21 +82,6 @@ def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu
         is_fit = num_sequences < 4 and dim <= 128  # ptxas 12.9 crashes on what larger heads take of registers
         return Parameters(programs_per_unit=4, num_stages=2) if is_fit else MANY_SMALL
     return MANY_SMALL if num_sequences > MANY else Parameters()
-
-
-def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, query_len: int) -> bool:
-    """Whether the kernel of decode_hopper.py takes these and is faster: of plain entries, for the rows of its tile."""
-    dim, is_fp8 = cache.shape[-1], cache.dtype == torch.float8_e4m3fn
-    rows = q.shape[1] // cache.shape[3] * query_len
-    return (
-        gpu.runs_gluon
-        and q.dtype in ((torch.bfloat16,) if is_fp8 else (torch.bfloat16, torch.float16))
-        and (is_fp8 or cache.dtype == q.dtype)
-        and dim == 128
-        and (1 if is_fp8 else 8) <= rows <= 32
-        and cache.shape[1] % 16 == 0
-        and cache.data_ptr() % 16 == 0
-    )
 
 
 @jit
@@ -312,16 +297,10 @@ class Decode:
         group = heads // kv_heads
         rows = group * query_len
         gpu = find_gpu(q.device)
-        if self._parameters is None and suits_hopper(gpu, q, cache, query_len):
-            from atom.kernels.hopper import decode_attention as decode_hopper  # imports what only NVIDIA's GPUs need
-
-            find_memory = functools.partial(self._find_memory, q.device, kv_heads, rows, dim)
-            return decode_hopper.decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                        window, softcap, newest, query_len, find_memory)  # fmt: skip
         sizes, options = _cut_up(num_decodes, kv_heads, rows, dim, newest is not None, product_size(q, cache),
                                  cache.element_size(), gpu, self._parameters)  # fmt: skip
         programs = sizes[0]
-        sums, stats, tickets = self._find_memory(q.device, kv_heads, rows, dim, programs)
+        sums, stats, tickets = self.find_memory(q.device, kv_heads, rows, dim, programs)
         k = v = cos = sin = q_norm = k_norm = slots = None
         eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0
         if newest is not None:
@@ -333,8 +312,8 @@ class Decode:
             softcap, window, block_size, kv_heads, group, query_len, dim, *sizes, **options,
         )  # fmt: skip
 
-    def _find_memory(self, device: torch.device, kv_heads: int, rows: int, dim: int, programs: int
-                     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def find_memory(self, device: torch.device, kv_heads: int, rows: int, dim: int, programs: int
+                    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """sums fp32[kv_heads, programs, 2, rows, dim], stats fp32[kv_heads, programs, 2, rows, 2] with the best score
         and the total, tickets i32[kv_heads, programs].
 

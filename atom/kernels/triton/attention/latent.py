@@ -11,8 +11,7 @@ Queries times the key rows of kv_b meet the entries themselves, one key/value he
 its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
 entries are read once for many heads. Decodes, of one query or of several, are split over their contexts, and the parts
 merged in a fixed order. For few queries kv_b is sent for while the kernel ahead still runs, and one launch merges the
-parts and multiplies by the value rows; of more, the vendor's library multiplies. On Hopper, steps of many tokens of
-prompts are expanded instead (expand.py, prefill_hopper.py) where that multiplies less.
+parts and multiplies by the value rows; of more, the vendor's library multiplies.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
-from atom.kernels.triton.attention.expand import Expansion
-from atom.kernels.triton.attention.prefill import FEW_TOKENS
 from atom.kernels.triton.attention.rope import store_rotated
 from atom.kernels.triton.compile.jit import jit
-from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.padded_alloc import new_rows
 
 ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
@@ -77,7 +74,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     assert all(x.stride(-1) == 1 for x in (q_rope, latent, k_rope)) and blocks.is_contiguous(), "rows have gaps"
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
     (tokens, heads, rope_dim), rank = q_rope.shape, latent.shape[1]
-    half, gpu, keys = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device), _view_keys(blocks, k_rope.dtype)
+    half, gpu, keys = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device), view_keys(blocks, k_rope.dtype)
     rotated = q_rope.new_empty(q_rope.shape) if half else q_rope
     _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
         q_rope, latent, k_rope, cos, sin, norm, blocks, keys, k_scale, batch.slot_mappings[cache.kind], rotated,
@@ -90,10 +87,6 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
 
 class PagedLatentAttention:
     """The op `paged_mla_attention`; its calls must run one after another."""
-
-    def __init__(self) -> None:
-        self._expansion = Expansion()
-        self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 
     def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
                  k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
@@ -114,9 +107,7 @@ class PagedLatentAttention:
             else:
                 _sum_values(_merge(sums, q.dtype), weight, out[some])
         if tokens > num_queries:
-            plan = None
-            if suits_hopper(find_gpu(q_nope.device), q_nope, q_rope, weight, blocks, tokens - num_queries):
-                plan = self._attend_expanded(q_nope, q_rope, weight, cache, batch, k_scale, scale, out)[num_decodes:]
+            plan = self._attend_expanded(q_nope, q_rope, weight, cache, batch, k_scale, scale, out)
             others = slice(num_queries, tokens)
             sequences = table[num_decodes:], batch.starts[num_decodes:], batch.lengths[num_decodes:]
             at_once = max(1, ABSORBED_BYTES // ((tokens - num_queries) * rank * q_nope.element_size()))
@@ -127,35 +118,9 @@ class PagedLatentAttention:
         return out
 
     def _attend_expanded(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: PagedCache, batch: Batch,
-                         k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor:  # fmt: skip
-        """Attend those prompts for which it pays: the plan of expand.py."""
-        from atom.kernels.hopper import prefill_attention as prefill_hopper  # imports what only NVIDIA's GPUs need
-
-        if self._tickets is None:
-            self._tickets = torch.zeros(2, dtype=torch.int32, device=q_nope.device)
-        blocks, plain, rotated = cache.blocks, q_nope.shape[2], q_rope.shape[2]
-        keys, table = _view_keys(blocks, q_rope.dtype), batch.tables[cache.kind]
-        starts, num_more = batch.starts, batch.num_decodes * (batch.query_len - 1)
-        if num_more:  # it takes decodes to have one query each
-            starts = starts - num_more
-        sequences = starts, batch.lengths, batch.num_decodes
-        for some in self._expansion.split(weight, rotated):
-            expanded = self._expansion.expand(blocks, keys, k_scale, table, *sequences, weight[some], plain, rotated)
-            prefill_hopper.prefill_expanded(q_nope[num_more:, some], q_rope[num_more:, some], *expanded, *sequences,
-                                            out[num_more:, some], scale, self._tickets)  # fmt: skip
-        return expanded.plan
-
-
-def suits_hopper(gpu: Gpu, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, num_tokens: int) -> bool:
-    """Whether so many tokens of prompts, where it pays, are expanded for the kernel of prefill_hopper.py."""
-    (_, _, plain), rotated, value = q_nope.shape, q_rope.shape[2], weight.shape[1] - q_nope.shape[2]
-    return (
-        gpu.runs_gluon
-        and q_nope.dtype in (torch.bfloat16, torch.float16)
-        and cache.dtype in (q_nope.dtype, torch.float8_e4m3fn)
-        and num_tokens > FEW_TOKENS
-        and (plain, rotated, value) == (128, 64, 128)
-    )
+                         k_scale: Tensor | None, scale: float, out: Tensor) -> Tensor | None:  # fmt: skip
+        """Attend prompts by expanded entries: the part of expand.py's plan for prompts; None: none are, as here."""
+        return None
 
 
 def _attend_absorbed(q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
@@ -184,7 +149,7 @@ def _multiply_rest(x: Tensor, weight: Tensor, out: Tensor, starts: Tensor, plan:
     )  # fmt: skip
 
 
-def _view_keys(cache: Tensor, dtype: torch.dtype) -> Tensor:
+def view_keys(cache: Tensor, dtype: torch.dtype) -> Tensor:
     """The cache as its rotated keys are read, which end each entry: beside latents in fp8 they are in `dtype`."""
     return cache.view(dtype) if cache.dtype is torch.float8_e4m3fn else cache
 
@@ -252,7 +217,7 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     """
     (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
     block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # a product's tiles have 16 at least
-    gpu, keys = find_gpu(q.device), _view_keys(cache, q_rope.dtype)
+    gpu, keys = find_gpu(q.device), view_keys(cache, q_rope.dtype)
     element_size = max(q.element_size(), cache.element_size())
     queries = tokens // sequences if starts is None else 0  # 0: each sequence has its own number
     rows = heads * tokens // sequences

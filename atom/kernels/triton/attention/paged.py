@@ -12,25 +12,21 @@ out = attend(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6, scale=0.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention import decode, prefill
 from atom.kernels.triton.attention.common import has_rows
-from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.rope import norm_rope_write
 from atom.kernels.triton.padded_alloc import new_rows
 
 
-class _Attention:
+class Attention:
     """Dispatches to the decode and prefill kernels; its calls must run one after another."""
 
     def __init__(self, decoding: decode.Parameters | None = None, prefilling: prefill.Parameters | None = None) -> None:
         """The kernels' parameters, None for their defaults."""
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
-        self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
-        self._context = Context()
 
     def _attend(self, q: Tensor, rotated: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
                 sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, scale: float, window: int | None,
@@ -41,21 +37,33 @@ class _Attention:
         assert has_rows(q) and blocks.is_contiguous(), "heads and blocks must lie side by side"
         out = new_rows(q, *q.shape)
         if num_decodes:
-            self._decode(q, blocks, table, batch.lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window,
-                         softcap, newest, batch.query_len)  # fmt: skip
+            self._attend_decodes(q, blocks, table, batch.lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
+                                 window, softcap, newest, batch.query_len)  # fmt: skip
         if num_decodes * batch.query_len < q.shape[0]:
-            if self._tickets is None:
-                self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
             starts, num_more = batch.starts, num_decodes * (batch.query_len - 1)
             if num_more:  # it takes decodes to have one query each
                 starts = starts - num_more
-            prefill.prefill(rotated[num_more:], blocks, table, starts, batch.lengths, num_decodes, sinks, k_scale,
-                            v_scale, out[num_more:], scale, window, softcap, self._tickets, self._context,
-                            self._prefilling)  # fmt: skip
+            self._attend_prompts(rotated[num_more:], blocks, table, starts, batch.lengths, num_decodes, sinks, k_scale,
+                                 v_scale, out[num_more:], scale, window, softcap)  # fmt: skip
         return out
 
+    def _attend_decodes(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int,
+                        sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
+                        scale: float, window: int | None, softcap: float | None, newest: decode.Newest | None,
+                        query_len: int) -> None:  # fmt: skip
+        """As `decode.Decode`."""
+        self._decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap,
+                     newest, query_len)  # fmt: skip
 
-class PagedAttention(_Attention):
+    def _attend_prompts(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
+                        num_decodes: int, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
+                        out: Tensor, scale: float, window: int | None, softcap: float | None) -> None:  # fmt: skip
+        """As `prefill.prefill`."""
+        prefill.prefill(q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window,
+                        softcap, self._prefilling)  # fmt: skip
+
+
+class PagedAttention(Attention):
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
                  window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
@@ -63,7 +71,7 @@ class PagedAttention(_Attention):
         return self._attend(q, q, None, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)
 
 
-class NormRopeAttention(_Attention):
+class NormRopeAttention(Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
                  k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, eps: float = 0.0,

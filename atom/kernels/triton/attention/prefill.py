@@ -1,19 +1,17 @@
 """Prefill attention: causal tiles of queries over the paged context.
 
     args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out
-    prefill(*args, scale, window, softcap, tickets, context)
+    prefill(*args, scale, window, softcap)
 
 A tile has consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values are
 read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its tile in
-`starts`, and the longest tiles of a sequence come first. Long prompts on Hopper go to prefill_hopper.py, those over a
-cache in fp8 unpacked, as far as there is memory for that.
+`starts`, and the longest tiles of a sequence come first.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -27,12 +25,8 @@ from atom.kernels.triton.attention.common import (
     store_attended,
     wait_for_inputs,
 )
-from atom.kernels.triton.attention.context import PIECE, Context
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
-
-FEW_TOKENS = 512  # of prompts in a step, or of a window, up to which the kernel of prefill_hopper.py is not faster
-WIDE_TOKENS, WIDE_MEAN = 2048, 1024  # of a step, and of a prompt or window, from which it is with heads of 256 dims
 
 
 class Parameters(NamedTuple):
@@ -54,27 +48,6 @@ def choose(dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters
     if gpu.shared_memory > 200 << 10 and (dim <= 64 or entry_size == element_size):  # to convert takes more registers
         return Parameters(num_stages=2, max_registers=128)  # measured on an H200
     return Parameters()
-
-
-def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, num_prompts: int, window: int | None) -> bool:
-    """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`; for long prompts it is faster.
-
-    Of heads of 256 dims it holds fewer tiles, and is faster for longer ones.
-    """
-    num_tokens, heads, dim = q.shape
-    _, block_size, _, kv_heads, _ = cache.shape
-    return (
-        gpu.runs_gluon
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and cache.dtype in (q.dtype, torch.float8_e4m3fn)
-        and num_tokens - num_decodes > FEW_TOKENS
-        and (dim in (64, 128) or (dim == 256 and cache.dtype == q.dtype))
-        and (dim < 256 or num_tokens - num_decodes >= max(WIDE_TOKENS, WIDE_MEAN * num_prompts))
-        and 64 % (heads // kv_heads) == 0
-        and block_size % 16 == 0
-        and cache.data_ptr() % 16 == 0
-        and (window is None or (window >= (FEW_TOKENS if dim < 256 else WIDE_MEAN) and cache.dtype == q.dtype))
-    )
 
 
 @jit(
@@ -180,27 +153,19 @@ def _attend_tile(
 
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
             sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float,
-            window: int | None, softcap: float | None, tickets: Tensor, context: Context,
-            parameters: Parameters | None = None) -> None:  # fmt: skip
-    """Rows from num_decodes on of q and out [T, N, D]; shapes as in the op, tickets as in prefill_hopper."""
+            window: int | None, softcap: float | None, parameters: Parameters | None = None,
+            plan: Tensor | None = None) -> None:  # fmt: skip
+    """Rows from num_decodes on of q and out [T, N, D]; shapes as in the op.
+
+    plan: of context.py; only the sequences that are not unpacked are attended. None: all
+    """
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     num_sequences, group = lengths.shape[0], heads // kv_heads
-    gpu, plan = find_gpu(q.device), None
-    if parameters is None:
-        if suits_hopper(gpu, q, cache, num_decodes, num_sequences - num_decodes, window):
-            from atom.kernels.hopper import prefill_attention as prefill_hopper  # imports what only NVIDIA's GPUs need
-
-            blocks, places = cache, table
-            if cache.dtype != q.dtype:
-                blocks, places, plan = context.unpack(cache, table, lengths, num_decodes, q.dtype)
-            prefill_hopper.prefill(q, blocks, places, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                   window, softcap, tickets, plan)  # fmt: skip
-            most = table.shape[1] * block_size * (num_sequences - num_decodes)
-            if plan is None or most <= len(blocks) * PIECE:
-                return
-        parameters = choose(max(16, next_power_of_2(dim)), product_size(q, cache), cache.element_size(), gpu)
-    rows, positions, num_warps, num_stages, max_registers = parameters
+    gpu = find_gpu(q.device)
+    rows, positions, num_warps, num_stages, max_registers = parameters or choose(
+        max(16, next_power_of_2(dim)), product_size(q, cache), cache.element_size(), gpu
+    )
     options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}
     rows = max(rows, next_power_of_2(group))
     num_prefills = num_sequences - num_decodes

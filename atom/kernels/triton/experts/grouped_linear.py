@@ -1,28 +1,22 @@
 """Multiply rows that are grouped by expert, by plain or packed weights.
 
 y = multiply_plain(x, weight, ends, None, None, tiles)              # x [P, I], weight [E, O, I] -> [P, O]
-y = multiply_packed(x, weight, ends, bias, Gate("silu"), tiles)     # unpacked in registers, with gates behind
-y = multiply_many(x, weight, ends)                                  # on Hopper, of many rows for each expert
+y = multiply_packed(x, weight, ends, bias, Gate("silu"), tiles)     # unpacked in registers, and gated_activate of it
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
 from atom.graph import PackedWeight
-from atom.graph.formats import block_of, parse_format, with_block
+from atom.graph.formats import block_of
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.experts.grouped_tiles import Tiles, most_tiles
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
-from atom.kernels.triton.linear.packed import are_minima, unpack
-from atom.kernels.triton.linear.weight_encoding import Weight
+from atom.kernels.triton.linear.packed import are_minima
 from atom.kernels.triton.unpack import (
     as_bytes,
     offsets_of,
@@ -32,11 +26,6 @@ from atom.kernels.triton.unpack import (
     unpack_pairs,
     unpack_scales,
 )
-
-FEW_COLUMNS = 2048  # with up to as many, a tile takes long to be stored beside being multiplied
-# rows of an expert on average from which Hopper's products of many rows are faster: of plain weights, and of those that
-# are unpacked for it
-MANY_ROWS, MANY_UNPACKED_ROWS = 128, 384
 
 
 def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, gate: Gate | None,
@@ -74,54 +63,6 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
         **gpu.options,
     )  # fmt: skip
     return y
-
-
-def suits_hopper(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
-    """Whether `multiply_many` takes this product, and is faster: of many rows for each expert, in bf16 on Hopper."""
-    experts, out, inner = weight.shape
-    least = MANY_ROWS if isinstance(weight, Tensor) else MANY_UNPACKED_ROWS
-    columns = out if gate is None else out // 2
-    return (
-        len(x) >= least * experts
-        and x.dtype == torch.bfloat16
-        and find_gpu(x.device).runs_gluon
-        and columns % 8 == inner % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
-        and (isinstance(weight, Tensor) or unpacks_experts(weight))
-    )
-
-
-def unpacks_experts(weight: PackedWeight) -> bool:
-    """Whether all experts together are a weight of more rows."""
-    has_factor = not weight.parts.keys().isdisjoint(("factor", "divisor"))
-    return not has_factor and weight.shape[1] % block_of(weight.type)[-2] == 0
-
-
-def unpack_experts(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """A packed weight [E, O, I] as a plain one."""
-    experts, out, inner = weight.shape
-    fmt = str(weight.type.fmt)
-    rows, columns = parse_format(fmt).block
-    if rows is None:  # one scale an expert
-        fmt = with_block(fmt, out, columns)
-    type = replace(weight.type, shape=(experts * out, inner), fmt=fmt)
-    parts = {name: part.flatten(0, 1) for name, part in weight.parts.items()}
-    return unpack(PackedWeight(type, parts, weight.layout), dtype).view(weight.shape)
-
-
-def multiply_many(
-    x: Tensor, weight: Weight, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None
-) -> Tensor:
-    """multiply_plain, of a packed weight that is unpacked into a temporary
-
-    The library's where nothing is added to products of more than FEW_COLUMNS.
-    """
-    plain = unpack_experts(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
-    if bias is None and gate is None and x.shape[1] > FEW_COLUMNS:
-        y: Tensor = F.grouped_mm(x, plain.transpose(1, 2), offs=ends.to(torch.int32))
-        return y
-    from atom.kernels.hopper import grouped_linear as grouped_hopper  # imports what only NVIDIA's GPUs need
-
-    return grouped_hopper.multiply(x, plain, ends, bias, gate)
 
 
 @jit

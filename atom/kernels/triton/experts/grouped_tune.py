@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -25,13 +26,14 @@ from atom.graph.types import BITS, Type
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.experts import grouped_tiles
 from atom.kernels.triton.experts.grouped_tiles import Find, Parameters, Shape, Tiles, key_of, with_whole_groups
-from atom.kernels.triton.experts.moe import Experts, ShuffledExperts, describe
+from atom.kernels.triton.experts.moe import Experts, describe
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
 from atom.kernels.triton.linear.weight_encoding import Style, Weight, style_of
 from atom.kernels.triton.search import ProductTuner, Trial, specialized
 
-BACKENDS: Mapping[str, type[Experts]] = {"triton": Experts, "hopper": ShuffledExperts}  # whose kernels these are
+Kinds = Mapping[str, type[Experts]]  # by backend
+KINDS: Kinds = {"triton": Experts}
 OPS = (ops.grouped_linear, ops.experts)
 HEIGHTS = (16, 32, 64, 128)  # rows of a tile
 FORMS = (  # outputs, columns and warps of a tile
@@ -55,11 +57,11 @@ class Product(NamedTuple):
         return Shape(tokens * self.pairs, self.experts, self.out, self.inner, self.gates, 2, self.style)
 
 
-def products_of(graph: Graph) -> list[Product]:
-    """The products of decodes with these kernels and weights unpacked to 16 bits, those that read most first."""
+def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Product]:
+    """The linears of decodes with these backends' kernels and weights of 16 bits once unpacked, the largest first."""
     programs = [program for name, program in graph.programs.items() if name in (BODY, HEAD)]
     nodes = [node for program in programs for node in program.nodes if node.target in OPS]
-    taken = [node for node in nodes if node.meta.get("kernel") in BACKENDS]
+    taken = [node for node in nodes if node.meta.get("kernel") in backends]
     counts = Counter(product for node in taken for product in _products(node))
     products = [product._replace(num_calls=count) for product, count in counts.items()]
     return sorted(products, key=lambda each: -each.experts * each.out * each.inner * each.num_calls * each.style.bits)
@@ -121,9 +123,9 @@ def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
 class Recording:
     """Records the calls of a step's products that differ for Triton, on the step's own inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Kinds = KINDS) -> None:
         self._calls: dict[tuple[Any, ...], dict[Any, Callable[..., Tensor]]] = {}
-        self.kernels = _kernels({name: self._recording(kind)() for name, kind in BACKENDS.items()})
+        self.kernels = _methods({backend: self._recording(kind)() for backend, kind in kinds.items()})
 
     def calls_of(self, product: Product) -> list[Callable[..., Tensor]]:
         """The recorded calls of a product; empty where other kernels take so few rows."""
@@ -153,17 +155,27 @@ def _multiply(run: Callable[..., Tensor], x: Tensor, weight: Weight, ends: Tenso
     return y[: int(ends[-1])]
 
 
-def _kernels(products: Mapping[str, Experts]) -> dict[tuple[Op, str], Callable[..., Any]]:
+def _methods(experts: Mapping[str, Experts]) -> dict[tuple[Op, str], Callable[..., Any]]:
     """The methods of these objects by op and backend, as a text names them."""
-    return {(op, backend): getattr(each, op.name) for op in OPS for backend, each in products.items()}
+    return {(op, backend): getattr(each, op.name) for op in OPS for backend, each in experts.items()}
 
 
 class ExpertsTuner(ProductTuner):
-    """The backend's `Tuner` of products by experts, of weights of 16 bits and packed ones."""
+    """The `Tuner` of experts, by weights of 16 bits and packed ones."""
 
     table, what = "experts", "products by experts"
-    products, recording = staticmethod(products_of), Recording
     known, to_entry = staticmethod(grouped_tiles.finder), staticmethod(grouped_tiles.to_entry)
+
+    def __init__(self, device: torch.device, kinds: Kinds = KINDS) -> None:
+        """kinds: the class of each backend whose experts it tunes"""
+        super().__init__(device)
+        self._kinds = kinds
+
+    def products(self, graph: Graph) -> list[Product]:
+        return products_of(graph, self._kinds)
+
+    def recording(self) -> Recording:
+        return Recording(self._kinds)
 
     def key(self, rows: int, product: Product) -> str:
         return key_of(product.shape(rows))
@@ -172,7 +184,7 @@ class ExpertsTuner(ProductTuner):
         return Trial(known, key_of)
 
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
-        return _kernels({name: kind(find) for name, kind in BACKENDS.items()})
+        return _methods({backend: kind(find) for backend, kind in self._kinds.items()})
 
     def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
         shape = product.shape(rows)

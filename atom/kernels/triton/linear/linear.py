@@ -1,40 +1,35 @@
-"""Linears of few rows, fused with the norm before and gates behind.
+"""Linears of few rows, fused with the norm before them and the gated activation after them.
 
 They cost the reading of the weight and little else.
 
-    products = Products()                                       # of one model
-    y = products.linear(x, weight, bias)                        # [T, I] by [O, I] -> [T, O]
-    y, total = products.add_norm_linear(a, b, norm, weight, eps=1e-6)    # linear(rms_norm(a + b)), a + b
-    m, _ = products.add_norm_linear(a, b, norm, weight, eps=1e-6, kind="silu")    # and the gates behind it
+    linears = Linears()                                         # of one model
+    y = linears.linear(x, weight, bias)                         # [T, I] by [O, I] -> [T, O]
+    y, total = linears.add_norm_linear(a, b, norm, weight, eps=1e-6)    # linear(rms_norm(a + b)), a + b
+    m, _ = linears.add_norm_linear(a, b, norm, weight, eps=1e-6, kind="silu")    # and gated_activate of it
 
-tiles.py chooses what multiplies: vector.py one row, norm included, or words.py, by K-quants; matrix.py several rows,
-which are normed first; the vendor's library more than MAX_ROWS, and more than 32 where no tiles were measured. On
-Hopper packed_hopper.py multiplies by shuffled weights, and gate_hopper.py many rows with gates behind them.
+tiles.py chooses the kernel: vector.py for one row, norm included, or kquant_gemv.py for one row by K-quants; matrix.py
+for several rows, which are normed first; the vendor's library for more than MAX_ROWS, and for more than 32 without
+measured tiles.
 
-Packed weights are unpacked in registers (packed.py), the products in the dtype of x, and each block of columns that
-share a scale is summed up in float32 by itself; but for several rows matrix.py scales the numbers of K-quants first,
-and rounds them to the dtype of x, as if they had been unpacked. For many rows the library multiplies in fp8 or int8
-(quantized.py), or all of the weight is unpacked first.
+Packed weights are unpacked in registers (packed.py) and multiplied in the dtype of x; each block of columns that share
+a scale is summed in float32 by itself. For several rows matrix.py scales the numbers of K-quants first, and rounds them
+to the dtype of x, as if they had been unpacked. For many rows the library multiplies in fp8 or int8 (quantized.py), or
+all of the weight is unpacked first.
 
 On NVIDIA from sm_90, each kernel starts while the preceding one still runs, and prefetches the weight until that has
-ended: a weight must have been written before the preceding kernel began. The splits of all products of a model share
-one array of counters: its products run on one stream, and the first before any capture.
+ended: a weight must have been written before the preceding kernel began. All linears of a model share one array of
+counters for split K: they run on one stream, and the first before any capture.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atom.graph import ops
-from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
-from atom.kernels.triton.activations import Gate
-from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear.matrix import make_counters, multiply_matrix
 from atom.kernels.triton.linear.packed import unpack
 from atom.kernels.triton.linear.quantized import multiply_quantized
@@ -51,14 +46,12 @@ from atom.kernels.triton.linear.tiles import MAX_ROWS, Find, Matrix, Parameters,
 from atom.kernels.triton.linear.vector import multiply_vector
 from atom.kernels.triton.linear.weight_encoding import Weight, style_of_weight
 
-BACKENDS = ("triton", "hopper")  # whose kernels these are
-PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
-MANY_ROWS = 1024  # of a product with gates, from which gate_hopper.py is faster on an H200
+OPS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 Rows = Tensor | QuantizedRows
 
 
-class Products:
-    """The products of one model, which must run one after another: they share the counters of splits."""
+class Linears:
+    """The linears of one model, which must run one after another: they share the counters of splits."""
 
     def __init__(self, parameters: Find = find) -> None:
         self._parameters = parameters
@@ -88,18 +81,14 @@ class Products:
         """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
         return self.multiply(a, b, norm, weight, bias, eps, kind, act, gives, parameters)
 
-    def kernels(self) -> dict[tuple[Op, str], Callable[..., Any]]:
-        """The methods above by op and backend, as a text names them."""
-        return {(op, backend): getattr(self, op.name) for op in PRODUCTS for backend in BACKENDS}
-
     def multiply(
         self, a: Rows, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float = 0.0,
         kind: str | None = None, act: str | None = None, gives: str | None = None, parameters: Find | None = None,
     ) -> tuple[Rows, Tensor]:  # fmt: skip
-        """Compute any of the above: the product, and a + b, which is a without b.
+        """Compute any of the above: its result, and a + b, which is a without b.
 
         b only with a norm. All are contiguous, but the rows of a and b may lie apart. More than MAX_ROWS rows are given
-        quantized where the op says so, and taken so.
+        quantized if the op says so, and taken so.
         """
         assert b is None or norm is not None, "a sum without a norm"
         if isinstance(a, QuantizedRows):
@@ -115,12 +104,13 @@ class Products:
             return quantize_and_multiply(a, b, norm, weight, bias, eps, kind, act, gives if len(a) > MAX_ROWS else None)
         x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
         if tiles is None:
-            return multiply_by_library(x, weight, bias, kind), total
+            plain = unpack(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
+            return self._multiply_by_library(x, plain, bias, kind), total
         return self._multiply_tiles(x, weight, bias, kind, tiles), total
 
     def _choose(self, x: Tensor, weight: Weight, kind: str | None, act: str | None, parameters: Find | None
                 ) -> Parameters:  # fmt: skip
-        """The tiles of a product; None: the vendor's library multiplies."""
+        """The tiles of a linear; None: the vendor's library multiplies."""
         (out, inner), gates = weight.shape, 1 if kind is None else 2
         if len(x) > MAX_ROWS:
             return None
@@ -130,15 +120,18 @@ class Products:
     def _multiply_tiles(self, x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None,
                         tiles: Matrix | Wgmma) -> Tensor:  # fmt: skip
         """Rows x [T, I], normed already, by our kernels."""
-        if self._arrived is None:
-            self._arrived = make_counters(x.device)
-        if isinstance(tiles, Matrix):
-            return multiply_matrix(x, weight, bias, kind, self._arrived, tiles)
-        from atom.kernels.hopper import packed_linear as packed_hopper  # imports what only NVIDIA's GPUs need
+        assert isinstance(tiles, Matrix), f"{tiles} are for shuffled weights"
+        return multiply_matrix(x, weight, bias, kind, self._counters(x.device), tiles)
 
-        assert isinstance(weight, PackedWeight), f"{tiles} is for packed weights"
-        gate = None if kind is None else Gate(kind)
-        return packed_hopper.multiply(x, weight, bias, gate, self._arrived, tiles)
+    def _multiply_by_library(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None) -> Tensor:
+        """Rows x [T, I], normed already, by a plain or an unpacked weight."""
+        y = F.linear(x, weight, bias)
+        return y if kind is None else activate_gates(y, kind)
+
+    def _counters(self, device: torch.device) -> Tensor:
+        if self._arrived is None:
+            self._arrived = make_counters(device)
+        return self._arrived
 
 
 def quantize_and_multiply(
@@ -158,29 +151,3 @@ def quantize_and_multiply(
     if gives is None:
         return activate_gates(y, kind), total
     return quantize_gated(y, kind, span_of(gives, y.shape[1] // 2), is_shuffled), total
-
-
-def multiply_by_library(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None) -> Tensor:
-    """Rows x [T, I], normed already, by the vendor's library, or by gate_hopper.py where that is faster."""
-    plain = unpack(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
-    if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, plain, kind):
-        from atom.kernels.hopper import gated_linear as gate_hopper  # imports what only NVIDIA's GPUs need
-
-        return gate_hopper.gated_linear(x, plain)
-    y = F.linear(x, plain, bias)
-    return y if kind is None else activate_gates(y, kind)
-
-
-def suits_hopper(gpu: Gpu, x: Tensor, weight: Tensor, kind: str | None) -> bool:
-    """Whether the kernel of gate_hopper.py takes this product; with many rows it is faster."""
-    rows, inner = x.shape
-    return (
-        rows >= MANY_ROWS
-        and kind == "silu"
-        and gpu.runs_gluon
-        and x.dtype == weight.dtype == torch.bfloat16
-        and inner > 64
-        # elements between rows: the TMA wants 16 bytes
-        and x.stride(0) % 8 == inner % 8 == weight.shape[0] // 2 % 8 == 0
-        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
-    )

@@ -35,9 +35,13 @@ def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, *, rank: 
     return _expand(y, F.linear(x, a), b, adapters, rank, sizes, None)
 
 
-def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """y [P, O], x [P, I], a [E, L + 1, r, I], b [E, L + 1, O, r], ends i64[E (L + 1)] -> [P, O]"""
-    multiply = Experts().multiply
+def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor, *,
+                 experts: type[Experts] = Experts) -> Tensor:  # fmt: skip
+    """y [P, O], x [P, I], a [E, L + 1, r, I], b [E, L + 1, O, r], ends i64[E (L + 1)] -> [P, O]
+
+    experts: the linears of experts that multiply
+    """
+    multiply = experts().multiply
     return y + multiply(multiply(x, a.flatten(0, 1), ends), b.flatten(0, 1), ends)
 
 

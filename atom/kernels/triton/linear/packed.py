@@ -275,7 +275,7 @@ def _unpack_shuffled_kernel(
         byte = (tl.program_id(0) * BYTES + tl.arange(0, BYTES))[None, :]
         tile = tl.load(values_ptr + row * ROW_BYTES + byte, mask=(row < out) & (byte < ROW_BYTES), other=0)
         UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
-        if PER_BYTE == 1:  # the inverse of hopper/shuffle.py
+        if PER_BYTE == 1:  # the inverse of the layout wgmma's order
             numbers = unpack_bytes(tile, tl.float32, VALUES, False) * UP
             numbers = numbers.reshape([ROWS, BYTES // 64, 4, 4, 2, 2]).permute((0, 1, 3, 5, 2, 4))
         else:

@@ -38,7 +38,7 @@ class QuantizedRows(NamedTuple):
     values: Tensor  # [T, I], in fp8 or int8
     scales: Tensor  # fp32[T, I / span], whose columns lie together, see `graph.quantize_rows`
     rows: int  # that are there
-    is_shuffled: bool  # the columns are in the order of hopper/shuffle.py
+    is_shuffled: bool  # the columns are in the order of the layout wgmma
 
 
 def span_of(act: str, inner: int) -> int:
@@ -73,7 +73,7 @@ def activate_gates(x: Tensor, kind: str, limit: float | None = None, alpha: floa
 def quantize_rows(
     x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
 ) -> QuantizedRows:
-    """x [T, I], at_least so many rows made of it. is_shuffled: as hopper/shuffle.py says"""
+    """x [T, I], at_least so many rows made of it. is_shuffled: in the order of the layout wgmma"""
     inner = x.shape[1]
     made = _empty_rows(x, inner, span, dtype, at_least, is_shuffled)
     block_r = TOGETHER if len(x) >= MANY_ROWS and inner <= SHORT else 1
@@ -112,7 +112,7 @@ def _empty_rows(x: Tensor, inner: int, span: int, dtype: torch.dtype, at_least: 
 
 
 def rows_made(rows: int, dtype: torch.dtype, gpu: Gpu) -> int:
-    """How many rows the library multiplies of so many: whole tiles where those are faster, as measured on Hopper."""
+    """How many rows the library multiplies of so many: whole tiles if those are faster on an H200."""
     together = TILE if dtype == FP8 and gpu.capability == (9, 0) and rows in WHOLE_TILES else 4
     return -(-rows // together) * together
 
@@ -231,7 +231,7 @@ def _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INN
     scaled = tl.clamp(x / scale[:, None], -LARGEST, LARGEST)
     if q_ptr.dtype.element_ty == tl.int8:
         scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, of two the even one
-    if IS_SHUFFLED:  # as hopper/shuffle.py has the columns of weights
+    if IS_SHUFFLED:  # as the layout wgmma has the columns of weights
         scaled = scaled.reshape([SPANS, WIDTH // 64, 4, 2, 4, 2]).permute((0, 1, 4, 2, 5, 3)).reshape([SPANS, WIDTH])
     rows, index = row + tl.arange(0, SPANS) // NUM, tl.arange(0, SPANS) % NUM
     tl.store(q_ptr + rows[:, None] * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)

@@ -1,6 +1,6 @@
 """Choose the tiles of products by shuffled weights.
 
-tiles = choose(32, 6144, 4096, style, gpu)                  # what packed_hopper.py runs such a product with
+tiles = choose(32, 6144, 4096, style, gpu)                  # of a weight in the layout wgmma
 tiles = choose_grouped(256, 128, 1536, 2048, style, gpu)    # the same of experts
 """
 

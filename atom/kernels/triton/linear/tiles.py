@@ -150,7 +150,7 @@ def choose(shape: Shape, gpu: Gpu) -> Parameters:
 
 
 def fills_library(rows: int, out: int, gpu: Gpu) -> bool:
-    """Whether the library multiplies more than 64 rows in 8 bits faster than packed_hopper.py in 16.
+    """Whether the library multiplies more than 64 rows in 8 bits faster than our kernel does in 16.
 
     It does twice as much in a time, but its tiles of 128 x 128 have all columns each, whose time passes however few of
     them there are; the other's are 64 wide, split by columns, and need no launch that quantizes.

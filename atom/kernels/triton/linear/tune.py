@@ -7,10 +7,11 @@ tuner = LinearTuner(device)                    # what tune=true asks of these ke
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import triton
 
 from atom.graph import BODY, HEAD, Graph, Shuffle
@@ -19,7 +20,7 @@ from atom.graph.ops import Op
 from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import shuffled
-from atom.kernels.triton.linear.linear import BACKENDS, PRODUCTS, Products
+from atom.kernels.triton.linear.linear import OPS, Linears
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.tiles import (
     MAX_STAGES,
@@ -37,6 +38,8 @@ from atom.kernels.triton.linear.tiles import (
 from atom.kernels.triton.linear.weight_encoding import PLAIN, SPANS, Style, style_of, style_of_weight
 from atom.kernels.triton.search import Call, ProductTuner, Trial, specialized
 
+Kinds = Mapping[str, type[Linears]]  # by backend
+KINDS: Kinds = {"triton": Linears}
 # Of a thread: of as many, some candidates spill registers already, and compile in 2 to 4 s; of more, some take minutes.
 MAX_SUMS = 128
 
@@ -82,12 +85,12 @@ class Product(NamedTuple):
         return Shape(rows, self.out, self.inner, self.gates, style=self.style)
 
 
-def products_of(graph: Graph) -> list[Product]:
-    """The products of decodes with these kernels and weights unpacked to 16 bits, those that read most first."""
+def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Product]:
+    """The linears of decodes with these backends' kernels and weights of 16 bits once unpacked, the largest first."""
     counts: dict[tuple[int, int, int, Style], int] = {}
     for program in (program for name, program in graph.programs.items() if name in (BODY, HEAD)):
         for node in program.nodes:
-            if node.target in PRODUCTS and node.meta.get("kernel") in BACKENDS:
+            if node.target in OPS and node.meta.get("kernel") in backends:
                 type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
@@ -170,11 +173,12 @@ def _splits(tile: Matrix, shape: Shape, weight_size: float, gpu: Gpu) -> Iterato
 
 
 class Recording:
-    """Records the calls of a step's products that differ for Triton, on the step's own inputs."""
+    """Records the calls of a step's linears that differ for Triton, on the step's own inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Kinds = KINDS) -> None:
         self._calls: dict[tuple[int, int, int, Style], dict[Any, Call]] = {}
-        self.kernels = {(op, name): self._note(op, run) for (op, name), run in Products().kernels().items()}
+        methods = _methods({backend: kind() for backend, kind in kinds.items()})
+        self.kernels = {(op, backend): self._note(op, run) for (op, backend), run in methods.items()}
 
     def calls_of(self, product: Product) -> list[Call]:
         return [*self._calls[*product[:3], product.style].values()]
@@ -190,12 +194,27 @@ class Recording:
         return call
 
 
+def _methods(linears: Mapping[str, Linears]) -> dict[tuple[Op, str], Callable[..., Any]]:
+    """The methods of these objects by op and backend, as a text names them."""
+    return {(op, backend): getattr(each, op.name) for op in OPS for backend, each in linears.items()}
+
+
 class LinearTuner(ProductTuner):
-    """The backend's `Tuner`, for products of weights of 16 bits, and packed ones."""
+    """The `Tuner` of linears, by weights of 16 bits and packed ones."""
 
     table, what = "linear", "linears"
-    products, recording = staticmethod(products_of), Recording
     known, to_entry = staticmethod(finder), staticmethod(to_entry)
+
+    def __init__(self, device: torch.device, kinds: Kinds = KINDS) -> None:
+        """kinds: the class of each backend whose linears it tunes"""
+        super().__init__(device)
+        self._kinds = kinds
+
+    def products(self, graph: Graph) -> list[Product]:
+        return products_of(graph, self._kinds)
+
+    def recording(self) -> Recording:
+        return Recording(self._kinds)
 
     def key(self, rows: int, product: Product) -> str:
         return key_of(product.shape(rows))
@@ -204,7 +223,7 @@ class LinearTuner(ProductTuner):
         return Trial(known, key_of)
 
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
-        return Products(find).kernels()
+        return _methods({backend: kind(find) for backend, kind in self._kinds.items()})
 
     def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
         shape = product.shape(rows)

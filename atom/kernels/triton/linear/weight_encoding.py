@@ -30,7 +30,7 @@ class Style(NamedTuple):
     offset: str = ""  # of each block: z, a zero point, or m, a minimum
     factor: str | None = None  # factor or divisor of the tensor, factors or divisors of its rows; spans, of FACTOR_SPAN
     act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
-    is_shuffled: bool = False  # in the layout of hopper/shuffle.py
+    is_shuffled: bool = False  # in the layout wgmma
 
     @property
     def name(self) -> str:

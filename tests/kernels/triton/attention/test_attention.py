@@ -5,7 +5,6 @@ import torch
 from kernels.checks import assert_as_near, assert_equal, relative_error
 from kernels.paged import KIND, Case, change, make_case, move, reference
 
-from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.paged import PagedAttention, decode
 from atom.kernels.triton.gpu import Gpu
@@ -47,6 +46,7 @@ def test_few_programs_attend_prompts_over_fp8_that_are_not_unpacked(
     triton_device, room, num_there, num_spare, monkeypatch
 ):
     """Instead of Hopper's kernel, the reference attends those that are."""
+    from atom.kernels.hopper import attention
     from atom.kernels.hopper import prefill_attention as prefill_hopper
 
     case = make_case([3, 40], [(70, 70), (5, 21), (140, 150), (1, 9)], kv_heads=2, heads=6, dim=12, has_sinks=True)
@@ -64,9 +64,8 @@ def test_few_programs_attend_prompts_over_fp8_that_are_not_unpacked(
         out[len(expected) :] = 0
 
     monkeypatch.setattr(prefill_hopper, "prefill", prefill_unpacked)
-    monkeypatch.setattr(prefill, "suits_hopper", lambda *args: True)
-    attend = PagedAttention()
-    attend._context = Context(room * 16 * 2 * 2 * 12 * 4)
+    monkeypatch.setattr(prefill_hopper, "suits", lambda *args: True)
+    attend = attention.PagedAttention(Context(room * 16 * 2 * 2 * 12 * 4))
     padded = change(case, entries, q=torch.cat((case.q, case.q[:1].expand(num_spare, -1, -1))))
     out = attend(*move(padded, triton_device), *scales.to(triton_device).split(1), scale=0.3).cpu()
     assert_equal(out[: len(expected)], expected)

@@ -12,13 +12,11 @@ from kernels.paged import KIND, LatentCase, change, make_latent_case, move, refe
 
 from atom.graph.ops.attention import attend
 from atom.graph.ops.latent import split_entries
+from atom.kernels.hopper import latent as on_hopper
 from atom.kernels.triton.attention import latent
 from atom.kernels.triton.attention.context import PIECE, Unpacked
 from atom.kernels.triton.attention.expand import TILE, Expansion
-from atom.kernels.triton.attention.latent import PagedLatentAttention, suits_hopper
-from atom.kernels.triton.gpu import Gpu
 
-HOPPER = Gpu(132, 227 << 10, (9, 0))
 SMALL = {"heads": 4, "rank": 48, "plain": 16, "rotated": 8, "value": 12}  # where from 27 queries on it pays
 FULL = {"rank": 512, "plain": 128, "rotated": 64, "value": 128}
 # decodes, then sequences of 1, 3, 1, 2 tiles; queries of 3 at a context of 300 are few
@@ -33,7 +31,7 @@ def weight_of(case: LatentCase) -> torch.Tensor:
 
 def expand(case: LatentCase, expansion: Expansion, k_scale: torch.Tensor | None = None) -> Unpacked:
     blocks, (table, starts, lengths, num_decodes) = case.cache.blocks, (case.batch.tables[KIND], *case.batch[2:5])
-    args = blocks, latent._view_keys(blocks, case.q_rope.dtype), k_scale, table, starts, lengths, num_decodes
+    args = blocks, latent.view_keys(blocks, case.q_rope.dtype), k_scale, table, starts, lengths, num_decodes
     return expansion.expand(*args, weight_of(case), case.q_nope.shape[2], case.q_rope.shape[2])
 
 
@@ -130,8 +128,8 @@ def test_each_prompt_is_attended_by_one_of_both(
             out[own] = attend(torch.cat((q_nope[own], q_rope[own]), dim=2), keys, values, scale)
 
     monkeypatch.setattr(prefill_hopper, "prefill_expanded", prefill_expanded)
-    monkeypatch.setattr(latent, "suits_hopper", lambda *args: True)
-    attention = PagedLatentAttention()
+    monkeypatch.setattr(on_hopper, "suits", lambda *args: True)
+    attention = on_hopper.PagedLatentAttention()
     attention._expansion = Expansion(max(capacity, 1) * TILE * 36 * 4)  # a head at a time
     if not capacity:
         monkeypatch.setattr(Expansion, "split", lambda *args: iter([slice(0, 4)]))  # a tile of all four does not fit
@@ -141,11 +139,11 @@ def test_each_prompt_is_attended_by_one_of_both(
     assert attended == {9: [[2, 3, 4, 5]] * 4, 3: [[2]] * 4, 0: [[2]]}[capacity]
 
 
-def is_chosen(gpu: Gpu = HOPPER, tokens: int = 600, plain: int = 128, rotated: int = 64, value: int = 128,
+def is_chosen(tokens: int = 600, plain: int = 128, rotated: int = 64, value: int = 128,
               dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None) -> bool:  # fmt: skip
     queries = (torch.empty(600, 4, dim, dtype=dtype) for dim in (plain, rotated))
     weight, cache = torch.empty(4, plain + value, 512), torch.empty(3, 16, 576, dtype=cache_dtype or dtype)
-    return suits_hopper(gpu, *queries, weight, cache, tokens)
+    return on_hopper.suits(*queries, weight, cache, tokens)
 
 
 def test_many_tokens_on_hopper_are_expanded():
@@ -155,7 +153,7 @@ def test_many_tokens_on_hopper_are_expanded():
 
 
 @pytest.mark.parametrize("given", [
-    {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"tokens": 512}, {"plain": 64},
+    {"tokens": 512}, {"plain": 64},
     {"rotated": 32}, {"value": 192}, {"dtype": torch.float32}, {"cache_dtype": torch.float16},
 ])  # fmt: skip
 def test_others_are_absorbed(given: dict[str, Any]):
@@ -191,7 +189,7 @@ def test_prompts_on_hopper_are_as_near_to_the_truth_as_the_op(
         truth, allowed = (reference(case, scale=192**-0.5, wide=is_wide) for is_wide in (True, False))
     padded = [torch.cat((part, part[:2])) for part in (case.q_nope, case.q_rope)]
     moved = (*move(change(case, q_nope=padded[0], q_rope=padded[1]), "cuda"), move(k_scale, "cuda"))
-    attention = PagedLatentAttention()
+    attention = on_hopper.PagedLatentAttention()
     out = attention(*moved, scale=192**-0.5).cpu()
     assert not out[len(truth) :].any()
     assert_as_near(out[: len(truth)], allowed, truth, factor=2)

@@ -12,7 +12,7 @@ from atom.graph import Batch, PagedCache, ops
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention.paged import NormRopeAttention, decode
 from atom.kernels.triton.attention.rope import norm_rope_write
-from atom.kernels.triton.linear.linear import Products
+from atom.kernels.triton.linear.linear import Linears
 
 SMALL_PARTS = decode.Parameters(tile_bytes=1024, programs_per_unit=4)  # sequences are cut into many
 
@@ -285,7 +285,7 @@ class TestOnAGpu:
             (torch.randn(4, out, inner, generator=random) / inner**0.5).bfloat16().cuda()
             for out, inner in ((sum(sizes), 1024), (1024, sizes[0]))
         )
-        linear = Products().linear
+        linear = Linears().linear
         attend, caches = NormRopeAttention(), case.cache.blocks.nan_to_num().repeat(4, 1, 1, 1, 1, 1)
         slots = case.batch.slot_mappings[KIND]
         plain_attend, plain_caches = paged.PagedAttention(), caches.clone()

@@ -98,7 +98,7 @@ def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("rows", [1, 3, 17, 65])
 def test_every_function_gives_what_its_ops_give(triton_device, rows):
-    products = kernels.Products()
+    products = kernels.Linears()
     for dtype in dtypes(triton_device):
         a, b = make(triton_device, dtype, 2, rows, 96)
         norm = make(triton_device, torch.float32, 96)
@@ -124,7 +124,7 @@ def test_every_function_gives_what_its_ops_give(triton_device, rows):
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("rows", [1, 2, 17, kernels.MAX_ROWS + 1])
 def test_rows_that_are_normed_may_be_parts_of_longer_ones(triton_device, rows):
-    products = kernels.Products()
+    products = kernels.Linears()
     for dtype in dtypes(triton_device):
         a, b = make(triton_device, dtype, rows, 46).split([20, 26], dim=1)
         b, norm = b[:, 3:23], make(triton_device, dtype, 20)
@@ -183,7 +183,7 @@ def test_a_product_of_too_many_tiles_is_not_split():
 
 
 def test_the_way_of_one_row_is_not_taken_for_two(triton_device):
-    products = kernels.Products()
+    products = kernels.Linears()
     x, weight = make(triton_device, torch.float16, 2, 64), make(triton_device, torch.float16, 32, 64)
     with pytest.raises(AssertionError, match="is for one row, not for 2"):
         products.linear(x, weight, parameters=lambda *_: Vector(2, 4, stages=2, programs=3))
@@ -232,7 +232,7 @@ def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, g
 @pytest.mark.parametrize("rows", [1, 4, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layers_in_a_graph_give_the_same_on_every_replay(rows, dtype):
-    products = kernels.Products()
+    products = kernels.Linears()
     layers, hidden, width = 6, 1024, 3072
     first = [make("cuda", dtype, 2048, hidden, size=0.03) for _ in range(layers)]
     second = [make("cuda", dtype, hidden, 1024, size=0.03) for _ in range(layers)]

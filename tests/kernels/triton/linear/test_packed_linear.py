@@ -183,7 +183,7 @@ def test_every_op_gives_what_its_body_gives(triton_device, fmt, parameters):
     weight = make_weight(triton_device, fmt, 38, inner)
     a, b = torch.randn(2, rows, inner, device=triton_device)
     norm, bias = torch.randn(inner, device=triton_device), torch.randn(38, device=triton_device)
-    products = kernels.Products(lambda *_: parameters)
+    products = kernels.Linears(lambda *_: parameters)
     # each format has all ops, by one of the parameters each
     turn = list(FORMATS).index(fmt) + PARAMETERS.index(parameters) if "96]" not in fmt else None
     tolerance = WORDS if fmt in TYPES and isinstance(parameters, Vector) else 1e-5
@@ -241,7 +241,7 @@ def test_bf16_is_within_the_bound_of_its_format(turn, rows, fmt):
     act = act_of(fmt)
     refusal = accepts(find_target("cuda"), Type("bf16", ("T", inner)), weight.type, act=act)
     act = act if refusal is None else None
-    for y, arguments in all_calls(kernels.Products(), a, b, norm, weight, bias, act, turn):
+    for y, arguments in all_calls(kernels.Linears(), a, b, norm, weight, bias, act, turn):
         bound = FP8 if act and rows > 16 else BF16
         assert y.dtype == torch.bfloat16
         assert relative_error(y, expected(*arguments)) <= bound
@@ -264,7 +264,7 @@ def test_what_is_tried_gives_the_product_in_bf16(every, rows, fmt):
         if at >= len(chosen) and num_run:
             break
         try:
-            y = kernels.Products(lambda *_, chosen=each: chosen).linear(x, laid_out(weight))
+            y = kernels.Linears(lambda *_, chosen=each: chosen).linear(x, laid_out(weight))
         except Exception as error:
             if is_unfit(error):
                 continue
@@ -327,7 +327,7 @@ def test_a_key_says_how_a_packed_weight_holds_numbers():
 def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):
     from functools import partial
 
-    products = kernels.Products()
+    products = kernels.Linears()
     weight = make_weight(triton_device, "int4[1, 128]", 38, 384, "fp16")
     x = torch.randn(3, 384).to(triton_device, torch.float16)
     assert agrees(partial(products.linear, x, weight), MATRICES[0])
@@ -418,7 +418,7 @@ def test_the_library_multiplies_rows_of_integers(triton_device, rows, monkeypatc
     scales = x.abs().amax(1, keepdim=True) / 127
     sums = (x / scales).round().long().cpu() @ weight.parts["values"].long().cpu().T
     exact = sums.double() * (scales * weight.parts["scales"].T).double().cpu()
-    products = kernels.Products(lambda *_: None)
+    products = kernels.Linears(lambda *_: None)
     assert relative_error(products.linear(x, weight, act="int8[1, *]").cpu(), exact) < 1e-6
     y = products.linear(x, weight, bias, act="int8[1, *]")
     assert relative_error(y.cpu(), exact + bias.double().cpu()) < 1e-6

@@ -146,7 +146,7 @@ def test_the_rows_of_gates_reach_the_next_linear_quantized(triton_device, exact_
         weights.append(shuffle(weight) if is_shuffled else weight)
     gate_up, down = weights
     for rows in (linear.MAX_ROWS, linear.MAX_ROWS + 3):
-        products = linear.Products(lambda *_: None)
+        products = linear.Linears(lambda *_: None)
         a, b, norm = (make(triton_device, *shape) for shape in ((rows, 128), (rows, 128), (128,)))
         kwargs = {"eps": EPS, "kind": "silu", "act": act}
         m, total = products.add_norm_linear(a, b, norm, gate_up, gives=act, **kwargs)

@@ -127,7 +127,7 @@ def test_everything_that_is_tried_gives_the_product(triton_device: str, rows: in
     num_run = 0
     for each in tried:
         try:
-            y, _ = linear.Products(lambda *_, chosen=each: chosen).multiply(x, None, None, weight, None, 0.0, kind)
+            y, _ = linear.Linears(lambda *_, chosen=each: chosen).multiply(x, None, None, weight, None, 0.0, kind)
         except TritonError:
             assert triton_device == "cuda", "it has less memory than another one"
             continue
@@ -284,9 +284,7 @@ def test_another_result_than_the_library_s_is_noticed_wherever_it_is():
     for parameters, rows in ((Matrix(16, 16, 4, 2), 5), (Vector(2, 4, 2, 1), 1)):
 
         def run(*, parameters: tiles.Find, rows: int = rows) -> tuple[torch.Tensor, torch.Tensor]:
-            return linear.Products().add_norm_linear(
-                x[-rows:], x[-rows:], norm, weight, eps=1e-6, parameters=parameters
-            )
+            return linear.Linears().add_norm_linear(x[-rows:], x[-rows:], norm, weight, eps=1e-6, parameters=parameters)
 
         if not torch.cuda.is_available():
             assert agrees(run, parameters)

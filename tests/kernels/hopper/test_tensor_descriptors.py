@@ -12,7 +12,7 @@ import torch
 @pytest.fixture
 def descriptors() -> Any:
     gl = pytest.importorskip("triton.experimental.gluon.language")
-    from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+    from atom.kernels.hopper.tensor_descriptors import TensorDescriptors
 
     return lambda *shape: TensorDescriptors(shape, gl.NVMMASharedLayout(128, 16, 2))
 

@@ -222,21 +222,16 @@ LOCAL_IMPORTS = {
     "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
-    "atom.kernels.triton.compile.binary_cache.BinaryCache": "triton",
-    "atom.kernels.triton.gpu.load_driver": "triton",
-    "atom.kernels.hopper.decode_attention": "Gluon, which no other GPU needs",
-    "atom.kernels.hopper.prefill_attention": "Gluon, which no other GPU needs",
-    "atom.kernels.hopper.grouped_linear": "Gluon, as above",
-    "atom.kernels.hopper.grouped_packed_linear": "Gluon, as above",
-    "atom.kernels.hopper.gated_linear": "Gluon, as above",
-    "atom.kernels.hopper.packed_linear": "Gluon, as above",
-    "atom.kernels.hopper.few_experts": "Gluon, as above",
+    "atom.kernels.aiter": "triton, once a kernel is loaded",
+    "atom.kernels.hopper": "triton, once a kernel is loaded",
+    "atom.kernels.peers": "triton, once ranks connect",
+    "atom.kernels.triton": "triton, once a kernel is loaded or a piece compiled",
 }
 
 # Where a module is imported by a name that is found at run time.
 IMPORTERS = """
-__init__ entrypoints.args jobs.__init__ kernels.aiter.__init__ kernels.aiter.functions kernels.inductor.piece_compiler
-kernels.peers.__init__ kernels.registry kernels.step kernels.triton.__init__ kernels.triton.compile.compile_processes plugins
+__init__ entrypoints.args jobs.__init__ kernels.aiter.functions kernels.inductor.piece_compiler
+kernels.registry kernels.triton.compile.compile_processes plugins
 """
 
 
@@ -445,6 +440,13 @@ def test_only_these_are_imported_in_functions():
     assert [name for name, listed in known.items() if listed is None] == []
     assert set(known.values()) == set(LOCAL_IMPORTS), "a reason without an import"
     assert importers == set(IMPORTERS.split())
+
+
+def test_a_backend_names_only_those_that_it_composes():
+    """hopper's classes are above triton's, aiter takes some of triton's kernels; triton names none of them."""
+    for path in (ROOT / "atom" / "kernels" / "triton").rglob("*.py"):
+        others = {module for module in imports(path) if module.startswith(("kernels.hopper", "kernels.aiter"))}
+        assert not others and not re.search("hopper|gluon", path.read_text(), re.IGNORECASE), path
 
 
 def test_benchmarks_take_of_atom_only_what_is_measured():

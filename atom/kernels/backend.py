@@ -154,7 +154,10 @@ def loads(op: Op, load: Callable[[LoadContext], Functions]) -> Callable[[LoadCon
 
 
 def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:
-    """What a kernel accepts that takes every call."""
+    """all calls
+
+    What a kernel accepts that takes every call.
+    """
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
 
 
 def accepts(target: Target, first: Type, *_types: Any, **_attributes: Any) -> str | None:
+    """rows of a fixed size"""
     rows, *dims = first.shape or (1,)
     if not isinstance(rows, str) or any(isinstance(dim, str) for dim in dims):
         return f"{first} is not of rows of a fixed size"
@@ -27,6 +28,7 @@ def accepts(target: Target, first: Type, *_types: Any, **_attributes: Any) -> st
 
 
 def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) -> str | None:
+    """rows of up to 65,536 elements"""
     reason = accepts(target, first, *types, **attributes)
     if reason is None and (len(first.shape) < 2 or int(first.shape[-1]) > MAX_WIDTH):
         reason = f"{first} is not of rows of up to {MAX_WIDTH} elements"

@@ -36,6 +36,7 @@ def find_features() -> frozenset[str]:
 
 
 def accepts_int8(target: Target, x: Type, weight: Type, *types: Type | None, act: str | None = None) -> str | None:
+    """rows of activations in int8, on a CPU with 8-bit dot products"""
     if act is None:
         return "multiplies quantized activations alone"
     if FEATURE not in target.features:

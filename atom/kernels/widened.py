@@ -22,6 +22,7 @@ AT_ONCE = 1 << 18  # numbers that are widened at a time
 
 
 def accepts(target: Target, x: Type, *_types: Type | None) -> str | None:
+    """bf16 and fp16, if oneDNN does not multiply that on this CPU"""
     if x.dtype not in ("bf16", "fp16"):
         return f"{x.dtype} is as wide as float32"
     return f"oneDNN multiplies {x.dtype} on this CPU" if f"onednn_{x.dtype}" in target.features else None

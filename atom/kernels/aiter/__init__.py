@@ -9,9 +9,8 @@ and is among a machine's features, so that a text says why a call of it is left 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from atom.kernels.aiter.functions import (
     find_version,
 )
 from atom.kernels.aiter.shuffle import FNUZ, LAYOUT, shuffle
-from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, kinds_in, on_device
+from atom.kernels.backend import Accepts, Backend, Functions, Kernel, LoadContext, Target, kinds_in, on_device
 
 VENDOR = "amd"
 AITER = "aiter"  # the feature of a machine that has amd-aiter
@@ -80,6 +79,7 @@ def refuse_target(target: Target, *functions: str) -> str | None:
 def _calls(*functions: str, then: Accepts) -> Accepts:
     """What a kernel accepts that calls these functions, and that `then` accepts."""
 
+    @wraps(then)
     def accepts(target: Target, *types: Any, **attributes: Any) -> str | None:
         return refuse_target(target, *functions) or then(target, *types, **attributes)
 
@@ -87,7 +87,10 @@ def _calls(*functions: str, then: Accepts) -> Accepts:
 
 
 def _accepts_norm(_target: Target, x: Type, *types: Any, **_attributes: Any) -> str | None:
-    """types: the norm's weight is the last"""
+    """bf16 and fp16, rows of up to 8,192 columns
+
+    types: the norm's weight is the last
+    """
     if types[-1].dtype != x.dtype:
         return f"norms {x.dtype} by a weight in it, not in {types[-1].dtype}"
     return _refuse_dtype(x) or (f"rows have {x.shape[-1]} columns, more than {MAX_NORM}"
@@ -99,6 +102,7 @@ def _refuse_dtype(x: Type) -> str | None:
 
 
 def _accepts_gate(_target: Target, x: Type, *, kind: str, **_attributes: Any) -> str | None:
+    """silu gates in bf16 and fp16"""
     if kind != "silu":
         return f"has silu gates alone, not {kind}"
     return _refuse_dtype(x) or (f"gates have {int(x.shape[-1]) // 2} columns, no multiple of 8"
@@ -107,7 +111,10 @@ def _accepts_gate(_target: Target, x: Type, *, kind: str, **_attributes: Any) ->
 
 def _accepts_linear(place: int, target: Target, x: Type, *types: Any, kind: str | None = None, act: str | None = None,
                     eps: float | None = None) -> str | None:  # fmt: skip
-    """Of linears with or without a norm ahead (eps) and gates behind (kind). place: of the weight, behind x"""
+    """plain weights in bf16 and fp16; fp8 by row or 128 x 128 with activations
+
+    Of linears with or without a norm ahead (eps) and gates behind (kind). place: of the weight, behind x
+    """
     if len(x.shape) != 2:
         return "takes rows in two dims"
     weight: Type = types[place]
@@ -146,7 +153,10 @@ def _accepts_experts(
     target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *more: Type | None, kind: str,
     act: str | None = None, **_attributes: Any,
 ) -> str | None:  # fmt: skip
-    """more: biases, then the first expert that is here"""
+    """silu gates without biases, plain or in fp8 with activations; mxfp4 on gfx950
+
+    more: biases, then the first expert that is here
+    """
     if gate_up.fmt in MXFP4 and down.fmt in MXFP4:
         if act is not None or x.dtype != "bf16":
             return f"weights in {gate_up.fmt} are multiplied by activations in bf16 alone, not in {act or x.dtype}"
@@ -170,6 +180,7 @@ def _accepts_experts(
 def _accepts_router(target: Target, _x: Type, weight: Type, _bias: Type | None = None, correction: Type | None = None,
                     *, top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1,
                     **_rule: Any) -> str | None:  # fmt: skip
+    """up to 64 experts a token, softmax or corrected sigmoid"""
     experts, has_correction = int(weight.shape[0]), correction is not None
     groups = 1 if method == "greedy" else groups
     if top_k > MAX_TOP_K:
@@ -188,10 +199,12 @@ def _accepts_router(target: Target, _x: Type, weight: Type, _bias: Type | None =
 def _accepts_norm_router(
     target: Target, a: Type, _b: Type, norm: Type, *types: Any, eps: float, **rule: Any
 ) -> str | None:
+    """as router, norms in bf16 and fp16"""
     return _accepts_router(target, a, *types, **rule) or _accepts_norm(target, a, norm)
 
 
 def _accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
+    """heads of up to 256 dims in bf16 and fp16; a cache in fp8 on gfx950"""
     dim, cache = int(q.shape[-1]), next(each for each in types if isinstance(each, KV))
     if dim > MAX_HEAD_DIM:
         return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
@@ -202,6 +215,7 @@ def _accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any)
 
 def _accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, *_types: Any,
                     **_attributes: Any) -> str | None:  # fmt: skip
+    """latents in bf16, of powers of two"""
     if cache.type.dtype == FP8:
         return f"reads latents and rotated keys of one dtype, not of a cache in {FP8}"
     if q_rope.dtype != LATENT_DTYPE:
@@ -215,6 +229,7 @@ def _accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, ca
 def _accepts_write(target: Target, q: Type, k: Type, _v: Type, cos: Type | None, _sin: Type | None,
                    q_norm: Type | None, k_norm: Type | None, cache: KV, *_types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
+    """rope of all dims with q and k norms both or neither, in bf16"""
     dim = int(q.shape[-1])
     if cos is None:
         return "writes rotated keys alone"
@@ -232,20 +247,56 @@ def _accepts_write(target: Target, q: Type, k: Type, _v: Type, cos: Type | None,
 
 
 def _accepts_both(target: Target, *types: Any, **attributes: Any) -> str | None:
+    """as norm_rope_write and paged_attention"""
     return _accepts_write(target, *types, **attributes) or _accepts_attention(target, *types, **attributes)
 
 
-def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[str, ...] = (),
+def _load_linears() -> Functions:
+    from atom.kernels.aiter import linear
+
+    return {
+        ops.rms_norm: linear.rms_norm,
+        ops.add_rms_norm: linear.add_rms_norm,
+        ops.gated_activate: linear.gated_activate,
+        ops.linear: linear.linear,
+        ops.gated_linear: linear.gated_linear,
+        ops.norm_linear: linear.norm_linear,
+        ops.add_norm_linear: linear.add_norm_linear,
+    }
+
+
+def _load_experts() -> Functions:
+    from atom.kernels.aiter import moe
+
+    return {ops.router: moe.router, ops.add_norm_router: moe.add_norm_router, ops.experts: moe.experts}
+
+
+def _load_attention() -> Functions:
+    from atom.kernels.aiter import attention
+
+    return {
+        ops.norm_rope_write: attention.norm_rope_write,
+        ops.paged_attention: attention.paged_attention,
+        ops.norm_rope_attention: attention.norm_rope_attention,
+    }
+
+
+def _load_latent() -> Functions:
+    from atom.kernels.aiter.latent import paged_mla_attention
+
+    return {ops.paged_mla_attention: paged_mla_attention}
+
+
+def _kernel(op: Op, find: Callable[[], Functions], accepts: Accepts, *functions: str, acts: tuple[str, ...] = (),
             layout: str | None = None, stored: tuple[str, ...] = ()) -> Kernel:  # fmt: skip
-    """A kernel that calls these functions of AITER.
+    """A kernel that calls these functions of AITER, by a function that takes an `Aiter` first.
 
     acts: the formats of activations that it multiplies. layout: of a plain weight. stored: the kinds of packed weights
     that it takes as they are stored
     """
 
     def load(context: LoadContext) -> Callable[..., Any]:
-        function = getattr(importlib.import_module(f"{__name__}.{module}"), op.name)
-        return partial(function, context.share(Aiter))
+        return partial(find()[op], context.share(Aiter))
 
     laid_out = ("scaled",) if acts else ()
     accepts = on_device("cuda", _calls(*functions, then=accepts), packed=(*laid_out, *stored), acts=acts)
@@ -254,25 +305,25 @@ def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[
 
 
 def _linear(op: Op, *functions: str) -> Kernel:
-    accepts = partial(_accepts_linear, op.weights[0] - 1)
-    return _kernel(op, "linear", accepts, "linear", *functions, acts=("fp8",))
+    accepts = update_wrapper(partial(_accepts_linear, op.weights[0] - 1), _accepts_linear)
+    return _kernel(op, _load_linears, accepts, "linear", *functions, acts=("fp8",))
 
 
 KERNELS = (
-    _kernel(ops.rms_norm, "linear", _accepts_norm, "rms_norm"),
-    _kernel(ops.add_rms_norm, "linear", _accepts_norm, "add_rms_norm"),
-    _kernel(ops.gated_activate, "linear", _accepts_gate, "silu_and_mul"),
+    _kernel(ops.rms_norm, _load_linears, _accepts_norm, "rms_norm"),
+    _kernel(ops.add_rms_norm, _load_linears, _accepts_norm, "add_rms_norm"),
+    _kernel(ops.gated_activate, _load_linears, _accepts_gate, "silu_and_mul"),
     _linear(ops.linear),
     _linear(ops.gated_linear),
     _linear(ops.norm_linear, "rms_norm", "rms_norm_quantize"),
     _linear(ops.add_norm_linear, "add_rms_norm", "add_rms_norm_quantize"),
-    _kernel(ops.router, "moe", _accepts_router),
-    _kernel(ops.add_norm_router, "moe", _accepts_norm_router, "add_rms_norm"),
-    _kernel(ops.experts, "moe", _accepts_experts, acts=("fp8",), layout=LAYOUT, stored=("mxfp4",)),
-    _kernel(ops.norm_rope_write, "attention", _accepts_write, "rope_and_write"),
-    _kernel(ops.paged_attention, "attention", _accepts_attention, "attention"),
-    _kernel(ops.norm_rope_attention, "attention", _accepts_both, "rope_and_write", "attention"),
-    _kernel(ops.paged_mla_attention, "latent", _accepts_latent, "latent_decode", "latent_prefill"),
+    _kernel(ops.router, _load_experts, _accepts_router),
+    _kernel(ops.add_norm_router, _load_experts, _accepts_norm_router, "add_rms_norm"),
+    _kernel(ops.experts, _load_experts, _accepts_experts, acts=("fp8",), layout=LAYOUT, stored=("mxfp4",)),
+    _kernel(ops.norm_rope_write, _load_attention, _accepts_write, "rope_and_write"),
+    _kernel(ops.paged_attention, _load_attention, _accepts_attention, "attention"),
+    _kernel(ops.norm_rope_attention, _load_attention, _accepts_both, "rope_and_write", "attention"),
+    _kernel(ops.paged_mla_attention, _load_latent, _accepts_latent, "latent_decode", "latent_prefill"),
 )
 
 BACKEND = Backend(

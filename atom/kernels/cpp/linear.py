@@ -19,10 +19,12 @@ from atom.kernels.cpp.build import PACKED, PLAIN, build_library
 
 
 def accepts(target: Target, x: Type, weight: Type, *_types: Type | None) -> str | None:
+    """x of two dims, weights that have a layout of blocks or panels"""
     return "takes rows in two dims" if len(x.shape) != 2 else _refusal(target, weight)
 
 
 def accepts_embedding(target: Target, tokens: Type, weight: Type) -> str | None:
+    """tokens of one dim, weights that have a layout of blocks or panels"""
     return "takes tokens in one dim" if len(tokens.shape) != 1 else _refusal(target, weight)
 
 

@@ -47,8 +47,13 @@ def find_features() -> frozenset[str]:
     return frozenset({GLUON} if torch.cuda.get_device_capability(0) == (9, 0) and knows_gluon() else ())
 
 
-def accepts_linear(place: int, target: Target, *types: Any, **attributes: Any) -> str | None:
-    """bf16; weights in the layout wgmma, and plain and other packed ones with a silu gate, for many rows
+def accepts_linear(target: Target, x: Type, weight: Type, *types: Type | None, **attributes: Any) -> str | None:
+    """bf16 by weights that have the layout wgmma: int4 by 128 columns, mxfp4, fp8 by row or by 128 columns"""
+    return _refuse_layout(weight) or _refuse_dtype(x) or triton.accepts_linear(target, x, weight, *types, **attributes)
+
+
+def accepts_gated_linear(place: int, target: Target, *types: Any, **attributes: Any) -> str | None:
+    """as linear; with a silu gate plain and other packed weights, too
 
     place: of the weight among the types
     """
@@ -75,7 +80,7 @@ def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *type
 
 
 def accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str | None:
-    """bf16; weights in the layout wgmma, and plain and other packed ones, for many rows an expert"""
+    """bf16 by plain weights, by those that have the layout wgmma, as in linear, and other packed ones"""
     refused = _refuse_weight(weight, _refuse_many(weight))
     return refused or _refuse_dtype(x) or triton.accepts_grouped(target, x, weight, *types)
 
@@ -84,7 +89,7 @@ def accepts_experts(
     target: Target, x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, *more: Type | None,
     kind: str, act: str | None = None, **attributes: Any,
 ) -> str | None:  # fmt: skip
-    """bf16; weights in the layout wgmma, fp8 in blocks of 128 x 128 with fp8 activations too; plain and packed ones"""
+    """as grouped_linear; in fp8 by 128 x 128 with activations in fp8, too"""
     refused = _refuse_layout(gate_up) or _refuse_layout(down)
     if act is not None:
         has_gate = kind in GATES and not any(each is not None for each in more[:2])
@@ -97,7 +102,7 @@ def accepts_experts(
 
 
 def accepts_adapters(_target: Target, _y: Type, x: Type, a: Type, b: Type, *_types: Any) -> str | None:
-    """bf16, for many rows an expert"""
+    """bf16"""
     return _refuse_dtype(x) or (_refuse_many(a) and _refuse_many(b))
 
 
@@ -245,15 +250,16 @@ def _kernel(op: Op, load: Callable[[LoadContext], Functions], accepts: Accepts, 
     return Kernel(op, "hopper", here, loads(op, load), **options)
 
 
-def _linear(op: Op) -> Kernel:
-    accepts = update_wrapper(partial(accepts_linear, op.weights[0]), accepts_linear)
-    is_gated = op is not ops.linear
-    return _kernel(op, _load_linears, accepts, (*PACKED, *TYPES), ACTS, GIVEN if is_gated else (),
-                   packed_layout=_layout_of_linears, is_for_packed=not is_gated)  # fmt: skip
+def _gated_linear(op: Op) -> Kernel:
+    accepts = update_wrapper(partial(accepts_gated_linear, op.weights[0]), accepts_gated_linear)
+    return _kernel(op, _load_linears, accepts, (*PACKED, *TYPES), ACTS, GIVEN, packed_layout=_layout_of_linears)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    *map(_linear, (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
+    _kernel(
+        ops.linear, _load_linears, accepts_linear, (*SCALED_COLUMNS,), ACTS, packed_layout=_layout, is_for_packed=True
+    ),
+    *map(_gated_linear, (ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
     _kernel(ops.paged_attention, _load_attention, accepts_attention),
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),

@@ -10,13 +10,11 @@ used.
 
 from __future__ import annotations
 
-import importlib
-
 from atom.kernels.backend import Communicator, Rendezvous
 
 
 def connect(rendezvous: Rendezvous, large: Communicator) -> Communicator:
     """Open the memory of the other ranks. UnsupportedError, on all of them, where one cannot."""
-    module = importlib.import_module(f"{__name__}.communicator")  # which imports triton
-    made: Communicator = module.PeerCommunicator(rendezvous, large)
-    return made
+    from atom.kernels.peers.communicator import PeerCommunicator  # which imports triton
+
+    return PeerCommunicator(rendezvous, large)

@@ -27,6 +27,7 @@ for name in (b"ONEDNN_PRIMITIVE_CACHE_CAPACITY", b"LRU_CACHE_CAPACITY"):  # read
 
 
 def accepts(target: Target, x: Type, *_types: Any, **_attributes: Any) -> str | None:
+    """dtypes that oneDNN multiplies on this CPU"""
     return None if f"onednn_{x.dtype}" in target.features else f"oneDNN has no {x.dtype} on this CPU"
 
 

@@ -105,6 +105,7 @@ def load_step_kernels() -> StepKernels:
 
 
 def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
+    """heads of up to 256 dims; a cache in fp8 from sm_89 on"""
     dim = int(q.shape[-1])
     if dim > MAX_HEAD_DIM:
         return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
@@ -112,6 +113,7 @@ def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) 
 
 
 def accepts_cache(target: Target, *types: Any, **_attributes: Any) -> str | None:
+    """a cache in fp8 from sm_89 on"""
     is_fp8 = any(isinstance(each, KV) and each.type.dtype == "fp8_e4m3" for each in types)
     older = [name for name in target.features if name.startswith("sm_") and int(name[3:]) < FP8_CAPABILITY]
     return f"fp8_e4m3 needs sm_{FP8_CAPABILITY}, not {older[0]}" if is_fp8 and older else None
@@ -121,6 +123,7 @@ def accepts_linear(
     target: Target, x: Type, *types: Any, kind: str | None = None, act: str | None = None, gives: str | None = None,
     **_attributes: Any,
 ) -> str | None:  # fmt: skip
+    """x of two dims; not swigluoai gates; groups of 32 columns or multiples, or 16 in nvfp4 and GGUF's"""
     if kind == "swigluoai":
         return "has no swigluoai gate"
     if len(x.shape) != 2:
@@ -175,6 +178,7 @@ def _refuse_packed(weight: Type) -> str | None:
 def accepts_lora(
     _target: Target, *_types: Any, sizes: Sequence[int], kind: str | None = None, **_attributes: Any
 ) -> str | None:
+    """up to 3 slices of outputs; not swigluoai gates"""
     if kind == "swigluoai":
         return "has no swigluoai gate"
     if kind is not None and len(sizes) > 1 and (len(sizes) != 2 or sizes[0] != sizes[1]):
@@ -184,6 +188,7 @@ def accepts_lora(
 
 def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
+    """latents of up to 512 dims, rotated keys of up to 64; a cache in fp8 from sm_89 on"""
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
     if rank <= MAX_RANK and rotated <= MAX_ROTATED:
         return accepts_cache(target, *types)
@@ -191,6 +196,7 @@ def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *typ
 
 
 def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str | None:
+    """groups of 32 columns or multiples; FP4 not in fp16"""
     if weight.fmt is None:
         return None
     known = parse_format(weight.fmt)
@@ -210,6 +216,7 @@ def accepts_experts(
     target: Target, x: Type, _weights: Type, _ids: Type, gate_up: Type, down: Type, *_more: Type | None,
     **_attributes: Any,
 ) -> str | None:  # fmt: skip
+    """groups of 32 columns or multiples; FP4 not in fp16"""
     return accepts_grouped(target, x, gate_up) or accepts_grouped(target, x, down)
 
 

@@ -11,9 +11,10 @@ from kernels.compiling import compile_for_hopper
 
 pytest.importorskip("triton")
 
-from atom.graph import PackedWeight, Type, W, ops
+from atom.graph import KV, PackedWeight, Type, W, ops
 from atom.graph.recipes import Shuffle, Stack
 from atom.kernels import Target, find_kernel
+from atom.kernels.backend import LoadContext
 from atom.kernels.hopper.experts import Experts, unpack_experts
 from atom.kernels.hopper.linear import Linears
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
@@ -164,11 +165,11 @@ class TestChoice:
             ({"fmt": "int8[1, *]"}, "has no layout of int8"),
             ({"fmt": "fp8[64, 96]"}, "has no layout of fp8"),
             ({"fmt": "fp8[1, 256]"}, "has no layout of fp8"),
-            ({"fmt": "ct_nvfp4"}, "has no layout of ct_nvfp4"),
+            ({"fmt": "ct_nvfp4"}, "its weight is stored as ct_nvfp4"),
             ({"fmt": "gptq_int4_ordered[1, 128]"}, "has no layout of gptq_int4_ordered"),
             ({"out": 40}, "has no layout of 40 x 256"),
             ({"inner": 96}, "has no layout of 256 x 96"),
-            ({"fmt": None}, "takes plain weights with a silu gate and without a bias only"),
+            ({"fmt": None}, "has no layout of plain weights"),
             ({"op": ops.grouped_linear, "fmt": None, "out": 36}, "has no kernel for experts of 36 x 256"),
         ],
     )
@@ -178,6 +179,92 @@ class TestChoice:
         weight = Type(dtype, (*experts, given.get("out", 256), given.get("inner", 256)), given["fmt"])
         accepts = find_kernel(given["op"], "hopper").accepts
         assert reason in str(accepts(given.get("target", HOPPER), Type(dtype, ("T", weight.shape[-1])), weight))
+
+    @pytest.mark.parametrize(
+        ("fmt", "layout"),
+        [(None, None), ("int8[1, *]", None), ("ct_nvfp4", None), ("q4_k", "parts"), ("int4[1, 128]", LAYOUT)],
+    )
+    def test_silu_gates_are_taken_by_any_weight(self, fmt: str | None, layout: str | None):
+        """Many rows go to a Gluon kernel, by the weight unpacked."""
+        weight, kernel = Type("bf16", (512, 256), fmt), find_kernel(ops.gated_linear, "hopper")
+        assert kernel.accepts(HOPPER, Type("bf16", ("T", 256)), weight, kind="silu") is None
+        assert kernel.layout_of(weight) == layout
+
+    @pytest.mark.parametrize(
+        ("given", "reason"),
+        [
+            ({"kind": "gelu"}, "takes plain weights with a silu gate and without a bias only"),
+            ({"kind": None}, "takes plain weights with a silu gate and without a bias only"),
+            ({"bias": Type("bf16", (512,))}, "takes plain weights with a silu gate and without a bias only"),
+            ({"dtype": "fp16"}, "multiplies in bf16, not in fp16"),
+            ({"out": 520}, "has no silu gate of 520 x 256"),
+            ({"inner": 64}, "has no silu gate of 512 x 64"),
+        ],
+    )
+    def test_other_gates_by_plain_weights_are_left_to_triton(self, given: dict[str, Any], reason: str):
+        given = {"kind": "silu", "bias": None, "dtype": "bf16", "out": 512, "inner": 256} | given
+        dtype, out, inner = given["dtype"], given["out"], given["inner"]
+        types = Type(dtype, ("T", inner)), Type(dtype, (inner,)), Type(dtype, (out, inner)), given["bias"]
+        accepts = find_kernel(ops.norm_linear, "hopper").accepts
+        assert accepts(HOPPER, *types, eps=EPS, kind=given["kind"]) == reason
+
+    @pytest.mark.parametrize(
+        ("dtype", "dim", "kept", "reason"),
+        [
+            ("bf16", 128, "bf16", None), ("fp16", 64, "fp16", None), ("bf16", 256, "fp8_e4m3", None),
+            ("bf16", 96, "bf16", "heads have 96 dims, not 64, 128, 256"),
+            ("fp32", 128, "fp32", "multiplies in bf16 and fp16, not in fp32"),
+            ("bf16", 128, "fp16", "the cache is in fp16, not in bf16 or fp8_e4m3"),
+        ],
+    )  # fmt: skip
+    def test_attention_of_some_heads(self, dtype: str, dim: int, kept: str, reason: str | None):
+        q, cache = Type(dtype, ("T", 8, dim)), KV("0", Type(kept, (2, 2, dim)))
+        for op in (ops.paged_attention, ops.norm_rope_attention):
+            assert find_kernel(op, "hopper").accepts(HOPPER, q, cache, scale=0.1) == reason
+
+    @pytest.mark.parametrize(("plain", "rotated", "value"), [(128, 64, 128), (128, 64, 192), (96, 64, 128)])
+    def test_latents_of_deepseek_s_heads(self, plain: int, rotated: int, value: int):
+        types = Type("bf16", ("T", 4, plain)), Type("bf16", ("T", 4, rotated)), Type("bf16", (4 * (plain + value), 512))
+        refused = find_kernel(ops.paged_mla_attention, "hopper").accepts(HOPPER, *types, KV("0", Type("bf16", (576,))))
+        assert (refused is None) == ((plain, rotated, value) == (128, 64, 128))
+
+    @pytest.mark.parametrize(
+        ("fmt", "out", "reason"),
+        [
+            (None, 48, None), (None, 40, None), ("int8[1, *]", 48, None), ("fp8[1, *]", 64, None),
+            (None, 36, "has no layout of plain weights"), ("ct_nvfp4", 48, "has no layout of ct_nvfp4"),
+        ],
+    )  # fmt: skip
+    def test_experts_of_some_sizes(self, fmt: str | None, out: int, reason: str | None):
+        """With 40 outputs, of which 20 are gates, only the down projection has a kernel."""
+        x, ids = Type("bf16", ("T", 64)), Type("i64", ("T", 2))
+        down = Type("bf16", (4, 64 if out != 36 else 36, out // 2 if out != 40 else 64), fmt)
+        accepts = find_kernel(ops.experts, "hopper").accepts
+        assert (
+            accepts(HOPPER, x, Type("fp32", ("T", 2)), ids, Type("bf16", (4, out, 64), fmt), down, kind="silu")
+            == reason
+        )
+
+    def test_adapters_of_experts(self):
+        x, ends = Type("bf16", ("T", 64)), Type("i64", (8,))
+        kernel, types = (
+            find_kernel(ops.grouped_lora, "hopper"),
+            (Type("bf16", (4, 2, 16, 64)), Type("bf16", (4, 2, 48, 16))),
+        )
+        assert kernel.accepts(HOPPER, x, x, *types, ends) is None
+        assert kernel.accepts(
+            HOPPER, x, x.with_last(60), Type("bf16", (4, 2, 15, 60)), Type("bf16", (4, 2, 60, 15)), ends
+        )
+        assert kernel.load(LoadContext()).keywords == {"experts": Experts}  # type: ignore[attr-defined]
+
+    def test_a_program_has_one_object_of_each_class(self):
+        context = LoadContext()
+        linears = [find_kernel(op, "hopper").load(context) for op in (ops.linear, ops.gated_linear)]
+        assert linears[0].__self__ is linears[1].__self__ and type(linears[0].__self__) is Linears
+        experts = [find_kernel(op, "hopper").load(context) for op in (ops.experts, ops.grouped_linear)]
+        assert experts[0].__self__ is experts[1].__self__ and type(experts[0].__self__) is Experts
+        attend = find_kernel(ops.paged_attention, "hopper")
+        assert attend.load(context) is attend.load(context)
 
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64, 128, 200, 256])

@@ -47,7 +47,7 @@ class Target:
 
 
 class Held(NamedTuple):
-    """A tensor that is to be sent behind each replay of a CUDA graph, which computes it."""
+    """A tensor that is sent after each replay of the CUDA graph that computes it."""
 
     x: Tensor
     send: Callable[[Tensor], object]
@@ -124,7 +124,7 @@ class Kernel:
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
     packed_layout: Layout | None = None  # of packed weights; None: as stored
     packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
-    is_for_packed: bool = False  # it takes packed weights alone
+    is_for_packed: bool = False  # it takes packed weights only
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
     build: Callable[..., object] | None = None  # compiles what it needs for weights of these types; None: nothing
 
@@ -192,7 +192,7 @@ def on_device(
 
 
 def collective_kernel(op: Op, backend: str, device: str) -> Kernel:
-    """The kernel of a collective, which is its program's communicator's. UnsupportedError where there is one rank."""
+    """The kernel of a collective, which is its program's communicator's. UnsupportedError with one rank."""
 
     def load(context: LoadContext) -> Callable[..., Any]:
         if context.communicator is None:
@@ -221,7 +221,7 @@ class PieceCompiler(ABC):
 
     @abstractmethod
     def ingredients(self, target: Target) -> dict[str, str]:
-        """What the code depends on beside the piece's text, our sources and the backends' versions, in words."""
+        """What the code depends on besides the piece's text, our sources and the backends' versions, in words."""
 
     def kernel_names(self, text: str) -> list[str]:
         """The names of a piece's kernels in a profiler trace; empty where a piece is no kernel of a device."""

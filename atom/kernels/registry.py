@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from atom.graph import Graph
     from atom.kernels.step import StepKernels
 
-# modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
+# modules next to this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "cpu": (
         ("gloo", "reference"),
@@ -54,7 +54,7 @@ KNOWN = frozenset(kernel.op for kernel in REFERENCE.kernels)  # ops that are not
 
 
 def find_backend(name: str) -> Backend:
-    """UnsupportedError where there is none of this name, ConfigError where an entry point does not name one."""
+    """UnsupportedError if there is none of this name, ConfigError if an entry point does not name one."""
     plugged_in = plugins.named(plugins.BACKENDS)
     if name not in BACKENDS and name not in plugged_in:
         there = ", ".join((*plugged_in, *BACKENDS))
@@ -93,7 +93,7 @@ def candidates(op: Op, backends: Sequence[Backend]) -> Iterator[Kernel]:
 
 
 def find_kernel(op: Op, backend: str) -> Kernel:
-    """The kernel that a text names. UnsupportedError where there is none."""
+    """The kernel that a text names. UnsupportedError if there is none."""
     for kernel in candidates(op, (find_backend(backend),)):
         return kernel
     raise UnsupportedError(f"there is no kernel {backend}.{op.name}")
@@ -101,7 +101,7 @@ def find_kernel(op: Op, backend: str) -> Kernel:
 
 @contextmanager
 def building_kernels(graph: Graph) -> Iterator[None]:
-    """Compile what a graph's kernels need beside pieces, unless the cache folder has it, in threads until the end."""
+    """Compile what a graph's kernels need besides pieces, unless the cache folder has it, in threads until the end."""
     calls: dict[tuple[Callable[..., object], tuple[Type, ...]], None] = {}
     for node in (node for program in graph.programs.values() for node in program.nodes):
         if (build := find_kernel(node.target, node.meta.get("kernel", "reference")).build) is not None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from atom.graph import Batch
 
-# of what top_p leaves out, or of one in top_k: tokens that weigh less than it beside the likeliest are not drafted
-LEAST_SHARE = 0.5
+# times 1 - top_p or 1 / top_k: tokens less probable than that, relative to the likeliest, are not drafted
+MIN_SHARE = 0.5
 
 
 class Inputs(NamedTuple):
@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     positions: Tensor  # i64[T]
     batch: Batch
     slots: Tensor  # i64[C, T], of all kinds
-    tables: Tensor  # i32[C, S, M], likewise
+    tables: Tensor  # i32[C, S, M], of all kinds
     adapters: Tensor | None = None  # i64[T], where the body takes them
 
 

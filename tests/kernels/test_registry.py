@@ -20,6 +20,7 @@ from atom.kernels import (
     find_target,
     find_versions,
     generated,
+    hopper,
 )
 from atom.kernels import triton as backend
 from atom.kernels.reference import COMPILED
@@ -92,8 +93,10 @@ def test_attention_takes_heads_of_up_to_256_dims_on_a_gpu_of_any_vendor(op: ops.
     assert accepts(target, Type("bf16", ("T", 8, 260))) == "heads have 260 dims, more than 256"
 
 
-@pytest.mark.parametrize("kernel", backend.KERNELS, ids=lambda kernel: kernel.op.name)
-def test_every_kernel_in_triton_is_called_as_its_op(kernel: Kernel):
+@pytest.mark.parametrize(
+    "kernel", [*backend.KERNELS, *hopper.KERNELS], ids=lambda kernel: f"{kernel.backend}.{kernel.op.name}"
+)
+def test_every_kernel_of_a_gpu_is_called_as_its_op(kernel: Kernel):
     pytest.importorskip("triton")
     ours, theirs = (dict(inspect.signature(each).parameters) for each in (kernel.load(LoadContext()), kernel.op.body))
     cut_up = ours.pop("parameters", None)  # by what is measured, where the caller does not say it

@@ -53,15 +53,15 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
         assert entries and all(tuned.FITS[table](key, entry) for key, entry in entries.items())
     for key, entry in tables.get("linear", {}).items():
         *sizes, name = [*key.split(" ", 4), ""][:5]
-        shape = Shape(*map(int, sizes), style=STYLES[name])
+        shape = Shape(*map(int, sizes), encoding=STYLES[name])
         found = tiles.find(shape, H200)
         assert tiles.to_entry(found)[: len(entry)] == entry
         assert not isinstance(found, tiles.Vector) or shape.rows == 1
         if isinstance(found, shuffled.Wgmma):
-            ring = found.stages * found.boxes * shuffled.box_bytes(found.block_rows, shape.style)
+            ring = found.stages * found.boxes * shuffled.box_bytes(found.block_rows, shape.encoding)
             assert ring <= H200.shared_memory - shuffled.UNUSED_MEMORY
-            columns = found.boxes * shuffled.BOX * 8 // shape.style.bits
-            assert columns % (shape.style.columns or 1) == 0, "a stage has whole blocks"
+            columns = found.boxes * shuffled.BOX * 8 // shape.encoding.bits
+            assert columns % (shape.encoding.columns or 1) == 0, "a stage has whole blocks"
 
 
 VERSIONS = {"atom": atom.__version__, "triton": triton.__version__}

@@ -20,7 +20,7 @@ from atom.kernels.aiter.functions import Aiter
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
-from atom.kernels.triton.experts.grouped_tiles import most_tiles
+from atom.kernels.triton.experts.grouped_tiles import max_tiles
 from atom.kernels.triton.experts.grouping import combine_rows, group_pairs
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.linear.row_kernels import activate_gates
@@ -52,7 +52,7 @@ def number_tiles(aiter: Aiter, ends: Tensor, pairs: int) -> Any:
     """Where each expert's rows end, i64[E], of so many pairs -> AITER's RoutingData, of tiles of one expert's rows"""
     experts = len(ends)
     block_m = max(MIN_ROWS, min(next_power_of_2(max(1, pairs // experts)), MAX_ROWS))
-    num_tiles = most_tiles(pairs, experts, block_m)
+    num_tiles = max_tiles(pairs, experts, block_m)
     counts, tiles, starts, tile_starts = (
         ends.new_empty(size, dtype=torch.int32) for size in (experts, num_tiles, experts + 1, experts + 1)
     )

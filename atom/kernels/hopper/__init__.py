@@ -223,17 +223,14 @@ def _load_latent(context: LoadContext) -> Functions:
 
 
 def _load_experts(context: LoadContext) -> Functions:
-    from atom.kernels.hopper.experts import Experts
+    from atom.kernels.hopper.experts import Experts, grouped_lora
 
     experts = context.share(Experts)
-    return {ops.grouped_linear: experts.grouped_linear, ops.experts: experts.experts}
-
-
-def _load_lora(_context: LoadContext) -> Functions:
-    from atom.kernels.hopper.experts import Experts
-    from atom.kernels.triton.linear.lora import grouped_lora
-
-    return {ops.grouped_lora: partial(grouped_lora, experts=Experts)}
+    return {
+        ops.grouped_linear: experts.grouped_linear,
+        ops.experts: experts.experts,
+        ops.grouped_lora: grouped_lora,
+    }
 
 
 def _kernel(op: Op, load: Callable[[LoadContext], Functions], accepts: Accepts, packed: Collection[str] = (),
@@ -265,7 +262,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
     _kernel(ops.grouped_linear, _load_experts, accepts_grouped, PACKED, packed_layout=_layout),
     _kernel(ops.experts, _load_experts, accepts_experts, PACKED, GIVEN, packed_layout=_layout),
-    _kernel(ops.grouped_lora, _load_lora, accepts_adapters),
+    _kernel(ops.grouped_lora, _load_experts, accepts_adapters),
 )
 
 BACKEND = Backend(

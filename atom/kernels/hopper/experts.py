@@ -26,6 +26,7 @@ from atom.kernels.triton.experts import moe
 from atom.kernels.triton.experts.grouped_tiles import Find
 from atom.kernels.triton.experts.grouping import combine_rows, group_pairs
 from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.linear.lora import add_grouped
 from atom.kernels.triton.linear.packed import unpack
 from atom.kernels.triton.linear.row_kernels import FP8, quantize_rows
 from atom.kernels.triton.linear.shuffled import Wgmma
@@ -78,6 +79,11 @@ class Experts(moe.Experts):
         tiles = (parameters or self._parameters)(moe.describe(x, weight, gate), find_gpu(x.device))
         assert isinstance(tiles, Wgmma), f"{tiles} are for weights that are not shuffled"
         return packed_linear.multiply_grouped(x, weight, ends, bias, gate, self.counters(x.device), tiles)
+
+
+def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """y [P, O], x [P, I], a [E, L + 1, r, I], b [E, L + 1, O, r], ends i64[E (L + 1)] -> [P, O]"""
+    return add_grouped(Experts(), y, x, a, b, ends)
 
 
 def _is_shuffled(weight: Weight) -> bool:

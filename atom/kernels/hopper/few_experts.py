@@ -1,15 +1,15 @@
-"""Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon.
+"""Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon: gate/up, then down projection.
 
     if suits_few(x, ids, gate_up):
         y = multiply_few(x, weights, ids, (gate_up, down), biases, Gate("silu"), counters)      # as the op `experts`
 
-A weight is plain, or packed and laid out as hopper/shuffle.py says. A program has ROWS rows of it: gates and the ups
-beside them of one pair of token and expert, or so many downs of each of a token's experts. Their boxes come by TMA,
-some stages ahead, and are multiplied by mma, of which x is the right side. Of downs that has a column for each
-expert's x, and of the products those count in which a column meets its own expert's rows. Where there are few gates,
-programs split the columns of a tile, and the last one to arrive adds up what all of them have.
+A weight is plain, or packed in the layout of shuffle.py. A program has ROWS rows of it: for the gate/up projection of
+one pair of token and expert, half of them gate and half up; for the down projection an equal part of each of a token's
+experts. Their boxes come by TMA, some stages ahead, as the left operand (A) of mma; x is B. For the down projection, B
+has one column per selected expert; only the diagonal blocks, a column by its own expert's rows, are kept. If the
+gate/up projection has few tiles, programs split the columns of a tile, and the last one to arrive adds them up.
 
-Downs are sent for before gates and ups have ended: the ids were written by a kernel that these have waited for.
+The down weights are fetched before the gate/up kernel has ended: the ids were written by a kernel that it waited for.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from atom.kernels.hopper.packed_linear import (
 from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
-from atom.kernels.triton.linear.weight_encoding import PLAIN, Style, Weight, style_of_weight
+from atom.kernels.triton.linear.weight_encoding import PLAIN, Weight, WeightEncoding, encoding_of_weight
 from atom.kernels.triton.padded_alloc import new_rows, readable_rows
 
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(64)  # of a box of the weight: its rows, and bytes or plain numbers of each
-TOKENS = gl.constexpr(8)  # rows of x in a box, which a product by mma has at least
+TOKENS = gl.constexpr(8)  # rows of x in a box, the minimum of an mma
 ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-MOST_CHOSEN = TOKENS.value  # experts of a token
+MAX_CHOSEN = TOKENS.value  # experts of a token
 FEW_PLAIN, FEW_PACKED = 4, 2  # tokens, up to which they are not grouped: packed experts of more are as fast grouped
-OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
+OTHER_MEMORY = 2048  # bytes of a program's shared memory besides its stages
 MAX_STAGES = 8
-PROGRAMS = {8: 2, 4: 3}  # at most of a multiprocessor, where columns are split, by a number's bits; no plain ones are
-LEAST_STEPS = 4  # of a split
+PROGRAMS = {8: 2, 4: 3}  # max on a multiprocessor if columns are split, by a number's bits; no plain ones are
+MIN_STEPS = 4  # of a split
 
 
 class Ring(NamedTuple):
@@ -62,30 +62,30 @@ class Ring(NamedTuple):
         return -(-inner // (self.boxes * columns))  # no constant of a kernel, whose loop would be unrolled
 
 
-def choose_ring(programs: int, inner: int, style: Style, gpu: Gpu, *, splits_columns: bool = False) -> Ring:
+def choose_ring(programs: int, inner: int, encoding: WeightEncoding, gpu: Gpu, *, splits_columns: bool = False) -> Ring:
     """A ring that holds a program's part of the weight, or as much as fits where all programs run at once.
 
-    splits_columns: those of a tile may be split, each of some steps, where there is room for more programs
+    splits_columns: those of a tile may be split, each of some steps, if there is room for more programs
     """
-    columns = columns_of(style)
-    boxes = max(2, -(-(style.columns or 1) // columns))
+    columns = columns_of(encoding)
+    boxes = max(2, -(-(encoding.columns or 1) // columns))
     steps = -(-inner // (boxes * columns))
-    room = PROGRAMS.get(style.bits, 0) * gpu.units // programs if splits_columns else 1
-    splits = max(1, min(room, steps // LEAST_STEPS))
+    room = PROGRAMS.get(encoding.bits, 0) * gpu.units // programs if splits_columns else 1
+    splits = max(1, min(room, steps // MIN_STEPS))
     together = min(-(-programs * splits // gpu.units), 4)
-    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(style))
+    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(encoding))
     return Ring(boxes, max(1, min(fitting, -(-steps // splits), MAX_STAGES)), splits)
 
 
-def columns_of(style: Style) -> int:
+def columns_of(encoding: WeightEncoding) -> int:
     """Columns of a box."""
-    return int(WIDTH.value) * style.per_byte
+    return int(WIDTH.value) * encoding.per_byte
 
 
-def box_bytes(style: Style) -> int:
-    """The shared memory of a box of the weight, and of x beside it."""
-    weight = ROWS.value * WIDTH.value * (2 if style.values is None else 1)
-    return int(weight + TOKENS.value * columns_of(style) * 2)
+def box_bytes(encoding: WeightEncoding) -> int:
+    """The shared memory of a box of the weight, and of x next to it."""
+    weight = ROWS.value * WIDTH.value * (2 if encoding.values is None else 1)
+    return int(weight + TOKENS.value * columns_of(encoding) * 2)
 
 
 @jit
@@ -93,7 +93,7 @@ def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexp
           PARTS: gl.constexpr, BOXES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
     """Send for a stage: the weight's boxes, those of x, or both. starts: where the parts of a box begin in the weight
 
-    PARTS: that a box has, each of neighbouring rows; None: gates and ups, in turns of 8.
+    PARTS: that a box has, each of neighbouring rows; None: gate and up projections, alternating by 8.
     """
     x_boxes, weight_boxes, ready = memory
     bar = ready.index(slot)
@@ -141,7 +141,7 @@ def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.co
 def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr,
             STAGES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """The products of a tile by x, fp32[ROWS, TOKENS], in so many steps from `begin` on, of which some were sent for.
+    """A tile of the weight by x, fp32[ROWS, TOKENS], in so many steps from `begin` on, of which some were sent for.
 
     blocks: where the scales of each row begin, of which it has NUM.
     """
@@ -193,7 +193,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memor
 
 @jit
 def _pick(acc, column):
-    """One column of each row's products, i32[ROWS]: fp32[ROWS]"""
+    """One column of each row of acc, i32[ROWS]: fp32[ROWS]"""
     columns = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))
     return gl.sum(gl.where(columns[None, :] == column[:, None], acc, 0.0), 1)
 
@@ -211,15 +211,15 @@ def _finish(y, scales, blocks, bias, own, VALUES: gl.constexpr, SCALE_COLUMNS: g
 
 
 @jit(do_not_specialize=["steps"])
-def _gates_kernel(
+def _gate_up_kernel(
     x, ids, weight, scales, zeros, bias, y, partial, arrived, steps, TOP_K: gl.constexpr, OUT: gl.constexpr,
     INNER: gl.constexpr, VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BOXES: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """ROWS / 2 gates and their ups of one pair of token and expert, activated, in so many steps of all splits.
+    """ROWS / 2 gate and up projections of one pair of token and expert, activated, in so many steps of all splits.
 
-    OUT: gates and ups of an expert.
+    OUT: gate and up projections of an expert.
     """
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -255,15 +255,15 @@ def _gates_kernel(
             gl.store(arrived + tile, 0)
     if is_last:
         result = _finish(sums, scales, blocks, bias, own, VALUES, SCALE_COLUMNS).to(y.dtype.element_ty)
-        gates, ups = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
-        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        gate, up = result.reshape([ROWS // 16, 2, 8]).permute((0, 2, 1)).split()
+        m = activate_rounded(gate, up, KIND, LIMIT, ALPHA)
         turn = gl.arange(0, ROWS // 16, layout=gl.SliceLayout(1, m.type.layout))
         column = first + turn[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, m.type.layout))[None, :]
         gl.store(y + pair * (OUT // 2) + column, m, mask=column < OUT // 2)
 
 
 @jit(do_not_specialize=["steps"])
-def _downs_kernel(
+def _down_kernel(
     x, weights, ids, weight, scales, zeros, bias, y, steps, TOP_K: gl.constexpr, OUT: gl.constexpr, INNER: gl.constexpr,
     VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
     PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
@@ -320,19 +320,19 @@ def _down_descriptors(rows: int, bits: int) -> TensorDescriptors:
     return TensorDescriptors((rows, WIDTH.value), gl.NVMMASharedLayout(WIDTH.value * bits // 8, bits, 2))
 
 
-def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, Style]:
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, WeightEncoding]:
     """Values, scales and zeros of a weight, and how it holds numbers."""
     if isinstance(weight, Tensor):
         return weight, None, None, PLAIN
     parts = weight.parts
-    return parts["values"], parts["scales"], parts.get("zeros"), style_of_weight(weight)
+    return parts["values"], parts["scales"], parts.get("zeros"), encoding_of_weight(weight)
 
 
 def suits_few(x: Tensor, ids: Tensor, gate_up: Weight) -> bool:
     """Whether these tokens go through their experts without being grouped; packed ones are laid out for it."""
     _, out, inner = gate_up.shape
-    most = FEW_PLAIN if isinstance(gate_up, Tensor) else FEW_PACKED
-    is_few = 0 < len(x) <= most and ids.shape[1] <= MOST_CHOSEN
+    max_tokens = FEW_PLAIN if isinstance(gate_up, Tensor) else FEW_PACKED
+    is_few = 0 < len(x) <= max_tokens and ids.shape[1] <= MAX_CHOSEN
     return is_few and x.dtype == torch.bfloat16 and out % 16 == inner % 8 == 0
 
 
@@ -341,56 +341,57 @@ def multiply_few(
     biases: tuple[Tensor | None, Tensor | None], gate: Gate, counters: Tensor,
 ) -> Tensor:  # fmt: skip
     """experts of few tokens: x [T, H], weights fp32[T, k], ids i64[T, k], gate_up and down as in the op -> [T, H]"""
-    m = multiply_gates(x, ids, matrices[0], biases[0], gate, counters)
-    return multiply_downs(m, weights, ids, matrices[1], biases[1])
+    m = multiply_gate_up(x, ids, matrices[0], biases[0], gate, counters)
+    return multiply_down(m, weights, ids, matrices[1], biases[1])
 
 
-def multiply_gates(
+def multiply_gate_up(
     x: Tensor, ids: Tensor, weight: Weight, bias: Tensor | None, gate: Gate, counters: Tensor,
     ring: Ring | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [T, H], ids i64[T, k], weight [E, 2 W, H], gates before ups, bias [E, 2 W] -> gated_activate [k T, W].
+    """x [T, H], ids i64[T, k], weight [E, 2 W, H], gate before up, bias [E, 2 W] -> gated_activate [k T, W].
 
     counters: of `matrix.make_counters`; calls that share them must run one after another
     """
-    values, scales, zeros, style = _parts(weight)
+    values, scales, zeros, encoding = _parts(weight)
     experts, out, inner = weight.shape
     x = align_rows(x)
-    columns, tiles = columns_of(style), -(-out // ROWS.value)
+    columns, tiles = columns_of(encoding), -(-out // ROWS.value)
     # as of a power of two tokens, for which kernels are compiled ahead
     programs = tiles * next_power_of_2(len(ids)) * ids.shape[1]
     has_counters = programs <= len(counters)
-    ring = ring or choose_ring(programs, inner, style, find_gpu(x.device), splits_columns=has_counters)
+    ring = ring or choose_ring(programs, inner, encoding, find_gpu(x.device), splits_columns=has_counters)
     weights = _gate_descriptors(values.element_size() * 8).find(values, *gated_shape(values, experts, out))
     y, partial = new_rows(x, ids.numel(), out // 2), None
     if ring.splits > 1:
         partial = x.new_empty(len(y) * tiles * ring.splits * ROWS.value, dtype=torch.float32)
     x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
-    _gates_kernel[(tiles, len(y), ring.splits)](
+    _gate_up_kernel[(tiles, len(y), ring.splits)](
         x_tiles, ids, weights, scales, zeros, bias, y, partial, counters if ring.splits > 1 else None,
-        ring.steps(inner, columns), ids.shape[1], out, inner, style.values, columns, style.rows, style.columns, *gate,
-        *ring, num_warps=4, launch_pdl=True,
+        ring.steps(inner, columns), ids.shape[1], out, inner, encoding.values, columns, encoding.rows,
+        encoding.columns, *gate, *ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
 
 
-def multiply_downs(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def multiply_down(x: Tensor, weights: Tensor, ids: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [k T, W], weights fp32[T, k], ids i64[T, k], weight [E, H, W], bias [E, H] -> [T, H]
 
-    The kernel ahead is `multiply_gates`, of the same ids.
+    The kernel ahead is `multiply_gate_up`, of the same ids.
     """
-    values, scales, zeros, style = _parts(weight)
+    values, scales, zeros, encoding = _parts(weight)
     experts, out, inner = weight.shape
-    (tokens, top_k), width, columns = ids.shape, values.shape[-1], columns_of(style)
+    (tokens, top_k), width, columns = ids.shape, values.shape[-1], columns_of(encoding)
     parts = next_power_of_2(top_k)
     each = ROWS.value // parts
     tiles = -(-out // each)
-    ring = choose_ring(tiles * next_power_of_2(tokens), inner, style, find_gpu(x.device))
-    downs = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
+    ring = choose_ring(tiles * next_power_of_2(tokens), inner, encoding, find_gpu(x.device))
+    down_weights = _down_descriptors(each, values.element_size() * 8).find(values, (experts * out, width), (width, 1))
     y = x.new_empty(tokens, out)
     x_tiles = _x_descriptors(columns).find(x, (readable_rows(x, TOKENS.value), inner), x.stride())
-    _downs_kernel[(tiles, tokens)](
-        x_tiles, weights, ids, downs, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner,
-        style.values, columns, style.rows, style.columns, parts, ring.boxes, ring.stages, num_warps=4, launch_pdl=True,
+    _down_kernel[(tiles, tokens)](
+        x_tiles, weights, ids, down_weights, scales, zeros, bias, y, ring.steps(inner, columns), top_k, out, inner,
+        encoding.values, columns, encoding.rows, encoding.columns, parts, ring.boxes, ring.stages, num_warps=4,
+        launch_pdl=True,
     )  # fmt: skip
     return y

@@ -1,12 +1,12 @@
 """Gated linear for many rows on NVIDIA's Hopper, in Gluon.
 
-The product and the gates are one kernel, where linear.py has two.
+The GEMM and the gated activation are one kernel, where linear.py has two.
 
-    m = gated_linear(x, weight)     # x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]
+    m = gated_linear(x, weight)     # x [T, I], weight [2 W, I], gate before up -> gated_activate(linear(x)), [T, W]
 
 One warp loads tiles of x and of the weight by TMA, and two groups of warps multiply half of a tile's rows each. A
-product has the gates of some outputs on its left and their ups on its right, so that a thread holds both of a pair; the
-results are stored while the next tile's products run. Rounding is as in linear.py.
+tile of the result has gate projections in its left half and the matching up projections in its right half, so that a
+thread holds both of a pair; results are stored while the next tile is multiplied. Rounding is as in linear.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atom.kernels.triton.gpu import find_gpu
 
 MANY_ROWS = 1024  # from which it is faster than the library on an H200
 ROWS = gl.constexpr(128)  # of x, which a group of warps has
-OUTS = gl.constexpr(64)  # gates, and as many ups, in a tile
+OUTS = gl.constexpr(64)  # gate projections, and as many up projections, in a tile
 INNER = gl.constexpr(64)  # columns of x and of the weight in a stage
 BAND = 2048 // 256  # rows of tiles that all outputs are made of before the next ones: they and the weight stay in L2
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -66,7 +66,7 @@ def find_place(tile, sizes):
 
 @jit
 def produce(x, weight, sizes, memory):
-    """Load tiles of x and of the weight, gates and ups, for each of this program's products."""
+    """Load the tiles of x and of the weight, gate and up projections, for each tile of this program."""
     out, steps, row_tiles, out_tiles, _ = sizes
     x_boxes, w_boxes, _, ready, free = memory
     turn = 0
@@ -100,8 +100,8 @@ def consume(y, sizes, memory, WHO: gl.constexpr):
         first += steps
 
         tma.store_wait(0)  # of the tile before
-        gates, ups = acc.to(y_boxes.dtype).reshape([ROWS, 2, OUTS]).permute((0, 2, 1)).split()
-        m = gl.inline_asm_elementwise(SILU, "=r,r,r", [gates, ups], dtype=gl.bfloat16, is_pure=True, pack=2)
+        gate, up = acc.to(y_boxes.dtype).reshape([ROWS, 2, OUTS]).permute((0, 2, 1)).split()
+        m = gl.inline_asm_elementwise(SILU, "=r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2)
         box = y_boxes.index(WHO)
         box.store(gl.convert_layout(m, STORED))
         fence_async_shared()
@@ -112,7 +112,7 @@ def consume(y, sizes, memory, WHO: gl.constexpr):
 
 @jit(do_not_specialize=["out", "steps", "row_tiles", "out_tiles", "band"])
 def _gated_linear(x, weight, y, out, steps, row_tiles, out_tiles, band):
-    """Some of row_tiles by out_tiles tiles, over steps of INNER columns, of which there are two at least."""
+    """Some of row_tiles by out_tiles tiles, over at least two steps of INNER columns."""
     wait_for_inputs(True)
     x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS, ROWS, INNER], SHARED)
     w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, OUTS, INNER], SHARED)

@@ -1,21 +1,22 @@
-"""Products of many rows by experts on NVIDIA's Hopper, in Gluon.
+"""Grouped GEMM of many rows an expert on NVIDIA's Hopper, in Gluon.
 
-The gates behind a product are in its kernel, and so are biases.
+Biases and the gated activation are in the same kernel.
 
     y = multiply(x, weight, ends, bias)                    # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
-    m = multiply(x, weight, ends, bias, Gate("silu"))         # weight [E, 2 W, I], gates before ups -> [P, W]
-    plan = plan_fp8(ends, len(x))                             # of products of the same rows
+    m = multiply(x, weight, ends, bias, Gate("silu"))         # weight [E, 2 W, I], gate before up -> [P, W]
+    plan = plan_fp8(ends, len(x))                             # shared by GEMMs of the same rows
     y = multiply_fp8(x, x_scales, weight, plan)               # of 1 x 128 by those of 128 x 128, both in fp8
 
 Programs take one tile after another of all experts, as `_plan_kernel` lays them out: rows of an expert by outputs.
 One warp loads tiles of x and of the weight by TMA, two groups of warps multiply half of a tile's rows each. Where a
-tile has gates, they are on the left of a product and their ups on its right, so that a thread holds both of a pair. A
-tile ends where its expert's rows do: those behind are multiplied and not stored, and a group that has none waits.
+tile has gate projections, they are in its left half and the matching up projections in its right half, so that a thread
+holds both of a pair. A tile ends where its expert's rows do: those after are multiplied and not stored, and a group
+that has none waits.
 
-Where nothing is added to a product, a tile stays in registers, rounded, and is stored while the tensor cores multiply
+If nothing is added to the GEMM, a tile stays in registers, rounded, and is stored while the tensor cores multiply
 the next one: with few columns, storing takes as long as several steps.
 
-Products in fp8 are summed up by the tensor cores over 128 columns, which share a scale, and those sums in float32.
+In fp8 the tensor cores sum over the 128 columns that share a scale, and those sums are added in float32.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ from atom.kernels.hopper.warp_groups import (
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit as triton_jit
-from atom.kernels.triton.experts.grouped_tiles import most_tiles
+from atom.kernels.triton.experts.grouped_tiles import max_tiles
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.linear.row_kernels import FP8, activate_gates
 
-ROWS = gl.constexpr(64)  # of x, which a product has
+ROWS = gl.constexpr(64)  # of x, which an MMA has
 BAND = 2048  # rows of an expert that all outputs are made of before the next ones: they and the weight stay in L2
 ENTRY = gl.constexpr(8)  # numbers of an entry of the plan, of which five are used
 DELAY = gl.constexpr(3)  # steps between the stores of two halves of a tile, the first of which has been read by then
 SPAN = gl.constexpr(128)  # columns and outputs that share a scale in fp8
 STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-# gates and ups in bf16, two at a time, rounded at each step as `activations.gated` does
+# gate and up projections in bf16, two at a time, rounded at each step as `activations.gated` does
 SWIGLUOAI = """{{
     .reg .b32 g, u, p, s, low, high;
     .reg .f32 a, b, s0, s1;
@@ -101,8 +102,8 @@ SWIGLUOAI = """{{
 class Tile(NamedTuple):
     """What a program multiplies at a time."""
 
-    products: int  # of ROWS rows, for each group
-    outs: int  # of the weight; where gated, half of them gates
+    mmas: int  # of ROWS rows, for each group
+    outs: int  # of the weight; if gated, half of them gate projections
     columns: int  # of x and of the weight in a stage
 
 
@@ -110,7 +111,7 @@ PLAIN, IN_FP8 = Tile(1, 256, 64), Tile(2, 128, 128)
 
 
 class Plan(NamedTuple):
-    """The tiles of rows of all experts, which products of the same rows share."""
+    """The tiles of rows of all experts, which GEMMs of the same rows share."""
 
     tiles: Tensor  # i32[num + 1, ENTRY], as `_plan_kernel` says
     num: int  # tiles that there is room for
@@ -121,7 +122,7 @@ class Plan(NamedTuple):
 def _plan_kernel(ends, plan, num, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
                  BAND: tl.constexpr, ENTRY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """An entry for each tile of rows: its expert, the first row of its band, the end of the expert's rows, the first
-    tile of the band, and how many it has; behind all `num` places the number of tiles."""
+    tile of the band, and how many it has; after all `num` places the number of tiles."""
     wait_for_inputs(PDL)
     each = tl.arange(0, BLOCK_E)
     their_ends = tl.load(ends + each, mask=each < EXPERTS, other=0).to(tl.int32)
@@ -150,11 +151,11 @@ def _find_place(tile, plan, out_tiles, BLOCK_R: gl.constexpr):
 
 
 @jit
-def _produce(x, weight, plan, sizes, memory, IS_GATED: gl.constexpr, PRODUCTS: gl.constexpr, HALF: gl.constexpr):
-    """Load tiles of x and of the weight, in two halves, for each of this program's products."""
+def _produce(x, weight, plan, sizes, memory, IS_GATED: gl.constexpr, MMAS: gl.constexpr, HALF: gl.constexpr):
+    """Load tiles of x and of the weight, in two halves, for each tile of this program."""
     out, steps, out_tiles, num = sizes
     x_boxes, w_boxes, _, ready, free = memory
-    BOXES: gl.constexpr = GROUPS * PRODUCTS
+    BOXES: gl.constexpr = GROUPS * MMAS
     COLUMNS: gl.constexpr = x_boxes.shape[2]
     BYTES: gl.constexpr = (BOXES * ROWS + 2 * HALF) * 128  # of a stage
     turn = 0
@@ -335,8 +336,8 @@ def _finish(acc, y, y_rows, bias, box, expert, row, end, out, out_tile, GATE: gl
             own = bias + expert * 2 * out + gl.minimum(out_tile * HALF + column, out - 1)
             left += gl.load(own).to(gl.float32)[None, :]
             right += gl.load(own + out).to(gl.float32)[None, :]
-        gates, ups = left.to(y_rows.dtype.element_ty), right.to(y_rows.dtype.element_ty)
-        m = gl.inline_asm_elementwise(GATE, "=r,r,r", [gates, ups], dtype=gl.bfloat16, is_pure=True, pack=2)
+        gate, up = left.to(y_rows.dtype.element_ty), right.to(y_rows.dtype.element_ty)
+        m = gl.inline_asm_elementwise(GATE, "=r,r,r", [gate, up], dtype=gl.bfloat16, is_pure=True, pack=2)
         _store(m, y, y_rows, box, row, end, out_tile * HALF, out)
 
 
@@ -357,11 +358,11 @@ def _store(values, y, y_rows, box, row, end, column, out):
 
 @jit(do_not_specialize=["out", "steps", "out_tiles", "num", "x_stride", "blocks", "top_k"])
 def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, steps, out_tiles, num, x_stride, blocks,
-              top_k, GATE: gl.constexpr, PRODUCTS: gl.constexpr, HALF: gl.constexpr,
+              top_k, GATE: gl.constexpr, MMAS: gl.constexpr, HALF: gl.constexpr,
               COLUMNS: gl.constexpr):  # fmt: skip
     """Some tiles of a plan of `num` entries, over steps of COLUMNS columns.
 
-    out: columns of y. Products in fp8 have scales, x_scales x_stride apart for each step, of rows or, with an order, of
+    out: columns of y. In fp8 there are scales, x_scales x_stride apart for each step, of rows or, with an order, of
     tokens.
     """
     wait_for_inputs(True)
@@ -369,7 +370,7 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     y_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     stored: gl.constexpr = HALF
-    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS * PRODUCTS, ROWS, COLUMNS], OPERAND)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS * MMAS, ROWS, COLUMNS], OPERAND)
     w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, HALF, COLUMNS], OPERAND)
     y_boxes = gl.allocate_shared_memory(y.dtype, [GROUPS, ROWS, stored], y_layout)
     ready, free = make_barriers()
@@ -381,7 +382,7 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
             [
                 (_consume_late, (y, y_rows, plan, sizes, memory, 0, HALF)),
                 (_consume_late, (y, y_rows, plan, sizes, memory, 1, HALF)),
-                (_produce, (x, weight, plan, sizes, memory, False, PRODUCTS, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, False, MMAS, HALF)),
             ],
             [4, 1],  # warps
             [232, 40],  # registers a thread
@@ -391,7 +392,7 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
             [
                 (_consume, (y, y_rows, bias, plan, sizes, memory, 0, GATE, HALF)),
                 (_consume, (y, y_rows, bias, plan, sizes, memory, 1, GATE, HALF)),
-                (_produce, (x, weight, plan, sizes, memory, GATE is not None, PRODUCTS, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, GATE is not None, MMAS, HALF)),
             ],
             [4, 1],
             [232, 40],
@@ -402,7 +403,7 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
             [
                 (_consume_fp8, (y, y_rows, scales, plan, sizes, memory, 0, GATE, HALF)),
                 (_consume_fp8, (y, y_rows, scales, plan, sizes, memory, 1, GATE, HALF)),
-                (_produce, (x, weight, plan, sizes, memory, GATE is not None, PRODUCTS, HALF)),
+                (_produce, (x, weight, plan, sizes, memory, GATE is not None, MMAS, HALF)),
             ],
             [4, 1],
             [232, 40],
@@ -411,7 +412,7 @@ def _multiply(x, weight, y, y_rows, bias, x_scales, w_scales, order, plan, out, 
 
 @cache
 def write_gate(gate: Gate | None) -> str | None:
-    """The instructions of a gate, which a kernel takes; None: it has none of this kind."""
+    """The instructions of a gated activation for the kernel; None: it has none of this kind."""
     if gate is None:
         return None
     kind, limit, alpha = gate
@@ -434,7 +435,7 @@ def _descriptors(block_rows: int, columns: int, bits: int) -> TensorDescriptors:
 def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
     """Lay out tiles of so many rows; ends i64[E]: where each expert's end."""
     experts, gpu = len(ends), find_gpu(ends.device)
-    num = most_tiles(rows, experts, block_rows)
+    num = max_tiles(rows, experts, block_rows)
     tiles = ends.new_empty(num + 1, ENTRY.value, dtype=torch.int32)
     _plan_kernel[(num,)](
         ends, tiles, num, EXPERTS=experts, BLOCK_E=next_power_of_2(experts), BLOCK_R=block_rows,
@@ -449,8 +450,8 @@ def plan_fp8(ends: Tensor, rows: int) -> Plan:
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> Tensor:
-    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with gates, of
-    which some kinds are a launch of their own"""
+    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with a gate, some
+    kinds of which are a launch of their own"""
     plan, written = make_plan(ends, len(x), _block_rows(PLAIN)), write_gate(gate)
     y = _launch(x, weight, plan, bias, None, None, None, 1, written, PLAIN)
     return activate_gates(y, *gate) if gate is not None and written is None else y
@@ -471,14 +472,14 @@ def multiply_fp8(
 
 
 def _block_rows(tile: Tile) -> int:
-    return int(GROUPS.value * tile.products * ROWS.value)
+    return int(GROUPS.value * tile.mmas * ROWS.value)
 
 
 def _launch(x: Tensor, weight: Tensor, plan: Plan, bias: Tensor | None, x_scales: Tensor | None,
             w_scales: Tensor | None, order: Tensor | None, top_k: int, gate: str | None,
             tile: Tile) -> Tensor:  # fmt: skip
     (rows, inner), (experts, outs, _), gpu = x.shape, weight.shape, find_gpu(x.device)
-    assert plan.block_rows == _block_rows(tile), "its tiles are of other products"
+    assert plan.block_rows == _block_rows(tile), "the plan is of other tiles"
     out = outs if gate is None else outs // 2
     y = x.new_empty(rows, out, dtype=torch.bfloat16)
     half, bits = tile.outs // 2, 1024 // tile.columns
@@ -489,6 +490,6 @@ def _launch(x: Tensor, weight: Tensor, plan: Plan, bias: Tensor | None, x_scales
         _descriptors(ROWS.value, half, 16).find(y, (rows, out), (out, 1)),
         y, bias, x_scales, w_scales, order, plan.tiles, out, -(-inner // tile.columns), out_tiles, plan.num,
         0 if x_scales is None else x_scales.stride(1), 0 if w_scales is None else w_scales.shape[1], top_k,
-        gate, tile.products, half, tile.columns, num_warps=4, maxnreg=168, launch_pdl=True,
+        gate, tile.mmas, half, tile.columns, num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -1,11 +1,11 @@
-"""Products of many rows by packed experts on NVIDIA's Hopper, in Gluon.
+"""Grouped GEMM of many rows an expert by packed weights on NVIDIA's Hopper, in Gluon.
 
-    plan = plan_tiles(ends, len(x))         # of products of the same rows
+    plan = plan_tiles(ends, len(x))         # shared by GEMMs of the same rows
     y = multiply(x, weight, plan, bias)     # x [P, I], sorted by expert, a shuffled weight [E, O, I] -> [P, O]
-    m = multiply(x, weight, plan, bias, Gate("silu"))       # weight [E, 2 W, I], gates before ups -> [P, W]
+    m = multiply(x, weight, plan, bias, Gate("silu"))       # weight [E, 2 W, I], gate before up -> [P, W]
 
 Programs take one tile after another, as in grouped_hopper.py, of 128 rows. Each of two or three groups of warps unpacks
-64 rows of the weight into the left operands of its products, as in packed_hopper.py, while the others' are multiplied.
+64 rows of the weight into the left operands of its MMAs, as in packed_linear.py, while the others' are multiplied.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from atom.kernels.hopper.packed_linear import (
 from atom.kernels.triton.activations import Gate, constants_of
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.linear.weight_encoding import Style, style_of_weight
+from atom.kernels.triton.linear.weight_encoding import WeightEncoding, encoding_of_weight
 
 ROWS = gl.constexpr(128)  # of x in a tile
 COLUMNS = gl.constexpr(128)  # of a stage
@@ -46,7 +46,7 @@ COLUMNS = gl.constexpr(128)  # of a stage
 @jit
 def _produce(x, weight, plan, sizes, memory, OUT: gl.constexpr, KIND: gl.constexpr, GROUPS: gl.constexpr,
              BOXES: gl.constexpr):  # fmt: skip
-    """Load tiles of x and of the weight for each of this program's products."""
+    """Load the tiles of x and of the weight for each tile of this program."""
     steps, out_tiles, num = sizes
     x_boxes, w_boxes, ready, free = memory
     STAGES: gl.constexpr = ready.shape[0]
@@ -136,7 +136,7 @@ def _multiply(x, weight, scales, zeros, bias, y, plan, num, OUT: gl.constexpr, I
               VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, KIND: gl.constexpr,
               LIMIT: gl.constexpr, ALPHA: gl.constexpr, GROUPS: gl.constexpr, BOXES: gl.constexpr,
               STAGES: gl.constexpr):  # fmt: skip
-    """Some tiles of a plan of `num` entries. OUT: of one expert, gates and ups"""
+    """Some tiles of a plan of `num` entries. OUT: of one expert, gate and up projections"""
     wait_for_inputs(True)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -185,9 +185,9 @@ def _multiply(x, weight, scales, zeros, bias, y, plan, num, OUT: gl.constexpr, I
         )  # fmt: skip
 
 
-def choose_groups(style: Style) -> int:
-    """Of how many groups of warps a program is made: three where their registers hold no sums beside the total."""
-    return 2 if style.columns is not None and style.values != "e2m1" else 3
+def choose_groups(encoding: WeightEncoding) -> int:
+    """Of how many groups of warps a program is made: three if their registers hold no sums besides the total."""
+    return 2 if encoding.columns is not None and encoding.values != "e2m1" else 3
 
 
 def plan_tiles(ends: Tensor, rows: int) -> Plan:
@@ -198,22 +198,22 @@ def plan_tiles(ends: Tensor, rows: int) -> Plan:
 def multiply(
     x: Tensor, weight: PackedWeight, plan: Plan, bias: Tensor | None = None, gate: Gate | None = None
 ) -> Tensor:
-    """x [P, I], sorted by expert, a shuffled weight [E, O, I], bias [E, O] -> [P, O], or [P, O / 2] with gates"""
+    """x [P, I], sorted by expert, a shuffled weight [E, O, I], bias [E, O] -> [P, O], or [P, O / 2] with a gate"""
     (experts, out, inner), rows = weight.shape, len(x)
-    style, values = style_of_weight(weight), weight.parts["values"]
+    encoding, values = encoding_of_weight(weight), weight.parts["values"]
     width = values.shape[-1]
     y = x.new_empty(rows, out if gate is None else out // 2)
     if gate is None:
         weights = _weight_descriptors.find(values, (experts * out, width), (width, 1))
     else:
         weights = gated_weights(values, experts, out)
-    boxes, groups = style.bits // 4, choose_groups(style)
-    assert plan.block_rows == ROWS.value, "its tiles are of other products"
+    boxes, groups = encoding.bits // 4, choose_groups(encoding)
+    assert plan.block_rows == ROWS.value, "the plan is of other tiles"
     out_tiles = -(-out // (groups * BLOCK_O.value))
     _multiply[(min(find_gpu(x.device).units, plan.num * out_tiles),)](
         _x_descriptors(ROWS.value, COLUMNS.value // boxes).find(x, (rows, inner), x.stride()), weights,
-        weight.parts["scales"], weight.parts.get("zeros"), bias, y, plan.tiles, plan.num, out, inner, style.values,
-        style.rows, style.columns, *constants_of(gate), groups, boxes, 8 - boxes - groups, num_warps=4,
+        weight.parts["scales"], weight.parts.get("zeros"), bias, y, plan.tiles, plan.num, out, inner, encoding.values,
+        encoding.rows, encoding.columns, *constants_of(gate), groups, boxes, 8 - boxes - groups, num_warps=4,
         maxnreg=168 if groups == 2 else 128, launch_pdl=True,
     )  # fmt: skip
     return y

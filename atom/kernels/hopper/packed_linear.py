@@ -1,4 +1,4 @@
-"""Products of some rows by packed weights on NVIDIA's Hopper, in Gluon.
+"""GEMM of few rows by packed weights on NVIDIA's Hopper, in Gluon.
 
     y = multiply(x, weight, bias, gate, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
     y = multiply_grouped(x, weight, ends, bias, gate, counters, tiles)    # x [P, I], sorted by expert, weight [E, O, I]
@@ -33,12 +33,12 @@ from atom.kernels.hopper.tensor_descriptors import TensorDescriptors, align_rows
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.weight_encoding import style_of_weight
+from atom.kernels.triton.linear.weight_encoding import encoding_of_weight
 from atom.kernels.triton.padded_alloc import new_rows, readable_rows
 
 BLOCK_O, BOX = gl.constexpr(shuffled.BLOCK_OUT), gl.constexpr(shuffled.BOX)
 WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
-GATED = gl.constexpr(gl.NVMMASharedLayout(64, 8, 4))  # of 16 rows each 8 gates, then their ups
+GATED = gl.constexpr(gl.NVMMASharedLayout(64, 8, 4))  # of 16 rows each 8 gate projections, then their up projections
 BYTES = gl.constexpr(  # a thread has 16 neighbours of two rows, 8 apart
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
@@ -139,7 +139,7 @@ def _load_factor(scales, blocks, block, NUM: gl.constexpr):
 
 @jit
 def _multiply_box(numbers, x_box, sums, ACC: gl.constexpr):
-    """Add the products of a box to its sums, which may still go on while the next box is unpacked."""
+    """Add the MMAs of a box to its sums, which may still run while the next box is unpacked."""
     if ACC.version[0] == 3:
         return warpgroup_mma(numbers, x_box.permute((1, 0)), sums, is_async=True)
     else:
@@ -227,7 +227,7 @@ def _find_tile(ends, place, EXPERTS: gl.constexpr, BY_ROW: gl.constexpr, BLOCK_R
 
 @jit
 def _find_rows(row, first_row, expert, OUT: gl.constexpr, KIND: gl.constexpr):
-    """Where rows of a tile are in the weight of all experts. Gated, 16 of them are 8 gates and their ups."""
+    """Where rows of a tile are in the weight of all experts. With a KIND 16 are 8 of gate and 8 of up."""
     own = first_row + row
     if KIND is not None:
         own = first_row // 2 + row // 16 * 8 + row % 8 + row // 8 % 2 * (OUT // 2)
@@ -259,7 +259,7 @@ def _allocate(x, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr,
 def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr,
             BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
-    """The products of a tile by x, fp32[BLOCK_O, BLOCK_R], in so many steps from `begin` on, of which some were sent
+    """A tile of the weight by x, fp32[BLOCK_O, BLOCK_R], in so many steps from `begin` on, of which some were sent
     for.
 
     blocks: where the scales of each row begin, of which it has NUM.
@@ -310,7 +310,7 @@ def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, m
 
 @jit
 def _add_splits(acc, row, partial, arrived, SPLITS: gl.constexpr):
-    """The sums of all splits of a tile, always in one order; whether this is the last to arrive, which alone has them.
+    """The sums of all splits of a tile, always in one order; whether this is the last to arrive, which has them.
 
     row: as in the layout of acc.
     """
@@ -338,7 +338,7 @@ def _multiply(
     BY_ROW: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BLOCK_R: gl.constexpr,
     BOXES: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """OUT: of one expert, gates and ups. BY_ROW: see `_find_tile`."""
+    """OUT: of one expert, gate and up projections. BY_ROW: see `_find_tile`."""
     COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     if BLOCK_R == 8:
@@ -362,7 +362,9 @@ def _multiply(
         if x_row >= end:
             return
     weight_row = expert * OUT + first_row
-    if KIND is not None:  # in the order of its descriptor, which has 8 gates and their ups at a time
+    if (
+        KIND is not None
+    ):  # in the order of its descriptor, which has 8 gate projections and their up projections at a time
         weight_row = expert * (OUT // 8) + first_row // 16
     for stage in gl.static_range(STAGES):
         if stage < steps:
@@ -392,7 +394,7 @@ def _multiply(
 @jit
 def _finish(acc, y, scales, blocks, bias, own, x_row, end, first_row, OUT: gl.constexpr, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr):  # fmt: skip
-    """Scale sums [outputs, tokens] by row, add their biases, and store them or what their gates give."""
+    """Scale sums [outputs, tokens] by row, add their biases, and store them or their gated activation."""
     BLOCK_O: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
     if VALUES == "e2m1":
@@ -406,8 +408,8 @@ def _finish(acc, y, scales, blocks, bias, own, x_row, end, first_row, OUT: gl.co
         _store(result, y, x_row, end, first_row, OUT)
     else:
         halves = result.reshape([BLOCK_O // 16, 2, 8, ROWS]).permute((0, 2, 3, 1))
-        gates, ups = halves.reshape([BLOCK_O // 2, ROWS, 2]).split()
-        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        gate, up = halves.reshape([BLOCK_O // 2, ROWS, 2]).split()
+        m = activate_rounded(gate, up, KIND, LIMIT, ALPHA)
         _store(m, y, x_row, end, first_row // 2, OUT // 2)
 
 
@@ -432,7 +434,7 @@ _gated_descriptors = TensorDescriptors((BLOCK_O.value // 16, 2, 8, BOX.value), G
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, counters: Tensor,
              tiles: Wgmma) -> Tensor:  # fmt: skip
-    """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with gates. counters: of
+    """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with a gate. counters: of
     `matrix.make_counters`; calls that share them must run one after another."""
     return _launch(x, weight, None, bias, gate, counters, tiles)
 
@@ -447,14 +449,14 @@ def multiply_grouped(
 
 
 def gated_weights(values: Tensor, experts: int, out: int) -> Any:
-    """The descriptor of shuffled values [experts, out, bytes] whose boxes have 8 gates, then their ups, in turns."""
+    """The descriptor of shuffled values [experts, out, bytes] whose boxes alternate 8 rows of gate and of up."""
     return _gated_descriptors.find(values, *gated_shape(values, experts, out))
 
 
 def gated_shape(values: Tensor, experts: int, out: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of a weight's values as gates by 8 rows and the ups behind them, of all experts.
+    """Sizes and strides of a weight's values as 8 gate projections and the up projections after them, of all experts.
 
-    That there are ups beyond the last gates does not matter.
+    That up projections follow the last gate projections does not matter.
     """
     width = values.shape[-1]
     return (experts * out // 8 - out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
@@ -467,7 +469,7 @@ def _launch(
     (*leading, out, inner), rows = weight.shape, len(x)
     experts = leading[0] if leading else None
     block_rows, boxes, stages, splits = tiles
-    style = style_of_weight(weight)
+    encoding = encoding_of_weight(weight)
     x = align_rows(x)
     values = weight.parts["values"]
     width = values.shape[-1]
@@ -475,8 +477,8 @@ def _launch(
         weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
     else:
         weights = gated_weights(values, experts or 1, out)
-    columns = BOX.value * 8 // style.bits
-    # of gates by the next product, which reads them in tiles
+    columns = BOX.value * 8 // encoding.bits
+    # with a gate for the next GEMM, which reads whole tiles
     y = x.new_empty(rows, out) if gate is None else new_rows(x, rows, out // 2)
     is_by_row = experts is not None and rows <= experts
     row_tiles = -(-rows // block_rows)
@@ -490,7 +492,7 @@ def _launch(
     x_tiles = _x_descriptors(block_rows, columns).find(x, (readable_rows(x, block_rows), inner), x.stride())
     _multiply[(num_tiles, row_tiles, splits)](
         x_tiles, weights, weight.parts["scales"], weight.parts.get("zeros"), bias, ends, y, partial,
-        counters if splits > 1 else None, rows, out, inner, style.values, style.rows, style.columns, experts, is_by_row,
-        *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
+        counters if splits > 1 else None, rows, out, inner, encoding.values, encoding.rows, encoding.columns, experts,
+        is_by_row, *constants_of(gate), block_rows, boxes, stages, splits, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y

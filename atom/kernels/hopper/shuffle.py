@@ -2,9 +2,9 @@
 
     weight = shuffle(packed)    # once: the same parts, the values' columns in another order, in groups of 64 bytes
 
-A thread of four that share a row of a product's left operand takes 16 consecutive bytes of each group; they hold its
-columns of all the products of 16 columns that the group is made of. So it loads them at once, and what it unpacks
-from them is where the tensor cores want it. Scales and zeros stay as they are.
+A thread of four that share a row of an MMA's left operand takes 16 consecutive bytes of each group; they hold its
+columns for all MMAs of 16 columns that the group is made of. So it loads them at once, and what it unpacks from them
+is where the tensor cores want it. Scales and zeros stay as they are.
 
 Numbers of e2m1 become bf16, 2^126 times too small, once their sign is bit 15 and their other bits are 8 to 6. So each
 four in 16 bits are stored such that a shift and a mask put the first two there, and a rotation of 32 bits the third,

@@ -35,9 +35,9 @@ def make_barriers():
 
 @jit
 def multiply_steps(x_boxes, weights, ready, free, first, steps, WHO: gl.constexpr, ACC: gl.constexpr):
-    """The products of a tile by group WHO, fp32[rows, outs], summed over two steps or more, the first in turn `first`.
+    """The tile [rows, outs] in fp32 of group WHO, summed over two steps or more, the first in turn `first`.
 
-    One product runs while the next stage is waited for.
+    One MMA runs while the next stage is waited for.
     """
     acc, slot = start_steps(x_boxes, weights, ready, first, WHO, ACC)
     acc, slot = take_steps(acc, slot, x_boxes, weights, ready, free, first + 1, first + steps, WHO)
@@ -46,7 +46,7 @@ def multiply_steps(x_boxes, weights, ready, free, first, steps, WHO: gl.constexp
 
 @jit
 def start_steps(x_boxes, weights, ready, first, WHO: gl.constexpr, ACC: gl.constexpr):
-    """The first step of `multiply_steps`: its sums, of a product that still runs, and its slot."""
+    """The first step of `multiply_steps`: the sums of an MMA that still runs, and its slot."""
     ROWS: gl.constexpr = x_boxes.shape[1]
     OUTS: gl.constexpr = weights.shape[1]
     slot = first % STAGES
@@ -73,7 +73,7 @@ def take_steps(acc, slot, x_boxes, weights, ready, free, first, end, WHO: gl.con
 
 @jit
 def end_steps(acc, slot, free):
-    """The sums, once the last product is done, which is that of this slot."""
+    """The sums, once the last MMA is done, which is that of this slot."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(free.index(slot))
     return acc

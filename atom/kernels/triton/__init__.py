@@ -50,7 +50,7 @@ ACTS = ("fp8", "int8")  # of activations that the library multiplies
 GIVEN = ("fp8",)  # formats in which gates give the rows that it multiplies next
 SPAN = 128  # rows and columns of blocks in fp8 that the library multiplies
 MAX_SLICES = 3  # of a linear with adapters: q, k and v
-LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
+MIN_COLUMNS = 32  # that share a scale, in other packed weights of experts
 
 
 def find_features() -> frozenset[str]:
@@ -129,15 +129,15 @@ def accepts_linear(
     if len(x.shape) != 2:
         return "takes rows in two dims"
     if gives is not None and act is None:
-        return f"gives rows in {gives} behind products of such alone"
+        return f"gives rows in {gives} after linears of such activations only"
     weight = next((type for type in types if isinstance(type, Type) and type.fmt is not None), None)
     if weight is None:
-        return None if act is None else "has products of quantized activations by packed weights alone"
+        return None if act is None else "multiplies quantized activations by packed weights only"
     return _refuse_packed(weight) or (None if act is None else _refuse_act(target, act, weight))
 
 
 def _refuse_act(target: Target, act: str, weight: Type) -> str | None:
-    """Why the library has no product of activations in this format by this weight; None: it has one."""
+    """Why the library does not multiply activations in this format by this weight; None: it does."""
     out, inner = map(int, weight.shape)
     rows, columns = parse_format(str(weight.fmt)).block
     is_whole = rows == 1 and columns in (None, inner)
@@ -151,7 +151,7 @@ def _refuse_act(target: Target, act: str, weight: Type) -> str | None:
         if weight.dtype != "bf16":
             return f"activations in {act} are multiplied in bf16, not in {weight.dtype}"
     if feature not in target.features:
-        return f"activations in {act} are multiplied on {feature} alone"
+        return f"activations in {act} are multiplied on {feature} only"
     return None if is_taken else f"activations in {act} are not multiplied by {weight}"
 
 
@@ -207,8 +207,8 @@ def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str
         return f"its weight is stored transposed, as {weight.fmt}"
     if known.kind in FP4:
         return "fp16 does not hold the numbers of its weight" if x.dtype == "fp16" else None
-    if columns is not None and columns < int(weight.shape[-1]) and columns % LEAST_COLUMNS:
-        return f"{columns} columns of its weight share a scale, no multiple of {LEAST_COLUMNS}"
+    if columns is not None and columns < int(weight.shape[-1]) and columns % MIN_COLUMNS:
+        return f"{columns} columns of its weight share a scale, no multiple of {MIN_COLUMNS}"
     return None
 
 

@@ -1,7 +1,7 @@
 """The activations of Triton kernels, generated ones included.
 
 y = activation(x, "silu")                            # of fp32, in fp32
-m = gated(gates, ups, tl.bfloat16, "silu")           # as the op `gated_activate`, but for the last rounding
+m = gated(gate, up, tl.bfloat16, "silu")           # as the op `gated_activate`, but for the last rounding
 gate = Gate("silu")                                  # what the host hands from one function to the next
 
 `atom.graph.ops.ACTIVATIONS` has the references.
@@ -17,7 +17,7 @@ from atom.kernels.triton.compile.jit import jit
 
 
 class Gate(NamedTuple):
-    """The gated activation behind a product: the attributes of the op `gated_activate`."""
+    """The gated activation after a linear: the attributes of the op `gated_activate`."""
 
     kind: str
     limit: float | None = None  # these two of swigluoai
@@ -25,7 +25,7 @@ class Gate(NamedTuple):
 
 
 def constants_of(gate: Gate | None) -> tuple[str | None, float | None, float | None]:
-    """KIND, LIMIT and ALPHA of a kernel, None where there is no gate behind its products."""
+    """KIND, LIMIT and ALPHA of a kernel, None without a gated activation."""
     return gate or (None, None, None)
 
 
@@ -49,24 +49,24 @@ def activation(x, KIND: tl.constexpr):
 
 
 @jit
-def gated(gates, ups, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr = None,
+def gated(gate, up, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr = None,
           ALPHA: tl.constexpr = None):  # fmt: skip
-    """Gates and ups fp32 -> their gated activation fp32, rounded to DTYPE at each step but the last, as in the op."""
+    """gate and up projections fp32 -> their gated activation fp32, rounded to DTYPE at each step but the last, as in the op."""
     if KIND == "swigluoai":
-        gates = tl.minimum(gates, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        ups = tl.minimum(ups, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        ups = tl.maximum(ups, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        shares = _round(tl.sigmoid(_round(ALPHA * gates, DTYPE)), DTYPE)
-        gates, ups = gates * shares, _round(ups + 1, DTYPE)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        shares = _round(tl.sigmoid(_round(ALPHA * gate, DTYPE)), DTYPE)
+        gate, up = gate * shares, _round(up + 1, DTYPE)
     else:
-        gates = activation(gates, KIND)
-    return _round(gates, DTYPE) * ups
+        gate = activation(gate, KIND)
+    return _round(gate, DTYPE) * up
 
 
 @jit
-def activate_rounded(gates, ups, KIND: tl.constexpr, LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = None):
-    """Gates and ups -> their gated activation, rounded as they are."""
-    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND, LIMIT, ALPHA).to(gates.dtype)
+def activate_rounded(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = None):
+    """gate and up projections -> their gated activation, rounded as they are."""
+    return gated(gate.to(tl.float32), up.to(tl.float32), gate.dtype, KIND, LIMIT, ALPHA).to(gate.dtype)
 
 
 @jit

@@ -1,11 +1,11 @@
-"""Allocate rows with memory behind them, which the TMA reads as it is.
+"""Allocate activations padded to a full TMA tile, so edge tiles need no zero fill.
 
     y = new_rows(x, 40, 4096)                                       # [40, 4096], with memory for 64 rows
-    descriptors.find(y, (readable_rows(y, 64), 4096), y.stride())   # 64 rows: a tile is read, whatever lies behind 40
+    descriptors.find(y, (readable_rows(y, 64), 4096), y.stride())   # 64 rows: a tile is read, whatever lies after 40
 
-Norms, gates and attention allocate so. Where a tile ends beyond its tensor, the TMA fills it with zeros, which takes
-longer than reading as many rows: on an H200 a product of 72 rows by int4, 24576 x 4096, takes 87 µs so, and 53 µs where
-it reads 128 rows. A product's rows do not depend on each other, and those behind the last are not stored.
+Norms, gated activations and attention allocate so. If a tile ends beyond its tensor, the TMA fills it with zeros, which takes
+longer than reading as many rows: on an H200 a GEMM of 72 rows by int4, 24576 x 4096, takes 87 µs so, and 53 µs where
+it reads 128 rows. Rows of a GEMM do not depend on each other, and those after the last are not stored.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from torch import Tensor
 
 from atom.kernels.triton.gpu import next_power_of_2
 
-LEAST, MOST, TILE = 8, 256, 128  # rows of a tile at least, of products by such tiles, and of the largest tile
+MIN_ROWS, MAX_ROWS, TILE = (
+    8,
+    256,
+    128,
+)  # rows of the smallest tile, of GEMMs by such tiles at most, and of the largest tile
 
 
 def new_rows(x: Tensor, rows: int, *sizes: int) -> Tensor:
     """Allocate [rows, *sizes] of x's dtype with memory for the last tile of its rows, whatever a tile's size."""
-    if rows > MOST:
+    if rows > MAX_ROWS:
         return x.new_empty(rows, *sizes)
-    room = -(-rows // TILE) * TILE if rows > TILE else max(next_power_of_2(rows), LEAST)
+    room = -(-rows // TILE) * TILE if rows > TILE else max(next_power_of_2(rows), MIN_ROWS)
     return x.new_empty(room, *sizes)[:rows]
 
 

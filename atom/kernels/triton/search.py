@@ -1,9 +1,9 @@
-"""Search for the fastest parameters of a product in a model's own steps.
+"""Search for the fastest parameters of a GEMM in a model's own steps.
 
     fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds
 
-A product is timed in the step that it is part of. Timed alone it says little, since two programs of a kernel share a
-multiprocessor only where attention keeps another one busy. Clocks drift, so two steps are timed in turns.
+A GEMM is timed in the step that it is part of. Timed in isolation it says little, since two programs of a kernel share
+a multiprocessor only while attention keeps another one busy. Clocks drift, so two steps are timed in turns.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MARGIN = 0.005
 ROUNDS = 3  # rounds in which two steps take turns; the best of each counts
 HOPELESS = 0.02  # of the step's time: an option slower by this in the first round is not timed again
 
-Find = Callable[[Any, Gpu], Any]  # a lookup of parameters by the shape of a product
+Find = Callable[[Any, Gpu], Any]  # a lookup of parameters by the shape of a GEMM
 Call = Callable[..., Tensor | tuple[Tensor, ...]]  # of a kernel with its arguments, but for `parameters`
 
 
 class Trial:
-    """The lookup while products are tried: the chosen parameters of a product go before the known ones."""
+    """The lookup while GEMMs are tuned: the chosen parameters of a GEMM go before the known ones."""
 
     def __init__(self, known: Find, key_of: Callable[[Any], str]) -> None:
         self._known, self._key_of = known, key_of

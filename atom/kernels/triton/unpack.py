@@ -5,7 +5,7 @@
     scales = unpack_scales(stored, PACKING, dtype)
     even * spread(scales, 64), odd * spread(scales, 64)             # a scale for each group of columns
 
-A number comes exact in the dtype of the products: bf16, fp32 or, but for e2m1, fp16. It is made of the bits of a bf16,
+A number comes exact in the dtype of the GEMM: bf16, fp32 or, but for e2m1, fp16. It is made of the bits of a bf16,
 whose exponent has the same bias as fp32's: those of an e4m3 are 2^-120 times its value, those of an e2m1 2^-126 times,
 subnormals too; 128 and an int4 are 0x4300 and its bits. So e2m1 stay 2^-126 times their value, and their scales, powers
 of 2 or e4m3, are 2^63 times, which a bf16 holds exactly: what is left is for the sum, in fp32.

@@ -41,7 +41,7 @@ from atom.cache.files import (
 FOLDER = "tuned"  # of the cache folder
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
 GPU = re.compile(r"[a-z0-9_]{1,100}")  # the stem of a file's name
-# see `kernels.triton.linear.style.Style`
+# see `kernels.triton.linear.weight_encoding.WeightEncoding`
 PACKED = r"(?:e4m3|i8|u8|u4|e2m1)[zm]?\[[1-9][0-9]*,(?:[1-9][0-9]*|\*)\](?: fp8| int8)?(?: wgmma| k)?"
 NUMBER = "[1-9][0-9]*"
 KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) {NUMBER} {NUMBER} ([12])(?: {PACKED})?")
@@ -49,7 +49,7 @@ EXPERTS_KEY = re.compile(rf"({NUMBER}) {NUMBER}x{NUMBER} {NUMBER} [12](?: {PACKE
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
 SHUFFLED = [SIZES[3:8], SIZES[:3], range(2, 9), range(1, 9)]
-FORMS = {  # by style: the least number of values in an entry, and the range of each; see `kernels.triton.linear.tiles`
+FORMS = {  # by kind: the least number of values in an entry, and the range of each; see `kernels.triton.linear.tiles`
     "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
     "wgmma": (4, SHUFFLED),

@@ -1,7 +1,7 @@
 """Kernels in Gluon as plain Python on a CPU: a program after the other, on torch's tensors, without layouts.
 
     few = emulate(few_hopper, _unpack=unpack)       # a namespace of the module's functions, its kernels among them
-    few.multiply_gates(x, ids, weight, None, Gate("silu"), counters)
+    few.multiply_gate_up(x, ids, weight, None, Gate("silu"), counters)
     groups = WarpGroups().names                     # for kernels whose warps have parts of their own
     grouped = emulate(grouped_hopper, **groups)
 

@@ -23,7 +23,7 @@ from atom.kernels.hopper.few_experts import FEW_PACKED, FEW_PLAIN
 from atom.kernels.hopper.shuffle import shuffle
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.linear.matrix import make_counters
-from atom.kernels.triton.linear.weight_encoding import PLAIN, style_of, style_of_weight
+from atom.kernels.triton.linear.weight_encoding import PLAIN, encoding_of, encoding_of_weight
 
 EXPERTS = (None, *FORMATS)  # None: plain
 
@@ -31,14 +31,14 @@ EXPERTS = (None, *FORMATS)  # None: plain
 @pytest.mark.parametrize("fmt", EXPERTS)
 @pytest.mark.parametrize("inner", [384, 768, 1408, 2880, 7168])
 def test_rings_fit_in_memory(fmt: str | None, inner: int):
-    style = style_of(fmt, 256) if fmt else PLAIN
+    encoding = encoding_of(fmt, 256) if fmt else PLAIN
     for programs, splits_columns in ((1, False), (1, True), (96, True), (300, True), (5000, True)):
-        ring = few_hopper.choose_ring(programs, inner, style, H200, splits_columns=splits_columns)
+        ring = few_hopper.choose_ring(programs, inner, encoding, H200, splits_columns=splits_columns)
         assert ring.splits == 1 or (fmt and splits_columns and programs * ring.splits <= 3 * H200.units)
-        columns = few_hopper.columns_of(style)
+        columns = few_hopper.columns_of(encoding)
         assert 1 <= ring.stages <= ring.steps(inner, columns)
-        assert ring.boxes * columns % (style.columns or 1) == 0, "a stage has whole blocks"
-        assert ring.stages * ring.boxes * few_hopper.box_bytes(style) < H200.shared_memory
+        assert ring.boxes * columns % (encoding.columns or 1) == 0, "a stage has whole blocks"
+        assert ring.stages * ring.boxes * few_hopper.box_bytes(encoding) < H200.shared_memory
 
 
 def test_what_is_not_few_is_grouped():
@@ -80,15 +80,15 @@ class Compile:
 
 use_hopper()
 few_hopper.find_gpu = lambda device: H200
-for name in ("_gates_kernel", "_downs_kernel"):
+for name in ("_gate_up_kernel", "_down_kernel"):
     setattr(few_hopper, name, Compile(getattr(few_hopper, name)))
 for number, fmt in enumerate(EXPERTS):
     gate_up, down, *biases = make_experts(fmt, 4, 256, 384, number % 2 == 1, "cpu")
     x, ids, weights = torch.zeros(2, 384, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     gate = Gate("swigluoai", 7.0, 1.7) if number % 2 else Gate("silu")
     ring = few_hopper.Ring(2, 1, splits=1 + number % 2)
-    m = few_hopper.multiply_gates(x, ids, gate_up, biases[0], gate, make_counters(x.device), ring)
-    few_hopper.multiply_downs(m, weights, ids, down, biases[1])
+    m = few_hopper.multiply_gate_up(x, ids, gate_up, biases[0], gate, make_counters(x.device), ring)
+    few_hopper.multiply_down(m, weights, ids, down, biases[1])
 """
 
 
@@ -217,11 +217,11 @@ def check_experts(
         bad = [without_others(each, set(ids.flatten().tolist())) for each in (gate_up, down)]
         bad = [each if isinstance(each, torch.Tensor) else shuffle(each) for each in bad]
         for splits in (1, 3):  # at the largest size some of them have nothing to do
-            ring = few_hopper.choose_ring(1, hidden, style_of_weight(bad[0]), H200)._replace(stages=1, splits=splits)
-            ours = kernels.multiply_gates(x, ids, bad[0], biases[0], gate, counters, ring)
+            ring = few_hopper.choose_ring(1, hidden, encoding_of_weight(bad[0]), H200)._replace(stages=1, splits=splits)
+            ours = kernels.multiply_gate_up(x, ids, bad[0], biases[0], gate, counters, ring)
             assert relative_error(ours, m) < 2e-3 and not counters.any()
-        assert torch.equal(ours, kernels.multiply_gates(x, ids, bad[0], biases[0], gate, counters, ring))
-        assert relative_error(kernels.multiply_downs(m, weights, ids, bad[1], biases[1]), truth) < 4e-3
+        assert torch.equal(ours, kernels.multiply_gate_up(x, ids, bad[0], biases[0], gate, counters, ring))
+        assert relative_error(kernels.multiply_down(m, weights, ids, bad[1], biases[1]), truth) < 4e-3
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear import packed, row_kernels, shuffled, tiles
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.tune import candidates
-from atom.kernels.triton.linear.weight_encoding import style_of
+from atom.kernels.triton.linear.weight_encoding import encoding_of
 from atom.runtime.tune import compile_options
 from atom.weights import load_dummy
 from atom.weights.quantize import part_types
@@ -255,7 +255,6 @@ class TestChoice:
         assert kernel.accepts(
             HOPPER, x, x.with_last(60), Type("bf16", (4, 2, 15, 60)), Type("bf16", (4, 2, 60, 15)), ends
         )
-        assert kernel.load(LoadContext()).keywords == {"experts": Experts}  # type: ignore[attr-defined]
 
     def test_a_program_has_one_object_of_each_class(self):
         context = LoadContext()
@@ -270,22 +269,26 @@ class TestChoice:
     @pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64, 128, 200, 256])
     def test_all_tiles_fit(self, fmt: str, rows: int):
         for out, inner in ((6144, 4096), (24576, 4096), (4096, 12288), (64, 128), (151936, 4096)):
-            style = style_of(fmt, out, None, True)
-            chosen = tiles.choose(tiles.Shape(rows, out, inner, style=style), H200)
+            encoding = encoding_of(fmt, out, None, True)
+            chosen = tiles.choose(tiles.Shape(rows, out, inner, encoding=encoding), H200)
             assert isinstance(chosen, Wgmma)
             tried = [
-                each for each in candidates(tiles.Shape(rows, out, inner, style=style), H200) if isinstance(each, Wgmma)
+                each
+                for each in candidates(tiles.Shape(rows, out, inner, encoding=encoding), H200)
+                if isinstance(each, Wgmma)
             ]
             assert chosen in tried or out == 64
-            for each in (chosen, *tried, shuffled.choose_grouped(rows, 8, out, inner, style, H200)):
-                ring = each.stages * each.boxes * shuffled.box_bytes(each.block_rows, style)
+            for each in (chosen, *tried, shuffled.choose_grouped(rows, 8, out, inner, encoding, H200)):
+                ring = each.stages * each.boxes * shuffled.box_bytes(each.block_rows, encoding)
                 assert ring <= H200.shared_memory - shuffled.UNUSED_MEMORY and each.block_rows >= 8
-                assert each.boxes * GROUP * 8 // style.bits % (style.columns or 1) == 0, "a stage has whole blocks"
+                assert each.boxes * GROUP * 8 // encoding.bits % (encoding.columns or 1) == 0, (
+                    "a stage has whole blocks"
+                )
 
     def test_many_rows_of_quantized_activations_are_the_librarys(self):
-        style = style_of("fp8[1, *]", 4096, "fp8", True)
-        assert isinstance(tiles.choose(tiles.Shape(64, 4096, 4096, style=style), H200), Wgmma)
-        assert tiles.choose(tiles.Shape(65, 8192, 4096, style=style), H200) is None
+        encoding = encoding_of("fp8[1, *]", 4096, "fp8", True)
+        assert isinstance(tiles.choose(tiles.Shape(64, 4096, 4096, encoding=encoding), H200), Wgmma)
+        assert tiles.choose(tiles.Shape(65, 8192, 4096, encoding=encoding), H200) is None
 
     @pytest.mark.parametrize(
         ("rows", "out", "inner", "library", "ours"),
@@ -333,8 +336,8 @@ class TestChoice:
     ):
         """library and ours: µs of a linear in blocks of 128 x 128, with x quantized for the library; the one chosen is
         faster, or not much slower."""
-        style = style_of("fp8[128, 128]", inner, "fp8[1, 128]", True)
-        is_librarys = tiles.choose(tiles.Shape(rows, out, inner, style=style), H200) is None
+        encoding = encoding_of("fp8[128, 128]", inner, "fp8[1, 128]", True)
+        is_librarys = tiles.choose(tiles.Shape(rows, out, inner, encoding=encoding), H200) is None
         assert (library if is_librarys else ours) <= 1.15 * min(library, ours)
 
 
@@ -520,7 +523,7 @@ class TestOnHopper:
         kinds = {"hopper": Experts}
         tuner, recording = ExpertsTuner(x.device, kinds), Recording(kinds)
         recording.kernels[ops.grouped_linear, "hopper"](x, shuffle(weight), ends)
-        product = Product(4, 256, 512, 1, 1, 1, style_of(fmt, 256, None, True))
+        product = Product(4, 256, 512, 1, 1, 1, encoding_of(fmt, 256, None, True))
         calls = recording.calls_of(product)
         assert len(calls) == 1
         options = grouped_tune.candidates(product.shape(len(x)), find_gpu(x.device))

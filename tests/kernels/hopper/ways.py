@@ -18,8 +18,8 @@ from atom.kernels.hopper import packed_linear as packed_hopper
 from atom.kernels.triton.experts import moe
 
 WAYS: tuple[tuple[str, Any, str], ...] = (
-    ("few", few_hopper, "multiply_gates"),
-    ("few", few_hopper, "multiply_downs"),
+    ("few", few_hopper, "multiply_gate_up"),
+    ("few", few_hopper, "multiply_down"),
     ("groups", packed_hopper, "multiply_grouped"),
     ("many", grouped_packed_hopper, "multiply"),
     ("fp8", grouped_hopper, "multiply_fp8"),

@@ -161,7 +161,7 @@ NAMES = {
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",
-    "words": "_words_kernel",
+    "words": "_kquant_gemv_kernel",
     "lora": "_expand_kernel",
     "packed": "_unpack_kernel",
     "quantized": "_scale_kernel",

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from atom.kernels.triton.linear.tiles import MAX_ROWS
-from atom.kernels.triton.padded_alloc import MOST, new_rows, readable_rows
+from atom.kernels.triton.linear import tiles
+from atom.kernels.triton.padded_alloc import MAX_ROWS, new_rows, readable_rows
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 33, 64, 65, 127, 128, 129, 200, 256])
@@ -21,7 +21,7 @@ def test_new_rows_fill_the_tiles_that_their_products_have(rows: int, block_rows:
 
 
 def test_many_rows_have_no_memory_behind_them():
-    assert MOST == MAX_ROWS, "of products that read tiles"
+    assert MAX_ROWS == tiles.MAX_ROWS, "of GEMMs that read tiles"
     y = new_rows(torch.empty(1), 257, 8)
     assert y.untyped_storage().nbytes() == 257 * 8 * 4 and readable_rows(y, 64) == 257
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atom.graph import ops
 from atom.graph.noise import hash_seeds, uniform
-from atom.kernels.step import LEAST_SHARE, State
+from atom.kernels.step import MIN_SHARE, State
 from atom.sampling_params import MIN_TEMPERATURE
 
 
@@ -47,14 +47,14 @@ def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Ten
     """What `ops.gumbel_argmax` takes for the next draws of slots i32[S]: keys i64[num_draws, S], temperatures fp32[S],
     0 of greedy ones, and depths fp32[S].
 
-    A depth stands for the filters, which are the model's, over another distribution: see `LEAST_SHARE`.
+    A depth stands for the filters, which are the model's, over another distribution: see `MIN_SHARE`.
     """
     index = slots.long()
     positions = state.lengths[index] + torch.arange(num_draws)[:, None]
     names = "temperature", "top_k", "top_p", "min_p"
     temperatures, top_k, top_p, min_p = (state.columns[name][index].double() for name in names)
     temperatures = temperatures.where((temperatures >= MIN_TEMPERATURE) & (top_k != 1), 0.0)
-    shares = torch.stack([1 - top_p, (1 / top_k).where(top_k > 0, 0.0)]).amax(0) * LEAST_SHARE
+    shares = torch.stack([1 - top_p, (1 / top_k).where(top_k > 0, 0.0)]).amax(0) * MIN_SHARE
     depths = -temperatures * torch.maximum(shares, min_p).log()
     depths = depths.nan_to_num(0.0, posinf=torch.inf)  # of greedy ones 0 times infinity
     return hash_seeds(state.seed[index], positions), temperatures.float(), depths.float()

@@ -8,9 +8,9 @@ As in DeepSeek-AI 2024, section 2.1.
         expanded.blocks      # [blocks, PIECE, N, P + R + U]: key without position, rotated key, value of each head
         expanded.table, expanded.plan                        # as in context.py
 
-A query's products with expanded keys and values are 3.4 times fewer than with entries (DeepSeek-V2's and V3's sizes:
+Attending to expanded keys and values multiplies 3.4 times less than to entries (DeepSeek-V2's and V3's sizes:
 128 + 64 + 128 numbers of a position and head instead of 576 + 512), and to expand a position takes as many as 410
-queries of it. So sequences of few queries behind a long context are not expanded, nor are those that do not fit.
+queries of it. So sequences of few queries after a long context are not expanded, nor are those that do not fit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
 TILE = 128  # positions of a sequence that a program expands at a time
 MAX_BYTES = 1 << 30  # of what is expanded at a time
-MOST_POSITIONS = 160 << 10  # for which there is memory, where that is enough for a head
-ABSORBED = 1.5  # times as long as an expanded product an absorbed one takes: behind a long context, 100 queries pay
+MAX_POSITIONS = 160 << 10  # for which there is memory, where that is enough for a head
+ABSORBED = (
+    1.5  # times the time of attending to expanded keys: of attending to entries; after a long context, 100 queries pay
+)
 
 
 @jit(do_not_specialize=["num_sequences", "num_decodes", "table_stride", "capacity"],
@@ -102,11 +104,11 @@ class Expansion:
         self._max_bytes, self._pieces = max_bytes, Pieces(max_bytes)
 
     def split(self, weight: Tensor, rotated: int) -> Iterator[slice]:
-        """Heads that are expanded at a time: as many as leave memory for MOST_POSITIONS, and as divide them all.
+        """Heads that are expanded at a time: as many as leave memory for MAX_POSITIONS, and as divide them all.
 
         weight [N, P + U, L]"""
         heads, row = weight.shape[0], (weight.shape[1] + rotated) * weight.itemsize
-        most = max(1, self._max_bytes // (MOST_POSITIONS * row))
+        most = max(1, self._max_bytes // (MAX_POSITIONS * row))
         at_once = next(num for num in range(min(heads, most), 0, -1) if heads % num == 0)
         return (slice(first, first + at_once) for first in range(0, heads, at_once))
 

@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 def choose_tiles(
     rows: int, entry: int, element_size: int, shared: int, queries: int = 1, takes_64: bool = True
 ) -> Tiles:
-    """Choose tiles for sequences of so many rows, with up to 3 stages, as fit beside the queries in shared memory.
+    """Choose tiles for sequences of so many rows, with up to 3 stages, as fit next to the queries in shared memory.
 
     entry: padded dims of a cache entry. queries: of each decode. takes_64: whether tiles of 64 rows fit; for
     Blackwell's tensor cores Triton keeps further copies of them in shared memory, 345 KiB in all
@@ -150,7 +150,7 @@ def _multiply_rest(x: Tensor, weight: Tensor, out: Tensor, starts: Tensor, plan:
 
 
 def view_keys(cache: Tensor, dtype: torch.dtype) -> Tensor:
-    """The cache as its rotated keys are read, which end each entry: beside latents in fp8 they are in `dtype`."""
+    """The cache as its rotated keys are read, which end each entry: next to latents in fp8 they are in `dtype`."""
     return cache.view(dtype) if cache.dtype is torch.float8_e4m3fn else cache
 
 
@@ -210,13 +210,13 @@ def _merge_values(sums: Sums, weight: Tensor, out: Tensor) -> None:
 
 def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor | None, lengths: Tensor,
             k_scale: Tensor | None, scale: float, plan: Tensor | None = None) -> Sums:  # fmt: skip
-    """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries.
+    """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one after another -> sums of entries.
 
     Starts count from an earlier token, the first of them is q's; without, each sequence has as many tokens as others.
     Sequences of the plan of expand.py are left out, sums of theirs are not written.
     """
     (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
-    block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # a product's tiles have 16 at least
+    block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # tiles of tl.dot have at least 16
     gpu, keys = find_gpu(q.device), view_keys(cache, q_rope.dtype)
     element_size = max(q.element_size(), cache.element_size())
     queries = tokens // sequences if starts is None else 0  # 0: each sequence has its own number
@@ -364,7 +364,7 @@ def _attend_tile(
     for first in range(start, stop, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         is_there = (positions < stop)[:, None]
-        # multiples of 1 alone: Triton takes sums of a block's start and places in it for multiples of the block's size
+        # multiples of 1 only: Triton takes sums of a block's start and places in it for multiples of the block's size
         slots = tl.multiple_of(block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, 1)
         entries, key_entries = cache + slots[:, None] * ENTRY, keys + slots[:, None] * KEY_ENTRY + (KEY_ENTRY - ROTATED)
         following = positions + BLOCK_N  # its blocks are looked up one iteration ahead of the entries
@@ -504,7 +504,7 @@ def _merge_values_kernel(parts, weights, kv_b, out, num_tokens, num_splits, out_
     every = tl.arange(0, BLOCK_ALL)
     logs = tl.load(weights + every * num_rows + row, mask=every < num_splits, other=NOTHING)
     best = tl.max(logs)
-    stop = tl.max(tl.where(logs > NOTHING, every + 1, 0))  # parts behind it are of no positions
+    stop = tl.max(tl.where(logs > NOTHING, every + 1, 0))  # parts after it are of no positions
     acc = tl.zeros([BLOCK_L], tl.float32)
     for first in range(0, stop, BLOCK_S):
         splits = first + tl.arange(0, BLOCK_S)

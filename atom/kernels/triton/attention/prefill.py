@@ -4,7 +4,7 @@
     prefill(*args, scale, window, softcap)
 
 A tile has consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values are
-read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its tile in
+read once for the group. The launch depends on the numbers of tokens and sequences only: each program finds its tile in
 `starts`, and the longest tiles of a sequence come first.
 """
 
@@ -62,7 +62,7 @@ def _prefill(
 ):  # fmt: skip
     """Tiles of BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
 
-    Tokens behind the last sequence are one more, which sees nothing and gives zeros. Without a plan a program has one
+    Tokens after the last sequence are one more, which sees nothing and gives zeros. Without a plan a program has one
     tile. plan: of context.py; few programs share the tiles of sequences that are not unpacked, since mostly all are.
     """
     wait_for_inputs(PDL)

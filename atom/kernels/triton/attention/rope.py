@@ -4,7 +4,7 @@ It serves one token as well as a long prompt.
 
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
 
-q, k and v may be views of one product. A program takes some rows, which are the heads of all tokens laid end to end:
+q, k and v may be views of one output. A program takes some rows, which are the heads of all tokens laid end to end:
 of q, or of k and v. Rounds once, after the rotation.
 """
 
@@ -58,7 +58,7 @@ def _load_pairs(heads, columns, is_row, DIM: tl.constexpr, HALF: tl.constexpr, I
 def rotate_heads(heads, columns, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
                  DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """Heads at the pointers [R], of tokens i64[R], by norms at pointers [R] -> fp32[R, C], normed, and their first 2
-    HALF dims rotated; columns [1, C]: all DIM in any order, and some behind them."""
+    HALF dims rotated; columns [1, C]: all DIM in any order, and some after them."""
     own, other = _load_pairs(heads, columns, is_row, DIM, HALF, INTERLEAVED)
     if HALF > 0:
         angles = tokens[:, None] * HALF + find_angle(columns, HALF, INTERLEAVED)
@@ -92,7 +92,7 @@ def _norm_rope_write(
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of q, then of k with those of v, to their slots; without v of k alone, to the tokens' own places."""
+    """Some rows of q, then of k with those of v, to their slots; without v of k only, to the tokens' own places."""
     if k_scale is not None:
         k_scale = tl.load(k_scale)
     if v_scale is not None:

@@ -48,7 +48,7 @@ def keep_in(cache: Cache) -> BinaryCache:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Within this context, Triton's cache is that of our kernels, in this thread alone."""
+    """Within this context, Triton's cache is that of our kernels, in this thread only."""
     binaries = BinaryCache.current
     if binaries is None or _is_debugged():
         yield

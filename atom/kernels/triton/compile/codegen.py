@@ -40,7 +40,7 @@ IMPORTS = {  # what a piece's module imports, by module of atom.kernels.triton
 }
 
 Index = str | int  # of one dim, as Triton's expression
-At = tuple[Index, ...]  # of all dims behind the rows
+At = tuple[Index, ...]  # of all dims after the rows
 
 
 class _Tile(NamedTuple):
@@ -361,7 +361,7 @@ def _rows_of(node: Node) -> str:
 
 
 def _dims(node: Node) -> list[int]:
-    """The dims behind the rows."""
+    """The dims after the rows."""
     return [int(dim) for dim in _type(node).shape[1:]]
 
 

@@ -52,7 +52,7 @@ Plain = None | bool | int | float | str
 
 
 def identify(src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> dict[str, str]:
-    """What a binary depends on beside Triton, as Triton's own cache has it."""
+    """What a binary depends on besides Triton, as Triton's own cache has it."""
     backend = make_backend(target)
     return {
         "source": src.hash(),

@@ -9,7 +9,7 @@ kernel[grid](x, n, BLOCK=128, num_warps=4)    # as Triton has it
 
 A kernel's later launches go by Triton no more, which looks up its knobs, globals and options at each.
 
-All of that is for these kernels alone. Those of another library in the process are launched, compiled and cached as
+All of that is for these kernels only. Those of another library in the process are launched, compiled and cached as
 Triton does it.
 """
 
@@ -96,7 +96,7 @@ class JITFunction(triton.JITFunction):  # type: ignore[misc]
 
 
 def has_hooks() -> bool:
-    """Whether somebody, as a profiler of Triton's, is to be told of launches."""
+    """Whether a hook, such as a profiler's, is called for launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
 

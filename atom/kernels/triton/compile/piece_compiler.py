@@ -49,7 +49,7 @@ class TritonCompiler(PieceCompiler):
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module without reading or writing compiled Python beside it: an entry of the cache does not change."""
+    """Loads a module without reading or writing compiled Python next to it: an entry of the cache does not change."""
 
     def path_stats(self, path: object) -> dict[str, float]:
         raise OSError("its time is of no interest")

@@ -1,4 +1,4 @@
-"""Experts of few tokens in two launches: gates and ups, then downs.
+"""Experts of few tokens in two launches: gate/up, then down projection.
 
     if suits_few(len(x), ids.shape[1], *down.shape[1:]):
         out = multiply_few(x, weights, ids, gate_up, down, "silu")     # as `moe.experts`
@@ -17,7 +17,7 @@ from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 
 FEW_TOKENS = 4  # up to which tokens are not grouped
-FEW_NUMBERS = 1 << 14, 1 << 15  # of weights that a program holds at a time: of gates and ups, of downs
+FEW_NUMBERS = 1 << 14, 1 << 15  # of weights that a program holds at a time: of the gate/up and of the down projection
 
 
 def suits_few(tokens: int, top_k: int, hidden: int, width: int) -> bool:
@@ -50,7 +50,7 @@ def multiply_few(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down:
 def _few_gated_linear_kernel(x, ids, weight, out, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
                              INNER: tl.constexpr, KIND: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
                              PDL: tl.constexpr):  # fmt: skip
-    """BLOCK_O gates and ups, in turns, of one pair of token and expert -> their gated activation [k T, W]."""
+    """BLOCK_O gate and up projections, interleaved, of one pair of token and expert -> their gated activation [k T, W]."""
     wait_for_inputs(PDL)
     pair = tl.program_id(1)
     num: tl.constexpr = BLOCK_O // 2
@@ -63,9 +63,9 @@ def _few_gated_linear_kernel(x, ids, weight, out, x_stride, TOP_K: tl.constexpr,
                    eviction_policy="evict_first")  # fmt: skip
     row = tl.load(x + (pair // TOP_K).to(tl.int64) * x_stride + inner, mask=is_inner, other=0.0).to(tl.float32)
     y = tl.sum(tile.to(tl.float32) * row[None, :], 1).to(out.dtype.element_ty)
-    gates, ups = tl.split(y.reshape([num, 2]))
+    gate, up = tl.split(y.reshape([num, 2]))
     columns = first + tl.arange(0, num)
-    tl.store(out + pair * WIDTH + columns, activate_rounded(gates, ups, KIND), mask=columns < WIDTH)
+    tl.store(out + pair * WIDTH + columns, activate_rounded(gate, up, KIND), mask=columns < WIDTH)
 
 
 @jit

@@ -14,7 +14,7 @@ from atom.graph.formats import block_of
 from atom.kernels.triton.activations import Gate, activate_rounded, constants_of
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.compile.jit import jit
-from atom.kernels.triton.experts.grouped_tiles import Tiles, most_tiles
+from atom.kernels.triton.experts.grouped_tiles import Tiles, max_tiles
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed import are_minima
 from atom.kernels.triton.unpack import (
@@ -34,7 +34,7 @@ def multiply_plain(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None,
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
     y, (kind, limit, alpha) = x.new_empty(rows, out if gate is None else out // 2), constants_of(gate)
-    _grouped_linear_kernel[(most_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
+    _grouped_linear_kernel[(max_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner, KIND=kind,
         LIMIT=limit, ALPHA=alpha, BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out,
         BLOCK_I=tiles.inner, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **find_gpu(x.device).options,
@@ -53,7 +53,7 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
     block_rows, group = block_of(weight.type)[-2:]
     factor = parts.get("factor", parts.get("divisor"))
     strides = (0, 0) if factor is None else factor.expand(experts, out).stride()
-    _packed_grouped_linear_kernel[(most_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
+    _packed_grouped_linear_kernel[(max_tiles(rows, experts, tiles.rows) * -(-out // tiles.out),)](
         x, as_bytes(parts["values"]), as_bytes(parts["scales"]), parts.get("zeros", parts.get("mins")), factor, ends,
         bias, y, x.stride(0),
         EXPERTS=experts, OUT=out, INNER=inner, PACKING=packing_of(weight), SCALE_ROWS=block_rows, GROUP=group,
@@ -68,7 +68,7 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
 @jit
 def _find_expert(ends, EXPERTS: tl.constexpr, OUT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
                  BLOCK_O: tl.constexpr):  # fmt: skip
-    """The expert of this program's tile, EXPERTS where there is none, and the number of its tile of rows."""
+    """The expert of this program's tile, EXPERTS if there is none, and the number of its tile of rows."""
     experts = tl.arange(0, BLOCK_E)
     their_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=0).to(tl.int32)
     their_begins = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0).to(tl.int32)
@@ -79,7 +79,7 @@ def _find_expert(ends, EXPERTS: tl.constexpr, OUT: tl.constexpr, BLOCK_E: tl.con
 
 @jit
 def _rows_and_columns(ends, expert, tile, OUT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr):
-    """The rows of an expert's tile, where its rows end, and this program's columns, which may lie behind the last."""
+    """The rows of an expert's tile, where its rows end, and this program's columns, which may lie after the last."""
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int32)
     end = tl.load(ends + expert).to(tl.int32)
     rows = begin + tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -93,7 +93,7 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
                            PDL: tl.constexpr):  # fmt: skip
     """One tile of one expert's rows and outputs. Tiles of the same rows are neighbours, so that caches hold those.
 
-    With a KIND each gate is beside its up.
+    With a KIND each gate projection is next to its up projection.
     """
     wait_for_inputs(PDL)
     expert, tile = _find_expert(ends, EXPERTS, OUT, BLOCK_E, BLOCK_R, BLOCK_O)
@@ -101,7 +101,7 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
         return
     rows, end, columns = _rows_and_columns(ends, expert, tile, OUT, BLOCK_R, BLOCK_O)
     inner = tl.arange(0, BLOCK_I)[None, :]
-    # what lies behind the last row or column is that row or column again: nothing of it is stored
+    # what lies after the last row or column is that row or column again: nothing of it is stored
     x_pointers = x + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride + inner
     column = tl.minimum(columns, OUT - 1)
     if KIND is not None:
@@ -126,11 +126,11 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
         tl.store(pointers, y, mask=(rows < end)[:, None] & (columns < OUT)[None, :])
     else:
         width: tl.constexpr = OUT // 2
-        gates, ups = tl.split(y.reshape([BLOCK_R, BLOCK_O // 2, 2]))
+        gate, up = tl.split(y.reshape([BLOCK_R, BLOCK_O // 2, 2]))
         first_column = tl.program_id(0) % ((OUT + BLOCK_O - 1) // BLOCK_O) * (BLOCK_O // 2)
         columns = first_column + tl.arange(0, BLOCK_O // 2)
         pointers = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        m = activate_rounded(gate, up, KIND, LIMIT, ALPHA)
         tl.store(pointers, m, mask=(rows < end)[:, None] & (columns < width)[None, :])
 
 
@@ -142,9 +142,9 @@ def _packed_grouped_linear_kernel(
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As above, with the weight on the left of the products, so that few rows are padded to 16 and not to 64.
+    """As above, with the weight as the left operand of the MMA, so that few rows are padded to 16 and not to 64.
 
-    A scale of e2m1, of fewer columns than a step or beside a minimum multiplies the unpacked numbers, another the sums
+    A scale of e2m1, of fewer columns than a step or next to a minimum multiplies the unpacked numbers, another the sums
     of a step, in fp32. zeros: zero points, or minima in floating point. FACTOR_E and FACTOR_O: the strides of factor,
     by expert and row.
     """
@@ -225,9 +225,9 @@ def _packed_grouped_linear_kernel(
         tl.store(pointers, y, mask=(rows < end)[None, :] & (columns < OUT)[:, None])
     else:
         width: tl.constexpr = OUT // 2
-        gates, ups = tl.split(y.reshape([BLOCK_O // 2, 2, BLOCK_R]).permute((0, 2, 1)))
+        gate, up = tl.split(y.reshape([BLOCK_O // 2, 2, BLOCK_R]).permute((0, 2, 1)))
         first_column = tl.program_id(0) % ((OUT + BLOCK_O - 1) // BLOCK_O) * (BLOCK_O // 2)
         columns = first_column + tl.arange(0, BLOCK_O // 2)
         pointers = out + rows.to(tl.int64)[None, :] * width + columns[:, None]
-        m = activate_rounded(gates, ups, KIND, LIMIT, ALPHA)
+        m = activate_rounded(gate, up, KIND, LIMIT, ALPHA)
         tl.store(pointers, m, mask=(rows < end)[None, :] & (columns < width)[:, None])

@@ -1,4 +1,4 @@
-"""Choose the tiles of products by experts, measured or by a rule.
+"""Choose the tiles of grouped GEMMs of experts, measured or by a rule.
 
 shape = Shape(256, 128, 1536, 2048, 2, 2, PLAIN)    # 256 pairs of token and expert by 128 experts [1536, 2048]
 tiles = find(shape, gpu)                            # as packaged for this GPU
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
 from atom.kernels.triton.linear.shuffled import Wgmma, choose_grouped
-from atom.kernels.triton.linear.weight_encoding import Style
+from atom.kernels.triton.linear.weight_encoding import WeightEncoding
 
 FOLDED = 32  # columns that share a scale, up to which it multiplies the numbers, not their sums
-NUM_BUCKETS = 3  # sizes, each twice the one before, that measured tiles of a larger product are looked for in
+NUM_BUCKETS = 3  # sizes, each twice the one before, that measured tiles of a larger GEMM are looked for in
 
 
 class Tiles(NamedTuple):
@@ -32,22 +32,22 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the tiles of a product depend on."""
+    """What the tiles of a grouped GEMM depend on."""
 
     rows: int  # pairs of token and expert
     experts: int
     out: int
     inner: int
-    gates: int  # 2 where half of the outputs are gates
+    gates: int  # 2 if half of the outputs are gate projections
     element_size: int  # of x, bytes
-    style: Style  # how the weight holds numbers
+    encoding: WeightEncoding  # how the weight holds numbers
 
 
 Parameters = Tiles | Wgmma
 Find = Callable[[Shape, Gpu], Parameters]
 
 
-def most_tiles(rows: int, experts: int, block_rows: int) -> int:
+def max_tiles(rows: int, experts: int, block_rows: int) -> int:
     """The most tiles, each of one expert's rows, that so many rows of so many experts can have."""
     used = min(experts, rows)
     return used + (rows - used) // block_rows  # each used expert has one tile that need not be full
@@ -55,7 +55,7 @@ def most_tiles(rows: int, experts: int, block_rows: int) -> int:
 
 @cache
 def find(shape: Shape, gpu: Gpu) -> Parameters:
-    """Look up the packaged tiles of such a product on such a GPU, else `choose` them."""
+    """Look up the packaged tiles of such a GEMM on such a GPU, else `choose` them."""
     return _find(partial(tuned.parameters, gpu.name, "experts"), shape, gpu)
 
 
@@ -73,9 +73,9 @@ def _find(measured: Callable[[str], Sequence[Any] | None], shape: Shape, gpu: Gp
 
 
 def key_of(shape: Shape) -> str:
-    """The key of such a product's tiles, which hold for rows up to the next power of 2."""
-    rows, experts, out, inner, gates, _, style = shape
-    return f"{next_power_of_2(rows)} {experts}x{out} {inner} {gates} {style.name}".rstrip()
+    """The key of such a GEMM's tiles, which hold for rows up to the next power of 2."""
+    rows, experts, out, inner, gates, _, encoding = shape
+    return f"{next_power_of_2(rows)} {experts}x{out} {inner} {gates} {encoding.name}".rstrip()
 
 
 def from_entry(entry: Sequence[Any]) -> Parameters:
@@ -90,9 +90,9 @@ def to_entry(parameters: Parameters) -> list[Any]:
 
 
 def choose(shape: Shape, gpu: Gpu) -> Parameters:
-    if shape.style.is_shuffled:
-        return choose_grouped(shape.rows, shape.experts, shape.out, shape.inner, shape.style, gpu)
-    return choose_tiles(shape, gpu) if shape.style.values is None else choose_packed_tiles(shape, gpu)
+    if shape.encoding.is_shuffled:
+        return choose_grouped(shape.rows, shape.experts, shape.out, shape.inner, shape.encoding, gpu)
+    return choose_tiles(shape, gpu) if shape.encoding.values is None else choose_packed_tiles(shape, gpu)
 
 
 def choose_tiles(shape: Shape, gpu: Gpu) -> Tiles:
@@ -131,7 +131,7 @@ def choose_packed_tiles(shape: Shape, gpu: Gpu) -> Tiles:
 
 def with_whole_groups(tiles: Tiles, shape: Shape) -> Tiles:
     """The tiles with steps of a whole part of the columns that share a scale, or of a whole number of such groups."""
-    group = min(shape.style.columns or shape.inner, shape.inner)
+    group = min(shape.encoding.columns or shape.inner, shape.inner)
     share = group & -group  # the largest power of 2 in it
     is_free = group >= shape.inner or share == group <= FOLDED
     return tiles if is_free else tiles._replace(inner=min(tiles.inner, share))

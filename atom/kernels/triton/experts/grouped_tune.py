@@ -1,4 +1,4 @@
-"""Tune products by experts: the tiles to try, and a step's calls.
+"""Tune grouped GEMMs of experts: the tiles to try, and a step's calls.
 
     options = candidates(Shape(256, 128, 1536, 2048, 2, 2, PLAIN), find_gpu(device))
     tuner = ExpertsTuner(device)                   # what tune=true asks of these kernels
@@ -29,7 +29,7 @@ from atom.kernels.triton.experts.grouped_tiles import Find, Parameters, Shape, T
 from atom.kernels.triton.experts.moe import Experts, describe
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
-from atom.kernels.triton.linear.weight_encoding import Style, Weight, style_of
+from atom.kernels.triton.linear.weight_encoding import Weight, WeightEncoding, encoding_of
 from atom.kernels.triton.search import ProductTuner, Trial, specialized
 
 Kinds = Mapping[str, type[Experts]]  # by backend
@@ -43,18 +43,18 @@ STAGES = (2, 3, 4, 5)
 
 
 class Product(NamedTuple):
-    """A product by experts of a text that these kernels take."""
+    """A grouped GEMM of a text that these kernels take."""
 
     experts: int
     out: int
     inner: int
-    gates: int  # 2 where half of the outputs are gates
+    gates: int  # 2 if half of the outputs are gate projections
     pairs: int  # of token and expert, a token of the step
     num_calls: int  # in a step
-    style: Style  # how its weight holds numbers
+    encoding: WeightEncoding  # how its weight holds numbers
 
     def shape(self, tokens: int) -> Shape:
-        return Shape(tokens * self.pairs, self.experts, self.out, self.inner, self.gates, 2, self.style)
+        return Shape(tokens * self.pairs, self.experts, self.out, self.inner, self.gates, 2, self.encoding)
 
 
 def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Product]:
@@ -64,7 +64,9 @@ def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[
     taken = [node for node in nodes if node.meta.get("kernel") in backends]
     counts = Counter(product for node in taken for product in _products(node))
     products = [product._replace(num_calls=count) for product, count in counts.items()]
-    return sorted(products, key=lambda each: -each.experts * each.out * each.inner * each.num_calls * each.style.bits)
+    return sorted(
+        products, key=lambda each: -each.experts * each.out * each.inner * each.num_calls * each.encoding.bits
+    )
 
 
 def _products(node: Node) -> Iterator[Product]:
@@ -78,13 +80,13 @@ def _products(node: Node) -> Iterator[Product]:
         type: Type = type_of(weight)
         experts, out, inner = map(int, type.shape)
         if BITS[type.dtype] == 16:
-            style = style_of(type.fmt, out, None, isinstance(weight, Shuffle))
-            yield Product(experts, out, inner, gates, int(pairs), 0, style)
+            encoding = encoding_of(type.fmt, out, None, isinstance(weight, Shuffle))
+            yield Product(experts, out, inner, gates, int(pairs), 0, encoding)
 
 
 def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:
-    """Tiles that may be the fastest for such a product."""
-    found = _shuffled(shape, gpu) if shape.style.is_shuffled else _tiles(shape, gpu)
+    """Tiles that may be the fastest for such a GEMM."""
+    found = _shuffled(shape, gpu) if shape.encoding.is_shuffled else _tiles(shape, gpu)
     return list(dict.fromkeys(found))
 
 
@@ -95,9 +97,9 @@ def _tiles(shape: Shape, gpu: Gpu) -> Iterator[Tiles]:
         if rows * out > 128 * 128 or out < 2 * shape.gates:
             continue
         tiles = Tiles(rows, out, inner, warps, 2)
-        if shape.style.values is not None:
+        if shape.encoding.values is not None:
             tiles = with_whole_groups(tiles, shape)
-        stage = tiles.inner * (rows * 2 + out * shape.style.bits // 8)
+        stage = tiles.inner * (rows * 2 + out * shape.encoding.bits // 8)
         most = 2 if gpu.capability == (0, 0) else STAGES[-1]  # Triton 3.6 compiles no more for AMD
         fitting = [num for num in STAGES if num <= most and num * stage <= gpu.shared_memory] or [1]
         for stages in fitting[-2:]:
@@ -105,31 +107,31 @@ def _tiles(shape: Shape, gpu: Gpu) -> Iterator[Tiles]:
 
 
 def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
-    usual, style = grouped_tiles.choose(shape, gpu), shape.style
+    usual, encoding = grouped_tiles.choose(shape, gpu), shape.encoding
     assert isinstance(usual, Wgmma), "of a shuffled weight"
     is_by_row = shape.rows <= shape.experts  # each row has a tile of its own, of which programs may share the columns
     heights = (8,) if is_by_row else (usual.block_rows // 2, usual.block_rows, usual.block_rows * 2)
     splits = (1, 2, 4, 8) if is_by_row else (1,)
     for height, boxes, stages, num in itertools.product(heights, (1, 2, 4), (2, 3, 4, 6, 8), splits):
-        width = boxes * BOX * 8 // style.bits
-        fits = stages * boxes * box_bytes(height, style) <= gpu.shared_memory - OTHER_MEMORY
+        width = boxes * BOX * 8 // encoding.bits
+        fits = stages * boxes * box_bytes(height, encoding) <= gpu.shared_memory - OTHER_MEMORY
         programs = shape.rows * ceil(shape.out / BLOCK_OUT) * num
         is_split = num == 1 or (shape.inner >= 2 * num * width and programs <= 4 * gpu.units)
-        is_whole = width % (style.columns or 1) == 0 and is_split
-        if 8 <= height <= (64 if style.values == "e2m1" else 128) and fits and is_whole:
+        is_whole = width % (encoding.columns or 1) == 0 and is_split
+        if 8 <= height <= (64 if encoding.values == "e2m1" else 128) and fits and is_whole:
             yield Wgmma(height, boxes, stages, num)
 
 
 class Recording:
-    """Records the calls of a step's products that differ for Triton, on the step's own inputs."""
+    """Records the calls of a step's grouped GEMMs that differ for Triton, on the step's own inputs."""
 
     def __init__(self, kinds: Kinds = KINDS) -> None:
         self._calls: dict[tuple[Any, ...], dict[Any, Callable[..., Tensor]]] = {}
         self.kernels = _methods({backend: self._recording(kind)() for backend, kind in kinds.items()})
 
     def calls_of(self, product: Product) -> list[Callable[..., Tensor]]:
-        """The recorded calls of a product; empty where other kernels take so few rows."""
-        return [*self._calls.get((*product[:4], product.style), {}).values()]
+        """The recorded calls of a GEMM; empty if other kernels take so few rows."""
+        return [*self._calls.get((*product[:4], product.encoding), {}).values()]
 
     def _recording(self, kind: type[Experts]) -> type[Experts]:
         calls = self._calls
@@ -140,7 +142,7 @@ class Recording:
                 y: Tensor = super().multiply(x, weight, ends, bias, gate)
                 repeated = partial(_multiply, super().multiply, x, weight, ends, bias, gate)
                 shape = describe(x, weight, gate)
-                key = *shape[1:5], shape.style
+                key = *shape[1:5], shape.encoding
                 calls.setdefault(key, {}).setdefault((gate, *map(specialized, (x, weight, bias))), repeated)
                 return y
 

@@ -26,7 +26,7 @@ SUMMED = 1024  # columns of a token that a program sums up, where it need not se
 def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], ids i64[T, k] -> rows [k T, H] by expert, order i64[k T], ends i64[E]
 
-    first: i64[1], the first of the experts that are here; behind the rows of these, order is k T, and combine takes
+    first: i64[1], the first of the experts that are here; after the rows of these, order is k T, and combine takes
     such rows for zeros
     """
     rows, order, ends, _ = group_pairs(x, ids, first, experts)
@@ -135,7 +135,7 @@ def _count_kernel(ids, base, counts, pairs, blocks, EXPERTS: tl.constexpr, BLOCK
 def _place_kernel(x, ids, base, reached, rows, order, ends, places, pairs, blocks, x_stride, EXPERTS: tl.constexpr,
                   TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
                   COUNTED: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BLOCK_P pairs, whose rows are copied behind those of pairs before them. reached: sums of `_count_kernel`'s"""
+    """BLOCK_P pairs, whose rows are copied after those of pairs before them. reached: sums of `_count_kernel`'s"""
     wait_for_inputs(PDL)
     pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     is_pair = pair < pairs
@@ -205,7 +205,7 @@ def _sum_rows_kernel(x, weights, places, out, x_stride, TOP_K: tl.constexpr, WID
     """Some columns of a token. places: the row of each pair, or -1 where its expert is not here
 
     A thread has the same columns of all rows, so that no sum crosses threads, and all rows are on their way at once.
-    Nothing is loaded ahead of the wait: products let the next kernel start before the grouping must have ended.
+    Nothing is loaded ahead of the wait: GEMMs let the next kernel start before the grouping must have ended.
     """
     wait_for_inputs(PDL)
     tiles: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W

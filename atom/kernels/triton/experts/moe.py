@@ -23,7 +23,7 @@ from atom.kernels.triton.experts.grouped_tiles import Find, Shape, Tiles, find
 from atom.kernels.triton.experts.grouping import combine_rows, group_pairs
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear.matrix import make_counters
-from atom.kernels.triton.linear.weight_encoding import Weight, style_of_weight
+from atom.kernels.triton.linear.weight_encoding import Weight, encoding_of_weight
 
 
 class Experts:
@@ -87,4 +87,4 @@ class Experts:
 def describe(x: Tensor, weight: Weight, gate: Gate | None = None) -> Shape:
     """What the tiles of x [P, I] by experts [E, O, I] depend on."""
     experts, out, inner = weight.shape
-    return Shape(len(x), experts, out, inner, 1 if gate is None else 2, x.element_size(), style_of_weight(weight))
+    return Shape(len(x), experts, out, inner, 1 if gate is None else 2, x.element_size(), encoding_of_weight(weight))

@@ -1,6 +1,6 @@
-"""Multiply one row by words of K-quants, whose scales have factors.
+"""GEMV over K-quant weights, whose scales have factors.
 
-    y, total = multiply_words(a, b, norm, weight, bias, 1e-6, "silu", Vector(8, 4, 1, 4))
+    y, total = multiply_kquants(a, b, norm, weight, bias, 1e-6, "silu", Vector(8, 4, 1, 4))
 
 A program has the row in registers, and reads some rows of the weight at a time, the next ones ahead: a thread has whole
 groups of columns, 16 bytes each. A number becomes a float in two instructions, since its bits are those of a mantissa:
@@ -19,27 +19,28 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.linear.packed import SPAN, are_minima, load_spans, multiply_spans
 from atom.kernels.triton.linear.row_kernels import load_row, store_outputs
 from atom.kernels.triton.linear.tiles import Vector
-from atom.kernels.triton.linear.weight_encoding import Operand
+from atom.kernels.triton.linear.weight_encoding import KernelOperand
 
 THREADS = 32  # of a warp of NVIDIA's, each of which has a group of columns at a time
 
 
-def multiply_words(
-    a: Tensor, b: Tensor | None, norm: Tensor | None, shape: tuple[int, int], operand: Operand, bias: Tensor | None,
-    eps: float, kind: str | None, parameters: Vector,
+def multiply_kquants(
+    a: Tensor, b: Tensor | None, norm: Tensor | None, shape: tuple[int, int], operand: KernelOperand,
+    bias: Tensor | None, eps: float, kind: str | None, parameters: Vector,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`multiply_vector` of a weight of this shape, whose style has spans."""
-    (rows, inner), gates, style = shape, 1 if kind is None else 2, operand.style
+    """`multiply_vector` of a weight of this shape, whose encoding has spans."""
+    (rows, inner), gates, encoding = shape, 1 if kind is None else 2, operand.encoding
     y = a.new_empty(1, rows // gates)
     total = a if b is None else a.new_empty(1, inner)
     gpu = find_gpu(a.device)
     tiles = -(-rows // parameters.block_out)
     programs = min(parameters.programs * gpu.units, tiles)
-    groups = next_power_of_2(inner) // (style.columns or inner)
+    groups = next_power_of_2(inner) // (encoding.columns or inner)
     chunks = max(groups // (THREADS * parameters.warps), 1)
-    _words_kernel[(programs,)](
+    _kquant_gemv_kernel[(programs,)](
         a, b, norm, total, *operand[:4], bias, y, eps, rows // gates, -(-tiles // programs), inner,
-        parameters.block_out, chunks, kind, style.per_byte, style.columns, num_warps=parameters.warps, **gpu.options,
+        parameters.block_out, chunks, kind, encoding.per_byte, encoding.columns, num_warps=parameters.warps,
+        **gpu.options,
     )  # fmt: skip
     return y, total
 
@@ -136,7 +137,7 @@ def _split_chunk(x, chunk: tl.constexpr, CHUNKS: tl.constexpr):
 
 @jit
 def _columns_of(x, GROUPS: tl.constexpr, HAS_MINIMA: tl.constexpr, PER_WORD: tl.constexpr):
-    """The columns [I] of a chunk by their place in words, its groups' sums, and what sums of products are off by."""
+    """The columns [I] of a chunk by their place in words, its groups' sums, and what the dot products are off by."""
     if PER_WORD == 8:
         even, odd = tl.split(x.reshape([x.shape[0] // 8, 2, 2, 2]))
         even02, even13 = tl.split(even * 16)
@@ -160,7 +161,7 @@ def _columns_of(x, GROUPS: tl.constexpr, HAS_MINIMA: tl.constexpr, PER_WORD: tl.
 
 @jit
 def _multiply_words(words, x, PER_WORD: tl.constexpr, HAS_ASM: tl.constexpr):
-    """The sums of products of each word, [W], without the factor of its numbers."""
+    """The dot product of each word, [W], without the factor of its numbers."""
     product = tl.zeros(words.shape, tl.float32)
     if PER_WORD == 8:
         product = _add_nibbles(product, words, x[0], x[1], 15, HAS_ASM)
@@ -185,7 +186,7 @@ def _join(parts, first: tl.constexpr, step: tl.constexpr, COUNT: tl.constexpr):
 
 
 @jit(do_not_specialize=["steps"])
-def _words_kernel(
+def _kquant_gemv_kernel(
     a_ptr, b_ptr, norm_ptr, total_ptr, weight_ptr, scales_ptr, zeros_ptr, factor_ptr, bias_ptr, y_ptr, eps, out,
     steps, INNER: tl.constexpr, BLOCK_O: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr,
     PER_BYTE: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,

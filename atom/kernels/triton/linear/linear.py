@@ -44,7 +44,7 @@ from atom.kernels.triton.linear.row_kernels import (
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.tiles import MAX_ROWS, Find, Matrix, Parameters, Shape, Vector, find
 from atom.kernels.triton.linear.vector import multiply_vector
-from atom.kernels.triton.linear.weight_encoding import Weight, style_of_weight
+from atom.kernels.triton.linear.weight_encoding import Weight, encoding_of_weight
 
 OPS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 Rows = Tensor | QuantizedRows
@@ -61,12 +61,12 @@ class Linears:
                parameters: Find | None = None) -> Tensor:  # fmt: skip
         """x [T, I], weight [O, I], bias [O] -> [T, O]; act: as in the op, of what the library multiplies"""
         y, _ = self.multiply(x, None, None, weight, bias, act=act, parameters=parameters)
-        assert isinstance(y, Tensor), "rows are given quantized behind gates alone"
+        assert isinstance(y, Tensor), "rows are given quantized after a gated activation only"
         return y
 
     def gated_linear(self, x: Tensor, weight: Weight, *, kind: str, act: str | None = None, gives: str | None = None,
                      parameters: Find | None = None) -> Rows:  # fmt: skip
-        """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]; gives: as in the op"""
+        """x [T, I], weight [2 W, I], gate before up -> gated_activate(linear(x)), [T, W]; gives: as in the op"""
         return self.multiply(x, None, None, weight, None, 0.0, kind, act, gives, parameters)[0]
 
     def norm_linear(self, x: Tensor, norm: Tensor, weight: Weight, bias: Tensor | None = None, *, eps: float,
@@ -114,7 +114,7 @@ class Linears:
         (out, inner), gates = weight.shape, 1 if kind is None else 2
         if len(x) > MAX_ROWS:
             return None
-        shape = Shape(len(x), out, inner, gates, x.element_size(), style_of_weight(weight, act))
+        shape = Shape(len(x), out, inner, gates, x.element_size(), encoding_of_weight(weight, act))
         return (parameters or self._parameters)(shape, find_gpu(weight.device))
 
     def _multiply_tiles(self, x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None,

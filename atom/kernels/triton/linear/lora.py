@@ -1,11 +1,11 @@
 """Add adapters to a linear's outputs: all of a batch in one launch.
 
     y = expand_lora(y, b, adapters, rank=16, sizes=[4096, 1024, 1024])     # y [T, 6144 + 3 L r] -> [T, 6144]
-    y = lora(y, x, a, b, adapters, rank=16, sizes=[4096])                  # both products, beside a packed weight
-    y = grouped_lora(y, x, a, b, ends)                                     # both products of experts' adapters
+    y = lora(y, x, a, b, adapters, rank=16, sizes=[4096])                  # both GEMMs, next to a packed weight
+    y = grouped_lora(y, x, a, b, ends)                                     # both GEMMs of experts' adapters
 
-The launch is the second product. What the first one gives is masked to the columns of each token's own adapter, so that
-one dense product by the b of many adapters is right for all rows: b is read once for all tokens, and nothing is sorted.
+The launch is the second GEMM. What the first one gives is masked to the columns of each token's own adapter, so that
+one dense GEMM by the b of many adapters is right for all rows: b is read once for all tokens, and nothing is sorted.
 Columns whose adapters no token of a tile has are skipped: without adapters a launch copies y. Rows by adapter in one
 launch are as in SGMV of Punica (Chen et al. 2023).
 
@@ -35,13 +35,14 @@ def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, *, rank: 
     return _expand(y, F.linear(x, a), b, adapters, rank, sizes, None)
 
 
-def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor, *,
-                 experts: type[Experts] = Experts) -> Tensor:  # fmt: skip
-    """y [P, O], x [P, I], a [E, L + 1, r, I], b [E, L + 1, O, r], ends i64[E (L + 1)] -> [P, O]
+def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """y [P, O], x [P, I], a [E, L + 1, r, I], b [E, L + 1, O, r], ends i64[E (L + 1)] -> [P, O]"""
+    return add_grouped(Experts(), y, x, a, b, ends)
 
-    experts: the linears of experts that multiply
-    """
-    multiply = experts().multiply
+
+def add_grouped(experts: Experts, y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """grouped_lora by these experts' kernels"""
+    multiply = experts.multiply
     return y + multiply(multiply(x, a.flatten(0, 1), ends), b.flatten(0, 1), ends)
 
 
@@ -83,7 +84,7 @@ def _expand_kernel(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, IS_FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, tokens = tl.program_id(0), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    # the slice that the tile is of: its first output, its end, and the first column of what the first product gives
+    # the slice that the tile is of: its first output, its end, and the first column of what the first GEMM gives
     start, end, at = tile * BLOCK_O, FIRST, 0
     tiles: tl.constexpr = (FIRST + BLOCK_O - 1) // BLOCK_O
     more: tl.constexpr = (SECOND - FIRST + BLOCK_O - 1) // BLOCK_O
@@ -94,29 +95,29 @@ def _expand_kernel(
     outputs = start + tl.arange(0, BLOCK_O)
     is_token, is_output = tokens < num_tokens, outputs < end
     numbers = tl.load(adapters + tokens, mask=is_token, other=-1)
-    factor, ups_factor = None, None
+    factor, up_factor = None, None
     if IS_FEW:  # loads do not wait for the preceding kernel
         factor = _load_factor(b, numbers, outputs, is_output, 0, COLUMNS, RANK, BLOCK_K)
         if KIND is not None:
-            ups_factor = _load_factor(b, numbers, WIDTH + outputs, is_output, 0, COLUMNS, RANK, BLOCK_K)
+            up_factor = _load_factor(b, numbers, WIDTH + outputs, is_output, 0, COLUMNS, RANK, BLOCK_K)
     wait_for_inputs(PDL)
     rows, is_there = tokens.to(tl.int64)[:, None], is_token[:, None] & is_output[None, :]
     total = tl.load(y + rows * y_stride + outputs[None, :], mask=is_there, other=0.0).to(tl.float32)
     total = _add(total, factor, shrunk + at, b, numbers, rows, is_token, outputs, is_output, shrunk_stride, COLUMNS,
                  RANK, BLOCK_K)  # fmt: skip
     if KIND is not None:
-        ups = tl.load(y + rows * y_stride + WIDTH + outputs[None, :], mask=is_there, other=0.0).to(tl.float32)
-        ups = _add(ups, ups_factor, shrunk + UP, b, numbers, rows, is_token, WIDTH + outputs, is_output, shrunk_stride,
+        up = tl.load(y + rows * y_stride + WIDTH + outputs[None, :], mask=is_there, other=0.0).to(tl.float32)
+        up = _add(up, up_factor, shrunk + UP, b, numbers, rows, is_token, WIDTH + outputs, is_output, shrunk_stride,
                    COLUMNS, RANK, BLOCK_K)  # fmt: skip
         dtype: tl.constexpr = y.dtype.element_ty
-        total = gated(total.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32), dtype, KIND)
+        total = gated(total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, KIND)
     tl.store(out + rows * WIDTH + outputs[None, :], total.to(out.dtype.element_ty), mask=is_there)
 
 
 @jit
 def _add(total, factor, shrunk, b, numbers, rows, is_token, outputs, is_output, shrunk_stride, COLUMNS: tl.constexpr,
          RANK: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """total fp32[T, O] and the product of each token's own columns by b; factor: the first rows of b, if loaded"""
+    """total fp32[T, O] and each token's own columns times b; factor: the first rows of b, if loaded"""
     if factor is not None:
         total = _multiply(total, factor, shrunk, numbers, rows, is_token, 0, shrunk_stride, COLUMNS, RANK, BLOCK_K)
     for first in range(0 if factor is None else BLOCK_K, COLUMNS, BLOCK_K):

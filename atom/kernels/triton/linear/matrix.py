@@ -1,4 +1,4 @@
-"""Multiply several rows by a weight in tensor cores, with gates behind.
+"""Multiply several rows by a weight in tensor cores, with the gated activation after.
 
     y = multiply_matrix(x, weight, bias, "silu", make_counters(x.device), Matrix(64, 128, 4, 4))
 
@@ -42,7 +42,7 @@ from atom.kernels.triton.unpack import spread
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """Make the counters of splits, one for each tile of a product; each is zero again after a product."""
+    """Make the counters of splits, one for each tile of a GEMM; each is zero again after it."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
@@ -52,9 +52,9 @@ def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | 
     counters: of `make_counters`; calls that share them must run one after another."""
     (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
     operand = operand_of(weight)
-    tile = parameters.as_run(num_rows, gpu, operand.style)
+    tile = parameters.as_run(num_rows, gpu, operand.encoding)
     block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = tile
-    if operand.style.per_byte == 2 and (x.stride(0) % 2 or x.data_ptr() % (2 * x.element_size())):
+    if operand.encoding.per_byte == 2 and (x.stride(0) % 2 or x.data_ptr() % (2 * x.element_size())):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of columns are loaded as words
     row_tiles, tiles = -(-num_rows // block_rows), -(-rows // block_out)
     y = x.new_empty(num_rows, rows // gates)
@@ -66,7 +66,7 @@ def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | 
         arrived = counters
     _matrix_kernel[(row_tiles, tiles, splits)](
         x, *operand[:4], bias, y, partial, arrived, num_rows, rows // gates, x.stride(0),
-        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, *operand.style.constants,
+        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, *operand.encoding.constants,
         num_warps=warps, **gpu.options,
     )  # fmt: skip
     return y
@@ -163,7 +163,7 @@ def _unpack_tile(w, zero, TYPE: tl.constexpr, VALUES: tl.constexpr, PER_BYTE: tl
     if PER_BYTE == 1:
         number = unpack_bytes(w, TYPE, VALUES, HAS_ASM)
         number = number if zero is None else number - zero.to(TYPE)
-        return number, number  # Triton 3.6 returns no None beside a tensor
+        return number, number  # Triton 3.6 returns no None next to a tensor
     else:
         low, high = unpack_half(w, False, TYPE, VALUES, HAS_ASM), unpack_half(w, True, TYPE, VALUES, HAS_ASM)
         return low if zero is None else low - zero.to(TYPE), high if zero is None else high - zero.to(TYPE)
@@ -171,7 +171,7 @@ def _unpack_tile(w, zero, TYPE: tl.constexpr, VALUES: tl.constexpr, PER_BYTE: tl
 
 @jit
 def _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE: tl.constexpr, UP: tl.constexpr):
-    """acc + unpacked numbers by rows, of which words hold an even and an odd column where there are odd numbers."""
+    """acc + unpacked numbers by rows, of which words hold an even and an odd column if there are odd numbers."""
     TYPE: tl.constexpr = numbers.dtype
     if PER_BYTE == 1:
         return tl.dot(numbers, _raise(x, UP), acc, input_precision="ieee")
@@ -198,7 +198,7 @@ def _raise(x, UP: tl.constexpr):
 @jit
 def _row_scales(scales_ptr, factor_ptr, weight_row, blocks, FACTOR: tl.constexpr, IS_WHOLE: tl.constexpr,
                 REST: tl.constexpr):  # fmt: skip
-    """What a product's rows are multiplied by in the end."""
+    """What the rows of the result are multiplied by in the end."""
     scale = tl.full(weight_row.shape, REST, tl.float32)
     if IS_WHOLE:
         scale *= load_scales(scales_ptr + blocks, None, FACTOR)
@@ -331,7 +331,7 @@ def _matrix_kernel(
         acc += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     y = acc.to(y_ptr.dtype.element_ty)
     if KIND is not None:
-        gates, ups = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
-        y = activate_rounded(gates, ups, KIND)
+        gate, up = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
+        y = activate_rounded(gate, up, KIND)
     index = (first + tl.arange(0, NUM))[:, None]
     tl.store(y_ptr + row[None, :] * out + index, y, mask=(index < out) & is_row[None, :])

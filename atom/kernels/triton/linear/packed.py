@@ -3,7 +3,7 @@
     dense = unpack(weight, torch.bfloat16)       # [O, I]
 
 A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
-own, so that nothing is interleaved. fp8 and fp4 become floats by their bits alone, which makes them smaller by a power
+own, so that nothing is interleaved. fp8 and fp4 become floats by their bits only, which makes them smaller by a power
 of 2: the result is multiplied by it, and x by another one ahead, so that no sum is near the smallest of float32.
 
 Powers of 2, scales and zero points count once a sum here, which takes fewer instructions a number than
@@ -81,13 +81,13 @@ def exponent_of(VALUES, TYPE):
 
 @triton.constexpr_function
 def raise_of(VALUES, TYPE):
-    """The factor of x ahead of a product with such numbers."""
+    """The factor of x before a GEMM with such numbers."""
     return 1.0 if tl.float16 == TYPE or VALUES not in ("e4m3", "e2m1") else 2.0**64
 
 
 @triton.constexpr_function
 def rest_of(VALUES, TYPE):
-    """The factor of such a product."""
+    """The factor of such a GEMM's result."""
     return 2.0 ** exponent_of(VALUES, TYPE) / raise_of(VALUES, TYPE)
 
 
@@ -161,7 +161,7 @@ def _load(pointers, mask):
 
 @jit
 def load_scales(pointers, mask, FACTOR: tl.constexpr):
-    """Scales of any dtype as float32: bytes are exponents, or e4m3 where there is a factor beside them."""
+    """Scales of any dtype as float32: bytes are exponents, or e4m3 with a factor."""
     scales = _load(pointers, mask)
     if scales.dtype != tl.uint8:
         return scales.to(tl.float32)
@@ -197,7 +197,7 @@ def has_factors(FACTOR):
 
 @jit
 def load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA: tl.constexpr):
-    """Scales and minima of blocks as they are stored, and their factors: each in one integer where there are minima."""
+    """Scales and minima of blocks as they are stored, and their factors: each in one integer with minima."""
     if HAS_MINIMA:
         scales_ptr, factor_ptr = scales_ptr.to(tl.pointer_type(tl.int16)), factor_ptr.to(tl.pointer_type(tl.int32))
     return _load(scales_ptr + block, mask), _load(factor_ptr + span, mask)
@@ -205,7 +205,7 @@ def load_spans(scales_ptr, factor_ptr, block, span, mask, HAS_MINIMA: tl.constex
 
 @jit
 def multiply_spans(scales, factors, HAS_MINIMA: tl.constexpr):
-    """The scales and the minima, float32, of what `load_spans` gives; twice the scales where there are no minima."""
+    """The scales and the minima, float32, of what `load_spans` gives; twice the scales without minima."""
     if HAS_MINIMA:
         scale = scales.to(tl.int8).to(tl.float32) * factors.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -237,18 +237,18 @@ def load_factors(factor_ptr, row, FACTOR: tl.constexpr):
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """A packed weight [O, I] as a plain one."""
     (out, inner), gpu = weight.shape, find_gpu(weight.device)
-    values, scales, zeros, factor, style = operand_of(weight)
+    values, scales, zeros, factor, encoding = operand_of(weight)
     y = torch.empty(out, inner, dtype=dtype, device=weight.device)
     grid = -(-inner // 1024), -(-out // 8)
-    if style.is_shuffled:
+    if encoding.is_shuffled:
         _unpack_shuffled_kernel[grid](
-            values, scales, zeros, y, out, inner, values.numel() // out, style.per_byte, style.values, style.rows,
-            style.columns, num_warps=4, **gpu.options,
+            values, scales, zeros, y, out, inner, values.numel() // out, encoding.per_byte, encoding.values,
+            encoding.rows, encoding.columns, num_warps=4, **gpu.options,
         )  # fmt: skip
     else:
         _unpack_kernel[grid](
-            values, scales, zeros, factor, y, out, inner, style.per_byte, style.values, style.rows,
-            style.columns or inner, style.factor, num_warps=4, **gpu.options,
+            values, scales, zeros, factor, y, out, inner, encoding.per_byte, encoding.values, encoding.rows,
+            encoding.columns or inner, encoding.factor, num_warps=4, **gpu.options,
         )  # fmt: skip
     return y
 

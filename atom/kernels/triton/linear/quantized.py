@@ -18,7 +18,7 @@ from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
 
 INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each
-LEAST_INT8_ROWS = 32  # that the library multiplies
+MIN_INT8_ROWS = 32  # that the library multiplies
 
 
 def multiply_quantized(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None, act: str) -> Tensor:
@@ -60,7 +60,7 @@ def _multiply_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
     out = len(values)
     y = x.new_empty(len(x), out)
     for some, part in zip(x.split(INT8_ROWS), y.split(INT8_ROWS), strict=True):
-        q, q_scales, *_ = quantize_rows(some, x.shape[1], torch.int8, LEAST_INT8_ROWS)
+        q, q_scales, *_ = quantize_rows(some, x.shape[1], torch.int8, MIN_INT8_ROWS)
         sums = torch._int_mm(q, values.t())
         _scale_kernel[(-(-out // 1024), len(some))](
             sums, q_scales, scales, bias, part, out, 1024, num_warps=4, **gpu.options

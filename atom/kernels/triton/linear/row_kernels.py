@@ -1,7 +1,7 @@
 """Kernels of whole rows: norms, gates, and rows quantized to 8 bits.
 
     x, total = normalize(a, b, norm, eps)       # rms_norm(a + b), a + b
-    m = activate_gates(x, "silu")               # gates before ups
+    m = activate_gates(x, "silu")               # gate before up
     q = quantize_rows(x, 128, FP8)              # numbers, and a scale for each 128 columns of a row
 
     q, total = quantize_normalized(a, b, norm, eps, 128)        # the first and the last as one
@@ -47,7 +47,7 @@ def span_of(act: str, inner: int) -> int:
 
 
 def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """a and b [T, I], norm [I] -> rms_norm(a + b), and a + b, which is a where there is no b"""
+    """a and b [T, I], norm [I] -> rms_norm(a + b), and a + b, which is a without b"""
     rows, inner = a.shape
     y = new_rows(a, rows, inner)
     total = a if b is None else a.new_empty(rows, inner)
@@ -60,7 +60,7 @@ def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Te
 
 
 def activate_gates(x: Tensor, kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:
-    """x [T, 2 W], gates before ups -> gated_activate, [T, W]"""
+    """x [T, 2 W], gate before up -> gated_activate, [T, W]"""
     rows, width = x.shape[0], x.shape[1] // 2
     y = new_rows(x, rows, width)
     gpu = find_gpu(x.device)
@@ -152,7 +152,7 @@ def load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
 
 @jit
 def weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
-    """The rows of the weight, i64, for the outputs from first on; where gated, gates and ups take turns."""
+    """The rows of the weight, i64, for the outputs from first on; if gated, gate and up projections alternate."""
     turn = tl.arange(0, BLOCK_O)
     row = (first + turn) % out if KIND is None else (first + turn // 2) % out + turn % 2 * out  # no row beyond the end
     return row.to(tl.int64)
@@ -160,14 +160,14 @@ def weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
 
 @jit
 def store_outputs(acc, bias_ptr, y_ptr, first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
-    """Store a row's products with the weight's rows of `weight_rows`, fp32[BLOCK_O]: biased, rounded, and gated."""
+    """Store a row's dot products with the weight's rows of `weight_rows`, fp32[BLOCK_O]: biased, rounded, and gated."""
     NUM: tl.constexpr = BLOCK_O if KIND is None else BLOCK_O // 2
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + weight_rows(first, out, BLOCK_O, KIND)).to(tl.float32)
     y = acc.to(y_ptr.dtype.element_ty)
     if KIND is not None:
-        gates, ups = tl.split(y.reshape([NUM, 2]))
-        y = activate_rounded(gates, ups, KIND)
+        gate, up = tl.split(y.reshape([NUM, 2]))
+        y = activate_rounded(gate, up, KIND)
     index = first + tl.arange(0, NUM)
     tl.store(y_ptr + index, y, mask=index < out)
 
@@ -203,9 +203,9 @@ def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, L
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = x_ptr + row * 2 * width + index
-    gates = tl.load(pointers, mask=index < width, other=0.0)
-    ups = tl.load(pointers + width, mask=index < width, other=0.0)
-    tl.store(y_ptr + row * width + index, activate_rounded(gates, ups, KIND, LIMIT, ALPHA), mask=index < width)
+    gate = tl.load(pointers, mask=index < width, other=0.0)
+    up = tl.load(pointers + width, mask=index < width, other=0.0)
+    tl.store(y_ptr + row * width + index, activate_rounded(gate, up, KIND, LIMIT, ALPHA), mask=index < width)
 
 
 @jit
@@ -285,7 +285,7 @@ def _gate_quantize_kernel(x_ptr, KIND: tl.constexpr, q_ptr, scales_ptr, rows, x_
     row = tl.program_id(0).to(tl.int64)
     column, mask = _places(INNER, SPAN)
     pointers = x_ptr + row * x_stride + column
-    gates = tl.load(pointers, mask=mask & (row < rows), other=0.0)
-    ups = tl.load(pointers + INNER, mask=mask & (row < rows), other=0.0)
-    x = activate_rounded(gates, ups, KIND).to(tl.float32)
+    gate = tl.load(pointers, mask=mask & (row < rows), other=0.0)
+    up = tl.load(pointers + INNER, mask=mask & (row < rows), other=0.0)
+    x = activate_rounded(gate, up, KIND).to(tl.float32)
     _store_quantized(x, column, mask, row, q_ptr, scales_ptr, scales_stride, INNER, SPAN, IS_SHUFFLED)

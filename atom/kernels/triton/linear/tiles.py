@@ -17,45 +17,45 @@ from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu, next_power_of_2
 from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.shuffled import Wgmma
-from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, PLAIN, SPANS, Style
+from atom.kernels.triton.linear.weight_encoding import FACTOR_SPAN, PLAIN, SPANS, WeightEncoding
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
-MAX_STAGES = 9  # of a product of one row
+MAX_STAGES = 9  # of a GEMV
 WARP = 32  # threads, of NVIDIA's
-MAX_TILES = 4096  # of a product whose columns are split
+MAX_TILES = 4096  # of a GEMM whose columns are split
 MIN_BYTES = 32  # of a row of a packed weight in a group: of fewer no registers for tensor cores are filled
-MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
-# where there are more: so much that two programs never share a processor, while attention still keeps another one
+MEMORY = 98304, 16384  # bytes of a processor that a GEMV takes, and of them in a step
+# if there are more: so much that two programs never share a processor, while attention still keeps another one
 LARGE_MEMORY = 131072, 32768
 # the same of a step of four programs on a processor, where a weight has few rows for each
 FEW_MEMORY = 16384
 
 
 class Shape(NamedTuple):
-    """What the tiles of a product depend on."""
+    """What the tiles of a GEMM depend on."""
 
     rows: int
     out: int
     inner: int
-    gates: int = 1  # 2 where half of the outputs are gates
+    gates: int = 1  # 2 if half of the outputs are gate projections
     element_size: int = 2  # of x, bytes
-    style: Style = PLAIN  # how the weight holds numbers
+    encoding: WeightEncoding = PLAIN  # how the weight holds numbers
 
 
 class Vector(NamedTuple):
-    """Tiles of a product of one row."""
+    """Tiles of a GEMV."""
 
-    block_out: int  # rows of the weight in a step of a program; where gated, half of them gates
+    block_out: int  # rows of the weight in a step of a program; if gated, half of them gate projections
     warps: int
     stages: int  # steps in memory at a time, all but one on their way
     programs: int  # for each processor
 
 
 class Matrix(NamedTuple):
-    """Tiles of a product of several rows."""
+    """Tiles of a GEMM of several rows."""
 
-    block_out: int  # rows of the weight that a program takes; where gated, half of them gates
+    block_out: int  # rows of the weight that a program takes; if gated, half of them gate projections
     block_inner: int  # columns of the weight that a group reads in a step
     warps: int
     stages: int  # steps in memory at a time, all but one on their way
@@ -64,16 +64,16 @@ class Matrix(NamedTuple):
     prefetch: int = 0  # lines of 128 bytes of each row to send for while the kernel ahead still runs
     block_rows: int = 128  # rows that a program takes at most
 
-    def as_run(self, rows: int, gpu: Gpu, style: Style = PLAIN) -> Matrix:
-        """The parameters to run a product of so many rows with on this GPU.
+    def as_run(self, rows: int, gpu: Gpu, encoding: WeightEncoding = PLAIN) -> Matrix:
+        """The parameters to run a GEMM of so many rows with on this GPU.
 
         Where columns share a scale, a group reads those of one, but at least MIN_BYTES. Numbers whose scales have
         factors are scaled first, and one group reads columns of one factor.
         """
-        columns = style.columns or self.block_inner
-        share = min(max(columns & -columns, MIN_BYTES * style.per_byte), self.block_inner)
+        columns = encoding.columns or self.block_inner
+        share = min(max(columns & -columns, MIN_BYTES * encoding.per_byte), self.block_inner)
         groups = self.groups * self.block_inner // share
-        if style.factor == SPANS:
+        if encoding.factor == SPANS:
             share, groups = min(self.block_inner, FACTOR_SPAN), 1
         tile = self._replace(
             block_rows=min(max(8, next_power_of_2(rows)), self.block_rows),
@@ -85,19 +85,19 @@ class Matrix(NamedTuple):
             tile = tile._replace(block_rows=max(16, tile.block_rows), stages=2)
         return tile
 
-    def num_sums(self, style: Style = PLAIN) -> int:
+    def num_sums(self, encoding: WeightEncoding = PLAIN) -> int:
         """float32 sums that a thread holds, of a tile as it is run: those of each scale of a group apart.
 
         Triton gives each warp whole groups; where they are fewer than warps, several warps compute the same one.
         """
-        columns = style.columns or self.block_inner
-        parts = 1 if style.factor == SPANS else self.block_inner // min(columns & -columns, self.block_inner)
+        columns = encoding.columns or self.block_inner
+        parts = 1 if encoding.factor == SPANS else self.block_inner // min(columns & -columns, self.block_inner)
         of_group = self.block_out * self.block_rows * parts // WARP
         return of_group // self.warps if self.groups == 1 else of_group * max(1, self.groups // self.warps)
 
 
 class TileError(Exception):
-    """A product cannot be tiled with these parameters."""
+    """A GEMM cannot be tiled with these parameters."""
 
 
 Parameters = Vector | Matrix | Wgmma | None  # None: the vendor's library multiplies
@@ -106,7 +106,7 @@ Find = Callable[[Shape, Gpu], Parameters]
 
 @cache
 def find(shape: Shape, gpu: Gpu) -> Parameters:
-    """Look up the packaged parameters of such a product on such a GPU, else `choose` them."""
+    """Look up the packaged parameters of such a GEMM on such a GPU, else `choose` them."""
     return _find(functools.partial(tuned.parameters, gpu.name, "linear"), shape, gpu)
 
 
@@ -121,15 +121,15 @@ def _find(measured: Callable[[str], Sequence[Any] | None], shape: Shape, gpu: Gp
 
 
 def key_of(shape: Shape) -> str:
-    """The key of such a product's parameters."""
+    """The key of such a GEMM's parameters."""
     bucket = next(size for size in BUCKETS if size >= shape.rows)
-    return f"{bucket} {shape.out} {shape.inner} {shape.gates} {shape.style.name}".rstrip()
+    return f"{bucket} {shape.out} {shape.inner} {shape.gates} {shape.encoding.name}".rstrip()
 
 
 def from_entry(entry: Sequence[Any]) -> Parameters:
     """["matrix", 64, 128, 4, 4] -> Matrix(64, 128, 4, 4)"""
-    style, *numbers = entry
-    return None if style == "library" else {"vector": Vector, "matrix": Matrix, "wgmma": Wgmma}[style](*numbers)
+    kind, *numbers = entry
+    return None if kind == "library" else {"vector": Vector, "matrix": Matrix, "wgmma": Wgmma}[kind](*numbers)
 
 
 def to_entry(parameters: Parameters) -> list[Any]:
@@ -138,12 +138,12 @@ def to_entry(parameters: Parameters) -> list[Any]:
 
 
 def choose(shape: Shape, gpu: Gpu) -> Parameters:
-    """Choose the tiles of a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library."""
-    rows, out, inner, _, _, style = shape
-    if style.is_shuffled:
-        by_library = style.act is not None and fills_library(rows, out, gpu)
-        return None if by_library else shuffled.choose(rows, out, inner, style, gpu)
-    if style.values is not None:
+    """Choose the tiles of a GEMM of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library."""
+    rows, out, inner, _, _, encoding = shape
+    if encoding.is_shuffled:
+        by_library = encoding.act is not None and fills_library(rows, out, gpu)
+        return None if by_library else shuffled.choose(rows, out, inner, encoding, gpu)
+    if encoding.values is not None:
         return choose_packed(shape, gpu)
     tiles = choose_vector(shape, gpu) if rows == 1 else None
     return tiles or choose_matrix(shape, gpu)
@@ -198,29 +198,29 @@ def choose_matrix(shape: Shape, gpu: Gpu) -> Matrix | None:
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
 
 
-def choose_words(shape: Shape, gpu: Gpu) -> Vector | None:
+def choose_kquants(shape: Shape, gpu: Gpu) -> Vector | None:
     """`choose` for one row by words (words.py); None for several rows, or where one is too large.
 
     By what compilers make of it: up to 128 registers a thread, and 16 warps on a multiprocessor.
     """
-    rows, out, inner, gates, _, style = shape
-    groups = next_power_of_2(inner) // (style.columns or inner)
-    warps = min(max(groups // (WARP if style.bits == 4 else 2 * WARP), 1), 16)
+    rows, out, inner, gates, _, encoding = shape
+    groups = next_power_of_2(inner) // (encoding.columns or inner)
+    warps = min(max(groups // (WARP if encoding.bits == 4 else 2 * WARP), 1), 16)
     chunks = max(groups // (WARP * warps), 1)  # of the columns, of which a thread has one group each
     if rows > 1 or chunks > 2:
         return None
     programs = 16 // warps
-    most = 8 if chunks == 1 and warps <= 4 else 4 if chunks == 1 or style.bits == 8 else 2
+    most = 8 if chunks == 1 and warps <= 4 else 4 if chunks == 1 or encoding.bits == 8 else 2
     return Vector(_step_rows(most, gates, out, programs * gpu.units * 9 // 10), warps, stages=1, programs=programs)
 
 
 def choose_scaled(shape: Shape, gpu: Gpu) -> Matrix | None:
     """`choose` for rows by a packed weight whose numbers are scaled first: tiles whose sums fit into registers."""
-    rows, out, inner, _, element_size, style = shape
+    rows, out, inner, _, element_size, encoding = shape
     if rows > 128:
         return None
     tile, programs = (Matrix(64, 128, 4, 4, 1, 1, 4), 4) if rows <= 64 else (Matrix(128, 128, 8, 3, 1, 1, 4), 2)
-    stage = tile.block_inner * (tile.block_out * style.bits // 8 + next_power_of_2(rows) * element_size)
+    stage = tile.block_inner * (tile.block_out * encoding.bits // 8 + next_power_of_2(rows) * element_size)
     if tile.stages * stage > gpu.shared_memory:
         tile = tile._replace(stages=2)
     tiles, splits = -(-out // tile.block_out), 1
@@ -231,31 +231,33 @@ def choose_scaled(shape: Shape, gpu: Gpu) -> Matrix | None:
 
 def choose_packed(shape: Shape, gpu: Gpu) -> Parameters:
     """`choose` of a packed weight: a row too goes through tensor cores, which leave others free to unpack."""
-    rows, out, inner, _, element_size, style = shape
-    parts = -(-MIN_BYTES * style.per_byte // (style.columns & -style.columns)) if style.columns else 1
-    if style.factor == SPANS and element_size == 2:
-        return choose_words(shape, gpu) or choose_scaled(shape, gpu)
+    rows, out, inner, _, element_size, encoding = shape
+    parts = -(-MIN_BYTES * encoding.per_byte // (encoding.columns & -encoding.columns)) if encoding.columns else 1
+    if encoding.factor == SPANS and element_size == 2:
+        return choose_kquants(shape, gpu) or choose_scaled(shape, gpu)
     if element_size > 2 or rows * parts > 64:
         return None
     # what an H200 does fastest with the layers of Qwen3-8B; each warp of a group unpacks columns of its own
     tiles, units = -(-out // 16), gpu.units
     if rows <= 16:
-        if style.bits == 8 and out >= 2.5 * 64 * units:
-            tile = Matrix(64, 256, 4, 4, 1, 1, 4) if style.columns is None else Matrix(32, 128, 2, 4, 2, 1, 4)
-        elif style.bits == 4 and out >= 2.5 * 64 * units:
+        if encoding.bits == 8 and out >= 2.5 * 64 * units:
+            tile = Matrix(64, 256, 4, 4, 1, 1, 4) if encoding.columns is None else Matrix(32, 128, 2, 4, 2, 1, 4)
+        elif encoding.bits == 4 and out >= 2.5 * 64 * units:
             tile = Matrix(32, 128, 4, 4, 4, 1, 4)
-        elif style.bits == 4 and inner >= 8192:
+        elif encoding.bits == 4 and inner >= 8192:
             tile = Matrix(32, 128, 4, 4, 4, 2, 4)
         else:
             tile = Matrix(16, 128, 4, 4, 4, 2 if tiles < 2.5 * units and inner >= 2048 else 1, 4)
-    elif style.act is not None and out >= 40 * units:  # the library multiplies 8-bit numbers faster
+    elif encoding.act is not None and out >= 40 * units:  # the library multiplies 8-bit numbers faster
         return None
     elif out >= 2.5 * 64 * units:
-        tile = Matrix(64, 128, 4 if style.bits == 8 else 2, 6, 1, 1, 4)
+        tile = Matrix(64, 128, 4 if encoding.bits == 8 else 2, 6, 1, 1, 4)
     else:
-        tile = Matrix(32, 128, 4, 4 if style.bits == 8 else 3, 4, 2 if inner >= 8192 and style.bits == 4 else 1, 4)
+        tile = Matrix(
+            32, 128, 4, 4 if encoding.bits == 8 else 3, 4, 2 if inner >= 8192 and encoding.bits == 4 else 1, 4
+        )
     # stages of a group's columns of the weight and of x, which blocks of few columns widen
-    width = tile.block_out * style.bits // 8 + max(16, next_power_of_2(rows)) * 2 * parts
+    width = tile.block_out * encoding.bits // 8 + max(16, next_power_of_2(rows)) * 2 * parts
     if tile.stages * tile.block_inner * tile.groups * width > gpu.shared_memory:
         tile = Matrix(64, 128, 4, 3, 1, 1, 4)
     return tile if tile.splits == 1 or -(-out // tile.block_out) <= MAX_TILES else tile._replace(splits=1)

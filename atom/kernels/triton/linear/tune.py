@@ -30,12 +30,12 @@ from atom.kernels.triton.linear.tiles import (
     Parameters,
     Shape,
     Vector,
-    choose_words,
+    choose_kquants,
     finder,
     key_of,
     to_entry,
 )
-from atom.kernels.triton.linear.weight_encoding import PLAIN, SPANS, Style, style_of, style_of_weight
+from atom.kernels.triton.linear.weight_encoding import PLAIN, SPANS, WeightEncoding, encoding_of, encoding_of_weight
 from atom.kernels.triton.search import Call, ProductTuner, Trial, specialized
 
 Kinds = Mapping[str, type[Linears]]  # by backend
@@ -44,7 +44,7 @@ KINDS: Kinds = {"triton": Linears}
 MAX_SUMS = 128
 
 RINGS = ((1, 98304), (1, 131072), (1, 196608), (2, 32768), (2, 49152), (2, 98304))  # programs, bytes of each in flight
-ONE = (  # row, where the product is small
+ONE = (  # row, if the GEMM is small
     Matrix(32, 256, 2, 4, 1, 1, 4), Matrix(32, 128, 2, 4, 1, 1, 4), Matrix(16, 64, 4, 6, 4, 1, 4),
 )  # fmt: skip
 FEW = (  # rows, up to 32
@@ -68,13 +68,13 @@ PACKED = (  # rows up to 64, of packed weights: tiles whose numbers are unpacked
 
 
 class Product(NamedTuple):
-    """A matrix product of a text that these kernels take."""
+    """A GEMM of a text that these kernels take."""
 
     out: int
     inner: int
-    gates: int  # 2 where half of the outputs are gates
+    gates: int  # 2 if half of the outputs are gate projections
     num_calls: int  # in a step
-    style: Style = PLAIN  # how its weight holds numbers
+    encoding: WeightEncoding = PLAIN  # how its weight holds numbers
 
     @property
     def num_elements(self) -> int:
@@ -82,12 +82,12 @@ class Product(NamedTuple):
         return self.out * self.inner * self.num_calls
 
     def shape(self, rows: int) -> Shape:
-        return Shape(rows, self.out, self.inner, self.gates, style=self.style)
+        return Shape(rows, self.out, self.inner, self.gates, encoding=self.encoding)
 
 
 def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Product]:
     """The linears of decodes with these backends' kernels and weights of 16 bits once unpacked, the largest first."""
-    counts: dict[tuple[int, int, int, Style], int] = {}
+    counts: dict[tuple[int, int, int, WeightEncoding], int] = {}
     for program in (program for name, program in graph.programs.items() if name in (BODY, HEAD)):
         for node in program.nodes:
             if node.target in OPS and node.meta.get("kernel") in backends:
@@ -95,33 +95,33 @@ def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
                     is_shuffled = isinstance(node.args[node.target.weight], Shuffle)
-                    style = style_of(type.fmt, out, node.kwargs.get("act"), is_shuffled)
-                    shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, style
+                    encoding = encoding_of(type.fmt, out, node.kwargs.get("act"), is_shuffled)
+                    shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, encoding
                     counts[shape] = counts.get(shape, 0) + 1
     products = [
-        Product(out, inner, gates, num_calls, style) for (out, inner, gates, style), num_calls in counts.items()
+        Product(out, inner, gates, num_calls, encoding) for (out, inner, gates, encoding), num_calls in counts.items()
     ]
-    return sorted(products, key=lambda product: -product.num_elements * product.style.bits)
+    return sorted(products, key=lambda product: -product.num_elements * product.encoding.bits)
 
 
 def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:
-    """Parameters that may be the fastest for such a product: tiles that won on an H200, with splits for this GPU."""
+    """Parameters that may be the fastest for such a GEMM: tiles that won on an H200, with splits for this GPU."""
     found: list[Parameters] = [None]
-    rows, style = shape.rows, shape.style
-    if style.is_shuffled:
+    rows, encoding = shape.rows, shape.encoding
+    if encoding.is_shuffled:
         return found + list(_shuffled(shape, gpu))
-    weight_size = shape.element_size * style.bits / 16
-    if rows == 1 and style.factor == SPANS:
+    weight_size = shape.element_size * encoding.bits / 16
+    if rows == 1 and encoding.factor == SPANS:
         found += _words(shape, gpu)
-    elif rows == 1 and not (style.columns or 1) & (style.columns or 1) - 1:
+    elif rows == 1 and not (encoding.columns or 1) & (encoding.columns or 1) - 1:
         found += _vectors(shape.inner, weight_size, shape.gates, gpu)
     heights = (128,) if rows <= 32 else (32, 64, 128)
     tiles: tuple[Matrix, ...] = ONE if rows == 1 else FEW if rows <= 32 else MANY
-    if style.values is not None:
+    if encoding.values is not None:
         tiles = PACKED if rows <= 64 else (*PACKED, *MANY)
     for tile, block_rows in itertools.product(tiles, heights):
-        tile = tile._replace(block_rows=block_rows).as_run(rows, gpu, style)
-        if tile.num_sums(style) <= MAX_SUMS:
+        tile = tile._replace(block_rows=block_rows).as_run(rows, gpu, encoding)
+        if tile.num_sums(encoding) <= MAX_SUMS:
             found += _splits(tile, shape, weight_size, gpu)
     return list(dict.fromkeys(found))
 
@@ -138,7 +138,7 @@ def _vectors(inner: int, element_size: float, gates: int, gpu: Gpu) -> Iterator[
 
 def _words(shape: Shape, gpu: Gpu) -> Iterator[Vector]:
     """Of words.py: more or fewer warps than usual, which have fewer or more columns each."""
-    usual = choose_words(shape, gpu)
+    usual = choose_kquants(shape, gpu)
     for warps, block_out in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
         if usual is not None and usual.warps <= 2 * warps <= 4 * usual.warps:
             for programs in {max(8 // warps, 1), 16 // warps}:
@@ -146,15 +146,15 @@ def _words(shape: Shape, gpu: Gpu) -> Iterator[Vector]:
 
 
 def _shuffled(shape: Shape, gpu: Gpu) -> Iterator[Wgmma]:
-    rows, out, inner, style = shape.rows, shape.out, shape.inner, shape.style
-    usual = shuffled.choose(rows, out, inner, style, gpu)
+    rows, out, inner, encoding = shape.rows, shape.out, shape.inner, shape.encoding
+    usual = shuffled.choose(rows, out, inner, encoding, gpu)
     heights = (usual.block_rows // 2, usual.block_rows)  # taller ones are slower than the library
     for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(2, 9), (1, 2, 4, 6, 8)):
-        width = boxes * shuffled.BOX * 8 // style.bits
+        width = boxes * shuffled.BOX * 8 // encoding.bits
         tiles = triton.cdiv(rows, block_rows) * triton.cdiv(out, shuffled.BLOCK_OUT)
         is_split = splits == 1 or (inner >= 2 * splits * width and tiles * splits <= 4 * gpu.units)
-        fits = stages * boxes * shuffled.box_bytes(block_rows, style) <= gpu.shared_memory - shuffled.UNUSED_MEMORY
-        if block_rows >= 8 and is_split and fits and width % (style.columns or 1) == 0:
+        fits = stages * boxes * shuffled.box_bytes(block_rows, encoding) <= gpu.shared_memory - shuffled.UNUSED_MEMORY
+        if block_rows >= 8 and is_split and fits and width % (encoding.columns or 1) == 0:
             yield Wgmma(block_rows, boxes, stages, splits)
 
 
@@ -176,18 +176,18 @@ class Recording:
     """Records the calls of a step's linears that differ for Triton, on the step's own inputs."""
 
     def __init__(self, kinds: Kinds = KINDS) -> None:
-        self._calls: dict[tuple[int, int, int, Style], dict[Any, Call]] = {}
+        self._calls: dict[tuple[int, int, int, WeightEncoding], dict[Any, Call]] = {}
         methods = _methods({backend: kind() for backend, kind in kinds.items()})
         self.kernels = {(op, backend): self._note(op, run) for (op, backend), run in methods.items()}
 
     def calls_of(self, product: Product) -> list[Call]:
-        return [*self._calls[*product[:3], product.style].values()]
+        return [*self._calls[*product[:3], product.encoding].values()]
 
     def _note(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             weight = args[op.weight]
-            style = style_of_weight(weight, kwargs.get("act"))
-            calls = self._calls.setdefault((*weight.shape, 1 if kwargs.get("kind") is None else 2, style), {})
+            encoding = encoding_of_weight(weight, kwargs.get("act"))
+            calls = self._calls.setdefault((*weight.shape, 1 if kwargs.get("kind") is None else 2, encoding), {})
             calls.setdefault((op, *kwargs.items(), *map(specialized, args)), partial(run, *args, **kwargs))
             return run(*args, **kwargs)
 
@@ -228,5 +228,5 @@ class LinearTuner(ProductTuner):
     def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
         shape = product.shape(rows)
         current = find(shape, self._gpu)
-        as_run = current.as_run(rows, self._gpu, shape.style) if isinstance(current, Matrix) else current
+        as_run = current.as_run(rows, self._gpu, shape.encoding) if isinstance(current, Matrix) else current
         return current, [each for each in candidates(shape, self._gpu) if each != as_run]

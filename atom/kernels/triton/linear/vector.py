@@ -1,4 +1,4 @@
-"""Multiply one row by a weight, with the norm before and gates behind.
+"""Multiply one row by a weight, with the norm before and the gated activation after.
 
     y, total = multiply_vector(a, b, norm, weight, bias, 1e-6, "silu", Vector(4, 8, 5, 1))
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atom.kernels.triton.compile.jit import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.linear.kquant_gemv import multiply_words
+from atom.kernels.triton.linear.kquant_gemv import multiply_kquants
 from atom.kernels.triton.linear.packed import (
     are_minima,
     has_factors,
@@ -28,7 +28,7 @@ from atom.kernels.triton.linear.packed import (
 )
 from atom.kernels.triton.linear.row_kernels import load_row, load_total, store_outputs, weight_rows
 from atom.kernels.triton.linear.tiles import TileError, Vector
-from atom.kernels.triton.linear.weight_encoding import SPANS, Style, Weight, operand_of
+from atom.kernels.triton.linear.weight_encoding import SPANS, Weight, WeightEncoding, operand_of
 
 
 def multiply_vector(
@@ -38,9 +38,9 @@ def multiply_vector(
     """multiply for one row: a and b [1, I]. TileError where scales are of columns that are no power of 2."""
     (rows, inner), gates = weight.shape, 1 if kind is None else 2
     operand = operand_of(weight)
-    _check_columns(operand.style)
-    if operand.style.factor == SPANS:
-        return multiply_words(a, b, norm, (rows, inner), operand, bias, eps, kind, parameters)
+    _check_columns(operand.encoding)
+    if operand.encoding.factor == SPANS:
+        return multiply_kquants(a, b, norm, (rows, inner), operand, bias, eps, kind, parameters)
     y = a.new_empty(1, rows // gates)
     total = a if b is None else a.new_empty(1, inner)
     gpu = find_gpu(a.device)
@@ -49,14 +49,15 @@ def multiply_vector(
     programs = min(programs * gpu.units, tiles)
     _vector_kernel[(programs,)](
         a, b, norm, total, *operand[:4], bias, y, eps, rows // gates,
-        inner, block_out, -(-tiles // programs), stages, kind, *operand.style.constants, num_warps=warps, **gpu.options,
+        inner, block_out, -(-tiles // programs), stages, kind, *operand.encoding.constants, num_warps=warps,
+        **gpu.options,
     )  # fmt: skip
     return y, total
 
 
-def _check_columns(style: Style) -> None:
-    if style.columns is not None and style.columns & style.columns - 1:
-        raise TileError(f"{style.columns} columns share a scale, which is no power of 2")
+def _check_columns(encoding: WeightEncoding) -> None:
+    if encoding.columns is not None and encoding.columns & encoding.columns - 1:
+        raise TileError(f"{encoding.columns} columns share a scale, which is no power of 2")
 
 
 @jit

@@ -1,7 +1,7 @@
-"""How weights of linears hold numbers, and their parts as kernels take them.
+"""How weights of linears encode numbers, and the operands that kernels get.
 
-style = style_of("int4[1, 128]", 6144)       # Style("u4", 1, 128, "z"): a format, of a weight of 6,144 rows
-operand = operand_of(weight)                 # a plain weight, or the parts of a packed one, and its style
+encoding = encoding_of("int4[1, 128]", 6144)    # WeightEncoding("u4", 1, 128, "z"), for a weight of 6,144 rows
+operand = operand_of(weight)                    # a plain weight, or the parts of a packed one, and its encoding
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SPANS = "spans"
 FACTOR_SPAN = 256  # columns whose scales and minima, of 8 bits, have a factor each in common: a block of K-quants
 
 
-class Style(NamedTuple):
-    """How a weight holds numbers: arguments of a kernel that it is compiled for."""
+class WeightEncoding(NamedTuple):
+    """How a weight encodes numbers: constants that a kernel is compiled for."""
 
     values: str | None = None  # e4m3, i8, u8, u4, e2m1; None: plain
     rows: int = 1  # that share a scale
@@ -52,60 +52,60 @@ class Style(NamedTuple):
 
     @property
     def constants(self) -> tuple[str | int | None, ...]:
-        """The constants that a kernel of linears takes in the end."""
+        """The last constants of a kernel of linears."""
         return self.values, self.per_byte, self.rows, self.columns, self.factor
 
 
-PLAIN = Style()
+PLAIN = WeightEncoding()
 
 
-class Operand(NamedTuple):
-    """A weight as a kernel takes it."""
+class KernelOperand(NamedTuple):
+    """A weight as the arguments of a kernel."""
 
     values: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None  # zero points, u8, or minima, in floating point
     factor: Tensor | None = None
-    style: Style = PLAIN
+    encoding: WeightEncoding = PLAIN
 
 
-def operand_of(weight: Weight) -> Operand:
+def operand_of(weight: Weight) -> KernelOperand:
     """A plain weight [O, I], or a packed one's parts, bytes as u8."""
     if isinstance(weight, Tensor):
-        return Operand(weight)
-    parts, style = weight.parts, style_of_weight(weight)
+        return KernelOperand(weight)
+    parts, encoding = weight.parts, encoding_of_weight(weight)
     factor = next((parts[name] for name in ("factor", "divisor", SPANS) if name in parts), None)
-    if factor is not None and factor.numel() > 1 and style.factor != SPANS:
-        style = style._replace(factor=f"{style.factor}s")
+    if factor is not None and factor.numel() > 1 and encoding.factor != SPANS:
+        encoding = encoding._replace(factor=f"{encoding.factor}s")
     values = parts["values"]
     values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
     scales = parts["scales"]
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
-    has_pairs = style.factor == SPANS and style.offset == "m"  # minima behind their scales
+    has_pairs = encoding.factor == SPANS and encoding.offset == "m"  # minima after their scales
     zeros = scales if has_pairs else parts.get("zeros", parts.get("mins"))
-    return Operand(values, scales, zeros, factor, style)
+    return KernelOperand(values, scales, zeros, factor, encoding)
 
 
-def style_of_weight(weight: Weight, act: str | None = None) -> Style:
-    """`style_of` of a weight [O, I] or, of experts, [E, O, I]."""
+def encoding_of_weight(weight: Weight, act: str | None = None) -> WeightEncoding:
+    """`encoding_of` of a weight [O, I] or, of experts, [E, O, I]."""
     if isinstance(weight, Tensor):
         return PLAIN
-    return style_of(str(weight.type.fmt), weight.shape[-2], act, weight.layout is not None)
+    return encoding_of(str(weight.type.fmt), weight.shape[-2], act, weight.layout is not None)
 
 
 @cache
-def style_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: bool = False) -> Style:
-    """How a weight of this format holds numbers, and what the library multiplies x in."""
+def encoding_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: bool = False) -> WeightEncoding:
+    """The encoding of a weight of this format. act: what the library multiplies x in"""
     if fmt is None:
         return PLAIN
     known = parse_format(fmt)
     if blocks := TYPES.get(known.kind):  # as `split_blocks` takes them apart
         is_scaled_twice = known.block[1] != blocks.group
         offset, factor = "m" if blocks.has_mins else "", SPANS if is_scaled_twice else None
-        return Style("u4" if known.bits <= 4 else "i8", 1, blocks.group, offset, factor)
+        return WeightEncoding("u4" if known.bits <= 4 else "i8", 1, blocks.group, offset, factor)
     rows, columns = known.block
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
     by = None if act is None else act.partition("[")[0]
     offset = "z" if "zeros" in known.parts else "m" if "mins" in known.parts else ""
-    return Style(values.get(known.kind, "e2m1"), rows or out, columns, offset, factor, by, is_shuffled)
+    return WeightEncoding(values.get(known.kind, "e2m1"), rows or out, columns, offset, factor, by, is_shuffled)

@@ -111,9 +111,9 @@ def _prepare(
         slot = tl.load(rows + program).to(tl.int64)
         end = tl.load(known + slot)
         if new_length is not None:
-            stated = tl.load(new_length + program)
-            end = tl.where((stated > 0) | (slot == num_slots), stated, end)
-            if (stated > 0) & (kind == 0):
+            given_end = tl.load(new_length + program)
+            end = tl.where((given_end > 0) | (slot == num_slots), given_end, end)
+            if (given_end > 0) & (kind == 0):
                 tl.store(known + slot, end)
         end += tl.where(program < num_decodes, NUM_DRAFTS, 0)
         tl.store(lengths + program, end)
@@ -175,9 +175,9 @@ def _prepare_draft(
     if row_of is not None:
         row = tl.load(row_of + at, mask=is_token, other=0)
     owner = tl.load(owners + row, mask=is_token, other=0).to(tl.int64)
-    behind = tl.load(positions + at, mask=is_token, other=0) + 1
-    behind = tl.minimum(tl.maximum(behind, 0), width - 1)
-    token = tl.load(history + owner * width + behind, mask=is_token, other=0)
+    next_place = tl.load(positions + at, mask=is_token, other=0) + 1
+    next_place = tl.minimum(tl.maximum(next_place, 0), width - 1)
+    token = tl.load(history + owner * width + next_place, mask=is_token, other=0)
     tl.store(tokens + at, token.to(tl.int64), mask=is_token)
     is_row = at < num_rows
     place = (at * QUERIES).to(tl.int64)

@@ -282,7 +282,7 @@ def _finite(x):
 
 @jit
 def _load(logits, ids, size, penalty):
-    """A row's logits as float32 after its penalties, -inf behind the last."""
+    """A row's logits as float32 after its penalties, -inf after the last."""
     counts, slot, repetition, frequency, presence = penalty
     x = tl.load(logits + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
     if counts is not None:

@@ -23,7 +23,7 @@ from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.step.noise import exponential, hash_seed, uniform
 from atom.kernels.triton.step.sampling import FILTERS, MIN_TEMPERATURE, NOWHERE, PART_WARPS
 
-LEAST_SHARE = tl.constexpr(step.LEAST_SHARE)
+MIN_SHARE = tl.constexpr(step.MIN_SHARE)
 PART = 4096  # logits that a program reads
 PLACES = 1024  # that a program compares at a time
 PARTS = 8  # programs of a row
@@ -107,7 +107,7 @@ def _draw_noise(
     k, heat = tl.load(top_k + slot, mask=is_row, other=0), tl.load(temperature + slot, mask=is_row, other=0)
     heat = tl.where((heat < MIN_TEMPERATURE) | (k == 1), 0.0, heat).to(tl.float32)
     share = 1 - tl.load(top_p + slot, mask=is_row, other=1)
-    share = tl.maximum(share, tl.where(k > 0, 1.0 / tl.maximum(k, 1).to(tl.float64), 0.0)) * LEAST_SHARE
+    share = tl.maximum(share, tl.where(k > 0, 1.0 / tl.maximum(k, 1).to(tl.float64), 0.0)) * MIN_SHARE
     least = tl.maximum(share, tl.load(min_p + slot, mask=is_row, other=0)).to(tl.float32)
     tl.store(temperatures + row, heat, mask=is_row)
     tl.store(depths + row, tl.where(heat > 0, -heat * tl.log(least), 0.0), mask=is_row)
@@ -164,7 +164,7 @@ def _best_of_row(best, best_id, tokens, num_parts, PARTS: tl.constexpr):
 
 @jit(do_not_specialize_on_alignment=["rows"])
 def _find(rows, lengths, history, found, width, MIN_N: tl.constexpr, MAX_N: tl.constexpr, PLACES: tl.constexpr):
-    """found i64[S]: n of the longest match and the place behind it, the latest; 0: none"""
+    """found i64[S]: n of the longest match and the place after it, the latest; 0: none"""
     row = tl.program_id(1)
     slot = tl.load(rows + row).to(tl.int64)
     length = tl.load(lengths + slot)

@@ -23,53 +23,55 @@ from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import tiles as linear_tiles
 from atom.kernels.triton.linear import tune as linears
 from atom.kernels.triton.linear.shuffled import BOX, Wgmma, box_bytes
-from atom.kernels.triton.linear.weight_encoding import PLAIN, Style
+from atom.kernels.triton.linear.weight_encoding import PLAIN, WeightEncoding
 from atom.kernels.triton.search import Trial, agrees
 from atom.weights.quantize import quantize
 
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 SMALL = Gpu(128, 99 << 10, (8, 9), "small")
 AMD = Gpu(304, 64 << 10, (0, 0), "amd")
-INT4, MXFP4, FP8 = Style("u4", 1, 128, "z"), Style("e2m1", 1, 32), Style("e4m3", 128, 128)
-SHUFFLED = [style._replace(is_shuffled=True) for style in (INT4, MXFP4, FP8, Style("e4m3", 1, None))]
+INT4, MXFP4, FP8 = WeightEncoding("u4", 1, 128, "z"), WeightEncoding("e2m1", 1, 32), WeightEncoding("e4m3", 128, 128)
+SHUFFLED = [encoding._replace(is_shuffled=True) for encoding in (INT4, MXFP4, FP8, WeightEncoding("e4m3", 1, None))]
 
 
 @pytest.mark.parametrize("gpu", [H200, SMALL, AMD], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize(
-    "style", [PLAIN, INT4, MXFP4, FP8, Style("e2m1", 1, 16)], ids=lambda style: style.name or "plain"
+    "encoding", [PLAIN, INT4, MXFP4, FP8, WeightEncoding("e2m1", 1, 16)], ids=lambda encoding: encoding.name or "plain"
 )
 @pytest.mark.parametrize("rows", [1, 64, 2048, 65_536])
-def test_what_is_tried_is_little_fits_and_can_be_kept(rows: int, style: Style, gpu: Gpu):
+def test_what_is_tried_is_little_fits_and_can_be_kept(rows: int, encoding: WeightEncoding, gpu: Gpu):
     for experts, out, inner, gates in ((128, 1536, 2048, 2), (8, 4096, 14336, 1), (5, 7, 96, 1)):
-        shape = Shape(rows, experts, out, inner, gates, 2, style)
+        shape = Shape(rows, experts, out, inner, gates, 2, encoding)
         tried = candidates(shape, gpu)
         assert 1 < len(tried) == len(set(tried)) <= 64
         for tiles in tried:
             assert isinstance(tiles, Tiles)
-            stage = tiles.inner * (tiles.rows * 2 + tiles.out * style.bits / 8)
+            stage = tiles.inner * (tiles.rows * 2 + tiles.out * encoding.bits / 8)
             assert tiles.num_stages == 1 or tiles.num_stages * stage <= gpu.shared_memory
-            assert style.columns is None or style.columns % tiles.inner == 0 or tiles.inner % style.columns == 0
+            assert (
+                encoding.columns is None or encoding.columns % tiles.inner == 0 or tiles.inner % encoding.columns == 0
+            )
             assert tuned.FITS["experts"](key_of(shape), to_entry(tiles))
 
 
-@pytest.mark.parametrize("style", SHUFFLED, ids=lambda style: style.name)
-def test_what_is_tried_of_shuffled_experts_fits_and_can_be_kept(style: Style):
+@pytest.mark.parametrize("encoding", SHUFFLED, ids=lambda encoding: encoding.name)
+def test_what_is_tried_of_shuffled_experts_fits_and_can_be_kept(encoding: WeightEncoding):
     for rows, experts, out in ((8, 32, 1024), (100, 32, 1024), (2048, 32, 1024), (128, 128, 2816), (256, 256, 7168)):
-        shape = Shape(rows, experts, out, 2048, 2, 2, style)
+        shape = Shape(rows, experts, out, 2048, 2, 2, encoding)
         tried = candidates(shape, H200)
         assert grouped_tiles.choose(shape, H200) in tried and len(tried) == len(set(tried)) <= 64
         for tiles in tried:
             assert isinstance(tiles, Wgmma)
-            assert tiles.stages * tiles.boxes * box_bytes(tiles.block_rows, style) < H200.shared_memory
-            assert tiles.boxes * BOX * 8 // style.bits % (style.columns or 1) == 0
+            assert tiles.stages * tiles.boxes * box_bytes(tiles.block_rows, encoding) < H200.shared_memory
+            assert tiles.boxes * BOX * 8 // encoding.bits % (encoding.columns or 1) == 0
             assert tiles.splits == 1 or rows <= experts, "rows of an expert that share a tile"
             assert tiles.splits == 1 or rows * -(-out // 64) <= linear_tiles.MAX_TILES, "no counter for each"
             assert tuned.FITS["experts"](key_of(shape), to_entry(tiles))
-            assert not tuned.FITS["experts"](key_of(shape._replace(style=PLAIN)), to_entry(tiles))
+            assert not tuned.FITS["experts"](key_of(shape._replace(encoding=PLAIN)), to_entry(tiles))
 
 
 def test_what_comes_with_atom_is_among_what_is_tried():
-    styles = {style.name: style for style in (PLAIN, *SHUFFLED, SHUFFLED[0]._replace(offset=""))}
+    styles = {encoding.name: encoding for encoding in (PLAIN, *SHUFFLED, SHUFFLED[0]._replace(offset=""))}
     shipped = 0
     for file in Path(tuned.__file__).parent.glob("*.json"):
         for key, entry in json.loads(file.read_text()).get("experts", {}).items():
@@ -82,12 +84,12 @@ def test_what_comes_with_atom_is_among_what_is_tried():
 
 
 @pytest.mark.parametrize(
-    "style", [PLAIN, INT4, *SHUFFLED, SHUFFLED[2]._replace(act="fp8")], ids=lambda style: style.name
+    "encoding", [PLAIN, INT4, *SHUFFLED, SHUFFLED[2]._replace(act="fp8")], ids=lambda encoding: encoding.name
 )
 @pytest.mark.parametrize("rows", [1, 16, 128])
-def test_what_is_tried_of_linears_can_be_kept(rows: int, style: Style):
-    for parameters in linears.candidates(linear_tiles.Shape(rows, 6144, 4096, style=style), H200):
-        key = linear_tiles.key_of(linear_tiles.Shape(rows, 6144, 4096, style=style))
+def test_what_is_tried_of_linears_can_be_kept(rows: int, encoding: WeightEncoding):
+    for parameters in linears.candidates(linear_tiles.Shape(rows, 6144, 4096, encoding=encoding), H200):
+        key = linear_tiles.key_of(linear_tiles.Shape(rows, 6144, 4096, encoding=encoding))
         assert tuned.FITS["linear"](key, linear_tiles.to_entry(parameters)), (key, parameters)
 
 
@@ -134,7 +136,7 @@ def test_measured_tiles_hold_up_to_their_rows_and_go_before_the_rule():
         {"experts": 9},
         {"gates": 1},
         {"element_size": 4},
-        {"style": INT4},
+        {"encoding": INT4},
     ):
         unmeasured = shape._replace(**other)
         assert find(unmeasured, H200) == grouped_tiles.choose(unmeasured, H200)

@@ -25,7 +25,7 @@ from atom.kernels.triton.linear import matrix, packed, quantized, row_kernels, t
 from atom.kernels.triton.linear.split_blocks import split_blocks
 from atom.kernels.triton.linear.tiles import Matrix, Shape, Vector
 from atom.kernels.triton.linear.tune import Product, candidates
-from atom.kernels.triton.linear.weight_encoding import style_of
+from atom.kernels.triton.linear.weight_encoding import encoding_of
 from atom.kernels.triton.search import Trial, agrees, is_unfit
 from atom.weights.quantize import quantize
 
@@ -257,7 +257,9 @@ def test_what_is_tried_gives_the_product_in_bf16(every, rows, fmt):
     weight = make_weight("cuda", fmt, out, inner, "bf16")
     x = torch.randn(rows, inner).to("cuda", torch.bfloat16)
     truth, gpu = expected(x, None, None, weight, None, None), kernels.find_gpu(x.device)
-    tried = [each for each in candidates(Shape(rows, out, inner, style=style_of(fmt, out)), gpu) if each is not None]
+    tried = [
+        each for each in candidates(Shape(rows, out, inner, encoding=encoding_of(fmt, out)), gpu) if each is not None
+    ]
     chosen = tried[list(FORMATS).index(fmt) % min(every, len(tried)) :: every]
     num_run = 0
     for at, each in enumerate([*chosen, *(each for each in tried if each not in chosen)]):
@@ -280,19 +282,19 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
     for rows, (out, inner), gates in itertools.product(
         (1, 8, 32, 64, 256), ((4096, 4096), (24576, 4096), (4096, 12288)), (1, 2)
     ):
-        style = style_of(fmt, out)
-        tried = [tiles.choose(Shape(rows, out, inner, gates, style=style), gpu)]
-        tried += candidates(Shape(rows, out, inner, gates, style=style), gpu)
+        encoding = encoding_of(fmt, out)
+        tried = [tiles.choose(Shape(rows, out, inner, gates, encoding=encoding), gpu)]
+        tried += candidates(Shape(rows, out, inner, gates, encoding=encoding), gpu)
         assert len(tried) <= 80
         for each in tried:
             if isinstance(each, Matrix):
-                each = each.as_run(rows, gpu, style)
-                assert each.num_sums(style) <= 128
-                assert each.block_inner >= 32 * style.per_byte
-                if style.factor == "spans":
+                each = each.as_run(rows, gpu, encoding)
+                assert each.num_sums(encoding) <= 128
+                assert each.block_inner >= 32 * encoding.per_byte
+                if encoding.factor == "spans":
                     assert 256 % each.block_inner == 0 and each.groups == 1
-                elif style.columns is not None:
-                    unit = style.columns & -style.columns
+                elif encoding.columns is not None:
+                    unit = encoding.columns & -encoding.columns
                     assert unit % each.block_inner == 0 or each.block_inner <= 4 * unit
                 assert each.splits == 1 or -(-out // each.block_out) <= tiles.MAX_TILES
             elif isinstance(each, Vector):
@@ -301,7 +303,7 @@ def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fm
 
 def test_a_key_says_how_a_packed_weight_holds_numbers():
     def key(fmt):
-        return tiles.key_of(Shape(5, 6144, 4096, style=style_of(fmt, 6144)))
+        return tiles.key_of(Shape(5, 6144, 4096, encoding=encoding_of(fmt, 6144)))
 
     assert tiles.key_of(Shape(5, 6144, 4096)) == "8 6144 4096 1"
     assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
@@ -310,17 +312,19 @@ def test_a_key_says_how_a_packed_weight_holds_numbers():
     assert (key("q4_k"), key("q6_k")) == ("8 6144 4096 1 u4m[1,32] k", "8 6144 4096 1 i8[1,16] k")
     assert (key("q5_1"), key("q3_k")) == ("8 6144 4096 1 i8m[1,32]", "8 6144 4096 1 u4[1,16] k")
     assert (key("q4_0"), key("q4_1")) == ("8 6144 4096 1 u4[1,32]", "8 6144 4096 1 u4m[1,32]")
-    by_fp8 = style_of("fp8[1, *]", 6144, "fp8[1, *]")
-    assert tiles.key_of(Shape(5, 6144, 4096, style=by_fp8)) == "8 6144 4096 1 e4m3[1,*] fp8"
+    by_fp8 = encoding_of("fp8[1, *]", 6144, "fp8[1, *]")
+    assert tiles.key_of(Shape(5, 6144, 4096, encoding=by_fp8)) == "8 6144 4096 1 e4m3[1,*] fp8"
     assert key("mxfp4") == key("quark_mxfp4") == "8 6144 4096 1 e2m1[1,32]"
     find = tiles.finder({"8 6144 4096 1": ["library"], "8 6144 4096 1 e4m3[1,*]": ["matrix", 16, 64, 4, 2]})
     assert find(Shape(5, 6144, 4096), H200) is None
-    assert find(Shape(5, 6144, 4096, style=style_of("fp8[1, *]", 6144)), H200) == Matrix(16, 64, 4, 2)
-    blocks = style_of("fp8[128, 128]", 6144)
-    assert find(Shape(5, 6144, 4096, style=blocks), H200) == tiles.choose(Shape(5, 6144, 4096, style=blocks), H200)
+    assert find(Shape(5, 6144, 4096, encoding=encoding_of("fp8[1, *]", 6144)), H200) == Matrix(16, 64, 4, 2)
+    blocks = encoding_of("fp8[128, 128]", 6144)
+    assert find(Shape(5, 6144, 4096, encoding=blocks), H200) == tiles.choose(
+        Shape(5, 6144, 4096, encoding=blocks), H200
+    )
     trial = Trial(find, tiles.key_of)
     trial.chosen["8 6144 4096 1 e4m3[128,128]"] = Matrix(32, 64, 4, 2)
-    assert trial(Shape(5, 6144, 4096, style=blocks), H200) == Matrix(32, 64, 4, 2)
+    assert trial(Shape(5, 6144, 4096, encoding=blocks), H200) == Matrix(32, 64, 4, 2)
     assert trial(Shape(5, 6144, 4096), H200) is None
 
 
@@ -331,13 +335,13 @@ def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):
     weight = make_weight(triton_device, "int4[1, 128]", 38, 384, "fp16")
     x = torch.randn(3, 384).to(triton_device, torch.float16)
     assert agrees(partial(products.linear, x, weight), MATRICES[0])
-    product = Product(38, 384, 1, 2, style_of("int4[1, 128]", 38))
+    product = Product(38, 384, 1, 2, encoding_of("int4[1, 128]", 38))
     assert product.num_elements == 38 * 384 * 2
 
 
 def test_what_is_chosen_for_k_quants_keeps_a_gpu_busy():
     def chosen(fmt, rows, out, inner, gates=1):
-        return tiles.choose(Shape(rows, out, inner, gates, style=style_of(fmt, out)), H200)
+        return tiles.choose(Shape(rows, out, inner, gates, encoding=encoding_of(fmt, out)), H200)
 
     assert chosen("q4_k", 1, 4096, 4096) == Vector(8, 4, stages=1, programs=4)
     assert chosen("q4_k", 1, 1024, 4096) == Vector(2, 4, stages=1, programs=4)
@@ -348,12 +352,12 @@ def test_what_is_chosen_for_k_quants_keeps_a_gpu_busy():
     assert chosen("q4_k", 32, 28672, 4096) == Matrix(64, 128, 4, 4, 1, 1, 4)
     assert chosen("q4_k", 65, 4096, 4096) == Matrix(128, 128, 8, 3, 1, 8, 4)
     assert chosen("q4_k", 129, 4096, 4096) is None
-    wide = Shape(1, 4096, 4096, element_size=4, style=style_of("q4_k", 4096))
+    wide = Shape(1, 4096, 4096, element_size=4, encoding=encoding_of("q4_k", 4096))
     assert tiles.choose(wide, H200) is None
 
 
 def test_tiles_of_k_quants_have_fewer_stages_where_a_program_has_less_memory():
-    shape = Shape(65, 4096, 4096, style=style_of("q4_k", 4096))
+    shape = Shape(65, 4096, 4096, encoding=encoding_of("q4_k", 4096))
     for gpu in (Gpu(58, 99 << 10, (8, 9)), Gpu(170, 99 << 10, (12, 0))):
         assert tiles.choose(shape, gpu).stages == 2
         assert tiles.choose(shape._replace(rows=64), gpu).stages == 4
@@ -403,10 +407,8 @@ def test_the_library_multiplies_activations_of_8_bits_where_it_can():
     for features, kept in (({"nvidia", "sm_89"}, "int8[1, *]"), ({"amd", "gfx942"}, "")):
         for fmt in ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]"):
             reason = refusal(fmt, target=Target("cuda", frozenset(features)))
-            assert reason is None if fmt == kept else "alone" in reason
-    assert "by packed weights alone" in accepts(
-        HOPPER, Type("bf16", ("T", 64)), Type("bf16", (64, 64)), act="fp8[1, *]"
-    )
+            assert reason is None if fmt == kept else "only" in reason
+    assert "by packed weights only" in accepts(HOPPER, Type("bf16", ("T", 64)), Type("bf16", (64, 64)), act="fp8[1, *]")
 
 
 @pytest.mark.sampled(3, gpu=1)

@@ -22,15 +22,15 @@ from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear, matrix, tiles
 from atom.kernels.triton.linear.tiles import Matrix, Parameters, Shape, Vector
 from atom.kernels.triton.linear.tune import Product, candidates, products_of
-from atom.kernels.triton.linear.weight_encoding import PLAIN, Style
+from atom.kernels.triton.linear.weight_encoding import PLAIN, WeightEncoding
 from atom.kernels.triton.search import MARGIN, Trial, agrees, search
 
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 SMALL = Gpu(128, 99 << 10, (8, 9), "small")
 AMD = Gpu(304, 64 << 10, (0, 0), "amd")
 FEW_UNITS = Gpu(2, 227 << 10, (9, 0), "few units")  # so that small products are split in several ways
-FP8_BLOCKS = Style("e4m3", 128, 128, act="fp8", is_shuffled=True)
-OTHERS = Style("e4m3", 1, None, act="fp8", is_shuffled=True), Style("u4", 1, 128, is_shuffled=True)
+FP8_BLOCKS = WeightEncoding("e4m3", 128, 128, act="fp8", is_shuffled=True)
+OTHERS = WeightEncoding("e4m3", 1, None, act="fp8", is_shuffled=True), WeightEncoding("u4", 1, 128, is_shuffled=True)
 STYLES = {each.name: each for each in (PLAIN, FP8_BLOCKS, *OTHERS)}  # of the products that were measured
 PACKAGED = json.loads((Path(tuned.__file__).parent / "nvidia_h200.json").read_text())["linear"]
 SHAPES = [(64, 64), (1000, 77), (1024, 3072), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 1024), (576, 1536),
@@ -46,9 +46,9 @@ def with_rows(parameters: Parameters, rows: int) -> Parameters:
 
 @pytest.mark.parametrize(("key", "entry"), PACKAGED.items(), ids=PACKAGED.keys())
 def test_what_was_the_fastest_on_an_h200_is_tried(key: str, entry: list[Any]):
-    *sizes, style = [*key.split(" ", 4), ""][:5]
+    *sizes, encoding = [*key.split(" ", 4), ""][:5]
     fastest = tiles.from_entry(entry)
-    shape = Shape(*map(int, sizes), style=STYLES[style])
+    shape = Shape(*map(int, sizes), encoding=STYLES[encoding])
     rows = shape.rows
     assert tiles.key_of(shape) == key
     tried = [with_rows(each, rows) for each in (tiles.choose(shape, H200), *candidates(shape, H200))]

@@ -3,8 +3,8 @@
     y = new_rows(x, 40, 4096)                                       # [40, 4096], with memory for 64 rows
     descriptors.find(y, (readable_rows(y, 64), 4096), y.stride())   # 64 rows: a tile is read, whatever lies after 40
 
-Norms, gated activations and attention allocate so. If a tile ends beyond its tensor, the TMA fills it with zeros, which takes
-longer than reading as many rows: on an H200 a GEMM of 72 rows by int4, 24576 x 4096, takes 87 µs so, and 53 µs where
+Norms, gated activations and attention allocate so. If a tile ends beyond its tensor, the TMA fills it with zeros, which
+takes longer than reading as many rows: on an H200 a GEMM of 72 rows by int4, 24576 x 4096, takes 87 µs so, and 53 µs if
 it reads 128 rows. Rows of a GEMM do not depend on each other, and those after the last are not stored.
 """
 

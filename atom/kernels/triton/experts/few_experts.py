@@ -50,7 +50,7 @@ def multiply_few(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down:
 def _few_gated_linear_kernel(x, ids, weight, out, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
                              INNER: tl.constexpr, KIND: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
                              PDL: tl.constexpr):  # fmt: skip
-    """BLOCK_O gate and up projections, interleaved, of one pair of token and expert -> their gated activation [k T, W]."""
+    """BLOCK_O gate and up projections, interleaved, of a pair of token and expert -> gated activation [k T, W]."""
     wait_for_inputs(PDL)
     pair = tl.program_id(1)
     num: tl.constexpr = BLOCK_O // 2

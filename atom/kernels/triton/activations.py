@@ -51,7 +51,7 @@ def activation(x, KIND: tl.constexpr):
 @jit
 def gated(gate, up, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr = None,
           ALPHA: tl.constexpr = None):  # fmt: skip
-    """gate and up projections fp32 -> their gated activation, rounded to DTYPE at each step but the last, as in the op."""
+    """gate and up projections, fp32 -> gated activation, rounded to DTYPE at each step but the last, as in the op."""
     if KIND == "swigluoai":
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)

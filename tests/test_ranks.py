@@ -372,7 +372,7 @@ def test_the_error_of_a_rank_is_that_of_the_engine():
     with pytest.raises(CapacityError, match="rank 1: small"):
         ranks.wait()
     with pytest.raises(CapacityError, match="rank 1: small"):
-        ranks.tell([b"on"])
+        ranks.send([b"on"])
     ranks.close()
 
 
@@ -381,7 +381,7 @@ def test_each_rank_is_told_its_own_and_answers():
     with closing(Ranks([RankProcess(code), RankProcess(code)], [b"a", b"b"])) as ranks:
         assert [ranks.receive(rank) for rank in (2, 1)] == [b"b!", b"a!"]
         for number in range(3):
-            ranks.tell([b"%d" % number, b"x" * 100_000])
+            ranks.send([b"%d" % number, b"x" * 100_000])
         assert [ranks.receive(1) for _ in range(3)] == [b"0!", b"1!", b"2!"]
         assert all(ranks.receive(2) == b"x" * 100_000 + b"!" for _ in range(3))
         ranks.fail(EngineDeadError("enough"))
@@ -495,9 +495,9 @@ def test_a_device_that_waits_for_a_rank_which_is_gone_is_not_waited_for():
 def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
     code = "total = 0\nwhile True:\n    total += len(link.receive()); link.done() if total >= {} else None"
     with closing(Ranks([RankProcess(code.format(3 + 100_000)) for _ in range(2)], [b"abc"] * 2)) as ranks:
-        ranks.tell([b"x" * 100_000] * 2)
+        ranks.send([b"x" * 100_000] * 2)
         ranks.wait()
-        ranks.tell([b""] * 2)
+        ranks.send([b""] * 2)
         ranks.wait()
         found: list[AtomError] = []
         ranks.watch(found.append)

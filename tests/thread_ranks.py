@@ -123,7 +123,7 @@ class ThreadRanks:
                 barrier.abort()
             raise
 
-    def tell(self, bodies: Sequence[bytes]) -> None:
+    def send(self, bodies: Sequence[bytes]) -> None:
         for steps, body in zip(self.steps, bodies, strict=True):
             steps.put(body)
 

@@ -176,7 +176,7 @@ def connect(ranks: Ranks, config: Config, placement: Placement | None, folder: s
     folder: a private one, for memory that ranks on one host share
     """
     mesh, is_one_host = mesh_of(config), placement is None or placement.is_one_host
-    ranks.tell([folder.encode() if is_one_host else b""] * (mesh.num_ranks - 1))
+    ranks.send([folder.encode() if is_one_host else b""] * (mesh.num_ranks - 1))
     host = LOOPBACK if placement is None else placement.host
     shared = Path(folder) if is_one_host else None
     rendezvous = Rendezvous(0, mesh, host, ranks.exchange, shared, config.parallel.collectives)

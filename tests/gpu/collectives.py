@@ -129,7 +129,7 @@ def two_ranks() -> Iterator[tuple[Communicator, Ranks, Callable[[str], tuple[Any
             ranks.at_close.append(communicator.abort)
 
             def run(name: str) -> tuple[Any, Any]:
-                ranks.tell([name.encode()])
+                ranks.send([name.encode()])
                 ours = WORK[name](communicator, 0)
                 ranks.wait()
                 return ours, torch.load(Path(folder) / name)

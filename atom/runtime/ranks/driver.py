@@ -1,10 +1,10 @@
-"""Drive the ranks of an engine: each is told its step.
+"""Send each step to all ranks of an engine, and collect what their data groups sample.
 
     runner = Driver(runner, ranks, Mesh(tensor=2, data=2))
-    pending = runner.execute(step)                  # of the first data group, with those of the others
-    sampled = pending.wait()                        # likewise
+    pending = runner.execute(step)                  # of the first data group; step.others: of the others
+    sampled = pending.wait()                        # of the first group; sampled.others: of the others
 
-The first rank of a group gives what its group sampled.
+The first rank of each group returns what its group sampled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from atom.runtime.step.input import Capacity, StepInput
 from atom.runtime.step.runner import Pending, Runner
 from atom.runtime.types import BlockCopies, LoadAdapter, Profile, Sampled
 
-WAIT = b""  # what ranks are told in place of a step
-FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
+WAIT = b""  # sent in place of a step: finish the oldest one
+FAULT_SECONDS = 1.0  # to learn which rank has ended, after a collective has failed
 
 
 class Driver:
     def __init__(self, runner: Runner, ranks: Ranks, mesh: Mesh) -> None:
-        """runner: of rank 0"""
+        """runner: that of rank 0"""
         self.runner, self.run_ahead, self._ranks = runner, runner.run_ahead, ranks
         self._groups = [mesh.coordinates(rank)["data"] for rank in range(mesh.num_ranks)]
         self._leaders = mesh.leaders[1:]
@@ -43,33 +43,33 @@ class Driver:
         return self.runner.capacity
 
     def execute(self, step: StepInput) -> RanksPending:
-        """Start a step of each group. EngineDeadError, now and from then on, where it fails on any rank."""
+        """Start a step of each group. EngineDeadError, now and from then on, if it fails on any rank."""
         if self._dead is not None:
             raise self._dead
         with self.fatal():
-            self._tell_groups(step)
+            self._send_groups(step)
             return RanksPending(self.runner.execute(step), self, self._leaders)
 
-    def tell_to_wait(self) -> None:
-        """Tell the stages before the last one, which run ahead, to finish the oldest step."""
+    def finish_oldest(self) -> None:
+        """Have the stages before the last one, which run ahead, finish the oldest step."""
         if self.runner.model.defers_logits:
-            self._tell_all(WAIT)
+            self._send_all(WAIT)
 
     def copy(self, copies: BlockCopies) -> None:
-        """Start copies of blocks of each group. EngineDeadError, now and from then on, where it fails on any rank."""
+        """Start copies of blocks of each group. EngineDeadError, now and from then on, if it fails on any rank."""
         if self._dead is not None:
             raise self._dead
         with self.fatal():
-            self._tell_groups(copies)
+            self._send_groups(copies)
             self.runner.copy(copies)
 
     def profile(self, *, starts: bool) -> None:
         """Have the other ranks start or stop their profilers between two steps."""
-        self._tell_all(msgspec.msgpack.encode(Profile(starts)))
+        self._send_all(msgspec.msgpack.encode(Profile(starts)))
 
     def load_adapter(self, number: int, files: AdapterFiles) -> None:
-        """Have the other ranks load an adapter, and wait for them. RequestError says which one does not, and why."""
-        self._tell_all(msgspec.msgpack.encode(LoadAdapter(number, files.path, files.digest)))
+        """Have the other ranks load an adapter, and wait for them. RequestError names those that refuse, and why."""
+        self._send_all(msgspec.msgpack.encode(LoadAdapter(number, files.path, files.digest)))
         if refused := self._ranks.wait():
             raise RequestError("; ".join(refused))
 
@@ -78,12 +78,12 @@ class Driver:
         self._ranks.check()
 
     def receive(self, rank: int) -> Sampled:
-        """What the group of a rank sampled in the oldest step that was not received."""
+        """What the group of this rank sampled in the oldest step not yet received."""
         return msgspec.msgpack.decode(self._ranks.receive(rank), type=Sampled)
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
-        """End all ranks where this raises: what others have begun cannot be taken back."""
+        """End all ranks if the body raises: a step that others have begun cannot be undone."""
         try:
             yield
         except BaseException as error:
@@ -95,19 +95,19 @@ class Driver:
                 raise
             raise self._dead from error
 
-    def _tell_all(self, body: bytes) -> None:
-        """Send all other ranks the same."""
-        self._ranks.tell([body] * (len(self._groups) - 1))
+    def _send_all(self, body: bytes) -> None:
+        """Send all other ranks the same message."""
+        self._ranks.send([body] * (len(self._groups) - 1))
 
-    def _tell_groups(self, message: StepInput | BlockCopies) -> None:
-        """Send each other rank the message of its group; `message` is left with that of the first group."""
+    def _send_groups(self, message: StepInput | BlockCopies) -> None:
+        """Send each other rank the message of its group, and leave only the first group's in `message`."""
         messages, message.others = [message, *message.others], []
         bodies = list(map(msgspec.msgpack.encode, messages))
-        self._ranks.tell([bodies[group] for group in self._groups[1:]])
+        self._ranks.send([bodies[group] for group in self._groups[1:]])
 
 
 class RanksProfiler(Profiler):
-    """Traces all ranks, each of which writes a file of its own; `stop` gives the first one's."""
+    """Traces all ranks, each to its own file; `stop` returns the first one's."""
 
     def __init__(self, driver: Driver, folder: str | None, *, is_detailed: bool) -> None:
         super().__init__(folder, is_detailed=is_detailed)
@@ -132,8 +132,8 @@ class RanksPending:
     leaders: range  # the first ranks of the others
 
     def wait(self) -> Sampled:
-        """Wait for all groups; what they sampled."""
+        """Wait for all groups: what they sampled."""
         with self.driver.fatal():
-            self.driver.tell_to_wait()
+            self.driver.finish_oldest()
             sampled = self.own.wait(self.driver.check)
             return replace(sampled, others=list(map(self.driver.receive, self.leaders)))

@@ -1,27 +1,27 @@
-"""The ranks of an engine, seen from the process that drives, and from theirs.
+"""Messages between the driver of an engine and its other ranks, and how each notices that the other ended.
 
-One drives, the others take the steps that it takes.
+The driver takes each step itself, and sends it to the others first.
 
     ranks = Ranks([RankProcess(RANK)], openings)       # a channel and an opening for each of the others
     ranks.wait()                                       # for each to call `done`
-    ranks.tell(encode(step))                           # before the driver takes it itself
+    ranks.send([encode(step)])                         # before the driver takes it itself
     ranks.close()
 
-and in the process of a rank:
+In the process of a rank:
 
     def main(link: RankLink) -> None:
-        opening = link.receive()             # the bytes that it was started with
+        opening = link.receive()             # its first message
         link.done()
         while True:
             decode(link.receive())
 
-A rank is a child of the process that drives, and talks over its own pipes; or it is a child of a supervisor on another
-host, which passes on what comes over an authenticated connection (`remote_ranks`). Frames are msgpack: the length in 4
+A rank is a child of the driver, and its stdin and stdout carry the messages; or it is a child of a supervisor on another
+host, which relays messages to and from an authenticated connection (`remote`). Frames are msgpack: the length in 4
 bytes, little-endian, and the body.
 
-A rank that ends or hangs (`atom.process.liveness`) ends all: the others are ended, whose connections end with them, so
-that no collective waits for ever. One that is stopped ends nothing. A rank sends heartbeats to the process that has
-started it, which watches it. A rank whose driver is gone ends at once.
+If a rank ends or hangs (`atom.process.liveness`), all are ended, so that no collective waits forever. One that is
+stopped ends nothing. A rank sends heartbeats to the process that started it, which watches it. A rank whose driver has
+ended ends at once.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from atom.process.liveness import BEAT_SECONDS, HANG_SECONDS, LOOK_SECONDS, Life
 
 HEAD = struct.Struct("<I")
 LOOPBACK = "127.0.0.1"
-FAULT_SECONDS = 1.0  # in which it shows why a rank takes nothing any more
+FAULT_SECONDS = 1.0  # for the reading thread to learn why a rank accepts no messages
 RANK = "from atom.assemble.rank_process import main; main(link)"  # the code of a rank's process
 RANK_ON_GPU = f"from atom.devices import open_early; open_early(); {RANK}"
-# in the folder of its parent, whatever it imports from; beats while the rest is imported
+# in its parent's folder, wherever it imports from; sends heartbeats while the rest is imported
 LINK = "import os, sys; sys.path.insert(0, os.getcwd()); os.chdir({folder!r}); "
 LINK += "from atom.runtime.ranks.links import RankLink; link = RankLink(); "
 
 
-class Beat(msgspec.Struct, tag=True):
+class Heartbeat(msgspec.Struct, tag=True):
     pass
 
 
 class Done(msgspec.Struct, tag=True):
-    """A rank has done what it was last told, or left everything as it was."""
+    """A rank has done what it was last asked to, or nothing of it."""
 
-    refused: str = ""  # why it did not
+    refused: str = ""  # why nothing
 
 
 class Answer(msgspec.Struct, tag=True):
-    """What the driver asked for, in the order of what it told."""
+    """What the driver asked for, in the order of its messages."""
 
     body: bytes
 
@@ -76,26 +76,26 @@ class Failed(msgspec.Struct, tag=True):
     error: str
 
 
-class Told(msgspec.Struct, tag=True):
-    """What a rank is told."""
+class Message(msgspec.Struct, tag=True):
+    """From the driver to a rank."""
 
     body: bytes
 
 
-class Limit(msgspec.Struct, tag=True):
-    """What the driver sends to the supervisor of a rank."""
+class SilenceLimit(msgspec.Struct, tag=True):
+    """From the driver to the supervisor of a rank."""
 
-    seconds: float  # without a sign of life after which it is hung
+    seconds: float  # without a sign of life, after which the rank is hung
 
 
-class Seen(msgspec.Struct, tag=True):
-    """What a supervisor has seen of its rank, when that changes."""
+class LifeChange(msgspec.Struct, tag=True):
+    """From a supervisor: its rank has stopped, continued, hung or ended."""
 
     life: Life
 
 
-FromRank = Beat | Done | Answer | Failed | Seen
-ToRank = Told | Limit
+FromRank = Heartbeat | Done | Answer | Failed | LifeChange
+ToRank = Message | SilenceLimit
 
 
 def write_frame(file: IO[bytes], body: bytes) -> None:
@@ -104,7 +104,7 @@ def write_frame(file: IO[bytes], body: bytes) -> None:
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
-    """The next frame's body; None at the end, also within a frame."""
+    """The next frame's body; None at the end of the file, even if that is within a frame."""
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -114,32 +114,32 @@ def read_frame(file: IO[bytes]) -> bytes | None:
 
 
 class Channel(Protocol):
-    """The way to a rank, and back. Several threads may send, and one receives."""
+    """Carries frames to a rank and back. Several threads may send; one receives."""
 
     def send(self, body: bytes) -> None:
-        """OSError where the rank has ended."""
+        """OSError if the rank has ended."""
 
     def limit_silence(self, seconds: float) -> None:
-        """From now on, take the rank for hung after so many seconds without a sign of life."""
+        """Set the seconds without a sign of life after which the rank counts as hung."""
 
     def look(self) -> Life | None:
-        """How the rank's process is, to be asked regularly; None if a supervisor looks, and says when it changes."""
+        """The state of the rank's process, to be polled; None if a supervisor polls it, and reports changes."""
 
     def receive(self) -> bytes | None:
-        """Wait for the next frame; None, or OSError with a reason, where there will be no more."""
+        """Wait for the next frame; None, or OSError with a reason, if no more will come."""
 
     def end(self) -> None:
-        """End the rank, and do not wait."""
+        """End the rank, without waiting."""
 
     def close(self) -> None:
-        """End the rank, and wait until nothing is left of it here."""
+        """End the rank, and wait until its resources on this host are released."""
 
 
 class RankProcess:
-    """A rank that is a child of this process."""
+    """A rank as a child of this process."""
 
     def __init__(self, code: str, device: str | None = None) -> None:
-        """code: what it runs, which has a `link`. device: the GPU that it sees; None: what this process sees"""
+        """code: Python that it runs, which has a `link`. device: the GPU that it sees; None: those of this process"""
         self._watch = Watch()
         code = LINK.format(folder=os.getcwd()) + code
         seen: dict[str, Any] = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
@@ -179,19 +179,19 @@ class RankProcess:
 
 
 class Ranks:
-    """The other ranks, seen from the process that drives. One thread tells and waits."""
+    """The other ranks, in the driver. One thread sends and waits."""
 
     def __init__(self, channels: Sequence[Channel], openings: Sequence[bytes]) -> None:
-        """openings: the first frame of each rank"""
-        self.at_close: list[Callable[[], object]] = []  # to be called then, the last one first
+        """openings: the first message of each rank"""
+        self.at_close: list[Callable[[], object]] = []  # called then, the last one first
         self._channels = channels
-        self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank is dead
-        self._answers: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in openings]  # likewise
+        self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank has ended
+        self._answers: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in openings]  # None too
         self._fault: AtomError | None = None
         self._watchers: list[Callable[[AtomError], object]] = []
         self._lives = [Life.RUNNING] * len(channels)
         self._hang_seconds = HANG_SECONDS
-        self._lock = threading.Lock()  # of the fault and who watches for it
+        self._lock = threading.Lock()  # of the fault and the watchers
         self._is_closing = threading.Event()
         try:
             for rank, (channel, opening) in enumerate(zip(channels, openings, strict=True), 1):
@@ -203,7 +203,7 @@ class Ranks:
             raise
 
     def limit_silence(self, seconds: float) -> None:
-        """From now on, take a rank for hung after so many seconds without a sign of life."""
+        """Set the seconds without a sign of life after which a rank counts as hung."""
         self._hang_seconds = seconds
         for channel in self._channels:
             channel.limit_silence(seconds)
@@ -214,28 +214,28 @@ class Ranks:
         return [rank for rank, life in enumerate(self._lives, 1) if life is Life.STOPPED]
 
     def await_fault(self, seconds: float) -> AtomError | None:
-        """Why the ranks cannot go on, if that turns out within this time."""
+        """Why the ranks cannot go on, if that is known within this time."""
         end = time.monotonic() + seconds
         while self._fault is None and time.monotonic() < end:
             time.sleep(0.01)
         return self._fault
 
     def watch(self, callback: Callable[[AtomError], object]) -> None:
-        """Have a thread call this with the reason when a rank dies."""
+        """Have a thread call this with the reason when a rank fails."""
         with self._lock:
             self._watchers.append(callback)
             fault = self._fault
         if fault is not None:
             callback(fault)
 
-    def tell(self, bodies: Sequence[bytes]) -> None:
-        """Send each rank its frame. Raises the error of a rank that is dead."""
+    def send(self, bodies: Sequence[bytes]) -> None:
+        """Send each rank its message. Raises the error of a rank that has failed."""
         self.check()
         for channel, body in zip(self._channels, bodies, strict=True):
             self._send(channel, body)
 
     def receive(self, rank: int) -> bytes:
-        """Wait for a rank's next answer. Raises the error of a rank that is dead."""
+        """Wait for a rank's next answer. Raises the error of a rank that has failed."""
         answer = self._answers[rank - 1].get()
         if answer is None:
             self._answers[rank - 1].put(None)
@@ -244,7 +244,10 @@ class Ranks:
         return answer
 
     def wait(self) -> list[str]:
-        """Wait until all ranks have done what they were told; why some have not. The error of the one that fails."""
+        """Wait until all ranks have done what they were asked to; the reasons of those that refuse.
+
+        Raises the error of a rank that has failed.
+        """
         refused = []
         for _ in self._channels:
             done = self._done.get()
@@ -256,13 +259,13 @@ class Ranks:
         return refused
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """Give all ranks the bytes of each, in order; they call theirs at the same time."""
+        """All-gather bytes: those of each rank, in order. All ranks call it, the others by their `RankLink`."""
         every = [own, *(self.receive(rank) for rank in range(1, len(self._channels) + 1))]
-        self.tell([msgspec.msgpack.encode(every)] * len(self._channels))
+        self.send([msgspec.msgpack.encode(every)] * len(self._channels))
         return every
 
     def fail(self, error: AtomError) -> None:
-        """End all ranks for a reason, unless they have ended for another one."""
+        """End all ranks for this reason, unless they have ended for another one."""
         with self._lock:
             if self._fault is not None or self._is_closing.is_set():
                 return
@@ -274,7 +277,7 @@ class Ranks:
             callback(error)
 
     def close(self) -> None:
-        """End all ranks; then do what is to be done `at_close`. Threads that wait for a rank get an EngineDeadError."""
+        """End all ranks, then call `at_close`. Threads that wait for a rank get an EngineDeadError."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -301,8 +304,8 @@ class Ranks:
 
     def _send(self, channel: Channel, body: bytes) -> None:
         try:
-            channel.send(msgspec.msgpack.encode(Told(body)))
-        except OSError as error:  # the thread that reads of it says why
+            channel.send(msgspec.msgpack.encode(Message(body)))
+        except OSError as error:  # the thread that reads from it learns why
             raise self.await_fault(FAULT_SECONDS) or EngineDeadError("a rank has ended") from error
 
     def _read(self, rank: int, channel: Channel) -> None:
@@ -316,9 +319,9 @@ class Ranks:
                         self._answers[rank - 1].put(body)
                     case Failed(kind, error):
                         self.fail(error_of(kind, rank, error))
-                    case Seen(life):
-                        self._note(rank, life)
-        except Exception as error:  # whatever it is, nobody reads of this rank any more
+                    case LifeChange(life):
+                        self._set_life(rank, life)
+        except Exception as error:  # any: this thread reads no more from the rank
             reason = f": {error}"
         self.fail(EngineDeadError(f"rank {rank} has ended{reason}"))
 
@@ -326,46 +329,46 @@ class Ranks:
         while not self._is_closing.wait(LOOK_SECONDS) and self._fault is None:
             for rank, channel in enumerate(self._channels, 1):
                 if (life := channel.look()) is not None:
-                    self._note(rank, life)
+                    self._set_life(rank, life)
 
-    def _note(self, rank: int, life: Life) -> None:
+    def _set_life(self, rank: int, life: Life) -> None:
         self._lives[rank - 1] = life
         if life is Life.HUNG:
             reason = f"rank {rank} has neither answered nor used the CPU for {self._hang_seconds:g} s"
             self.fail(EngineDeadError(reason))
-        elif life is Life.ENDED:  # what it has started may keep its pipe open
+        elif life is Life.ENDED:  # its children may keep its pipe open
             self.fail(EngineDeadError(f"rank {rank} has ended"))
 
 
 def error_of(kind: str, rank: int, text: str) -> AtomError:
-    """A rank's error of atom's, by its class name; EngineDeadError for one of others."""
+    """The error of a rank: of the class of this name in atom's error tree, otherwise EngineDeadError."""
     kinds = {each.__name__: each for each in AtomError.__subclasses__()}
     return kinds[kind](f"rank {rank}: {text}") if kind in kinds else EngineDeadError(f"rank {rank}: {kind}: {text}")
 
 
 class RankLink:
-    """A rank's end: stdin and stdout of its process, which has no other use for them."""
+    """The rank's end of its messages: stdin and stdout of its process, which uses them for nothing else."""
 
     def __init__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides when it ends
+        for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides when this process ends
             signal.signal(number, signal.SIG_IGN)
         self._out = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)  # what a library prints
+        os.dup2(2, 1)  # for what libraries print
         self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sending = threading.Lock()
         threading.Thread(target=self._read, name="read", daemon=True).start()
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def receive(self) -> bytes:
-        """Wait for what the driver tells next. The process ends where the driver does."""
+        """Wait for the driver's next message. The process ends when the driver does."""
         return self._frames.get()
 
     def done(self, refused: str = "") -> None:
-        """Answer `Ranks.wait`. refused: why nothing was done"""
+        """Answer `Ranks.wait`. refused: why nothing was done; empty: it was"""
         self._send(Done(refused))
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """Give own bytes for those of all ranks, in order; they call theirs at the same time."""
+        """All-gather bytes: those of each rank, in order. All ranks call it, the driver by its `Ranks`."""
         self.answer(own)
         return msgspec.msgpack.decode(self.receive(), type=list[bytes])
 
@@ -374,7 +377,7 @@ class RankLink:
         self._send(Answer(body))
 
     def fail(self, error: Exception) -> None:
-        """Tell the driver why this process ends."""
+        """Report to the driver why this process ends."""
         self._send(Failed(type(error).__name__, str(error)))
 
     def _send(self, message: FromRank) -> None:
@@ -382,8 +385,8 @@ class RankLink:
             write_frame(self._out, msgspec.msgpack.encode(message))
 
     def _read(self) -> None:
-        """Take what the driver tells. The process ends with this, whatever a collective waits for."""
-        decoder, code = msgspec.msgpack.Decoder(Told), 1
+        """Queue the driver's messages. The process ends when they do, even if a collective waits."""
+        decoder, code = msgspec.msgpack.Decoder(Message), 1
         try:
             while (frame := read_frame(sys.stdin.buffer)) is not None:
                 self._frames.put(decoder.decode(frame).body)
@@ -393,8 +396,8 @@ class RankLink:
         finally:
             os._exit(code)
 
-    def _beat(self) -> None:
-        with contextlib.suppress(OSError):  # then reading ends too
+    def _send_heartbeats(self) -> None:
+        with contextlib.suppress(OSError):  # the reading thread ends the process
             while True:
-                self._send(Beat())
+                self._send(Heartbeat())
                 time.sleep(BEAT_SECONDS)

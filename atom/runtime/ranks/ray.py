@@ -1,10 +1,10 @@
-"""Ranks that Ray places: a task a rank, of a placement group of all.
+"""Start ranks as Ray tasks, one per rank, in one placement group.
 
     placement = place_with_ray(config.parallel, num_ranks=4, on_gpus=True)
     channels = placement.join()
 
-Ray does nothing but start processes where there is room: each task is a supervisor (`remote_ranks`), which connects to
-this process and shows the key that it was started with. On GPUs each task has one, and Ray has it see that one alone.
+Ray only starts processes on hosts that have room. Each task is a supervisor (`remote`), which connects to this process
+and proves that it has the key that it was started with. On GPUs each task has one, and sees only that one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from atom.runtime.ranks.links import RANK, RANK_ON_GPU
 from atom.runtime.ranks.remote import Placement, find_driver, supervise
 from atom.runtime.ranks.secure_connection import NONCE_BYTES
 
-ROOM_SECONDS = 60.0  # for Ray to have room for all ranks
+ROOM_SECONDS = 60.0  # to wait until Ray has room for all ranks
 
 
 def place_with_ray(parallel: ParallelConfig, num_ranks: int, on_gpus: bool) -> Placement:
-    """Have a running Ray start the other ranks. ConfigError where there is none, or it has no room.
+    """Have a running Ray start the other ranks. ConfigError if none runs, or it has no room.
 
-    on_gpus: each rank has one, this process too
+    on_gpus: each rank, this process too, has a GPU
     """
     ray = import_ray()
     try:
@@ -43,7 +43,7 @@ def place_with_ray(parallel: ParallelConfig, num_ranks: int, on_gpus: bool) -> P
 
 
 def import_ray() -> Any:
-    """The package. ConfigError where it is not installed."""
+    """The package. ConfigError if it is not installed."""
     try:
         import ray
         import ray.util.placement_group
@@ -54,10 +54,10 @@ def import_ray() -> Any:
 
 
 class RayPlacement(Placement):
-    """Ranks as tasks, and a place of the group for this process on its own host."""
+    """Ranks as tasks, with a bundle of the placement group for this process on its own host."""
 
     def __init__(self, ray: Any, parallel: ParallelConfig, num_ranks: int, on_gpus: bool) -> None:
-        """parallel.address: of this process; None: that by which Ray knows this host, and any port"""
+        """parallel.address: of this process; None: this host's address in Ray, and any port"""
         self._ray = ray
         own_host = str(ray.util.get_node_ip_address())
         key = secrets.token_bytes(NONCE_BYTES)
@@ -75,7 +75,7 @@ class RayPlacement(Placement):
             raise
 
     def _reserve(self, own_host: str, num_ranks: int, on_gpus: bool) -> None:
-        """Reserve a place for each rank, the first one on this host."""
+        """Reserve a bundle for each rank, the first one on this host."""
         cluster = self._ray.cluster_resources()
         self.num_threads = max(int(cluster.get("CPU", 0)) // num_ranks, 1)
         self._each: dict[str, float] = {"CPU": self.num_threads, **({"GPU": 1} if on_gpus else {})}
@@ -89,14 +89,14 @@ class RayPlacement(Placement):
             raise ConfigError(f"parallel.launcher=ray: Ray has had no room for {room} in {ROOM_SECONDS:.0f} s")
 
     def _check_own_gpu(self, own: str) -> None:
-        """Check that the GPU which this process uses is the one that Ray reserves for it, and gives no other rank."""
+        """Check that this process uses the GPU that Ray reserves for it, so that no other rank gets it."""
         reserved = self._ray.get(self._start(0, find_gpu))
         if reserved != own:
             fix = f"set CUDA_VISIBLE_DEVICES={reserved}"
             raise ConfigError(f"parallel.launcher=ray: Ray reserves GPU {reserved} for this process, not {own}; {fix}")
 
     def _start(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Start a task in the place of a rank."""
+        """Start a task in the bundle of a rank."""
         task = self._ray.remote(max_retries=0, num_cpus=self._each["CPU"], num_gpus=self._each.get("GPU", 0))(function)
         place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=rank
@@ -119,7 +119,7 @@ class RayPlacement(Placement):
         self._ray.shutdown()
 
     def _release(self) -> None:
-        """Stop listening, end the ranks, and release their places."""
+        """Stop listening, end the ranks, and release their bundles."""
         super().close()
         if self._group is not None:
             with contextlib.suppress(self._ray.exceptions.RayError):
@@ -127,10 +127,10 @@ class RayPlacement(Placement):
 
 
 def run_rank(address: str, key: bytes, rank: int, on_gpu: bool) -> int:
-    """Be a rank; the exit code. Ray runs it on one of its hosts, where it sees its GPU alone."""
+    """Be a rank, on a host of Ray's choice, which shows this process only the rank's GPU; the exit code."""
     return supervise(find_driver(address, key, rank), b"", RANK_ON_GPU if on_gpu else RANK)
 
 
 def find_gpu() -> str:
-    """The GPU that Ray gives this task, as CUDA_VISIBLE_DEVICES has it."""
+    """The GPU that Ray gives this task, as written in CUDA_VISIBLE_DEVICES."""
     return str(*import_ray().get_gpu_ids())

@@ -1,17 +1,18 @@
-"""Ranks that others have started, as torchrun on several hosts: their driver, their supervisors.
+"""Drive, join and supervise ranks that torchrun or Ray starts, on one host or several.
 
 In the process that drives:
 
-    listener = Listener("tcp://10.0.0.1:7000", key, num_ranks=4)
-    channels = listener.join(seconds=300)                # RemoteRank of 1, 2, 3
+    placement = Placement("tcp://10.0.0.1:7000", key, num_ranks=4)
+    channels = placement.join()                          # RemoteRank of 1, 2, 3
     ranks = Ranks(channels, openings)                    # each channel has the `hello` of its rank
 
-In that of a rank:
+In the process that torchrun or Ray starts for another rank:
 
     code = supervise(find_driver("tcp://10.0.0.1:7000", key, rank=3), hello=b"…")
 
-`supervise` starts the rank as a child and passes frames on. So a rank is killed where the connection to the driver
-ends, even if it is stopped. A supervisor watches its rank and reports when that stops, continues or hangs.
+`supervise` starts the rank as a child and relays its messages. It kills the rank, even a stopped one, when the
+connection to the driver ends, and reports when the rank stops, continues or hangs. torchrun and Ray only start
+processes: docs/parallel.md says why neither watches ranks or carries their messages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -37,23 +37,23 @@ from atom.runtime.ranks.links import (
     LOOPBACK,
     RANK,
     RANK_ON_GPU,
-    Limit,
+    LifeChange,
+    Message,
     RankProcess,
-    Seen,
-    Told,
+    SilenceLimit,
     ToRank,
-)  # fmt: skip
+)
 from atom.runtime.ranks.secure_connection import HANDSHAKE_SECONDS, Connection, WrongKeyError, accept, connect, listen
 
 DRIVER_SECONDS = 300.0  # for the driver to listen, which it does before it downloads and compiles
 JOIN_SECONDS = 300.0  # for all ranks to join, once the model is compiled
 RETRY_SECONDS = 0.5
-MAX_STRANGERS = 64  # connections at a time, beside those of ranks, that are greeted
-MAX_LINES = 20  # on stderr, of refused connections
+MAX_STRANGERS = 64  # concurrent handshakes, besides those of ranks
+MAX_LINES = 20  # on stderr, about refused connections
 
 
 class Refused(msgspec.Struct, tag=True):
-    """A driver does not take a rank that has the key."""
+    """The driver does not accept a rank that has the key."""
 
     reason: str
 
@@ -81,15 +81,15 @@ class RemoteRank:
         return self._connection.receive()
 
     def limit_silence(self, seconds: float) -> None:
-        with contextlib.suppress(OSError):  # whoever receives is told too
+        with contextlib.suppress(OSError):  # the receiving thread gets the error too
             self._connection.limit_loss(seconds)
-            self.send(msgspec.msgpack.encode(Limit(seconds)))
+            self.send(msgspec.msgpack.encode(SilenceLimit(seconds)))
 
     def look(self) -> None:
-        """Its supervisor does."""
+        """None: its supervisor looks."""
 
     def refuse(self, reason: str) -> None:
-        """End the rank with the reason."""
+        """Send the reason, and end the rank."""
         with contextlib.suppress(OSError):
             self.send(msgspec.msgpack.encode(Refused(reason)))
         self.close()
@@ -102,51 +102,65 @@ class RemoteRank:
         self._connection.close()
 
 
-class Listener:
-    """Listens at the driver's address until all ranks have joined; strangers are dropped, and logged."""
+class Placement:
+    """The ranks that torchrun or Ray starts for this process, which drives.
+
+    Listens at the driver's address until all have joined. Strangers are dropped, and logged.
+
+    host: of this process, for other ranks
+    num_threads: of each rank; None: as its environment says
+    """
+
+    num_threads: int | None = None
 
     def __init__(self, address: str, key: bytes, num_ranks: int) -> None:
-        """ConfigError where it cannot listen."""
-        self._key, self._ranks = key, range(1, num_ranks)
+        """ConfigError if it cannot listen."""
+        self._key, self._ranks = key, range(1, num_ranks)  # those that may join
         self._joined: dict[int, RemoteRank] = {}
         self._changed = threading.Condition()
         self._slots = threading.BoundedSemaphore(MAX_STRANGERS + num_ranks)
         self._lines: set[str] = set()
         self._socket = listen(address)
-        self.place: tuple[str, int] = self._socket.getsockname()[:2]  # host and port, except of a unix socket
+        self.is_one_host = address.startswith(UNIX)
+        self.host, self.address = LOOPBACK, address
+        if not self.is_one_host:
+            self.host, port = self._socket.getsockname()[:2]
+            self.address = f"tcp://{bracketed(self.host)}:{port}"
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        say(f"waits for {num_ranks - 1} other ranks at {self.address}")
 
-    def join(self, seconds: float, check: Callable[[], object] = lambda: None) -> list[RemoteRank]:
-        """Wait for all ranks; their channels, in order. EngineDeadError after so many seconds.
-
-        check: is called now and then, and may raise
-        """
+    def join(self, seconds: float = JOIN_SECONDS) -> list[RemoteRank]:
+        """Wait for all ranks; their channels, in order. EngineDeadError after this many seconds."""
         end = time.monotonic() + seconds
         with self._changed:
             while sum(not each.has_ended for each in self._joined.values()) < len(self._ranks):
                 self._changed.wait(RETRY_SECONDS)
-                check()
+                self.check()
                 if time.monotonic() > end:
                     missing = ", ".join(str(rank) for rank in self._ranks if rank not in self._joined)
                     raise EngineDeadError(f"rank {missing} did not join within {seconds:.0f} s")
-            joined, self._joined = self._joined, {}
-            ranks = self._ranks
-        self.close()
-        return [joined[rank] for rank in ranks]
+            joined = [self._joined[rank] for rank in self._ranks]
+        self._stop_listening()
+        return joined
+
+    def check(self) -> None:
+        """Raise why a rank cannot join, if that is known."""
 
     def close(self) -> None:
-        """Stop listening, and end the ranks that `join` has not returned."""
+        """Stop listening, and end the ranks that have joined."""
+        self._stop_listening()
+        for each in self._joined.values():
+            each.close()
+
+    def _stop_listening(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
         with self._changed:
-            joined, self._joined = self._joined, {}
             self._ranks = range(0)
-        for each in joined.values():
-            each.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it listens no more
+        with contextlib.suppress(OSError):  # closed
             while True:
                 connected, _ = self._socket.accept()
                 if self._slots.acquire(blocking=False):
@@ -180,7 +194,7 @@ class Listener:
         raise OSError(reason)
 
     def _log(self, connected: socket.socket, reason: str) -> None:
-        """Say once that a host was refused for a reason."""
+        """Print once per host and reason that a connection was refused."""
         try:
             other = connected.getpeername()
         except OSError:  # it has left
@@ -194,37 +208,6 @@ class Listener:
             say(line)
 
 
-class Placement:
-    """The ranks that others start for this process, which drives."""
-
-    num_threads: int | None = None  # of each; None: as the environment of each says
-
-    def __init__(self, address: str, key: bytes, num_ranks: int) -> None:
-        """ConfigError where it cannot listen."""
-        self._joined: list[RemoteRank] = []
-        self.is_one_host = address.startswith(UNIX)
-        self._listener = Listener(address, key, num_ranks)
-        self.host, self.address = LOOPBACK, address
-        if not self.is_one_host:
-            self.host, port = self._listener.place
-            self.address = f"tcp://{bracketed(self.host)}:{port}"
-        say(f"waits for {num_ranks - 1} other ranks at {self.address}")
-
-    def join(self) -> list[RemoteRank]:
-        """Wait for all ranks; their channels, in order."""
-        self._joined = self._listener.join(JOIN_SECONDS, self.check)
-        return self._joined
-
-    def check(self) -> None:
-        """Raise why a rank cannot come, where that is known."""
-
-    def close(self) -> None:
-        """Stop listening, and end the ranks that have joined."""
-        self._listener.close()
-        for channel in self._joined:
-            channel.close()
-
-
 def await_ranks(parallel: ParallelConfig, num_ranks: int) -> Placement:
     """Wait for ranks that torchrun starts."""
     assert parallel.address is not None, "config.load resolves it"
@@ -232,12 +215,12 @@ def await_ranks(parallel: ParallelConfig, num_ranks: int) -> Placement:
 
 
 def key_of(parallel: ParallelConfig) -> bytes:
-    """The key of all ranks; none on one host, where the kernel says whose a process is."""
+    """The key of all ranks; empty on one host, where the kernel reports each process's user."""
     return read_key(parallel.key_file) if parallel.key_file is not None else b""
 
 
 def serve_rank(config: Config) -> int:
-    """Be the rank that torchrun has made this process, until the driver ends; the exit code."""
+    """Be the rank that torchrun has started this process as, until the driver ends; the exit code."""
     parallel = config.parallel
     assert parallel.address is not None, "config.load resolves it"
     connection = find_driver(parallel.address, key_of(parallel), config.rank, parallel.host)
@@ -256,40 +239,44 @@ def serve_rank(config: Config) -> int:
 
 
 def without_secrets(config: Config) -> Config:
-    """A configuration that may cross a network: without API keys, and the overrides that may hold them."""
+    """The configuration without API keys, and without overrides, which may contain them: for a network."""
     http = replace(config.serve.http, api_keys=None)
     return replace(config, overrides=[], serve=replace(config.serve, http=http))
 
 
 def supervise(connection: Connection, hello: bytes, code: str = RANK, device: str | None = None) -> int:
-    """Run a rank as a child of this process until the driver ends; the exit code: 1 where the rank ended first.
+    """Run a rank as a child of this process until the driver ends.
 
-    device: the GPU that it sees
-    ConfigError where the driver refuses this rank, EngineDeadError where its host is gone.
+    hello: the first frame for the driver
+    code: Python that the rank runs, which has a `link`
+    device: the GPU that it sees; None: those of this process
+
+    The exit code: 1 if the rank ended first. ConfigError if the driver refuses this rank, EngineDeadError if the
+    connection to the driver is lost.
     """
     connection.limit_silence(None)
     connection.limit_loss(HANG_SECONDS)
-    process, frames = RankProcess(code, device), queue.SimpleQueue[bytes]()
+    process, messages = RankProcess(code, device), queue.SimpleQueue[bytes]()
     decoder, has_failed = msgspec.msgpack.Decoder(FromDriver), threading.Event()
-    sending = threading.Thread(target=_tell, args=(process, frames), daemon=True)  # a stopped rank reads nothing
-    answering = threading.Thread(target=_answer, args=(process, connection, has_failed), daemon=True)
+    to_rank = threading.Thread(target=_relay_to_rank, args=(process, messages), daemon=True)  # may block: it is stopped
+    to_driver = threading.Thread(target=_relay_to_driver, args=(process, connection, has_failed), daemon=True)
     ended = threading.Event()
-    watching = threading.Thread(target=_watch, args=(process, connection, ended), daemon=True)
+    watching = threading.Thread(target=_report_life, args=(process, connection, ended), daemon=True)
     try:
         connection.send(hello)
-        sending.start()
+        to_rank.start()
         while (frame := connection.receive()) is not None:
             match decoder.decode(frame):
-                case Limit(seconds):
+                case SilenceLimit(seconds):
                     connection.limit_loss(seconds)
                     process.limit_silence(seconds)
                 case Refused(reason):
                     raise ConfigError(f"the driver refuses this rank: {reason}")
-                case Told():
-                    if answering.ident is None:  # not before, so that the driver can see whether this process has left
-                        answering.start()
+                case Message():
+                    if to_driver.ident is None:  # not earlier: the driver reads only to see whether this process left
+                        to_driver.start()
                         watching.start()
-                    frames.put(frame)
+                    messages.put(frame)
     except (OSError, msgspec.DecodeError) as error:
         if not has_failed.is_set():
             raise EngineDeadError(f"the driver is lost: {error}") from None
@@ -298,14 +285,20 @@ def supervise(connection: Connection, hello: bytes, code: str = RANK, device: st
         ended.set()
         connection.close()
         process.close()
-        frames.put(b"")  # ends the thread that tells
+        messages.put(b"")  # ends the thread that relays them
     return int(is_failed)
 
 
 def find_driver(
     address: str, key: bytes, rank: int, host: str | None = None, seconds: float = DRIVER_SECONDS
 ) -> Connection:
-    """Connect to the driver, which may still be starting. ConfigError for a wrong key, EngineDeadError without one."""
+    """Connect to the driver, which may still be starting.
+
+    host: this host's address to connect from; None: any
+    seconds: to keep trying
+
+    ConfigError for another key, EngineDeadError if no driver listens within the time.
+    """
     say(f"rank {rank} of the driver at {address}")
     end, has_said = time.monotonic() + seconds, False
     while True:
@@ -317,19 +310,19 @@ def find_driver(
             if time.monotonic() > end:
                 fix = "MASTER_PORT to that of rank 0" if address.startswith(UNIX) else "parallel.address (MASTER_ADDR)"
                 raise EngineDeadError(f"rank {rank} finds no driver at {address}: {error}; set {fix}") from None
-            if not has_said and not isinstance(error, ConnectionRefusedError):  # of a driver that is yet to listen
+            if not has_said and not isinstance(error, ConnectionRefusedError):  # the driver does not listen yet
                 say(f"rank {rank} cannot reach {address} yet: {error}")
                 has_said = True
         time.sleep(RETRY_SECONDS)
 
 
-def _tell(process: RankProcess, frames: queue.SimpleQueue[bytes]) -> None:
+def _relay_to_rank(process: RankProcess, messages: queue.SimpleQueue[bytes]) -> None:
     with contextlib.suppress(OSError, ValueError):  # it has ended, and its pipe is closed
         while True:
-            process.send(frames.get())
+            process.send(messages.get())
 
 
-def _answer(process: RankProcess, connection: Connection, has_failed: threading.Event) -> None:
+def _relay_to_driver(process: RankProcess, connection: Connection, has_failed: threading.Event) -> None:
     with contextlib.suppress(OSError, ValueError):
         while (frame := process.receive()) is not None:
             connection.send(frame)
@@ -337,11 +330,11 @@ def _answer(process: RankProcess, connection: Connection, has_failed: threading.
     connection.end()
 
 
-def _watch(process: RankProcess, connection: Connection, ended: threading.Event) -> None:
+def _report_life(process: RankProcess, connection: Connection, ended: threading.Event) -> None:
     """Report to the driver when the rank stops, continues or hangs."""
     before = Life.RUNNING
     with contextlib.suppress(OSError):
         while not ended.wait(LOOK_SECONDS):
             if (life := process.look()) is not before:
                 before = life
-                connection.send(msgspec.msgpack.encode(Seen(life)))
+                connection.send(msgspec.msgpack.encode(LifeChange(life)))

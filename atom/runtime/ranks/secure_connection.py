@@ -1,4 +1,4 @@
-"""Connections of processes that share a key: mutual proof, authentic frames.
+"""TCP connections between processes that share a key: mutual authentication, signed frames.
 
     with listen("tcp://10.0.0.1:7000") as listening:
         rank, connection = accept(listening.accept()[0], key)
@@ -15,10 +15,10 @@ The handshake, numbers little-endian:
     driver    HMAC-SHA256(key, "driver proves" + all of the above)
 
 Then frames: the length in 4 bytes, HMAC-SHA256(session key, number of the frame in 8 bytes + body), the body. Each
-direction has a session key, an HMAC of the handshake. So nobody without the key can speak, forge, replay, drop or
-reorder a frame unnoticed; whoever sees the network can read them. Before a proof, nothing of variable length is read.
+direction has its own session key, an HMAC of the handshake. So nobody without the key can forge, replay, reflect, drop
+or reorder a frame unnoticed. Nothing is encrypted. Before the proof, only fixed lengths are read.
 
-On a socket of this host ("unix:NAME") the kernel says whose the other process is, and the key is empty.
+On a Unix socket ("unix:NAME", abstract) the kernel reports the user of the other process, and the key is empty.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ HEAD = struct.Struct(f"<I{PROOF_BYTES}s")
 NUMBER = struct.Struct("<Q")
 MAX_BODY = 1 << 28  # bytes: a step's masks of a grammar for 512 sequences of 152k tokens are 78 MB
 HANDSHAKE_SECONDS = 5.0
-MIN_LOSS_SECONDS = 10.0  # without an acknowledgment
-BACKLOG = 1024  # connections that wait to be accepted
+MIN_LOSS_SECONDS = 10.0  # of TCP without an acknowledgment
+BACKLOG = 1024  # connections waiting to be accepted
 USER = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
@@ -52,12 +52,14 @@ class WrongKeyError(OSError):
 
 
 class Connection:
-    """A connection whose other side has proved that it has the key. Several threads may send, and one receives."""
+    """A connection whose other side has proved that it has the key. Several threads may send; one receives."""
 
     def __init__(self, connected: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         self._socket, self._send_key, self._receive_key = connected, send_key, receive_key
         self._num_sent = self._num_received = 0
         self._sending = threading.Lock()
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def host(self) -> str:
@@ -67,7 +69,7 @@ class Connection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the other side has closed it, where all that it sent has been received."""
+        """Whether the other side has closed it, and all that it sent has been received."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except OSError as error:
@@ -81,7 +83,7 @@ class Connection:
             self._socket.sendall(HEAD.pack(len(body), proof) + body)
 
     def receive(self) -> bytes | None:
-        """The next frame's body; None at the end. OSError where it is cut, too large, or not authentic."""
+        """The next frame's body; None at the end. OSError if it is cut off, too large or not authentic."""
         head = read(self._socket, HEAD.size)
         if not head:
             return None
@@ -99,14 +101,15 @@ class Connection:
         return body
 
     def limit_silence(self, seconds: float | None) -> None:
-        """Have `receive` raise TimeoutError where nothing comes for so long; None: wait for ever."""
+        """Have `receive` raise TimeoutError after this long without data; None: never."""
         self._socket.settimeout(seconds)
 
     def limit_loss(self, seconds: float) -> None:
-        """Have the system end the connection once the other host has acknowledged nothing for so long.
+        """Have the kernel end the connection once the other host has acknowledged nothing for this long.
 
-        It acknowledges for a process that is stopped, unless that leaves more unread than it keeps. seconds: at least
-        MIN_LOSS_SECONDS count, since a network that loses packets needs some to send them again.
+        Its kernel acknowledges for a stopped process too, until that process's receive buffer is full.
+
+        seconds: raised to MIN_LOSS_SECONDS, since a network that loses packets needs time to send them again
         """
         if self._socket.family == socket.AF_UNIX:
             return
@@ -119,7 +122,7 @@ class Connection:
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def end(self) -> None:
-        """End it for both sides, also for threads of this one that wait for it."""
+        """End it for both sides, and for threads of this process that wait for it."""
         with contextlib.suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -129,7 +132,7 @@ class Connection:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen at the driver's address. ConfigError where that fails."""
+    """Listen at the driver's address. ConfigError if that fails."""
     try:
         family, place = find_place(address)
         listening = socket.socket(family, socket.SOCK_STREAM)
@@ -146,7 +149,7 @@ def listen(address: str) -> socket.socket:
 
 
 def accept(connected: socket.socket, key: bytes) -> tuple[int, Connection]:
-    """Greet a rank that has connected: its number, its connection. OSError, with the reason, for a stranger."""
+    """Authenticate a rank that has connected: its number, its connection. OSError, with the reason, for a stranger."""
     end = time.monotonic() + HANDSHAKE_SECONDS
     check_user(connected)
     greeting = read(connected, len(MAGIC) + RANK.size + NONCE_BYTES, end)
@@ -167,9 +170,9 @@ def accept(connected: socket.socket, key: bytes) -> tuple[int, Connection]:
 
 
 def connect(address: str, key: bytes, rank: int, host: str | None = None) -> Connection:
-    """Connect to the driver. OSError where it is not there, WrongKeyError where it has another key.
+    """Connect to the driver. OSError if it does not listen, WrongKeyError if it has another key.
 
-    host: this host's address to connect from
+    host: this host's address to connect from; None: any
     """
     family, place = find_place(address)
     connected = socket.socket(family, socket.SOCK_STREAM)
@@ -195,7 +198,7 @@ def connect(address: str, key: bytes, rank: int, host: str | None = None) -> Con
 
 
 def bind(connecting: socket.socket, host: str) -> None:
-    """Have a socket connect from this address. ConfigError where it is none of this host."""
+    """Have a socket connect from this address. ConfigError if it is not one of this host."""
     try:
         connecting.bind((host, 0))
     except OSError as error:
@@ -203,12 +206,12 @@ def bind(connecting: socket.socket, host: str) -> None:
 
 
 def prove(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 of parts that have fixed lengths, but for the last."""
+    """HMAC-SHA256 of parts of which all but the last have fixed lengths."""
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
 def read(connected: socket.socket, size: int, end: float | None = None) -> bytes:
-    """So many bytes; fewer where the other side has ended. end: TimeoutError from then on"""
+    """This many bytes; fewer if the other side has ended. end: monotonic time from which on it raises TimeoutError"""
     data = bytearray()
     while len(data) < size:
         if end is not None:
@@ -224,17 +227,15 @@ def read(connected: socket.socket, size: int, end: float | None = None) -> bytes
 
 
 def check_user(connected: socket.socket) -> None:
-    """OSError where a socket of this host leads to another user's process."""
+    """OSError if a Unix socket leads to another user's process."""
     if connected.family == socket.AF_UNIX:
         _, user, _ = USER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, USER.size))
         if user != os.getuid():
             raise OSError(f"it is of user {user}")
-    else:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def find_place(address: str) -> tuple[socket.AddressFamily, tuple[str, int] | str]:
-    """The family and the address that sockets take. ConfigError where a name means all interfaces."""
+    """The family and address for sockets. ConfigError if the name means all interfaces."""
     if address.startswith(UNIX):
         return socket.AF_UNIX, "\0" + address.removeprefix(UNIX)
     family, _, _, _, place = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)[0]

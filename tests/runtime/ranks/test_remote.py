@@ -1,4 +1,4 @@
-"""Ranks that join over a network: strangers, ranks that are taken, what dies and what stops."""
+"""Ranks that join over a network: strangers, ranks that are taken, ranks that die or stop."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from slowness import slowness
 
+from atom.config.parallel import split_address
 from atom.errors import ConfigError, EngineDeadError
 from atom.runtime.ranks import remote as remote_ranks
 from atom.runtime.ranks import secure_connection
 from atom.runtime.ranks.links import Ranks
-from atom.runtime.ranks.remote import Listener, find_driver, supervise
+from atom.runtime.ranks.remote import Placement, find_driver, supervise
 from atom.runtime.ranks.secure_connection import Connection
 
 KEY = b"0123456789abcdef"
@@ -33,8 +34,8 @@ class Joining:
     """A driver that listens, and ranks that join it as threads."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.listener = Listener("tcp://127.0.0.1:0", KEY, num_ranks)
-        self.address = f"tcp://127.0.0.1:{self.listener.place[1]}"
+        self.placement = Placement("tcp://127.0.0.1:0", KEY, num_ranks)
+        self.address = self.placement.address
         self.connections: list[Connection] = []
 
     def join(self, rank: int, hello: bytes = b"hello") -> Connection:
@@ -44,7 +45,7 @@ class Joining:
         return connection
 
     def stranger(self, said: bytes = b"") -> socket.socket:
-        connected = socket.create_connection(self.listener.place)
+        connected = socket.create_connection(split_address(self.address))
         connected.sendall(said)
         return connected
 
@@ -59,7 +60,7 @@ def joining() -> Iterator[Callable[[int], Joining]]:
 
     yield make
     for each in made:
-        each.listener.close()
+        each.placement.close()
         for connection in each.connections:
             connection.close()
 
@@ -67,7 +68,7 @@ def joining() -> Iterator[Callable[[int], Joining]]:
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
 
 
@@ -81,7 +82,7 @@ def test_strangers_neither_delay_nor_harm_ranks_and_are_logged_once_each(
     since = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         joined = list(pool.map(driver.join, (3, 1, 2)))
-    channels = driver.listener.join(30)
+    channels = driver.placement.join(30)
     assert time.monotonic() - since < 40, "they were waited for"
     for stranger in strangers:
         stranger.close()
@@ -107,51 +108,51 @@ def test_strangers_neither_delay_nor_harm_ranks_and_are_logged_once_each(
     assert sorted(lines) == sorted(reasons)
 
 
-def test_a_key_that_is_wrong_is_said_on_both_sides(joining: Callable[[int], Joining], capfd: Any):
+def test_a_wrong_key_is_reported_on_both_sides(joining: Callable[[int], Joining], capfd: Any):
     driver = joining(2)
     with pytest.raises(ConfigError, match=r"has another key; parallel\.key_file must hold the same on each host"):
         find_driver(driver.address, KEY[::-1], 1)
     with pytest.raises(ConfigError, match="has another key"):
         find_driver(driver.address, b"", 1)
     driver.join(1)
-    assert len(driver.listener.join(30)) == 1
+    assert len(driver.placement.join(30)) == 1
     assert capfd.readouterr().err.count("a connection from 127.0.0.1 is refused: it has another key") == 1
 
 
 @pytest.mark.parametrize(
     ("rank", "reason"), [(1, "another process is rank 1"), (0, "there is no rank 0"), (7, "there is no rank 7")]
 )
-def test_a_rank_that_is_taken_or_none_is_refused_with_the_reason(
+def test_a_rank_that_is_taken_or_does_not_exist_is_refused_with_the_reason(
     rank: int, reason: str, joining: Callable[[int], Joining]
 ):
     driver = joining(3)
     first = driver.join(1)
-    wait_until(lambda: driver.listener._joined)
+    wait_until(lambda: driver.placement._joined)
     with pytest.raises(ConfigError, match=reason):
         supervise(find_driver(driver.address, KEY, rank), b"hello", ECHO)
     driver.join(2)
-    channels = driver.listener.join(30)
+    channels = driver.placement.join(30)
     channels[0].send(b"still there")
     assert first.receive() == b"still there"
 
 
-def test_a_rank_that_has_left_may_come_again(joining: Callable[[int], Joining]):
+def test_a_rank_that_has_left_may_join_again(joining: Callable[[int], Joining]):
     driver = joining(3)
     driver.join(1, b"before").close()
-    wait_until(lambda: driver.listener._joined)
+    wait_until(lambda: driver.placement._joined)
     driver.join(1, b"after")
     driver.join(2)
-    assert [channel.hello for channel in driver.listener.join(30)] == [b"after", b"hello"]
+    assert [channel.hello for channel in driver.placement.join(30)] == [b"after", b"hello"]
 
 
 def test_ranks_that_do_not_join_are_named(joining: Callable[[int], Joining]):
     driver = joining(4)
     driver.join(2)
     with pytest.raises(EngineDeadError, match="rank 1, 3 did not join within 1 s"):
-        driver.listener.join(0.6)
+        driver.placement.join(0.6)
 
 
-def test_a_driver_that_is_not_there_is_waited_for(joining: Callable[[int], Joining]):
+def test_a_rank_waits_for_a_driver_that_does_not_listen_yet(joining: Callable[[int], Joining]):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(EngineDeadError, match=f"rank 1 finds no driver at {address}: .*refused"):
@@ -159,13 +160,13 @@ def test_a_driver_that_is_not_there_is_waited_for(joining: Callable[[int], Joini
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(find_driver, address, KEY, 1)
         time.sleep(0.2)
-        listener = Listener(address, KEY, 2)
-        with closing(listener), closing(found.result(30)) as connection:
+        placement = Placement(address, KEY, 2)
+        with closing(placement), closing(found.result(30)) as connection:
             connection.send(b"hello")
-            assert listener.join(30)[0].hello == b"hello"
+            assert placement.join(30)[0].hello == b"hello"
 
 
-def test_a_driver_whose_name_is_unknown_is_told_at_once_and_with_the_setting_at_the_end(
+def test_an_unknown_host_name_is_reported_at_once_and_with_the_setting_at_the_end(
     monkeypatch: pytest.MonkeyPatch, capfd: Any
 ):
     def fail(*_: object, **__: object) -> None:
@@ -180,7 +181,7 @@ def test_a_driver_whose_name_is_unknown_is_told_at_once_and_with_the_setting_at_
     assert len(said) == 1
 
 
-def test_a_driver_of_this_host_that_is_not_there_may_have_another_port():
+def test_a_missing_driver_on_this_host_may_have_another_port():
     with pytest.raises(EngineDeadError, match=r"unix:atom-run-0-x-1: .*refused; set MASTER_PORT to that of rank 0"):
         find_driver("unix:atom-run-0-x-1", b"", 1, seconds=0)
 
@@ -193,12 +194,12 @@ sys.exit(supervise(find_driver(sys.argv[1], sys.argv[2].encode(), 1), b"hello", 
 
 
 class Supervised:
-    """A rank behind a supervisor, which is a process of its own."""
+    """A rank whose supervisor is a process of its own."""
 
     def __init__(self, driver: Joining, code: str) -> None:
         command = [sys.executable, "-c", SUPERVISE, driver.address, KEY.decode(), code]
         self.supervisor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        self.ranks = Ranks(driver.listener.join(20), [b"opening"])
+        self.ranks = Ranks(driver.placement.join(20), [b"opening"])
 
     @property
     def rank(self) -> int:
@@ -229,7 +230,7 @@ def is_gone(pid: int) -> bool:
 
 def test_a_rank_on_another_host_answers_and_ends_with_its_driver(supervised: Supervised):
     rank, body = supervised.rank, os.urandom(3_000_000)
-    supervised.ranks.tell([body])
+    supervised.ranks.send([body])
     assert supervised.ranks.receive(1) == body
     supervised.ranks.close()
     assert supervised.supervisor.wait(30) == 0
@@ -258,7 +259,7 @@ def test_a_rank_or_supervisor_that_is_stopped_ends_nothing_and_goes_on(which: st
         os.kill(pid, signal.SIGSTOP)
     if which == "rank":
         wait_until(lambda: ranks.stopped == [1])
-    ranks.tell([b"meanwhile"])
+    ranks.send([b"meanwhile"])
     assert ranks.await_fault(3.5) is None
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
@@ -266,13 +267,13 @@ def test_a_rank_or_supervisor_that_is_stopped_ends_nothing_and_goes_on(which: st
     wait_until(lambda: not ranks.stopped)
 
 
-def test_a_rank_that_hangs_is_a_fault_which_its_supervisor_reports(joining: Callable[[int], Joining]):
+def test_a_supervisor_reports_a_rank_that_hangs(joining: Callable[[int], Joining]):
     code = "import ctypes; link.answer(link.receive()); link.receive(); ctypes.PyDLL(None).sleep(1000)"
     with closing(Supervised(joining(2), code)) as hanging:
         assert hanging.ranks.receive(1) == b"opening"
         rank = hanging.rank
         hanging.ranks.limit_silence(1.0)
-        hanging.ranks.tell([b"hang"])
+        hanging.ranks.send([b"hang"])
         reason = "rank 1 has neither answered nor used the CPU for 1 s"
         assert str(hanging.ranks.await_fault(60)) == reason
         assert hanging.supervisor.wait(30) == 0
@@ -289,12 +290,12 @@ def test_an_error_of_a_rank_is_that_of_the_engine(joining: Callable[[int], Joini
 def test_a_host_that_is_gone_ends_the_connection_on_both_sides(
     joining: Callable[[int], Joining], monkeypatch: pytest.MonkeyPatch
 ):
-    """A host that acknowledges nothing: packets cannot be dropped here, so the system is asked what it has been told."""
+    """Packets cannot be dropped here, so this checks the limits that the kernel is given."""
     driver, limits = joining(2), []
     monkeypatch.setattr(Connection, "limit_loss", lambda _, seconds: limits.append(seconds))
     with ThreadPoolExecutor(1) as pool:
         supervising = pool.submit(supervise, find_driver(driver.address, KEY, 1), b"hello", ECHO)
-        with closing(Ranks(driver.listener.join(30), [b"opening"])) as ranks:
+        with closing(Ranks(driver.placement.join(30), [b"opening"])) as ranks:
             assert ranks.receive(1) == b"opening"
             ranks.limit_silence(20.0)
             wait_until(lambda: limits == [60.0, 60.0, 20.0, 20.0])
@@ -305,7 +306,7 @@ def test_a_rank_that_is_stopped_does_not_hold_up_its_supervisor(supervised: Supe
     rank = supervised.rank
     os.kill(rank, signal.SIGSTOP)
     for _ in range(20):
-        supervised.ranks.tell([b"x" * 100_000])  # more than its pipe holds
+        supervised.ranks.send([b"x" * 100_000])  # more than its pipe holds
     supervised.ranks.close()
     assert supervised.supervisor.wait(30) is not None
     wait_until(lambda: is_gone(rank))
@@ -320,6 +321,6 @@ def test_no_more_connections_are_greeted_at_once_than_there_are_slots(
     strangers = [driver.stranger() for _ in range(30)]
     since = time.monotonic()
     driver.join(1)  # again and again, until there is a slot
-    assert len(driver.listener.join(30)) == 1 and time.monotonic() - since < 30
+    assert len(driver.placement.join(30)) == 1 and time.monotonic() - since < 30
     for stranger in strangers:
         stranger.close()

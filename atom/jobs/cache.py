@@ -193,7 +193,7 @@ def _take_in(cache: Cache, measured: Mapping[str, Any]) -> Mapping[str, int]:
     from atom.kernels import tuned
 
     try:
-        return tuned.take_in(cache.folder, measured)
+        return tuned.merge(cache.folder, measured)
     except (Unfit, OSError) as error:
         raise ArtifactError(f"{cache.folder} takes in no measured parameters: {reason_of(error)}") from None
 

@@ -2,8 +2,8 @@
 
 `atom/kernels/triton/compile/codegen.py` writes the source.
 
-These ops work on each row by itself. A linear or an attention does not, so pieces lie between these. Called outside of
-a piece, such a kernel is the op's own body.
+These ops work on each row separately. Linears and attention do not, so pieces lie between them. Outside a piece, such a
+kernel is the op's own body.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atom.kernels.reference import body_kernel
 from atom.kernels.triton.compile.codegen import NORMS, RULES
 from atom.kernels.triton.compile.piece_compiler import TritonCompiler
 
-MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
+MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at once
 
 
 def accepts(target: Target, first: Type, *_types: Any, **_attributes: Any) -> str | None:

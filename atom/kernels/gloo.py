@@ -3,10 +3,9 @@
     communicator = GlooCommunicator(rendezvous)     # of all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")
 
-On one host, small tensors meet in memory that the ranks share, where each waits for the others. Larger ones, and those
-of ranks on several hosts, take torch's gloo, and so does what stages send each other: each rank listens at its host's
-own address, which the others are told over the connections to the driver. Gloo's data is neither encrypted nor
-authenticated.
+On one host, small tensors go through memory that the ranks share, where each waits for the others. Larger ones, those
+of ranks on several hosts and those between stages take torch's gloo: each rank listens at its host's own address, which
+the others get over the connections to the driver. Gloo's data is neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from atom.graph import TORCH_DTYPES, ops
 from atom.kernels.backend import Backend, Held, Rendezvous, collective_kernel
 from atom.kernels.dispatch import collect_rows, dispatch_rows, parts_of, plan_rows
 
-CONNECT = timedelta(seconds=30)  # for all ranks to be there, which have loaded their weights
-LOOK = timedelta(seconds=0.2)  # between two looks whether all ranks are there
-FOREVER = timedelta(days=365)  # of a collective: a stopped rank comes late, and one that is gone ends it at once
-SHARED_BYTES = 1 << 20  # of a tensor that goes through shared memory
-COUNTED_BYTES = 1 << 16  # of all ranks' rows, from which those that go to each are counted: 0.5 ms at 1 Gbit/s
+CONNECT = timedelta(seconds=30)  # for all ranks to connect, once they have loaded their weights
+LOOK = timedelta(seconds=0.2)  # between two checks that all ranks are alive
+FOREVER = timedelta(days=365)  # for a collective: a stopped rank is waited for, and a dead one ends it at once
+SHARED_BYTES = 1 << 20  # max size of a tensor that goes through shared memory
+COUNTED_BYTES = 1 << 16  # of all ranks' rows, above which those for each rank are counted: 0.5 ms at 1 Gbit/s
 LINE = 64  # bytes of a cache line
-ORDERED = ("x86_64", "AMD64")  # processors that show others their writes in the order in which they were made
-SPINS = 20  # looks at a counter before the processor is given to others, and the other ranks are asked for
+ORDERED = ("x86_64", "AMD64")  # processors with total store order
+SPINS = 20  # polls of a counter before yielding the core and checking the other ranks
 
 
 class GlooCommunicator:
@@ -62,7 +61,7 @@ class GlooCommunicator:
         return tuple(self._gather([x, weights, ids], axis))
 
     def _gather(self, xs: Sequence[Tensor], axis: str) -> list[Tensor]:
-        """The rows of each tensor of all ranks, one below the other."""
+        """Concatenate each tensor's rows of all ranks."""
         tensors = [each.contiguous() for each in xs]
         widths = [each.shape[1] * each.itemsize for each in tensors]
         rows = torch.cat([each.view(torch.uint8) for each in tensors], 1)  # so that ranks meet once
@@ -101,19 +100,19 @@ class GlooCommunicator:
         return []  # a CPU has no graphs
 
     def watch(self, check: Callable[[], object]) -> None:
-        """Have a collective that waits call this, which raises where a rank is gone."""
+        """Have waiting collectives call this; it raises if a rank has ended."""
         for peers in self._along.values():
             peers.watch(check)
 
     def abort(self) -> None:
-        """Nothing waits but the host, which `watch` wakes."""
+        """Nothing to do: only the host waits, and `watch` wakes it."""
 
 
 class _Peers:
-    """The ranks along one axis that meet in its collectives."""
+    """The ranks along one axis, for its collectives."""
 
     def __init__(self, rendezvous: Rendezvous, axis: str) -> None:
-        gloo: Any = torch.distributed.ProcessGroupGloo  # whose stubs say little; one that no global state knows
+        gloo: Any = torch.distributed.ProcessGroupGloo  # of which the stubs say little; created without global state
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=rendezvous.host)]
         options._timeout = CONNECT
@@ -121,12 +120,12 @@ class _Peers:
         peers = rendezvous.mesh.peers(rank, axis)
         name, self.place, self.size = f"{axis}-{peers[0]}", peers.index(rank), len(peers)
         self.parts = parts_of(rendezvous.mesh, peers)
-        self._store = ExchangeStore(rendezvous.exchange, name)  # gloo itself holds its C++ part alone
+        self._store = ExchangeStore(rendezvous.exchange, name)  # gloo holds only its C++ part
         self._check: Callable[[], object] = lambda: None
         self._group = gloo(self._store, self.place, self.size, options)
         self._group._set_default_timeout(FOREVER)
         self._shared = None
-        if axis == ops.STAGES:  # which wait long for each other, and should not take a core meanwhile
+        if axis == ops.STAGES:  # they wait long, and should not spin
             self._senders, self._receiver = [Waiter() for _ in peers], Waiter()
             self._sent: deque[Future[None]] = deque()  # what may not have been taken yet
         elif folder:
@@ -140,7 +139,7 @@ class _Peers:
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The tensor of each, to be read before the next call."""
+        """The tensor of each rank, valid until the next call."""
         x = x.contiguous()
         if self._shared and self._shared.takes(x):
             return self._shared.exchange(x)
@@ -157,13 +156,13 @@ class _Peers:
         return add(torch.split(self.exchange(x.contiguous(), [rows] * self.size, [rows] * self.size), rows))
 
     def exchange(self, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-        """Send so many rows to each rank, one part below the other; those that come likewise."""
+        """All-to-all: rows [sum(sent), …], in the order of the ranks -> [sum(taken), …]. sent, taken: rows by rank"""
         got = rows.new_empty(sum(taken), *rows.shape[1:])
         self._wait(self._group.alltoall_base(got.view(torch.uint8), rows.view(torch.uint8), taken, sent))
         return got
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a copy of a tensor to the rank at this place, which takes it later."""
+        """Send a copy of a tensor to the rank at this place, without waiting."""
         while self._sent and self._sent[0].done():
             self._sent.popleft().result()
         copied = x.clone(memory_format=torch.contiguous_format)
@@ -172,20 +171,20 @@ class _Peers:
     def receive(self, x: Tensor, source: int) -> None:
         """Fill a tensor with what the rank at this place sends."""
         done = self._receiver.start(self._group.recv([x], source, 0), x)
-        while True:  # here gloo cannot wait for a while only: it would end all connections then
+        while True:  # a time-out of gloo itself would end all its connections
             try:
                 return done.result(LOOK.total_seconds())
             except TimeoutError:
                 self._check_or_leave()
 
     def watch(self, check: Callable[[], object]) -> None:
-        """Have a collective that waits call this, which raises where a rank is gone."""
+        """Have waiting collectives call this; it raises if a rank has ended."""
         self._check = check
         if self._shared:
             self._shared.check = check
 
     def _wait(self, work: Any) -> None:
-        """Wait for a collective, also of a rank on a host that is gone, whose connection does not end."""
+        """Wait for a collective; a host that is gone ends no connection of gloo, so check in between."""
         while True:
             try:
                 work.wait(LOOK)
@@ -199,7 +198,7 @@ class _Peers:
         try:
             self._check()
         except BaseException:
-            # the group's end would wait for what it has begun, which never ends: it stays until this process ends
+            # destroying the group would wait for its pending work, which never ends: leak it
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
 
@@ -208,7 +207,7 @@ class _Peers:
 
 
 class Waiter:
-    """A thread that waits for transfers, one after the other, whose tensors it holds meanwhile."""
+    """A thread that waits for transfers in order, and keeps their tensors alive meanwhile."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
@@ -216,7 +215,7 @@ class Waiter:
         weakref.finalize(self, self._works.put, None)
 
     def start(self, work: Any, x: Tensor) -> Future[None]:
-        """Wait for a transfer of this tensor next; what has a result once it is over."""
+        """Queue a transfer of this tensor; the future is done when the transfer is."""
         done: Future[None] = Future()
         self._works.put((work, x, done))
         return done
@@ -237,10 +236,10 @@ def _wait_for_works(works: queue.SimpleQueue[Transfer | None]) -> None:
 
 
 class ExchangeStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
-    """The store by which gloo's ranks find each other, of what all ranks set at the same time."""
+    """The store by which gloo's ranks find each other; every rank sets a key at the same time."""
 
     def __init__(self, exchange: Callable[[bytes], list[bytes]], name: str) -> None:
-        """name: of the group of this rank, which has other keys than other groups"""
+        """name: of this rank's group, as a prefix of its keys"""
         super().__init__()
         self._exchange, self._name, self._values = exchange, name, dict[str, bytes]()
 
@@ -252,7 +251,7 @@ class ExchangeStore(torch.distributed.Store):  # type: ignore[misc, name-defined
         return self._values[f"{self._name}/{key}"]
 
     def wait(self, keys: list[str], timeout: object = None) -> None:
-        """Nothing is waited for: `set` has done it."""
+        """Return at once: `set` has waited."""
 
 
 def add(xs: Sequence[Tensor]) -> Tensor:
@@ -261,20 +260,20 @@ def add(xs: Sequence[Tensor]) -> Tensor:
 
 
 class SharedMemory:
-    """A place of each rank for two tensors in turns, and a counter of those that it has written.
+    """Two buffers per rank, used in turn, and a counter of the tensors that it has written.
 
-    A rank that writes its tensor number n has read number n - 1 of all others, each of which had read number n - 2 of
-    all before it wrote that: so two places are enough.
+    A rank that writes its tensor n has read tensor n - 1 of all others, each of which had read tensor n - 2 of all
+    before writing that, so two buffers are enough.
     """
 
     def __init__(self, rank: int, num_ranks: int, file: Path, barrier: Callable[[], None]) -> None:
-        """barrier: waits for all ranks; they have the file open when this returns"""
+        """barrier: waits for all ranks, which then have the file open"""
         self.check: Callable[[], object] = lambda: None
         self._rank, self._number = rank, 0
         self._is_ordered = platform.machine() in ORDERED
         head = num_ranks * LINE
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(descriptor, 0, head + num_ranks * 2 * SHARED_BYTES)  # now, not when it is written
+        os.posix_fallocate(descriptor, 0, head + num_ranks * 2 * SHARED_BYTES)  # fail now rather than on a write
         memory = mmap.mmap(descriptor, 0)
         os.close(descriptor)
         barrier()
@@ -285,7 +284,7 @@ class SharedMemory:
         return self._is_ordered and 0 < x.nbytes <= SHARED_BYTES
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, to be read before the next call."""
+        """The tensors of all ranks, valid until the next call."""
         self._number += 1
         turn, number, counters = self._number % 2, self._number, self._counters
         shown = [place[turn, : x.nbytes].view(x.dtype).view(x.shape) for place in self._places]

@@ -1,9 +1,9 @@
-"""The backend `int8`: products of 8-bit integers on a CPU, by oneDNN.
+"""The backend `int8`: int8 GEMMs on a CPU, by oneDNN.
 
     y = int8_linear(x, weight, bias, act="int8[1, *]")     # x [T, I], weight [O, I] in panels of `cpp`
 
-Many rows are quantized, each by its own scale, and multiplied by a weight's integers as they are, which takes half the
-time or less. Few rows go through `cpp.linear`, which multiplies x itself. Integers are summed in int32, so exactly.
+Many rows are quantized, each with its own scale, and multiplied by the weight's integers, which takes at most half the
+time. Few rows go through `cpp.linear`, which multiplies x itself. Integers are summed in int32, so exactly.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from atom.kernels.cpu import instruction_set
 ACT = "int8[1, *]"
 FEATURE = "int8_products"
 INSTRUCTIONS = ("avx512_vnni", "avx_vnni", "amx_int8", "i8mm")  # without which the sums of oneDNN may overflow
-MANY_ROWS = 33  # of fewer, to read a weight takes most of the time
-AT_ONCE = 512  # rows: their sums take 4 bytes each
-CHUNK = torch.complex128  # a dtype of 16 bytes, the numbers of a panel's column
+MIN_ROWS = 33  # with fewer, reading the weight takes most of the time
+CHUNK_ROWS = 512  # at a time: sums take 4 bytes each
+CHUNK = torch.complex128  # a dtype of 16 bytes: a panel's column
 
 
 def find_features() -> frozenset[str]:
@@ -38,16 +38,16 @@ def find_features() -> frozenset[str]:
 def accepts_int8(target: Target, x: Type, weight: Type, *types: Type | None, act: str | None = None) -> str | None:
     """rows of activations in int8, on a CPU with 8-bit dot products"""
     if act is None:
-        return "multiplies quantized activations alone"
+        return "multiplies only quantized activations"
     if FEATURE not in target.features:
-        return "this CPU has no products of 8-bit integers"
+        return "this CPU has no int8 dot products"
     if weight.fmt is not None and (act_of(weight.fmt), act) != (ACT, ACT):
         return f"activations in {act} are not multiplied by weights in {weight.fmt}"
     return accepts(target, x, weight, *types)
 
 
 def _linear(x: Tensor, panels: Tensor, bias: Tensor | None, layout: list[int]) -> Tensor:
-    if len(x) < MANY_ROWS or panels.dtype != torch.uint8:  # or what could not be packed, without a compiler
+    if len(x) < MIN_ROWS or panels.dtype != torch.uint8:  # or not packed, for lack of a compiler
         return torch.ops.atom.panel_linear(x.contiguous(), panels, bias, layout)  # type: ignore[no-any-return]
     weight = Panels(*layout)  # type: ignore[arg-type]  # numbers in place of bools
     first = ROWS * weight.scale_dtype.itemsize  # bytes of a panel's scales
@@ -57,7 +57,7 @@ def _linear(x: Tensor, panels: Tensor, bias: Tensor | None, layout: list[int]) -
     columns.copy_(panels.view(CHUNK)[:, first // CHUNK.itemsize :].t())
     values = columns.view(torch.int8)[:, : weight.out]
     y = x.new_empty(len(x), weight.out)
-    for some, part in zip(torch.split(x, AT_ONCE), torch.split(y, AT_ONCE), strict=True):
+    for some, part in zip(torch.split(x, CHUNK_ROWS), torch.split(y, CHUNK_ROWS), strict=True):
         numbers, row_scales = quantize_rows(some, ACT)
         sums = torch.mul(torch._int_mm(numbers, values), row_scales).mul_(scales)
         part.copy_(sums if bias is None else sums.add_(bias))

@@ -2,7 +2,7 @@
 
 totals, ids, top = top_logprobs(logits, rows, num_top=5)     # of the rows that report them
 
-Shapes by letter as in `atom.kernels.step`; A rows are asked for.
+Shapes by letter as in `atom.kernels.step`; A: rows that report log probabilities.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 22  # logits that are held in 8 bytes each at once
+CHUNK_ELEMENTS = 1 << 22  # logits held at once, in 8 bytes each
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The most likely tokens of some rows of unprocessed logits, a nan counting as the lowest.
+    """The most likely tokens of some rows of unprocessed logits; nan counts as the lowest.
 
-    logits: any float [R, V]; rows: i64[A]. Gives the log-sum-exps totals fp32[A], and the num_top best, best first and
-    among equals the lower id first: ids i32[A, num_top], log probabilities fp32.
+    logits: any float [R, V]
+    rows: i64[A]
+    num_top: tokens per row
+
+    Returns the log-sum-exps fp32[A], and the num_top best tokens, best first, ties by lower id: ids i32[A, num_top] and
+    log probabilities fp32[A, num_top].
     """
     size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     parts = [_find_top(logits.index_select(0, part), num_top) for part in torch.split(rows, size)]
@@ -33,9 +37,9 @@ def _find_top(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def most_likely(logits: Tensor, count: int) -> Tensor:
-    """Ids i64[R, count] of the largest logits of each row, best first and among equals the lower id first.
+    """Ids i64[R, count] of the largest logits of each row, best first, ties by lower id.
 
-    One integer orders both: the bits of a float32 (they compare as integers once the negative ones are flipped), then
+    One integer key orders both: the bits of the float32 (comparable as integers once negative ones are flipped), then
     the id counted from the end.
     """
     vocab = logits.shape[-1]

@@ -3,15 +3,15 @@
     communicator = connect(rendezvous)              # on all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")
 
-Small tensors are pushed into the peers' memory instead where GPUs can open each other's (`peers`).
+If GPUs can open each other's memory, small tensors are pushed into it instead (`peers`).
 
 NCCL, or RCCL on AMD's GPUs, which has the same functions, is called through ctypes on the current stream, so that a
-CUDA graph takes a collective as any kernel, and nothing watches it but the driver of the ranks. Each group of ranks
-along an axis has a communicator of its own, and so has each direction in which two stages send: a stage that sends
-waits for nothing, on a stream of its own, since the other one may be sending too. A graph holds no such send, for it
-would end with it: what it computes is sent behind each replay.
+CUDA graph captures a collective like any kernel, and only the driver of the ranks watches it. Each group of ranks along
+an axis has its own communicator, and so has each direction in which two stages send: a stage sends on a stream of its
+own without waiting, since the other one may be sending too. A graph holds no send, since it would end only with it:
+what a graph computes is sent after each replay.
 
-NVLink's multicast is never used. What ranks on several hosts send is neither encrypted nor authenticated.
+NVLink's multicast is never used. Data between hosts is neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from atom.kernels.dispatch import Exchange, Plan, collect_rows, dispatch_rows, p
 from atom.process.messages import say
 
 LIBRARIES = ("libnccl.so.2", "librccl.so.1")  # which torch has loaded
-# of all ranks: a multicast object that one of them leaves behind can take the links of a whole machine down
+# for all ranks: a multicast object that outlives its process can take the links of a whole machine down
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-# of ranks on one host: else each collective in a CUDA graph takes 12 us more, to come behind those of other graphs, as
-# it does here on the one stream that takes all steps
+# for ranks on one host: otherwise each collective in a CUDA graph takes 12 us more, to be ordered after those of other
+# graphs; here one stream runs all steps, which orders them
 ONE_STREAM = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
 DTYPES = {torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 BYTES, SUM = DTYPES[torch.uint8], 0
-GRACE = 0.05  # seconds between the word that ranks are gone and the end of their communicators
-COUNTED_BYTES = 1 << 20  # of all ranks' rows, from which the host waits to learn how many go where: some 50 us
-WARM_UP = (1, 1 << 20)  # elements of float32: small and large tensors may take connections of their own
+GRACE = 0.05  # seconds between the news that ranks have ended and the abort of their communicators
+COUNTED_BYTES = 1 << 20  # of all ranks' rows, above which the host waits for their counts by rank: about 50 us
+WARM_UP = (1, 1 << 20)  # float32 elements: small and large tensors may use different connections
 
-is_walking: ContextVar[bool] = ContextVar("is_walking", default=False)  # of this thread: nothing is launched
+is_walking: ContextVar[bool] = ContextVar("is_walking", default=False)  # in this thread: nothing is launched
 
 
 class UniqueId(ctypes.Structure):
@@ -60,7 +60,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Library:
-    """The functions of NCCL. UnsupportedError where torch has brought none."""
+    """The functions of NCCL. UnsupportedError if torch comes without it."""
 
     def __init__(self, *, is_one_host: bool) -> None:
         self._nccl = _open_library()
@@ -81,20 +81,20 @@ class Library:
         self._init_rank = self._find("ncclCommInitRank", ctypes.POINTER(pointer), number, UniqueId, number)
 
     def make_id(self) -> bytes:
-        """What one rank gives the others, to connect."""
+        """The id that one rank shares with the others, to connect."""
         made = UniqueId()
         self._get_unique_id(ctypes.byref(made))
         return bytes(made)
 
     def connect(self, id: bytes, place: int, size: int) -> int:
-        """Wait for so many ranks with this id; the communicator. place: of this one among them"""
+        """Wait for all `size` ranks with this id; the communicator. place: of this rank among them"""
         communicator = ctypes.c_void_p()
         self._init_rank(ctypes.byref(communicator), size, UniqueId.from_buffer_copy(id), place)
         assert communicator.value is not None, "NCCL has made one"
         return communicator.value
 
     def _find(self, name: str, *types: Any) -> Callable[..., None]:
-        """A function by its name, which raises EngineDeadError where it fails."""
+        """A function by its name, which raises EngineDeadError if it fails."""
         function = getattr(self._nccl, name)
         function.argtypes = types
 
@@ -119,7 +119,7 @@ def _open_library() -> Any:
 
 
 class _Group(NamedTuple):
-    """The ranks along an axis, as NCCL knows them."""
+    """The ranks along an axis, with their NCCL communicator."""
 
     handle: int
     place: int  # of this rank
@@ -149,7 +149,7 @@ class NcclCommunicator:
         self._warm_up(connected, sends_rows=rendezvous.folder is None)
 
     def _share_ids(self, rendezvous: Rendezvous, groups: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, bytes]:
-        """The id of each group, by its name, which its first rank makes."""
+        """The id of each group, by its name; its first rank makes it."""
         made = {_name(axis, ranks): self._nccl.make_id() for axis, ranks in groups if ranks[0] == rendezvous.rank}
         shared = rendezvous.exchange(msgspec.msgpack.encode(made))
         return {name: id for each in shared for name, id in msgspec.msgpack.decode(each, type=dict[str, bytes]).items()}
@@ -200,7 +200,7 @@ class NcclCommunicator:
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
         if self._launches(x):
-            send = partial(self._send_beside, rank=self._stages[to])
+            send = partial(self._send_on_own_stream, rank=self._stages[to])
             if torch.cuda.is_current_stream_capturing():
                 self._held.append(Held(x, send))
             else:
@@ -214,20 +214,20 @@ class NcclCommunicator:
         return x
 
     def _gather(self, xs: Sequence[Tensor], axis: str) -> list[Tensor]:
-        """The rows of each tensor of all ranks, one below the other."""
+        """Concatenate each tensor's rows of all ranks."""
         group, tensors = self._groups[axis], [each.contiguous() for each in xs]
         gathered = [each.new_empty(group.size * len(each), *each.shape[1:]) for each in tensors]
         if self._launches(tensors[0]):
             stream = _stream()
-            self._nccl.group_start()  # so that ranks meet once
+            self._nccl.group_start()  # one launch for all
             for each, out in zip(tensors, gathered, strict=True):
                 self._nccl.all_gather(each.data_ptr(), out.data_ptr(), each.nbytes, BYTES, group.handle, stream)
             self._nccl.group_end()
         return gathered
 
     def _counts(self, x: Tensor, times: int) -> bool:
-        """Whether rows are counted, and the host waits for that: not in a graph, whose sizes are fixed, nor of few
-        bytes, so many times those of x. All ranks answer the same."""
+        """Whether to count the rows for each rank, for which the host waits: not in a graph, whose sizes are fixed, nor
+        for few bytes (those of x, `times` over). All ranks decide the same."""
         is_large = x.nbytes * times > COUNTED_BYTES
         return is_large and self._launches(x) and not torch.cuda.is_current_stream_capturing()
 
@@ -236,7 +236,7 @@ class NcclCommunicator:
         return plan_rows(ids, first, experts, group.parts, group.place), partial(self._exchange, group)
 
     def _exchange(self, group: _Group, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-        """Send so many rows to each rank, one part below the other; those that come likewise."""
+        """All-to-all: rows [sum(sent), …], in the order of the ranks -> [sum(taken), …]. sent, taken: rows by rank"""
         got, stream = rows.new_empty(sum(taken), *rows.shape[1:]), _stream()
         self._nccl.group_start()
         for rank, (given, part) in enumerate(zip(torch.split(rows, sent), torch.split(got, taken), strict=True)):
@@ -252,10 +252,10 @@ class NcclCommunicator:
         return held
 
     def watch(self, check: Callable[[], object]) -> None:
-        """The host waits in no collective."""
+        """Nothing to do: the host waits in no collective."""
 
     def abort(self) -> None:
-        """End the kernels of collectives, which may wait for a rank that is gone. None can be called from now on."""
+        """End the kernels of collectives, which may wait for a rank that has ended. None can be called from then on."""
         abort(self._nccl, self._handles, self._is_dead)
 
     def _launches(self, x: Tensor) -> bool:
@@ -264,8 +264,8 @@ class NcclCommunicator:
             raise EngineDeadError("the ranks have ended")
         return x.numel() > 0 and not is_walking.get()
 
-    def _send_beside(self, x: Tensor, rank: int) -> None:
-        """Send a copy on the stream for this rank."""
+    def _send_on_own_stream(self, x: Tensor, rank: int) -> None:
+        """Send a copy, on the stream of this rank."""
         copied, stream = x.clone(memory_format=torch.contiguous_format), self._streams[rank]
         stream.wait_stream(torch.cuda.current_stream())
         copied.record_stream(stream)
@@ -278,9 +278,9 @@ class NcclCommunicator:
         self._nccl.receive(x.data_ptr(), x.nbytes, BYTES, 0, way.handle, _stream())
 
     def _warm_up(self, ways: Mapping[tuple[int, int], _Group], *, sends_rows: bool) -> None:
-        """Have NCCL make its connections now: a CUDA graph should find them, and the memory that they take is known.
+        """Have NCCL make its connections now, before CUDA graphs are captured and free memory is measured.
 
-        sends_rows: each rank may send rows to each other one along `data`
+        sends_rows: ranks may send each other rows along `data`
         """
         for axis, group in self._groups.items():
             for size in WARM_UP:
@@ -301,7 +301,7 @@ class NcclCommunicator:
 
 
 def directions(stages: Sequence[int]) -> list[tuple[int, int]]:
-    """Which ranks send to which: hidden states to the next stage, logits from the last one to all."""
+    """(source, destination) of all sends: hidden states to the next stage, logits from the last one to all."""
     *others, last = stages
     return [*itertools.pairwise(stages), *((last, each) for each in others)]
 
@@ -315,13 +315,13 @@ def _stream() -> int:
 
 
 def abort(nccl: Library, handles: Sequence[int], is_dead: threading.Event) -> None:
-    """End communicators in a thread of its own: NCCL waits there for graphs that have their kernels."""
+    """Abort communicators, in threads: NCCL waits there for graphs that hold their kernels."""
     if is_dead.is_set():
         return
     is_dead.set()
 
     def end() -> None:
-        time.sleep(GRACE)  # whoever has asked before now is through
+        time.sleep(GRACE)  # calls that have passed the check are done
         for handle in handles:
             threading.Thread(target=nccl.abort, args=(handle,), name="abort", daemon=True).start()
 
@@ -329,13 +329,13 @@ def abort(nccl: Library, handles: Sequence[int], is_dead: threading.Event) -> No
 
 
 def connect(rendezvous: Rendezvous) -> Communicator:
-    """Connect to the other ranks, which do so at about the same time. What is small is pushed, where it can be."""
+    """Connect to the other ranks, which call this at about the same time. Small tensors are pushed if possible."""
     whole, meets = NcclCommunicator(rendezvous), any(rendezvous.mesh.size(axis) > 1 for axis in ops.MEETING_AXES)
     if rendezvous.collectives == "nccl" or not meets:
         return whole
     if rendezvous.collectives == "auto" and torch.version.hip is not None:
         if rendezvous.rank == 0:
-            say("ranks meet through RCCL alone; parallel.collectives=peers pushes small tensors, not run on AMD yet")
+            say("ranks use only RCCL; parallel.collectives=peers pushes small tensors, not run on AMD yet")
         return whole
     try:
         return peers.connect(rendezvous, whole)
@@ -343,13 +343,13 @@ def connect(rendezvous: Rendezvous) -> Communicator:
         if rendezvous.collectives == "peers":
             raise
         if rendezvous.rank == 0:
-            say(f"ranks meet through NCCL alone: {error}")
+            say(f"ranks use only NCCL: {error}")
         return whole
 
 
 @contextmanager
 def compile_launches(_pool: Executor) -> Iterator[None]:
-    """Within this context, this thread launches no collective; there is nothing to compile."""
+    """Within this context, this thread launches no collective. There is nothing to compile."""
     token = is_walking.set(True)
     try:
         yield

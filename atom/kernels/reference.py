@@ -1,7 +1,4 @@
-"""The backend `reference`: the ops' own bodies, which accept every call.
-
-It is the last in every order.
-"""
+"""The backend `reference`: the ops' own bodies, which accept every call. It is last in every order."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from atom.errors import UnsupportedError
 from atom.graph import ops
 from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, accepts_all
 
-# ops whose bodies a compiler can trace: no state, no shape that depends on data
+# ops whose bodies a compiler can trace: no state, no data-dependent shape
 COMPILED = frozenset({
     ops.embedding, ops.linear, ops.rms_norm, ops.layer_norm, ops.add, ops.mul, ops.scale, ops.softcap, ops.clamp,
     ops.activate, ops.xielu, ops.gated_activate, ops.add_rms_norm, ops.join, ops.split, ops.split_heads,
@@ -20,7 +17,7 @@ COMPILED = frozenset({
 
 
 def body_kernel(op: ops.Op, backend: str = "reference", accepts: Accepts = accepts_all) -> Kernel:
-    """The kernel that is an op's body, which a piece has compiled where that can be traced."""
+    """An op's body as its kernel; pieces compile it if it can be traced."""
     return Kernel(op, backend, accepts, lambda _: op.body, trace=op.body if op in COMPILED else None)
 
 
@@ -29,7 +26,7 @@ def _no_collective(context: LoadContext) -> NoReturn:
 
 
 def _kernel(op: ops.Op) -> Kernel:
-    if op.is_collective:  # whose body takes the tensors of all ranks
+    if op.is_collective:  # its body takes the tensors of all ranks
         return Kernel(op, "reference", lambda *_, **__: "runs on a communicator", _no_collective)
     return body_kernel(op)
 

@@ -48,6 +48,7 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("aiter", "hopper", "triton", "generated", "nccl", "reference"),
     ),
 }
+MODULES = {"widened": "fp32_upcast"}  # of backends whose name is not that of their module
 BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))  # of atom itself
 
 KNOWN = frozenset(kernel.op for kernel in REFERENCE.kernels)  # ops that are not plugged in
@@ -60,7 +61,7 @@ def find_backend(name: str) -> Backend:
         there = ", ".join((*plugged_in, *BACKENDS))
         raise UnsupportedError(f"there is no kernel backend '{name}'; backends: {there}")
     if name in BACKENDS:
-        backend: Backend = importlib.import_module(f"atom.kernels.{name}").BACKEND
+        backend: Backend = importlib.import_module(f"atom.kernels.{MODULES.get(name, name)}").BACKEND
         return backend
     found = plugins.find_value(name, plugins.BACKENDS)
     if not isinstance(found, Backend) or {found.name, *(kernel.backend for kernel in found.kernels)} != {name}:

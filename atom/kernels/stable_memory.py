@@ -1,12 +1,12 @@
-"""Memory of a GPU that is given up and taken again at its addresses.
+"""GPU memory that is released and allocated again at the same addresses.
 
-    memory = StableMemory(1 << 36)             # reserves addresses, and takes nothing
+    memory = StableMemory(1 << 36)             # reserves addresses, allocates nothing
     weight = memory.tensor((4096, 4096), torch.bfloat16)
-    memory.release()                           # nothing is behind the addresses: no kernel may read them
+    memory.release()                           # the addresses are unmapped: no kernel may read them
     memory.take()                              # as much as before, undefined
 
-CUDA graphs and tensor descriptors hold addresses, so that torch's allocator, which would give others, cannot do this.
-Addresses and memory come from CUDA's driver:
+CUDA graphs and tensor descriptors hold addresses, and torch's allocator would return others. Addresses and memory come
+from CUDA's driver:
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
@@ -26,8 +26,8 @@ from atom.errors import UnsupportedError
 
 LIBRARY = "libcuda.so.1"
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-ALIGNMENT = 512  # bytes of a tensor, as torch has it
-CHUNK = 64 << 20  # bytes that are taken at least: few of the driver's allocations
+ALIGNMENT = 512  # bytes, of a tensor, as in torch
+CHUNK = 64 << 20  # min bytes of an allocation of the driver, to make few of them
 PINNED, DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, PROT_READWRITE
 
 
@@ -50,13 +50,13 @@ class AccessDesc(ctypes.Structure):
 
 
 class StableMemory:
-    """Tensors one behind the other, in memory of the current device. UnsupportedError where the driver has none."""
+    """Consecutive tensors in memory of the current device. UnsupportedError if the driver cannot map memory."""
 
-    def __init__(self, most: int) -> None:
-        """most: bytes that all tensors may take"""
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of all tensors together"""
         if torch.version.hip is not None:
             raise UnsupportedError("serve.enable_sleep_mode is for NVIDIA's GPUs and CPUs; leave it out")
-        torch.cuda.synchronize()  # there is a context now, in this thread
+        torch.cuda.synchronize()  # creates the context of this thread
         self._driver = open_driver()
         self._device = find_device()
         self._place = Location(DEVICE, self._device.index or 0)
@@ -64,14 +64,15 @@ class StableMemory:
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), 0)
         self._unit = granularity.value
-        self._most = self._round(most)
-        address, size, none = ctypes.c_uint64(), ctypes.c_size_t(self._most), ctypes.c_size_t(0)
+        self._max_bytes = self._round(max_bytes)
+        address, size, none = ctypes.c_uint64(), ctypes.c_size_t(self._max_bytes), ctypes.c_size_t(0)
         self._call("cuMemAddressReserve", ctypes.byref(address), size, none, _u64(0), _u64(0))
         self._first = address.value
         self.num_bytes = 0  # of all tensors
-        self._sizes: list[int] = []  # of the driver's allocations, one behind the other
-        self._handles: list[int] = []  # of those that are there
-        weakref.finalize(self, _free, self._driver, self._first, self._most, self._sizes, self._handles).atexit = False
+        self._sizes: list[int] = []  # of the driver's allocations, in order
+        self._handles: list[int] = []  # of those that are mapped
+        reserved = self._driver, self._first, self._max_bytes, self._sizes, self._handles
+        weakref.finalize(self, _free, *reserved).atexit = False
 
     @property
     def is_there(self) -> bool:
@@ -102,12 +103,12 @@ class StableMemory:
         return self._view(0, self.num_bytes)
 
     def release(self) -> None:
-        """Give the memory back; the addresses stay."""
+        """Free the memory; keep the addresses."""
         torch.cuda.synchronize()
         _unmap(self._driver, self._first, self._sizes, self._handles)
 
     def take(self) -> None:
-        """Take as much as was released. OutOfMemoryError where the GPU has less; it stays released then."""
+        """Allocate as much as was released. OutOfMemoryError if the GPU has less; it then stays released."""
         try:
             for number in range(len(self._handles), len(self._sizes)):
                 self._map(number)
@@ -116,15 +117,15 @@ class StableMemory:
             raise
 
     def clear(self) -> None:
-        """Give everything back: there are no tensors any more."""
+        """Free everything, and forget all tensors."""
         self.release()
         self._sizes.clear()
         self.num_bytes = 0
 
     def _map(self, number: int) -> None:
-        """Take one allocation, behind those that are there."""
+        """Map one more allocation, after those that are mapped."""
         address, size, handle = self._first + sum(self._sizes[:number]), self._sizes[number], ctypes.c_uint64()
-        assert address + size <= self._first + self._most, "more than was reserved"
+        assert address + size <= self._first + self._max_bytes, "more than was reserved"
         num_bytes, none = ctypes.c_size_t(size), ctypes.c_size_t(0)
         self._call("cuMemCreate", ctypes.byref(handle), num_bytes, ctypes.byref(self._prop), _u64(0))
         with ExitStack() as undo:
@@ -155,7 +156,7 @@ class StableMemory:
 
 
 def find_device() -> torch.device:
-    """The current device, with its index: a storage of `cuda` is on another one than a tensor of `cuda:0`."""
+    """The current device, with its index: a storage on `cuda` does not match a tensor on `cuda:0`."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -174,6 +175,6 @@ def _unmap(driver: Any, first: int, sizes: list[int], handles: list[int]) -> Non
         driver.cuMemRelease(_u64(handle))
 
 
-def _free(driver: Any, first: int, most: int, sizes: list[int], handles: list[int]) -> None:
+def _free(driver: Any, first: int, max_bytes: int, sizes: list[int], handles: list[int]) -> None:
     _unmap(driver, first, sizes, handles)
-    driver.cuMemAddressFree(_u64(first), ctypes.c_size_t(most))
+    driver.cuMemAddressFree(_u64(first), ctypes.c_size_t(max_bytes))

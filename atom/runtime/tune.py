@@ -183,7 +183,7 @@ def _key_of_drafts(size: int, text: str) -> str:
 def _keep(gpu: str, cache: Path, table: str, entry: tuned.Table, log: Log) -> bool:
     """Keep what was measured; False, with a line for the user, if the cache folder takes no file."""
     try:
-        tuned.keep(gpu, cache, table, entry)
+        tuned.save(gpu, cache, table, entry)
     except (Unfit, OSError) as error:
         log(f"{cache} takes no file ({reason_of(error)}): what is found is only for this run")
         return False

@@ -295,8 +295,8 @@ def test_what_was_measured_goes_with_an_artifact_of_a_gpu(
     theirs, target, file = Cache(tmp_path / "theirs"), tmp_path / "target", tmp_path / "model.tar"
     ingredients = {"model": "llama", "device": device}
     theirs.publish("artifacts", key_of(ingredients), {"graph.py": b""}, {"ingredients": ingredients, "pieces": []})
-    tuned.keep("Their GPU", theirs.folder, "linear", {"8 3 3 1": ["library"], "8 4 4 1": ["library"]})
-    tuned.keep("Their GPU", target, "linear", {"8 3 3 1": ["matrix", 16, 16, 1, 2]})
+    tuned.save("Their GPU", theirs.folder, "linear", {"8 3 3 1": ["library"], "8 4 4 1": ["library"]})
+    tuned.save("Their GPU", target, "linear", {"8 3 3 1": ["matrix", 16, 16, 1, 2]})
     monkeypatch.setattr("atom.compiler.artifact.differences_here", lambda entries: [])
     code, out, err = run(f"cache={theirs.folder}", f"job.export={file}")
     said = [line for line in out.splitlines() if "tune=true" in line]

@@ -79,8 +79,8 @@ def test_a_row_that_has_no_number_gives_none():
     [
         ("int8[1, *]", ACT, CPU, None),
         ("ct_int8[1, *]", ACT, CPU, None),
-        ("int8[1, *]", None, CPU, "multiplies quantized activations alone"),
-        ("int8[1, *]", ACT, Target("cpu"), "this CPU has no products of 8-bit integers"),
+        ("int8[1, *]", None, CPU, "multiplies only quantized activations"),
+        ("int8[1, *]", ACT, Target("cpu"), "this CPU has no int8 dot products"),
         ("int8[1, *]", ACT, Target("cuda"), "runs on cpu, not on cuda"),
         ("int8[1, 32]", "int8[1, 32]", CPU, "activations in int8[1, 32] are not multiplied by weights in int8[1, 32]"),
         ("fp8[1, *]", "fp8[1, *]", CPU, "has no products of activations in fp8[1, *]"),

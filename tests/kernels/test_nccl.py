@@ -31,7 +31,7 @@ def test_what_a_graph_computes_is_held_back_and_sent_later(monkeypatch: pytest.M
     sent: list[tuple[int, list[float]]] = []
     communicator = object.__new__(backend.NcclCommunicator)
     communicator._is_dead, communicator._held, communicator._stages = threading.Event(), [], (2, 5)
-    monkeypatch.setattr(communicator, "_send_beside", lambda x, rank: sent.append((rank, x.tolist())))
+    monkeypatch.setattr(communicator, "_send_on_own_stream", lambda x, rank: sent.append((rank, x.tolist())))
     for is_capturing in (False, True):
         monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda found=is_capturing: found)
         communicator.send(x := torch.tensor([1.0, 2.0]), axis=ops.STAGES, to=1)

@@ -92,10 +92,10 @@ def test_a_user_s_own_file_goes_before_what_comes_with_atom(tmp_path: Path):
 def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path):
     cache = tmp_path / "not there yet"
     assert tuned.read_own("My GPU", cache, pytest.fail) == {}
-    path = tuned.keep("My GPU", cache, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["vector", 2, 4, 2, 1]})
+    path = tuned.save("My GPU", cache, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["vector", 2, 4, 2, 1]})
     assert path == cache / "tuned" / "my_gpu.json" and path.stat().st_mode & 0o777 == 0o600
     assert (cache.stat().st_mode | path.parent.stat().st_mode) & 0o777 == 0o700
-    tuned.keep("My GPU", cache, "linear", {"1 4 4 1": ["library"]})
+    tuned.save("My GPU", cache, "linear", {"1 4 4 1": ["library"]})
     assert tuned.read_own("My GPU", cache, pytest.fail) == {"linear": {"1 2 3 1": ["library"], "1 4 4 1": ["library"]}}
     assert json.loads(path.read_text())["versions"] == VERSIONS
     assert '    "1 2 3 1": ["library"],' in path.read_text().splitlines(), "an entry a line"
@@ -105,15 +105,15 @@ def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path)
 
 def test_what_another_machine_found_is_taken_in_where_nobody_has_measured(tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
-    tuned.keep("My GPU", first, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["library"]})
-    tuned.keep("Other GPU", first, "linear", {"8 2 3 1": ["library"]})
-    tuned.keep("My GPU", second, "linear", {"1 4 4 1": ["vector", 2, 4, 2, 1]})
+    tuned.save("My GPU", first, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["library"]})
+    tuned.save("Other GPU", first, "linear", {"8 2 3 1": ["library"]})
+    tuned.save("My GPU", second, "linear", {"1 4 4 1": ["vector", 2, 4, 2, 1]})
     told = tuned.read_all(first, pytest.fail)
     assert told.keys() == {"my_gpu", "other_gpu"} and tuned.read_all(tmp_path / "none", pytest.fail) == {}
-    assert tuned.take_in(second, told) == {"my_gpu": 1, "other_gpu": 1}
+    assert tuned.merge(second, told) == {"my_gpu": 1, "other_gpu": 1}
     mine = {"linear": {"1 4 4 1": ["vector", 2, 4, 2, 1], "1 2 3 1": ["library"]}}
     assert tuned.read_all(second, pytest.fail) == {"my_gpu": mine, "other_gpu": told["other_gpu"]}
-    assert tuned.take_in(second, told) == {}, "twice is once"
+    assert tuned.merge(second, told) == {}, "twice is once"
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_what_another_machine_found_is_taken_in_where_nobody_has_measured(tmp_pa
 )
 def test_what_is_no_measurement_is_not_taken_in(told: dict[str, object], tmp_path: Path):
     cache = tmp_path / "cache"
-    assert tuned.take_in(cache, told) == {}
+    assert tuned.merge(cache, told) == {}
     assert not cache.exists() and os.listdir(tmp_path) == []
 
 
 def test_of_what_several_add_at_once_nothing_is_lost(tmp_path: Path):
     keys = [f"1 {out} 3 1" for out in range(1, 33)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda key: tuned.keep("My GPU", tmp_path, "linear", {key: ["library"]}), keys))
+        list(pool.map(lambda key: tuned.save("My GPU", tmp_path, "linear", {key: ["library"]}), keys))
     assert sorted(tuned.read_own("My GPU", tmp_path, pytest.fail)["linear"]) == sorted(keys)
 
 
 def test_what_is_found_is_kept_where_there_can_be_no_locks(tmp_path: Path):
     (tmp_path / "locks").write_text("a file in the way")
-    tuned.keep("My GPU", tmp_path, "linear", {"1 2 3 1": ["library"]})
+    tuned.save("My GPU", tmp_path, "linear", {"1 2 3 1": ["library"]})
     assert tuned.read_own("My GPU", tmp_path, pytest.fail) == {"linear": {"1 2 3 1": ["library"]}}
 
 
@@ -186,7 +186,7 @@ def test_a_damaged_file_is_ignored_with_a_line_and_written_anew(content: str, tm
     path, lines = write(tmp_path, content), []
     assert tuned.read_own("NVIDIA H200", tmp_path, lines.append) == {}
     assert lines == [f"{path}: it is damaged, ignored"]
-    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
+    tuned.save("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
     assert tuned.read_own("NVIDIA H200", tmp_path, pytest.fail) == {"linear": {"8 3 3 1": ["library"]}}
 
 
@@ -194,7 +194,7 @@ def test_nothing_is_kept_where_others_can_write(tmp_path: Path):
     path = write(tmp_path, json.dumps(OWN))
     path.parent.chmod(0o777)
     with pytest.raises(Unfit, match="is writable by others"):
-        tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
+        tuned.save("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
     assert json.loads(path.read_text()) == OWN
 
 
@@ -206,7 +206,7 @@ def test_what_other_versions_measured_is_ignored_with_a_line_and_written_anew(
     path, lines = write(tmp_path, json.dumps(others)), []
     assert tuned.read_own("NVIDIA H200", tmp_path, lines.append) == {}
     assert lines == [f"{path}: it was measured with another atom or Triton (run tune=true again), ignored"]
-    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 5 5 1": ["library"]})
+    tuned.save("NVIDIA H200", tmp_path, "linear", {"8 5 5 1": ["library"]})
     assert tuned.read_own("NVIDIA H200", tmp_path, pytest.fail) == {"linear": {"8 5 5 1": ["library"]}}
 
 
@@ -256,7 +256,7 @@ def test_an_entry_that_no_kernel_takes_is_ignored_by_itself_with_a_line_and_kept
     path, lines = write(tmp_path, json.dumps(content)), []
     assert tuned.read_own("NVIDIA H200", tmp_path, lines.append) == {"linear": GOOD}
     assert lines == [f"{path}: entries that these kernels do not take are ignored: 1"]
-    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 5 5 1": ["library"]})
+    tuned.save("NVIDIA H200", tmp_path, "linear", {"8 5 5 1": ["library"]})
     assert json.loads(path.read_text()) == {**content, "linear": {key: entry, **GOOD, "8 5 5 1": ["library"]}}
 
 

@@ -305,7 +305,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
     out, inner, gates, *_ = linear_tune.products_of(graph)[0]
     use_measured(model, tmp_path, pytest.fail)
     assert model._bindings.kernels == {}
-    tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
+    tuned.save("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
     use_measured(model, tmp_path, pytest.fail)
     assert used(model, graph, 2) == SLOW
     launched: list[Matrix] = []
@@ -375,7 +375,7 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
 
     assert start() == "" and model._bindings.kernels == {} and asked == []
     assert start(tune=True) == "" and asked == [tmp_path]
-    file = tuned.keep("Test GPU", tmp_path, "linear", {"1 2 3 1": ["library"]})
+    file = tuned.save("Test GPU", tmp_path, "linear", {"1 2 3 1": ["library"]})
     assert start() == "" and model._bindings.kernels
     file.write_text("{")
     assert start() == f"atom-run: {file}: it is damaged, ignored\n"

@@ -1,7 +1,7 @@
-"""The backend `aiter`: AMD's own kernels for its CDNA GPUs, of the package amd-aiter.
+"""The backend `aiter`: AMD's own kernels for its CDNA GPUs, from the package amd-aiter.
 
-AITER is imported when a kernel is first called. What the installed version lacks is found out by reading its sources,
-and is among a machine's features, so that a text says why a call of it is left to `triton`.
+AITER is imported when a kernel is first called. What the installed version lacks is found by reading its sources, and
+becomes a feature of the target, so that a text says why a call is left to `triton`.
 
     h = aiter.add_rms_norm(x, r, W("norm", …), eps=1e-06)
     y = aiter.linear(h, shuffle(W("y", …, fmt="fp8[1, *]"), "aiter"), act="fp8[1, *]")
@@ -35,14 +35,14 @@ from atom.kernels.backend import Accepts, Backend, Functions, Kernel, LoadContex
 VENDOR = "amd"
 AITER = "aiter"  # the feature of a machine that has amd-aiter
 LACKS = "no aiter."  # begins a feature that says what its version lacks: "no aiter.attention: there is none"
-FP4_ARCH = "gfx950"  # whose matrix cores multiply FP4: AITER tests its products by MXFP4 on no older ones
+FP4_ARCH = "gfx950"  # its matrix cores multiply FP4; AITER tests its MXFP4 GEMMs on no older ones
 ARCHES = (FNUZ, FP4_ARCH)  # that AITER has kernels for
 DTYPES = ("bf16", "fp16")
 MAX_NORM = 8192  # columns of a row that norms keep in registers
 MAX_HEAD_DIM = 256
 LATENT_DTYPE = "bf16"  # of entries that hold latents, and of their queries
-MIN_DIM, MAX_RANK = 16, 512  # of a product's tile; of latents, which a program holds whole
-ROWS, SPAN = 16, 128  # of fp8 weights: rows of a tile; columns that share a scale, of which products take whole ones
+MIN_DIM, MAX_RANK = 16, 512  # of a GEMM tile; of latents, which a program holds whole
+ROWS, SPAN = 16, 128  # of fp8 weights: rows of a tile; columns that share a scale, never cut by a GEMM
 EXPERT_BLOCKS = {None: 128, "fp8[1, *]": 256, "fp8[1, 128]": 256}  # whole ones of experts' dims, by activations
 GROUPS = {False: (1, 2, 4, 8), True: (1, 8)}  # of experts, that AITER chooses from; with a correction
 MAX_TOP_K = 64  # a thread of a wave for each
@@ -60,7 +60,7 @@ def find_features() -> frozenset[str]:
 
 
 def find_versions() -> dict[str, str]:
-    """The version of AITER, where this machine's kernels may be its."""
+    """The version of AITER, if this machine may run its kernels."""
     found = None if torch.version.hip is None else find_version()
     return {} if found is None else {AITER: found}
 
@@ -68,7 +68,7 @@ def find_versions() -> dict[str, str]:
 def refuse_target(target: Target, *functions: str) -> str | None:
     """Why a machine cannot call these functions; None: it can."""
     if not target.features & {*ARCHES}:
-        return f"runs on {' and '.join(ARCHES)} alone"
+        return f"runs only on {' and '.join(ARCHES)}"
     if AITER not in target.features:
         return f"{MISSING}: the extra amd brings it"
     lacking = (f"{LACKS}{name}: " for name in functions)
@@ -104,7 +104,7 @@ def _refuse_dtype(x: Type) -> str | None:
 def _accepts_gate(_target: Target, x: Type, *, kind: str, **_attributes: Any) -> str | None:
     """silu gates in bf16 and fp16"""
     if kind != "silu":
-        return f"has silu gates alone, not {kind}"
+        return f"has only silu gates, not {kind}"
     return _refuse_dtype(x) or (f"gates have {int(x.shape[-1]) // 2} columns, no multiple of 8"
                                 if int(x.shape[-1]) % 16 else None)  # fmt: skip
 
@@ -113,7 +113,7 @@ def _accepts_linear(place: int, target: Target, x: Type, *types: Any, kind: str 
                     eps: float | None = None) -> str | None:  # fmt: skip
     """plain weights in bf16 and fp16; fp8 by row or 128 x 128 with activations
 
-    Of linears with or without a norm ahead (eps) and gates behind (kind). place: of the weight, behind x
+    Of linears, maybe after a norm (eps) and before gates (kind). place: of the weight, among the types after x
     """
     if len(x.shape) != 2:
         return "takes rows in two dims"
@@ -125,7 +125,7 @@ def _accepts_linear(place: int, target: Target, x: Type, *types: Any, kind: str 
 
 
 def _refuse_packed(target: Target, x: Type, weight: Type, act: str | None) -> str | None:
-    """Why AITER has no product of activations in this format by this weight; None: it has one."""
+    """Why AITER has no GEMM of activations in this format by this weight; None: it has one."""
     if (reason := _refuse_format(x, weight, act)) is not None:
         return reason
     (rows, _), (out, inner) = parse_format(str(weight.fmt)).block, map(int, weight.shape)
@@ -138,15 +138,15 @@ def _refuse_packed(target: Target, x: Type, weight: Type, act: str | None) -> st
 
 def _refuse_format(x: Type, weight: Type, act: str | None) -> str | None:
     if weight.fmt is None:
-        return "has products of quantized activations by packed weights alone"
+        return "multiplies quantized activations only by packed weights"
     known = parse_format(weight.fmt)
     if known.kind != "scaled" or known.parts["values"].dtype != FP8 or known.parts.keys() != {"values", "scales"}:
         return f"has no layout of {weight.fmt}"
     if act is None or act_of(weight.fmt) != act:
-        return f"weights in {weight.fmt} are multiplied by activations in {act_of(weight.fmt)} alone, not in {act or x}"
+        return f"weights in {weight.fmt} are multiplied only by activations in {act_of(weight.fmt)}, not in {act or x}"
     if known.block not in ((1, None), (SPAN, SPAN)):
         return f"has no scales of blocks as in {weight.fmt}"
-    return None if x.dtype == "bf16" else f"products of {act} are bf16, not {x.dtype}"
+    return None if x.dtype == "bf16" else f"GEMMs of {act} give bf16, not {x.dtype}"
 
 
 def _accepts_experts(
@@ -159,14 +159,14 @@ def _accepts_experts(
     """
     if gate_up.fmt in MXFP4 and down.fmt in MXFP4:
         if act is not None or x.dtype != "bf16":
-            return f"weights in {gate_up.fmt} are multiplied by activations in bf16 alone, not in {act or x.dtype}"
+            return f"weights in {gate_up.fmt} are multiplied only by activations in bf16, not in {act or x.dtype}"
         if FP4_ARCH not in target.features:
-            return f"multiplies {gate_up.fmt} on {FP4_ARCH} alone"
+            return f"multiplies {gate_up.fmt} only on {FP4_ARCH}"
         return refuse_target(target, "expert_products", "expert_tiles", "routing_data")
     if (reason := refuse_target(target, "experts")) is not None:
         return reason
     if kind != "silu":
-        return f"has silu gates alone, not {kind}"
+        return f"has only silu gates, not {kind}"
     if more[:2] not in ((), (None,), (None, None)):
         return "adds no biases of experts"
     for weight in (gate_up, down):
@@ -184,11 +184,11 @@ def _accepts_router(target: Target, _x: Type, weight: Type, _bias: Type | None =
     experts, has_correction = int(weight.shape[0]), correction is not None
     groups = 1 if method == "greedy" else groups
     if top_k > MAX_TOP_K:
-        return f"chooses {MAX_TOP_K} experts at most, not {top_k}"
+        return f"chooses at most {MAX_TOP_K} experts, not {top_k}"
     if score == "softmax" and groups == 1 and not has_correction:
         return refuse_target(target, "topk_softmax")
     if has_correction and score != "sigmoid":
-        return f"corrects sigmoid scores alone, not {score}"
+        return f"corrects only sigmoid scores, not {score}"
     if groups > 1 and has_correction != (method == "noaux_tc"):
         return f"has no {method} {'with' if has_correction else 'without'} a correction"
     if groups not in GROUPS[has_correction] or experts % (4 * groups):
@@ -232,7 +232,7 @@ def _accepts_write(target: Target, q: Type, k: Type, _v: Type, cos: Type | None,
     """rope of all dims with q and k norms both or neither, in bf16"""
     dim = int(q.shape[-1])
     if cos is None:
-        return "writes rotated keys alone"
+        return "writes only rotated keys"
     if 2 * int(cos.shape[-1]) != dim:
         return f"rotates all {dim} dims of a head, not {2 * int(cos.shape[-1])}"
     if dim & (dim - 1):
@@ -291,8 +291,9 @@ def _kernel(op: Op, find: Callable[[], Functions], accepts: Accepts, *functions:
             layout: str | None = None, stored: tuple[str, ...] = ()) -> Kernel:  # fmt: skip
     """A kernel that calls these functions of AITER, by a function that takes an `Aiter` first.
 
-    acts: the formats of activations that it multiplies. layout: of a plain weight. stored: the kinds of packed weights
-    that it takes as they are stored
+    acts: formats of activations that it multiplies
+    layout: of a plain weight; None: as stored
+    stored: kinds of packed weights that it reads as they are stored
     """
 
     def load(context: LoadContext) -> Callable[..., Any]:

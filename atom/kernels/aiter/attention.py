@@ -1,7 +1,7 @@
 """Attention over a paged cache, and writes to it, by AITER's Triton kernels.
 
-These take the strides of keys and values, so that both are views of atom's cache [blocks, block size, 2, K, D]. AITER's
-kernels in assembly want keys and values in tensors of their own, packed by 16 bytes, and are not called.
+They accept strides of keys and values, so both are views of atom's cache [blocks, block size, 2, K, D]. AITER's
+assembly kernels need separate tensors of keys and values, packed by 16 bytes, and are not called.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def norm_rope_write(aiter: Aiter, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, 
                     k_norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None,
                     v_scale: Tensor | None = None, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
-    """cos and sin fp32[T, D / 2]: a row for each token, so a token's position in them is its place."""
+    """cos and sin fp32[T, D / 2]: a row per token, so the position passed for a token is its index."""
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(aiter, q, q_norm, eps=eps), rms_norm(aiter, k, k_norm, eps=eps)
     _, _, both, heads, dim = cache.blocks.shape
-    # blocks of one entry, since AITER wants powers of two: a slot is a block of these
+    # blocks of one entry, since AITER needs powers of two: a slot is a block
     keys, values = cache.blocks.view(-1, 1, both, heads, dim).unbind(2)
     places = torch.arange(len(q), device=q.device)
     rotated, *_ = aiter["rope_and_write"](
@@ -37,7 +37,7 @@ def paged_attention(aiter: Aiter, q: Tensor, cache: PagedCache, batch: Batch, si
                     window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
     keys, values = cache.blocks.unbind(2)
     table, out = batch.tables[cache.kind], torch.zeros_like(q)
-    # the host knows bounds of the longest, which choose a kernel and no result
+    # the host knows only bounds of the longest, which affect the choice of a kernel, not the result
     longest = 1 if batch.num_single_query == len(batch.lengths) else len(q)
     left = -1 if window is None else window - 1
     aiter["attention"](

@@ -1,8 +1,8 @@
-"""The functions of AITER that atom calls, and where an installed version has them.
+"""The functions of AITER that atom calls, and where the installed version has them.
 
-AITER moves functions and adds parameters between versions. So each is named here with all the places that versions have
-it at and with what atom passes; the sources of the installed version are read, without importing it, for the first
-place whose signature takes that.
+AITER moves functions and adds parameters between versions. So each is listed with the places where versions have it and
+with the arguments that atom passes; the sources of the installed version are searched, without importing it, for the
+first place whose signature accepts them.
 
     root = find_root()                                  # None: amd-aiter is not installed
     answer = find_place(FUNCTIONS["rms_norm"], root)    # Place("aiter.ops.rmsnorm:rmsnorm2d_fwd"), or Refused("…")
@@ -32,7 +32,7 @@ class Function(NamedTuple):
     """A function of AITER as atom calls it."""
 
     places: tuple[str, ...]  # module:name, that of the newest version first
-    positional: tuple[str, ...]  # parameters that atom passes by place, in this order
+    positional: tuple[str, ...]  # parameters that atom passes by position, in this order
     keywords: tuple[str, ...] = ()  # parameters that atom passes by name
 
 
@@ -41,7 +41,7 @@ class Place(str):
 
 
 class Refused(str):
-    """Why a version has no such function."""
+    """Why the installed version has no such function."""
 
 
 ROUTING = "aiter.ops.triton.moe.moe_routing.routing"
@@ -144,7 +144,7 @@ FUNCTIONS = {
     ),
 }  # fmt: skip
 
-# an enum, whose members AITER's C++ has: what "experts" multiplies in
+# an enum of AITER's C++: the format in which "experts" multiplies
 QUANT_TYPE = Place("aiter.ops.enum:QuantType")
 QUANT_TYPES = ("No", "per_Token", "per_128x128")  # those that atom passes
 
@@ -166,7 +166,7 @@ def find_version() -> str | None:
 
 
 def find_place(function: Function, root: Path) -> Place | Refused:
-    """The first place in the sources below a folder that takes what atom passes, or why there is none."""
+    """The first place, in the sources below this folder, that accepts atom's arguments, or why there is none."""
     refusals = []
     for place in function.places:
         signature = read_signature(root, place)
@@ -178,7 +178,7 @@ def find_place(function: Function, root: Path) -> Place | Refused:
 
 
 def read_signature(root: Path, place: str) -> str | None:
-    """The parameters and defaults of a function or a dataclass, without annotations; None where there is none.
+    """The parameters and defaults of a function or a dataclass, without annotations; None if it does not exist.
 
     A default that is no literal is written `...`.
     """

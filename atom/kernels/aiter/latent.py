@@ -2,10 +2,10 @@
 
     out = paged_mla_attention(aiter, q_nope, q_rope, kv_b, cache, batch, scale=0.1)
 
-Queries times the key rows of kv_b meet the cache's entries themselves, one key/value head whose values are the first L
-dims of its keys, and the sums are multiplied by the value rows. AITER's kernels read the batch's table and lengths, so
-that a CUDA graph holds nothing but these. Those in assembly (`aiter.mla`) want a list of all cached tokens' pages, and
-are not called.
+Queries times the key rows of kv_b attend over the cache's entries themselves, one key/value head whose values are the
+first L dims of its keys, and the sums are multiplied by the value rows. AITER's Triton kernels read the batch's table
+and lengths on the device, so a CUDA graph can capture them. The assembly kernels (`aiter.mla`) need a list of all
+cached tokens' pages, and are not called.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from atom.graph.batch import Batch, PagedCache
 from atom.kernels.aiter.functions import Aiter
 
-ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
-MAX_PAGE = 32  # tokens, which AITER's kernels load at once: of more, the registers of an AMD GPU hold no 512 dims
+ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at once; at least one head's
+MAX_PAGE = 32  # tokens that AITER's kernels load at once: with more, 512 dims exceed the registers of an AMD GPU
 
 
 class _Sequences(NamedTuple):
-    """Sequences one behind another."""
+    """Consecutive sequences."""
 
     starts: Tensor  # i32[S + 1], from 0
     lengths: Tensor  # i32[S]
@@ -34,7 +34,7 @@ class _Sequences(NamedTuple):
 
 def paged_mla_attention(aiter: Aiter, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
                         k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
-    """Shapes as in the op, k_scale is None. A token of no sequence and a sequence of no positions give zeros."""
+    """Shapes as in the op, k_scale is None. Tokens of no sequence, and sequences without positions, get zeros."""
     (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
     pages, table = split_pages(cache.blocks, batch.tables[cache.kind])
     weight = kv_b.view(heads, -1, rank)
@@ -46,7 +46,7 @@ def paged_mla_attention(aiter: Aiter, q_nope: Tensor, q_rope: Tensor, kv_b: Tens
         sequences = _Sequences(batch.starts[: num_decodes + 1], batch.lengths[:num_decodes], table[:num_decodes])
         sums = q_nope.new_empty(num_queries, heads, rank)
         _attend(aiter["latent_decode"], q_nope[some], q_rope[some], weight, pages, sequences, scale, sums)
-        # versions differ in what a sequence of no positions gives
+        # versions differ in the output for a sequence without positions
         sums.view(num_decodes, -1).masked_fill_((sequences.lengths == 0).unsqueeze(1), 0.0)
         _multiply_values(sums, weight, out[some])
     if tokens > num_queries:
@@ -86,7 +86,7 @@ def _attend(function: Callable[..., Any], q_nope: Tensor, q_rope: Tensor, weight
     torch.bmm(q_nope.transpose(0, 1), weight[:, :plain], out=q[..., :rank].transpose(0, 1))
     q[..., rank:] = q_rope
     starts, lengths, table = sequences
-    # the host knows a bound of the longest, which chooses a number of splits and no result
+    # the host knows only a bound of the longest, which affects the number of splits, not the result
     function(
         q, pages, sums, starts, lengths, table.shape[1] * pages.shape[1], table, scale, rank, rotated, True, None, None
     )

@@ -14,7 +14,7 @@ from atom.kernels.aiter.functions import Aiter
 
 
 def rms_norm(aiter: Aiter, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).contiguous()  # heads of a joined product are not
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # heads of a joined GEMM are strided
     return aiter["rms_norm"](rows, weight, eps).view(x.shape)  # type: ignore[no-any-return]
 
 

@@ -22,7 +22,7 @@ from atom.kernels.triton.activations import Gate
 def router(aiter: Aiter, x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *,
            top_k: int, method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
            renormalize: bool = False, scale: float = 1.0, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Logits are torch's product in float32: AITER's has the dtype of x, whose rounding would choose other experts."""
+    """Logits are torch's GEMM in float32: AITER's rounds to the dtype of x, which would choose other experts."""
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     weights = logits.new_empty(len(x), top_k)
     ids = torch.empty_like(weights, dtype=torch.int32)
@@ -53,7 +53,7 @@ def experts(
     first: Tensor | None = None, *, kind: str, limit: float | None = None, alpha: float | None = None,
     act: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """But with weights in MXFP4, kind is silu, and there are no biases. A rank may have no rows."""
+    """kind is silu and biases are None, except with weights in MXFP4. A rank may have no rows."""
     if not len(x):
         return torch.empty_like(x)
     if is_mxfp4(gate_up) and is_mxfp4(down):
@@ -76,11 +76,11 @@ def is_mxfp4(weight: Tensor | PackedWeight) -> TypeGuard[PackedWeight]:
 
 def _parts(weight: Tensor | PackedWeight) -> tuple[Tensor, Tensor | None]:
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.parts["values"], weight.parts["scales"])
-    values.is_shuffled = True  # type: ignore[attr-defined]  # newer versions ask for what AITER's own shuffle sets
+    values.is_shuffled = True  # type: ignore[attr-defined]  # AITER's own shuffle sets this, and newer versions check it
     return values, scales
 
 
 def _find_local(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Ids of which 0 to experts - 1 are here -> the same, `experts` for all others, and AITER's mask of these ids."""
+    """Ids, of which 0 to experts - 1 are local -> the same, with `experts` for all others, and AITER's mask of ids."""
     mask = torch.arange(experts + 1, device=ids.device) < experts
     return ids.where((ids >= 0) & (ids < experts), experts), mask.int()

@@ -1,10 +1,10 @@
-"""Experts with weights in MXFP4 and activations in bf16, by AITER's Triton products.
+"""Experts with weights in MXFP4 and activations in bf16, by AITER's Triton GEMMs.
 
     y = mxfp4_experts(aiter, x, weights, ids, gate_up, down, None, None, None, Gate("silu"))
 
-The weights stay as stored: pairs of E2M1, an exponent for each 32 columns. The rows are sorted by expert ahead, as
-`group` gives them, so that AITER's products are a `grouped_linear`; it wants the tiles of each expert numbered, which a
-kernel here does. Rows of experts that are elsewhere come last and are in no tile.
+The weights stay as stored: pairs of E2M1, an exponent per 32 columns. Rows are sorted by expert first, as `group`
+returns them, so AITER's GEMMs are a `grouped_linear`. AITER needs the tiles of each expert numbered, which a kernel
+here does. Rows of experts on other ranks come last and are in no tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.linear.row_kernels import activate_gates
 
 MIN_ROWS, MAX_ROWS = 16, 128  # of a tile
-NUMBERED = 32  # tiles that a program numbers
+NUMBERED = 32  # tiles numbered per program
 
 
 def mxfp4_experts(
@@ -49,7 +49,7 @@ def _multiply(aiter: Aiter, x: Tensor, weight: PackedWeight, bias: Tensor | None
 
 
 def number_tiles(aiter: Aiter, ends: Tensor, pairs: int) -> Any:
-    """Where each expert's rows end, i64[E], of so many pairs -> AITER's RoutingData, of tiles of one expert's rows"""
+    """Where each expert's rows end, i64[E], and their number -> AITER's RoutingData; no tile has rows of two experts"""
     experts = len(ends)
     block_m = max(MIN_ROWS, min(next_power_of_2(max(1, pairs // experts)), MAX_ROWS))
     num_tiles = max_tiles(pairs, experts, block_m)
@@ -68,7 +68,7 @@ def number_tiles(aiter: Aiter, ends: Tensor, pairs: int) -> Any:
 @jit(do_not_specialize=["num_tiles"])
 def _number_kernel(ends, counts, starts, tile_starts, tiles, num_tiles, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A tile's number is its place among its expert's, times 2 ** 16, plus the expert; -1 behind the last."""
+    """A tile's number is its place among its expert's, times 2 ** 16, plus the expert; -1 after the last."""
     wait_for_inputs(PDL)
     expert = tl.arange(0, BLOCK_E)
     known = expert < EXPERTS

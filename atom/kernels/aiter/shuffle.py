@@ -1,11 +1,10 @@
-"""Lay weights out for AITER, in tiles of 16 rows and 32 columns.
+"""Shuffle weights for AITER, into tiles of 16 rows and 32 columns.
 
     weight = shuffle(packed)    # once: values in tiles; on gfx942 in fp8_e4m3fnuz, whose scales are twice as large
     weight = shuffle(plain)     # of experts, in bf16 or fp16
 
-A tile is 16 rows of lanes of 16 bytes, two in fp8 and four in 16 bits. The tiles of a strip of 16 rows follow each
-other, and within one the rows of the first lane come before those of the second: what a thread loads is 16 neighbouring
-bytes.
+A tile is 16 rows of lanes of 16 bytes, two in fp8 and four in 16 bits. The tiles of a strip of 16 rows are consecutive,
+and within one the rows of the first lane precede those of the second, so that a thread loads 16 consecutive bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from atom.graph import PackedWeight
 
 LAYOUT = "aiter"
 ROWS, COLUMNS, LANE = 16, 32, 16  # of a tile: rows, columns, bytes of a lane
-FNUZ = "gfx942"  # whose matrix cores multiply fp8_e4m3fnuz; later ones fp8_e4m3fn
-NEGATIVE_ZERO = 0x80  # which is the NaN of e4m3fnuz
+FNUZ = "gfx942"  # its matrix cores multiply fp8_e4m3fnuz; later ones fp8_e4m3fn
+NEGATIVE_ZERO = 0x80  # the NaN of e4m3fnuz
 
 
 def find_arch() -> str:
-    """The architecture of the AMD GPU that this process sees first, "" without one."""
+    """The architecture of the first AMD GPU that this process sees; "" without one."""
     if torch.version.hip is None or not torch.cuda.is_available():
         return ""
     name: str = torch.cuda.get_device_properties(0).gcnArchName
@@ -32,7 +31,7 @@ def find_arch() -> str:
 
 
 def shuffle(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
-    """A weight [..., O, I], plain or in fp8, laid out for the GPU that is here."""
+    """A weight [..., O, I], plain or in fp8, shuffled for this machine's GPU."""
     return shuffle_tiles(weight) if isinstance(weight, Tensor) else lay_out(weight, find_arch())
 
 
@@ -54,6 +53,6 @@ def shuffle_tiles(values: Tensor) -> Tensor:
 
 
 def to_fnuz(values: Tensor) -> Tensor:
-    """fp8_e4m3fn -> fp8_e4m3fnuz of half the number: its bits, since the exponent's bias is one more"""
+    """fp8_e4m3fn -> fp8_e4m3fnuz of half the value: the same bits, since the exponent's bias is one more"""
     bits = values.view(torch.uint8)
     return bits.where(bits != NEGATIVE_ZERO, 0).view(torch.float8_e4m3fnuz)

@@ -57,7 +57,7 @@ struct Scores {
   float scale, softcap; // softcap: 0 for none
 };
 
-/// A head's row as vectors, zeros behind its end.
+/// A head's row as vectors, zeros after its end.
 template <class T, int V> void widen_vectors(const T *from, int64_t dim, Floats (&to)[V]) {
   for (int64_t v = 0; v < V; ++v) {
     if ((v + 1) * LANES <= dim) {
@@ -225,7 +225,7 @@ Tensor norm_rope_write(const Tensor &q, const Tensor &k, const Tensor &v, const 
                        const std::optional<Tensor> &k_scale, const std::optional<Tensor> &v_scale, double eps, bool interleaved) {
   const int64_t tokens = q.size(0), heads = q.size(1), kv_heads = k.size(1), dim = q.size(2), half = cos ? cos->size(1) : 0;
   for (const Tensor *each : {&q, &k, &v})
-    STD_TORCH_CHECK(each->stride(2) == 1 && each->stride(1) == dim, "heads lie one behind the other");
+    STD_TORCH_CHECK(each->stride(2) == 1 && each->stride(1) == dim, "heads must be contiguous");
   STD_TORCH_CHECK(stored.is_contiguous() && slots.is_contiguous(), "tensors have no gaps");
   STD_TORCH_CHECK(!cos || (cos->is_contiguous() && sin->is_contiguous()), "turns have no gaps");
   const bool is_fp8 = stored.scalar_type() == ScalarType::Float8_e4m3fn;

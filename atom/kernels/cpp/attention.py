@@ -4,8 +4,8 @@
     out = attend(q, cache, batch, scale=0.125)
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
 
-A decode's attention is some ten calls of torch a layer, and so is the write, which takes longer than their work.
-Prompts are left to torch.
+In torch, attention and the write are about ten calls each per layer, whose overhead exceeds a decode's work. Prompts
+are left to torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_write(_context: LoadContext) -> Any:
 
 
 class PagedAttention(attention.PagedAttention):
-    """The op `paged_attention`, of steps of decodes alone in C++."""
+    """The op `paged_attention`: in C++ for steps of decodes only, otherwise in torch."""
 
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,

@@ -1,10 +1,10 @@
-"""Plain weights in oneDNN's blocks of 64 rows, which plain.cpp multiplies few rows by.
+"""Plain weights in oneDNN's blocks of 64 rows, from which plain.cpp multiplies few rows.
 
-    weight = pack_blocks(plain)                # once: [O, I] in oneDNN's layout, in place of the plain one
-    y = block_linear(x, weight, bias)          # [T, I] -> [T, O]; of many rows by oneDNN
-    h = block_embedding(tokens, weight)        # i64[T] -> [T, H], of a weight that is the head's too
+    weight = pack_blocks(plain)                # once: [O, I] in oneDNN's layout, replaces the plain one
+    y = block_linear(x, weight, bias)          # [T, I] -> [T, O]; many rows by oneDNN
+    h = block_embedding(tokens, weight)        # i64[T] -> [T, H], of a weight that the head shares
 
-oneDNN chooses its layout by the CPU, the dtype and the shape, so that of each weight is looked at before C++ reads it.
+oneDNN chooses a layout by CPU, dtype and shape, so each weight's layout is checked before C++ reads it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from atom.kernels.cpp.build import PLAIN, load_library
 from atom.kernels.torch.linear import find_features as find_dtypes
 from atom.kernels.torch.linear import pack, packed_linear
 
-ROWS, COLUMNS = 64, 16  # of a block; a column is a lane of 4 bytes, one number or two
+ROWS, COLUMNS = 64, 16  # of a block; a column is a lane of 4 bytes: one number or two
 STRIDES, BLOCKS = slice(39, 42), slice(52, 68)  # of i64 in oneDNN's description of a layout
 
 
 def find_features() -> frozenset[str]:
-    """The dtypes whose weights oneDNN lays out in such blocks on this CPU, as features of a target."""
+    """The dtypes that oneDNN lays out in such blocks on this CPU, as features of a target."""
     named = {name: f"onednn_{name}" in find_dtypes() for name in ("fp32", "bf16")}
     shapes = ((ROWS, 1), (ROWS + 1, ROWS + 1), (1000, 512))
     return frozenset(
@@ -36,17 +36,17 @@ def find_features() -> frozenset[str]:
 
 
 def refusal(target: Target, weight: Type) -> str | None:
-    """Why a plain weight is not read in blocks; None where it is."""
+    """Why a plain weight cannot be read in blocks; None: it can."""
     if f"blocks_{weight.dtype}" not in target.features:
         return f"oneDNN has no blocks of {weight.dtype} on this CPU"
     return f"{weight.shape[-2]} rows are no block" if int(weight.shape[-2]) < ROWS else None
 
 
 def pack_blocks(weight: Tensor) -> Tensor:
-    """A weight [O, I] in blocks; plain without the library, or where oneDNN has another layout."""
+    """A weight [O, I] in blocks; plain without the library, or if oneDNN chooses another layout."""
     if load_library(PLAIN) and _is_blocked(made := pack(weight)):
         return made
-    return weight.clone()  # whose memory is that of the next expert
+    return weight.clone()  # its memory is reused for the next expert
 
 
 def _is_blocked(weight: Tensor) -> bool:
@@ -58,13 +58,13 @@ def _is_blocked(weight: Tensor) -> bool:
     described = torch.ops.mkldnn._get_mkldnn_serialized_md(weight)
     numbers = described[: len(described) // 8 * 8].view(torch.int64).tolist()
     blocks = [COLUMNS, ROWS, per_lane] if per_lane > 1 else [COLUMNS, ROWS]
-    dims = [1, 0, 1][: len(blocks)]  # that these are of
+    dims = [1, 0, 1][: len(blocks)]  # of these blocks
     wanted = [len(blocks), *blocks, *[0] * (12 - len(blocks)), *dims]
     strides = [2, width * ROWS, COLUMNS * ROWS * per_lane]
     return bool(numbers[STRIDES] == strides and numbers[BLOCKS][: len(wanted)] == wanted)
 
 
-# The ops of a weight that is plain: in a process that only checks compiled code, and where it cannot be in blocks.
+# The ops for plain weights: in a process that only checks compiled code, and for weights that cannot be in blocks.
 
 
 def _embedding(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Build C++ sources for this CPU, and load them.
 
-    load_library("packed.cpp")          # from the cache folder, else compiled in some seconds; once in a process
-                                        # False: it cannot be
+    load_library("packed.cpp")          # from the cache folder, otherwise compiled in seconds; once per process
+                                        # False: it cannot be compiled
 
-It is compiled for the instructions of this very CPU, which are part of its key.
+Libraries are compiled for the instructions of this CPU, which are part of their key.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ SOURCES = PLAIN, PACKED, ATTENTION = "plain.cpp", "packed.cpp", "attention.cpp"
 LIBRARY = "library.so"
 HEADER = "numbers.h"  # of all sources
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp-simd", "-shared", "-fPIC")
-SECONDS = 300  # that a compiler may take
+SECONDS = 300  # max time of a compiler
 
 
 class _Process:
-    """What this process has found; threads of a loader ask at the same time."""
+    """State of this process, shared by the loader's threads."""
 
     locks: ClassVar = {source: threading.Lock() for source in SOURCES}
-    cache: Cache | None = None  # None: each process compiles what it uses
+    cache: Cache | None = None  # None: not set, compile without a cache
     loaded: ClassVar[dict[str, bytes | None]] = {}  # libraries by source; None: it cannot be compiled
-    num_interrupted = 0  # compilers that Ctrl-C ended
+    num_interrupted = 0  # compilers ended by Ctrl-C
 
 
 @contextmanager
 def keep_libraries(cache: Cache) -> Iterator[None]:
-    """Keep libraries in a cache folder, and look for them there, from now on."""
+    """Keep libraries in a cache folder, and look for them there, from then on."""
     _Process.cache = cache
     yield
 
 
 def build_library(source: str) -> None:
-    """Load a library, and see to it that the cache folder has it."""
+    """Load a library, and store it in the cache folder if it is missing there."""
     if load_library(source) and (cache := _Process.cache) is not None:
         ingredients = _ingredients(source)
         if not cache.holds(BINARIES, key_of(ingredients)):  # this process has it from another folder
@@ -61,7 +61,7 @@ def build_library(source: str) -> None:
 
 
 def load_library(source: str) -> bool:
-    """Load the library of a source, which registers its ops. False where it cannot be compiled; a line says why."""
+    """Load the library of a source, which registers its ops. False if it cannot be compiled; a line says why."""
     num_interrupted = _Process.num_interrupted
     with _Process.locks[source]:
         if num_interrupted < _Process.num_interrupted:  # while this waited for another thread

@@ -1,4 +1,4 @@
-"""Linears, experts and embeddings, over packed weights in panels and plain ones in blocks.
+"""Linears, experts and embeddings, from packed weights in panels and plain ones in blocks.
 
 kernel = find_kernel(ops.linear, "cpp")
 y = kernel.load(LoadContext())(x, weight, bias)       # weight: a LaidOut, or a tensor in oneDNN's blocks

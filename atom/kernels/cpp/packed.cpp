@@ -11,7 +11,7 @@
 // With AVX512_BF16, bfloat16 x is multiplied by pairs of columns, in which every value is exact. One or two rows of what
 // has no table of values take longer so.
 //
-// e4m3 and e2m1 become float32 by their bits alone, 2^-120 and 2^-126 times their value: x and the scales are larger by
+// e4m3 and e2m1 become float32 by shifting their bits, 2^-120 and 2^-126 times their value: x and the scales are larger by
 // half of that each. Sums are in float32.
 
 #include <torch/csrc/stable/library.h>

@@ -1,12 +1,12 @@
-"""Packed weights in panels of 16 rows, which packed.cpp multiplies by.
+"""Packed weights in panels of 16 rows, the layout of packed.cpp.
 
     weight = pack_panels(packed)               # once: a LaidOut, one u8[panels, bytes of a panel]
     y = panel_linear(x, weight, bias)          # [T, I] -> [T, O], summed in float32
     h = panel_embedding(tokens, weight)        # i64[T] -> [T, H]
 
-Any format of blocks within a row, and fp8 in blocks of rows too. Scales and minima are float16 where the file's are, as
-in GGUF, whose scales may be 8 bits with a factor, too. Others are bfloat16 where the model computes in that and their
-groups have few columns, else float32.
+Panels hold any format with blocks within a row, and fp8 in blocks of several rows. Scales and minima are float16 if the
+file's are, as in GGUF, whose scales may also be int8 with a common factor. Others are bfloat16 if the model computes in
+bfloat16 and groups have few columns, otherwise float32.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from atom.kernels.cpp.build import PACKED, load_library
 ROWS = 16  # of a panel
 KINDS = ("int4", "int8", "fp8", "fp4", "int5", "int6")  # as packed.cpp numbers them
 BITS = (4, 8, 8, 4, 5, 6)  # of a number, by kind
-TOGETHER = (2, 1, 1, 2, 32, 16)  # columns whose numbers lie together, by kind
+TOGETHER = (2, 1, 1, 2, 32, 16)  # columns whose numbers are stored together, by kind
 SCALES = (torch.bfloat16, torch.float32, torch.float16, torch.int8)  # as packed.cpp numbers them; int8 has factors
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
-NARROW_GROUP = 64  # columns that share a scale, up to which it is a bfloat16
-AT_ONCE = 1 << 22  # bytes of panels that are made at a time
+NARROW_GROUP = 64  # max columns that share a bfloat16 scale
+CHUNK_BYTES = 1 << 22  # of panels packed at once
 
 
 class Panels(NamedTuple):
@@ -47,8 +47,8 @@ class Panels(NamedTuple):
     group: int  # columns that share a scale
     scales: int  # of SCALES: the dtype of scales and minima
     has_minima: bool
-    middle: int  # what numbers are larger by
-    per_factor: int  # groups whose scales have a factor in common, where these are int8
+    middle: int  # offset added to stored numbers
+    per_factor: int  # groups that share a factor, if scales are int8; otherwise 1
 
     @classmethod
     def of(cls, weight: Type) -> Panels:
@@ -91,7 +91,7 @@ class Panels(NamedTuple):
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of the factors ahead of some groups."""
+        """Bytes of the factors that precede `per_factor` groups."""
         return ROWS * 2 * (1 + self.has_minima) if self.scale_dtype == torch.int8 else 0
 
     @property
@@ -114,7 +114,7 @@ def _kind_of(weight: Type) -> str:
 
 
 def refusal(weight: Type) -> str | None:
-    """Why a packed weight is not multiplied in panels; None where it is."""
+    """Why a packed weight cannot be in panels; None: it can."""
     known = parse_format(str(weight.fmt))
     if known.has_order or (known.kind != "scaled" and known.block[0] != 1):
         return f"its weight is stored as {weight.fmt}"
@@ -130,7 +130,7 @@ def packed_type(weight: Type) -> Type:
 
 
 def kept_type(weight: Type) -> Type | None:
-    """The type of panels where weights are put into them; None without the library, for which they are unpacked."""
+    """The type of a weight's panels; None without the library, when weights are unpacked instead."""
     return packed_type(weight) if load_library(PACKED) else None
 
 
@@ -142,29 +142,29 @@ def pack_panels(weight: PackedWeight) -> LaidOut:
     contents = (_contents_of_blocks if weight.kind in TYPES else _contents_of_parts)(weight, panels)
     made = torch.empty(panels.num_panels, panels.size, dtype=torch.uint8)
     missing = panels.num_groups * panels.group_bytes[-1] // ROWS - panels.row_bytes  # of the last group
-    step = max(AT_ONCE // panels.size, 1)
+    step = max(CHUNK_BYTES // panels.size, 1)
     for first in range(0, len(made), step):
         some = contents(slice(first * ROWS, (first + step) * ROWS))
-        columns = _turned(F.pad(some.numbers, (0, missing))).view(torch.uint8)
-        groups = [_turned(each).view(torch.uint8) for each in some.scales]
+        columns = _interleave_rows(F.pad(some.numbers, (0, missing))).view(torch.uint8)
+        groups = [_interleave_rows(each).view(torch.uint8) for each in some.scales]
         whole = torch.cat([*groups, columns.view(len(columns), panels.num_groups, -1)], 2)
         if some.factors:
-            factors = [_turned(each).view(torch.uint8) for each in some.factors]
+            factors = [_interleave_rows(each).view(torch.uint8) for each in some.factors]
             whole = torch.cat([*factors, whole.view(*factors[0].shape[:2], -1)], 2)
         made[first : first + step] = whole.flatten(1)[:, : panels.size]
     return LaidOut(weight.type, made)
 
 
 class _Contents(NamedTuple):
-    """What panels have of some rows."""
+    """The contents of panels, for some rows."""
 
     numbers: Tensor  # u8[R, bytes of a row], or i32[R, words]
-    scales: list[Tensor]  # [R, groups], and minima where there are some
-    factors: list[Tensor]  # fp16[R, factors] of each; none where scales have none
+    scales: list[Tensor]  # [R, groups], then minima if the format has them
+    factors: list[Tensor]  # fp16[R, factors] each; empty if scales have none
 
 
 def _contents_of_blocks(weight: PackedWeight, panels: Panels) -> Callable[[slice], _Contents]:
-    """Of a weight in blocks of a type of GGUF, which are taken apart some rows at a time."""
+    """For a weight in GGUF blocks, which are taken apart some rows at a time."""
     stored = weight.parts["values"].flatten(0, -3)
 
     def contents(rows: slice) -> _Contents:
@@ -188,24 +188,24 @@ def _pack_together(numbers: Tensor, panels: Panels) -> Tensor:
 
 
 def _contents_of_parts(weight: PackedWeight, panels: Panels) -> Callable[[slice], _Contents]:
-    """Of a weight whose numbers and scales are parts of their own."""
+    """For a weight whose numbers and scales are separate parts."""
     numbers = weight.parts["values"].view(torch.uint8).view(panels.out, -1)
     if weight.kind == "int8":
         numbers = numbers ^ 0x80
     scales, minima = _scales_of(weight, panels)
-    if KINDS[panels.kind] == "fp8":  # a NaN, whose bits would be 480, makes a NaN of all that its row gives
+    if KINDS[panels.kind] == "fp8":  # NaN, whose bits read as 480 here, must make the row's outputs NaN
         scales = scales.masked_fill(((numbers & 0x7F) == 0x7F).any(1, keepdim=True), math.nan)
     of_groups = [scales] if minima is None else [scales, minima]
     return lambda rows: _Contents(numbers[rows], [each[rows] for each in of_groups], [])
 
 
-def _turned(rows: Tensor) -> Tensor:
-    """[R, C] -> [R / 16, C, 16], with rows of zeros behind the last"""
+def _interleave_rows(rows: Tensor) -> Tensor:
+    """[R, C] -> [R / 16, C, 16], padded with rows of zeros"""
     return F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).view(-1, ROWS, rows.shape[1]).transpose(1, 2).contiguous()
 
 
 def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | None]:
-    """The scales [O, groups] and, where there are some, minima of a weight's groups, as a panel has them."""
+    """The scales [O, groups] of a weight's groups, and minima if the format has them, as a panel stores them."""
     parts, dtype = weight.parts, panels.scale_dtype
     scales = parts["scales"]
     if weight.kind == "mxfp4":
@@ -264,7 +264,7 @@ def _numbers_of_bytes(stored: Tensor, panels: Panels) -> Tensor:
         return torch.tensor(FP4)[numbers.int()] if KINDS[panels.kind] == "fp4" else numbers.float() - panels.middle
     columns, bits = TOGETHER[panels.kind], BITS[panels.kind]
     words = stored.contiguous().flatten(2).view(torch.int32).view(*stored.shape[:2], -1, ROWS).long() & 0xFFFFFFFF
-    words = F.pad(words, (0, 0, 0, 1))  # behind the last
+    words = F.pad(words, (0, 0, 0, 1))  # after the last
     places = (divmod(column * bits, 32) for column in range(columns))
     numbers = torch.stack([words[:, :, at] >> shift | words[:, :, at + 1] << 32 - shift for at, shift in places], 2)
     return (numbers & (1 << bits) - 1).float() - panels.middle
@@ -278,7 +278,7 @@ def _embedding(tokens: Tensor, panels: Tensor, dtype: int, layout: Sequence[int]
     return F.embedding(tokens, _unpack(panels, layout).to(DTYPES[dtype]))
 
 
-# of an embedding's output, by number: PyTorch 2.11 hands on a ScalarType of a compiled piece as another one
+# of an embedding's output, by index: PyTorch 2.11 passes the wrong ScalarType from compiled pieces
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("panel_linear(Tensor x, Tensor panels, Tensor? bias, int[] layout) -> Tensor")  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
 """The backend `inductor`: ops that Inductor compiles within pieces.
 
-What lies between two stateful ops becomes one loop nest or a few.
+The ops between two stateful ones become one loop nest or a few.
 
-A linear within a piece is left to torch, whose packed weights are faster than the products that Inductor writes. Called
-outside of a piece, such a kernel is the op's own body.
+A linear within a piece is left to torch, whose packed weights are faster than Inductor's GEMMs. Outside a piece, such a
+kernel is the op's own body.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The code releases the interpreter's lock (GIL) while it runs, which torch's runner holds: a piece may take seconds.
 
-Only who compiles imports this: what it takes of torch is as large as the rest of it.
+Imported only to compile: it loads as much of torch again as the rest of atom does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from atom.graph import TORCH_DTYPES, Program, parse
 from atom.kernels.inductor.piece_compiler import LIBRARY, OPTIONS
 from atom.kernels.registry import tensor_type, trace_calls
 
-HINT = 16  # rows that Inductor plans its loops for
-# weak: code that runs where there is no interpreter, or where its symbols are hidden, has no lock to release
+HINT = 16  # rows for which Inductor plans its loops
+# weak: without an interpreter, or with its symbols hidden, there is no lock to release
 RELEASE_GIL = """
 extern "C" {
 __attribute__((weak)) int PyGILState_Check();
@@ -79,7 +79,7 @@ class _Wrapper(CppWrapperCpu):  # type: ignore[misc]  # its module has no types 
 
 
 def compile_text(text: str) -> dict[str, bytes]:
-    """The files of a piece's code. PassError where its ops assume more of open dims than that they are 1 or more."""
+    """The files of a piece's code. PassError if its ops assume more of symbolic dims than that they are at least 1."""
     (program,) = parse(text, "piece").programs.values()
     init_backend_registration()
     scheduling, python_wrapper = get_scheduling_for_device("cpu"), get_wrapper_codegen_for_device("cpu")

@@ -3,9 +3,8 @@
     communicator = connect(rendezvous, large)       # on all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")
 
-Small tensors take a kernel of `collectives.py` and larger sums that of `tiles.py`, whose launches a CUDA graph holds;
-all else, what stages send each other included, takes `large`, which is NCCL's communicator. NVLink's multicast is never
-used.
+Small tensors take the kernels of `collectives.py` and larger sums that of `tiles.py`, which CUDA graphs can capture.
+Everything else, sends between stages too, takes `large`, NCCL's communicator. NVLink's multicast is never used.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from atom.kernels.backend import Communicator, Rendezvous
 
 
 def connect(rendezvous: Rendezvous, large: Communicator) -> Communicator:
-    """Open the memory of the other ranks. UnsupportedError, on all of them, where one cannot."""
+    """Open the memory of the other ranks. UnsupportedError, on all of them, if one cannot."""
     from atom.kernels.peers.communicator import PeerCommunicator  # which imports triton
 
     return PeerCommunicator(rendezvous, large)

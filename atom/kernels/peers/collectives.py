@@ -1,34 +1,35 @@
 """Kernels of collectives: programs push words into their peers' memory, and poll their own.
 
     all_reduce(x, arena)                            # one shot: each rank gets all tensors, and adds them
-    all_reduce_in_parts(x, arena)                   # two shots: each adds a part, and pushes its sum; see tiles.py too
+    all_reduce_in_parts(x, arena)                   # two shots: each adds a part, and pushes its sum; see also tiles.py
     reduce_scatter(x, arena)
     all_gather(x, size, arena)
 
-A **word** has 8 bytes: 4 of data, and the epoch in which they were sent. It is stored and loaded as one, so a reader
-that finds the epoch has the data (NCCL's protocol LL). Nothing else is ordered, counted or cleared, and a CUDA graph
-can replay a launch: epochs are in device memory.
+A **word** has 8 bytes: 4 of data, and the epoch in which they were sent. It is stored and loaded atomically, so a
+reader that finds the epoch has the data (NCCL's LL protocol). Nothing else is ordered, counted or cleared. A CUDA graph
+can replay a launch, since epochs are in device memory.
 
-Each program of each rank has a region of its own in the arena for each source and for even and odd epochs, and an epoch
-that counts the calls in which it took part. Ranks make equal calls in one order, on one stream, so that an epoch names
-the same call on all of them, and **two regions in turn are enough**, whatever the sizes and kinds of calls:
+Each program of each rank has a region in the arena for each source and for even and odd epochs, and an epoch that
+counts the calls it took part in. Ranks make the same calls in the same order, on one stream, so an epoch names the same
+call on all of them, and **two regions, used in turn, are enough**, whatever the sizes and kinds of calls:
 
 1. A kernel sends at least one word to each peer, and ends only when it has all words of its epoch from each of them:
-   blocks are sent whole, their padding too.
-2. A rank that writes epoch e has therefore had words of epoch e - 1 from the peer that it writes to.
+   blocks are sent whole, including their padding.
+2. A rank that writes epoch e has therefore received words of epoch e - 1 from the peer that it writes to.
 3. That peer sent them in its kernel of epoch e - 1, which did nothing until that of epoch e - 2 had ended: kernels of a
-   stream follow each other, and one that is launched early (PDL) waits for the one ahead, which has waited likewise.
+   stream run one after the other, and one that is launched early (PDL) waits for the preceding one, which has waited
+   for its own predecessor.
 4. That kernel had read all words of epoch e - 2, the last ones in the region that is written now; the next region is
-   the other one. A second shot has words of its own beside the first one's, and the same epoch.
+   the other one. A second shot has words of its own, next to the first one's, and the same epoch.
 
-Words that a call does not write are of earlier epochs, which no reader takes for its own: 4 bytes of epochs come around
-after 2**32 - 2 calls, past 0, which cleared memory has, and past 1, so that even and odd ones stay in turn.
+Words that a call does not write are of earlier epochs, which no reader mistakes for its own. An epoch has 4 bytes, and
+wraps after 2**32 - 2 calls, skipping 0, which cleared memory holds, and 1, so that even and odd ones alternate.
 
-All programs of a launch must be resident at a time, for each waits for a program of its peers: there are no more than
-multiprocessors, and the next kernel, which may be launched early too, is so only once all of them have begun. `stop`
-ends their wait when a rank is gone; sums are of no use then.
+All programs of a launch must be resident at once, since each waits for a program of its peers: there are at most as
+many as multiprocessors, and a following kernel that is launched early starts only once all of them have begun. `stop`
+ends their wait if a rank has ended; their sums are then meaningless.
 
-Every rank adds in the order of the ranks, in float32, and rounds once: all have the same bits.
+Every rank adds in float32, in the order of the ranks, and rounds once, so all get the same bits.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ from atom.kernels.triton.gpu import find_gpu
 
 MAX_PROGRAMS, MAX_RANKS = 128, 8
 WORD = 8  # bytes in the arena, for 4 of a tensor
-REGION_WORDS = 16384  # of all sources together, for a program in an epoch
-WORDS_BYTES = 2 * MAX_PROGRAMS * REGION_WORDS * WORD  # of a rank; tiles lie behind them
+REGION_WORDS = 16384  # of all sources together, per program and epoch
+WORDS_BYTES = 2 * MAX_PROGRAMS * REGION_WORDS * WORD  # per rank; tiles follow them
 SMALL, LARGE = (512, 4), (1024, 4)  # words of a block, and warps for it
-# Triton drops `volatile` for AMD's GPUs: there modifiers have loads and stores pass the caches (sc0 sc1)
+# Triton ignores `volatile` on AMD's GPUs; there cache modifiers bypass the caches (sc0 sc1)
 POLLED = tl.constexpr("" if torch.version.hip is None else ".cv")
 PUSHED = tl.constexpr("" if torch.version.hip is None else ".wt")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # that are added
 
 
 class Arena(NamedTuple):
-    """The memory of all ranks along an axis, as the kernels of one of them get it."""
+    """The memory of all ranks along an axis, as the arguments of one rank's kernels."""
 
-    table: Tensor  # i64[ranks]: its address here, by rank
-    epochs: Tensor  # i32[programs]: the next one of each program
-    counts: Tensor  # i32[programs]: the tiles that each has sent
-    stop: Tensor  # i32[1]: not 0: nobody waits any more
+    table: Tensor  # i64[ranks]: address in this process, by rank
+    epochs: Tensor  # i32[programs]: next epoch of each program
+    counts: Tensor  # i32[programs]: tiles that each has sent
+    stop: Tensor  # i32[1]: nonzero: stop waiting
     rank: int
 
     @property
@@ -69,24 +70,24 @@ class Arena(NamedTuple):
 
     @property
     def region(self) -> int:
-        """The words of a source, for a program in an epoch; a multiple of all blocks."""
+        """The words of a source, per program and epoch; a multiple of all block sizes."""
         return REGION_WORDS // self.ranks // (2 * LARGE[0]) * (2 * LARGE[0])
 
     @property
     def room(self) -> int:
-        """The bytes that each rank can send each other one in a call."""
+        """The max bytes that a rank can send each peer in a call."""
         return len(self.epochs) * self.region * 4
 
 
 class Launch(NamedTuple):
     programs: int
-    tiles: int  # blocks of a program
+    tiles: int  # blocks per program
     block: int  # words
     num_warps: int
 
 
 def plan(words: int, programs: int) -> Launch:
-    """Divide words among programs: as many as there are, then larger blocks, then several."""
+    """Divide words among programs: use all of them first, then larger blocks, then several blocks each."""
     block, num_warps = SMALL if words <= SMALL[0] * programs else LARGE
     tiles = -(-words // (block * programs))
     return Launch(-(-words // (block * tiles)), tiles, block, num_warps)
@@ -123,7 +124,7 @@ def pack(low, high, DTYPE: tl.constexpr):
 
 @jit
 def _region(table, peer, epoch, source, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr):
-    """Where a rank has this program's words of a source."""
+    """The address, at a rank, of this program's words of a source."""
     place = (((epoch & 1) * PROGRAMS + tl.program_id(0)) * RANKS + source) * REGION
     return tl.multiple_of(tl.load(table + peer).to(tl.pointer_type(tl.int64)), 16) + place
 
@@ -203,7 +204,7 @@ def _reduce_scatter_kernel(
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x i32[words], of so many words a part -> out i32[part], the sum of the rank's part, or all sums if GATHERS"""
+    """x i32[words], in parts of `part` words -> out i32[part], the sum of the rank's part, or all sums if GATHERS"""
     epoch = _begin(epochs, PDL)
     first, columns = tl.program_id(0) * tiles * BLOCK, tl.arange(0, BLOCK)
     for tile in range(tiles):
@@ -250,7 +251,7 @@ def _reduce_scatter_kernel(
 
 @jit
 def _load_joined(x, y, z, at, x_words, y_words, z_words):
-    """The words at these places of the tensors, one behind the other; y and z may be None"""
+    """The words at these places of x, y and z, concatenated; y and z may be None"""
     value = tl.load(x + at, mask=at < x_words, other=0)
     if y is not None:
         below = at - x_words
@@ -266,8 +267,8 @@ def _gather_kernel(
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x i32[x_words] in rows of so many words -> beside each other in rows of out_row words, which cut off the rest;
-    y i32[y_words] and z i32[z_words], unless they are None -> one below the other"""
+    """x i32[x_words] in rows of `row` words -> concatenated by row, cut to out_row words; y i32[y_words] and z
+    i32[z_words], unless None -> concatenated"""
     epoch = _begin(epochs, PDL)
     first, columns = tl.program_id(0) * tiles * BLOCK, tl.arange(0, BLOCK)
     mine = _region(table, rank, epoch, 0, PROGRAMS, RANKS, REGION)

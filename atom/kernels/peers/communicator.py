@@ -3,7 +3,7 @@
     communicator = PeerCommunicator(rendezvous, large)
     total = communicator.all_reduce(x, axis="tensor")
 
-What it pushes itself is chosen by size and number of ranks; the rest takes `large`.
+The path is chosen by size and number of ranks: one shot, two shots, tiles, or the communicator `large`.
 """
 
 from __future__ import annotations
@@ -25,30 +25,33 @@ from atom.kernels.peers.memory import IpcMemory
 from atom.kernels.peers.tiles import TILES_BYTES
 from atom.kernels.triton.gpu import find_gpu
 
-# bytes of a tensor up to which each rank gets all of it, by ranks: measured for 2, for more where others divide
+# Max bytes of the one-shot path by rank count: measured for 2; for more, where other implementations switch.
 ONE_SHOT_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
-ONE_SHOT_OF_MANY = 128 << 10  # for more ranks
-TWO_SHOT_BYTES = 2 << 20  # up to which each rank gets a part in words; of many ranks twice as much
-# up to which it gets one in tiles, by ranks: beyond it NCCL is faster, and of 2 the kernel's indices, 4 bytes, end; not
-# on AMD's GPUs, where a barrier does not wait for the stores of all threads
+ONE_SHOT_OF_MANY = 128 << 10  # with more ranks
+TWO_SHOT_BYTES = 2 << 20  # max for two shots in words; doubled without a tiled path
+# Max bytes of the tiled path by rank count. Above it NCCL wins; with 2 ranks the limit is 32-bit indexing. Off on AMD,
+# where a barrier does not wait for the stores of all threads.
 TILED_BYTES = {2: 4 << 30, 3: 16 << 20, 4: 16 << 20} if torch.version.hip is None else {}
-GATHERED_BYTES = 8 << 20  # of all ranks together, up to which they get each other's
+GATHERED_BYTES = 8 << 20  # max of all ranks together for pushed gathers
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What ranks tell each other before they open each other's memory."""
+    """What ranks exchange before they open each other's memory."""
 
     units: int = 0  # multiprocessors
-    handles: dict[str, bytes] = {}  # of memory, by axis
-    reason: str = ""  # why it has none
+    handles: dict[str, bytes] = {}  # of its memory, by axis
+    reason: str = ""  # why it has no memory to share
 
 
 class PeerCommunicator:
     def __init__(
         self, rendezvous: Rendezvous, large: Communicator, make_memory: Callable[[int], Any] = IpcMemory
     ) -> None:
-        """large: what takes all that is not pushed. make_memory: of so many bytes. UnsupportedError on all ranks where
-        one cannot open another's"""
+        """large: fallback for tensors over the push limits
+        make_memory: allocator of memory that other ranks can open; takes a byte count
+
+        UnsupportedError, on all ranks, if one cannot open another's memory.
+        """
         if rendezvous.folder is None:
             raise UnsupportedError("ranks on several hosts share no memory")
         mesh, rank = rendezvous.mesh, rendezvous.rank
@@ -70,7 +73,7 @@ class PeerCommunicator:
         self._meet(rendezvous, open_all)
 
     def _meet(self, rendezvous: Rendezvous, prepare: Callable[[], Ready]) -> list[Ready]:
-        """What all ranks have prepared. UnsupportedError on all of them where one could not."""
+        """What all ranks have prepared. UnsupportedError, on all of them, if one could not."""
         try:
             own = prepare()
         except UnsupportedError as error:
@@ -155,43 +158,43 @@ class PeerCommunicator:
         self.large.watch(check)
 
     def abort(self) -> None:
-        """End the kernels that wait for a rank that is gone. None can be called from now on."""
+        """End the kernels that wait for a rank that has ended. None can be called from then on."""
         self._is_dead.set()
         self._stop.set()
         self.large.abort()
 
     def _arena_for(self, axis: str, *xs: Tensor) -> Arena | None:
-        """The arena along an axis; None where a tensor does not consist of whole words."""
+        """The arena along an axis; None if a tensor does not consist of whole words."""
         if self._is_dead.is_set():
             raise EngineDeadError("the ranks have ended")
         return self.arenas[axis] if all(x.nbytes and x.nbytes % 4 == x.data_ptr() % 4 == 0 for x in xs) else None
 
     def _arena_of_tokens(self, axis: str, tensors: Sequence[Tensor]) -> Arena | None:
-        """The arena in which ranks get each other's tensors; None where these are not pushed."""
+        """The arena to gather these tensors in; None if they are too large to push."""
         arena, size = self._arena_for(axis, *tensors), sum(each.nbytes for each in tensors)
         return None if arena is None or not self._is_gathered(size, arena) else arena
 
     def _arena_of_parts(self, axis: str, x: Tensor, ranks: int) -> Arena | None:
-        """The arena in which each rank gets its part of a sum; None where parts are not pushed."""
+        """The arena to reduce-scatter in; None if the parts cannot be pushed."""
         arena, part = self._arena_for(axis, x), x.nbytes // ranks
         if arena is None or x.dtype not in DTYPES or part % 4 or not self._is_gathered(part, arena):
             return None
         return arena
 
     def _is_gathered(self, part: int, arena: Arena) -> bool:
-        """Whether so many bytes of each rank are pushed to all others."""
+        """Whether to push `part` bytes of each rank to all others."""
         return part <= min(GATHERED_BYTES // arena.ranks, arena.room)
 
 
 class Stop:
-    """A flag that ends the waiting of kernels, set from beside the stream in which they wait."""
+    """A flag on which kernels stop waiting, set from another stream than theirs."""
 
     def __init__(self, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._values = torch.arange(2, dtype=torch.int32, pin_memory=is_gpu)
         self._stream = torch.cuda.Stream() if is_gpu else None  # type: ignore[no-untyped-call]
-        self._copy(0)  # what CUDA does for the first copy of all could wait for the kernels
+        self._copy(0)  # CUDA's set-up for the first copy could wait for the kernels
 
     def set(self) -> None:
         self._copy(1)

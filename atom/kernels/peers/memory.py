@@ -1,10 +1,10 @@
-"""GPU memory that the ranks of a host share, by CUDA's or HIP's IPC.
+"""GPU memory that the ranks of a host share, by CUDA or HIP IPC.
 
     memory = IpcMemory(1 << 25)                     # of zeros, on the current device
     address = memory.open(handle)                   # of what another rank has, by its memory.handle
 
-Handles and addresses come from the driver, since torch's own allocator may give memory that cannot be shared. Each
-process may see its own GPU alone. AMD's GPUs show each other what a running kernel writes in uncached memory alone
+Handles and addresses come from the driver, since torch's allocator may return memory that cannot be shared. Each
+process may see only its own GPU. On AMD's GPUs, only uncached memory shows peers what a running kernel writes
 (https://rocm.docs.amd.com/projects/HIP: hipExtMallocWithFlags).
 """
 
@@ -20,9 +20,9 @@ import torch
 from atom.errors import UnsupportedError
 
 CUDA_LIBRARY, HIP_LIBRARY = "libcuda.so.1", "libamdhip64.so"
-PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS and hipIpcMemLazyEnablePeerAccess, the one flag that there is
+PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS and hipIpcMemLazyEnablePeerAccess, the only flag
 UNCACHED = 3  # hipDeviceMallocUncached
-HIP_GPUS = ("gfx942", "gfx950")  # older ones keep what peers write from a kernel that runs
+HIP_GPUS = ("gfx942", "gfx950")  # on older ones a running kernel does not see what peers write
 
 
 class Handle(ctypes.Structure):
@@ -30,7 +30,7 @@ class Handle(ctypes.Structure):
 
 
 class Functions(NamedTuple):
-    """The names of a driver's functions, in the order in which memory meets them, and the flags that allocate takes."""
+    """The names of a driver's functions, in the order of their use, and the flags of `allocate`."""
 
     allocate: str
     flags: tuple[int, ...]
@@ -62,14 +62,14 @@ HIP = Functions(
 
 
 class IpcMemory:
-    """Memory of this rank that others may open. UnsupportedError where the driver has none that can be shared."""
+    """Memory of this rank that others may open. UnsupportedError if the driver cannot share any."""
 
     device = torch.device("cuda")
 
     def __init__(self, size: int) -> None:
         """size: in bytes"""
         self._names = find_functions()
-        torch.cuda.synchronize()  # there is a context now, in this thread
+        torch.cuda.synchronize()  # creates the context of this thread
         address, handle, pointer = ctypes.c_uint64(), Handle(), ctypes.c_uint64
         self._driver = ctypes.CDLL(CUDA_LIBRARY if self._names is CUDA else find_hip())
         flags = map(ctypes.c_uint, self._names.flags)
@@ -84,7 +84,7 @@ class IpcMemory:
         torch.cuda.synchronize()
 
     def open(self, handle: bytes) -> int:
-        """The address here of another rank's memory."""
+        """The address, in this process, of another rank's memory."""
         address, opened = ctypes.c_uint64(), Handle.from_buffer_copy(handle)
         self._call(self._names.open, ctypes.byref(address), opened, ctypes.c_uint(PEER_ACCESS))
         self._opened.append(address.value)
@@ -107,13 +107,13 @@ def find_functions() -> Functions:
 
 
 def find_hip() -> str:
-    """The library of HIP that torch has loaded: another one beside it would know none of torch's contexts."""
+    """The HIP library that torch has loaded: a second copy would not know torch's contexts."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return next((line.split(maxsplit=5)[5] for line in mapped if f"/{HIP_LIBRARY}" in line), HIP_LIBRARY)
 
 
 def explain(driver: Any, names: Functions, result: int) -> str:
-    """What the driver says of an error."""
+    """The driver's text for an error code."""
     if names is HIP:
         driver.hipGetErrorString.restype = ctypes.c_char_p
         return bytes(driver.hipGetErrorString(result) or b"").decode()

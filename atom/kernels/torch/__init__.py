@@ -1,13 +1,11 @@
-"""The backend `torch`: CPU kernels in eager torch.
-
-They beat an op's reference body without a compiler.
+"""The backend `torch`: CPU kernels in eager torch, faster than the ops' reference bodies, without a compiler.
 
     for kernel in BACKEND.kernels:
         reason = kernel.accepts(Target("cpu"))     # None: yes
         run = kernel.load(LoadContext())           # a callable with the op's signature
 
-Activations, embeddings, routers and the grouping of experts are few calls of torch in the reference, which nothing
-here beats.
+Activations, embeddings, routers and the grouping of experts are a few calls of torch in the reference, which cannot be
+beaten here.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from atom.kernels.torch.step import blocks, prepare_inputs, sampling, speculatio
 
 
 def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts = accepts_all, **options: Any) -> Kernel:
-    """The kernel of a function, or of a class, which each program has one object of."""
+    """The kernel of a function, or of a class, of which each program has one object."""
     load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
     return Kernel(op, "torch", on_device("cpu", accepts), load, **options)
 

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU, in float32 on batched matrix products.
+"""Paged attention on a CPU, by batched float32 matmuls.
 
 It is as fast as torch's flash attention, and rounds once.
 
@@ -21,13 +21,13 @@ class PagedAttention:
     """The op `paged_attention`."""
 
     def __init__(self, workspace_bytes: int = 6 << 20) -> None:
-        """workspace_bytes: of the fp32 keys and values that decodes read at a time"""
+        """workspace_bytes: of fp32 keys and values that decodes read at once"""
         self._plans = Plans(Workspace(), workspace_bytes)
 
     def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
                  window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
-        """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
+        """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
         rule, blocks = Rule(scale * of_keys, softcap, sinks, of_values), cache.blocks
         plan = self._plans.find(cache, q.shape[2], q.shape[1], window, batch)

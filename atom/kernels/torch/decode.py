@@ -1,13 +1,12 @@
-"""Decode attention on a CPU: all sequences at once, contexts in parts.
-
-Its memory does not grow with the contexts.
+"""Decode attention on a CPU: all sequences at once, contexts in parts, in bounded memory.
 
     decodes = Decodes(workspace, budget, cache, value_dim, table, lengths, heads, window)    # once a step
     out = decodes.attend(q, cache, rule)                                                     # each layer
 
-Contexts are cut into parts of one size. As many parts as the budget holds are attended together, the N / K query heads
-of a key/value head as rows of one product, and the parts of a sequence are merged by their log-sum-exp (flash decoding,
-Dao et al. 2023). A masked position reads a visible one of its sequence, so that nothing foreign is read, NaN or not.
+Contexts are cut into parts of equal size. As many parts as the budget holds are attended together, with the N / K query
+heads of a key/value head as rows of one matmul, and the parts of a sequence are merged by their log-sum-exp (flash
+decoding, Dao et al. 2023). A masked position reads a visible one of its sequence, never another sequence's, which may
+hold NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from atom.kernels.torch.softmax import Rule, kept_of_sinks, softmax_
 from atom.kernels.torch.workspace import Reader, Workspace
 
-PART = 256  # positions: no context is cut into parts much smaller
+PART = 256  # positions: about the min size of a part
 MASKED = -1e30  # added to the score of a masked position
 
 
@@ -38,8 +37,8 @@ class Decodes:
         num_parts = (lengths - first + (size - 1)) // size
         first_part = num_parts.cumsum(0) - num_parts
         self._shape = len(lengths), heads, value_dim
-        self._sequence = torch.repeat_interleave(num_parts)  # that a part is of
-        self._place = torch.arange(len(self._sequence)) - first_part[self._sequence]  # of a part in its sequence
+        self._sequence = torch.repeat_interleave(num_parts)  # of each part
+        self._place = torch.arange(len(self._sequence)) - first_part[self._sequence]  # of each part in its sequence
 
         ends = lengths[self._sequence].unsqueeze(1)
         positions = (first[self._sequence] + self._place * size).unsqueeze(1) + torch.arange(size)
@@ -55,7 +54,7 @@ class Decodes:
         self._is_whole = bool((num_parts == 1).all())  # each sequence is one part
 
     def attend(self, q: Tensor, cache: Tensor, rule: Rule) -> Tensor:
-        """q [S, N, D] -> fp32[S, N, U], maybe in the workspace; zeros where a sequence has no positions"""
+        """q [S, N, D] -> fp32[S, N, U], maybe in the workspace; zeros for sequences without positions"""
         out = self._attend(q, cache, rule)
         return out if rule.value_scale == 1.0 else out.mul_(rule.value_scale)
 
@@ -82,7 +81,7 @@ class Decodes:
 
 
 def _part_size(lengths: list[int], at_once: int) -> int:
-    """Positions of a part: all of the longest where most would not be padding, else an equal share of it."""
+    """Positions of a part: those of the longest context if that wastes little on padding, else an equal share of it."""
     longest = max([1, *lengths])
     if longest <= at_once and len(lengths) * longest <= max(at_once, 2 * sum(lengths)):
         return longest
@@ -91,7 +90,7 @@ def _part_size(lengths: list[int], at_once: int) -> int:
 
 
 class _Group:
-    """I parts of C positions that are attended together, and their places in the workspace."""
+    """I parts of C positions that are attended together, and their buffers in the workspace."""
 
     def __init__(self, workspace: Workspace, reader: Reader, mask: Tensor, heads: int) -> None:
         """mask fp32[I, C], added to the scores"""

@@ -1,15 +1,13 @@
-"""Paged latent attention on a CPU, absorbed or expanded (DeepSeek-AI 2024).
-
-The form that multiplies less is taken.
+"""Paged latent attention on a CPU, absorbed or expanded (DeepSeek-AI 2024), whichever multiplies less.
 
     attend = PagedLatentAttention()          # one object for all layers, as PagedAttention
     for layer in layers:
         out = attend(q_nope, q_rope, kv_b, cache, batch, scale=0.1)
 
 Absorbed: queries times the key rows of kv_b attend over the entries themselves, one key/value head whose values are the
-first L dims of its keys, and the sums are multiplied by the value rows. So are decodes, and prefills of few queries
-behind a long context. Expanded: the entries times kv_b are keys and values of every head, a linear like any other and
-rounded like one. So are other prefills.
+first L dims of its keys, and the sums are multiplied by the value rows. This is used for decodes, and for prefills of
+few queries after a long context. Expanded: the entries times kv_b are the keys and values of every head, a linear like
+any other and rounded like one. This is used for other prefills.
 """
 
 from __future__ import annotations
@@ -32,8 +30,9 @@ class PagedLatentAttention:
     """The op `paged_mla_attention`. Weights are [N, P + U, L] here, heads apart."""
 
     def __init__(self, workspace_bytes: int = 6 << 20, expanded_bytes: int = 32 << 20) -> None:
-        """workspace_bytes: of the fp32 entries that decodes read at a time, and of the weights that are made fp32 at a
-        time; expanded_bytes: of the fp32 keys and values that a prefill has at a time. One head's at least."""
+        """workspace_bytes: of fp32 entries that decodes read at once, and of weights converted to fp32 at once
+        expanded_bytes: of fp32 keys and values that a prefill expands at once; at least one head's
+        """
         self._workspace = Workspace()
         self._plans = Plans(self._workspace, workspace_bytes)
         self._weight_bytes = workspace_bytes
@@ -41,7 +40,7 @@ class PagedLatentAttention:
 
     def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
                  k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
-        """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
+        """Shapes as in the op. Tokens of no sequence, and sequences without positions, get zeros."""
         (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
         weight = kv_b.view(heads, -1, rank)
         blocks = cache.blocks.view(*cache.blocks.shape[:2], 1, 1, -1)
@@ -104,20 +103,20 @@ class PagedLatentAttention:
             out[:, some].copy_(torch.bmm(sums[:, some].transpose(0, 1), rows.mT).transpose(0, 1))
 
     def _widen(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows [N, ., L] in float32, those of some heads at a time."""
+        """Rows [N, ., L] in float32, some heads at a time."""
         for some in _slices(len(rows), self._weight_bytes // (rows[0].numel() * 4)):
             part = rows[some]
             yield some, part if part.dtype is torch.float32 else self._workspace.take("rows", *part.shape).copy_(part)
 
 
 def _slices(num: int, size: int) -> Iterator[slice]:
-    """The range of num in slices of size, of one at least."""
+    """Slices of range(num), of this size, or of 1 if it is less."""
     size = max(1, size)
     return (slice(first, first + size) for first in range(0, num, size))
 
 
 def _is_absorbed(prefill: Prefill, q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> bool:
-    """Whether a prefill multiplies less so; q_nope [Q, N, P], q_rope [Q, N, R]"""
+    """Whether a prefill multiplies less absorbed than expanded; q_nope [Q, N, P], q_rope [Q, N, R]"""
     queries, context = len(q_nope), prefill.reader.keys.shape[1]
     (_, expanded, rank), rotated = weight.shape, q_rope.shape[2]
     linear = rank * expanded * weight.itemsize / 4  # bf16 multiplies twice as fast as fp32

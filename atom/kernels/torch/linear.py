@@ -1,12 +1,10 @@
-"""Linears over weights in oneDNN's blocked layout.
-
-They are 1.3 to 2.2 times as fast at few rows.
+"""Linears over weights in oneDNN's blocked layout, 1.3 to 2.2 times as fast with few rows.
 
 packed = pack(weight)                  # once: [O, I] in a layout of oneDNN's own, in place of the plain one
 y = packed_linear(x, packed, bias)     # [T, I] -> [T, O]
 
-oneDNN compiles a product for each number of rows, and it and torch keep 1,024 of these, of 0.5 MB each: a gigabyte and
-more, once steps of many sizes have run. Here they keep 128: to compile one again takes 0.4 ms, and no step needs many.
+oneDNN compiles a GEMM for each number of rows, and it and torch cache 1,024 of these, of 0.5 MB each: over a gigabyte
+after steps of many sizes. Here they cache 128: compiling one again takes 0.4 ms, and no step needs many.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from torch import Tensor, library
 from atom.graph.types import Type
 from atom.kernels.backend import Target
 
-ROWS = 64  # the number of rows that the layout is chosen for; it serves any
+ROWS = 64  # for which the layout is chosen; it works for any number
 
-for name in (b"ONEDNN_PRIMITIVE_CACHE_CAPACITY", b"LRU_CACHE_CAPACITY"):  # read at the first product of the process
-    ctypes.CDLL(None).setenv(name, b"128", 0)  # 0: what is set already stays
+for name in (b"ONEDNN_PRIMITIVE_CACHE_CAPACITY", b"LRU_CACHE_CAPACITY"):  # read at the first GEMM of the process
+    ctypes.CDLL(None).setenv(name, b"128", 0)  # 0: do not overwrite
 
 
 def accepts(target: Target, x: Type, *_types: Any, **_attributes: Any) -> str | None:

@@ -1,6 +1,6 @@
-"""Mixtures of experts on a CPU: linears over packed experts, and their sums.
+"""Mixtures of experts on a CPU: linears over packed experts, and weighted sums of their outputs.
 
-The linears are 1.2 to 2.7 times as fast; the sums use memory that stays in cache.
+The linears are 1.2 to 2.7 times as fast; the sums work in chunks that stay in cache.
 
 experts = [pack(expert) for expert in weight]           # once: [E, O, I] as E weights in a layout of oneDNN's own
 y = packed_grouped_linear(x, experts, ends, bias)       # [P, I], sorted by expert -> [P, O]
@@ -17,7 +17,7 @@ from torch import Tensor
 from atom.graph.ops.moe import multiply_by_expert
 from atom.kernels.torch.linear import packed_linear
 
-TOKENS = 32  # that are summed at a time
+TOKENS = 32  # summed at once
 
 
 def packed_grouped_linear(x: Tensor, weight: Sequence[Tensor], ends: Tensor, bias: Tensor | None = None) -> Tensor:

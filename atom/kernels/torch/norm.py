@@ -1,11 +1,9 @@
-"""RMS norms on a CPU in float32.
-
-Fewer calls of torch than the reference, one temporary, one rounding instead of two.
+"""RMS norms on a CPU in float32: fewer calls of torch than the reference, one temporary, one rounding.
 
     y = rms_norm(x, weight, eps=1e-6)
     y, total = add_rms_norm(a, b, weight, eps=1e-6)
 
-The mean square comes of `vector_norm`, one fused reduction, and `addcmul` puts eps to it (Zhang and Sennrich 2019).
+`vector_norm`, one fused reduction, computes the mean square, and `addcmul` adds eps (Zhang and Sennrich 2019).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Plan a step's attention once for all layers: slots, masks, workspace.
 
-A plan follows from the batch.
-
     plans = Plans(workspace, budget)    # one for all layers
     plan = plans.find(cache, value_dim, heads, window, batch)
     out = plan.decodes.attend(q, cache.blocks, rule)
 
-Each step has a new batch, so a step is known by its identity.
+Each step has a new `Batch` object, whose identity identifies the step.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ class Plans:
     """The plans of the current step."""
 
     def __init__(self, workspace: Workspace, budget: int) -> None:
-        """budget in bytes of the fp32 keys and values that decodes read at a time"""
+        """budget: bytes of fp32 keys and values that decodes read at once"""
         self._workspace = workspace
         self._budget = budget
-        self._batch: Batch | None = None  # of the step that the plans are of
+        self._batch: Batch | None = None  # of the step that is planned
         self._plans: dict[object, AttentionPlan] = {}  # by what may differ between layers
 
     def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch,
              tail: torch.dtype | None = None) -> AttentionPlan:  # fmt: skip
-        """The plan for layers of equal arguments; cache.blocks, value_dim, tail as in Reader, the others as in ops."""
+        """The plan for layers with these arguments; cache.blocks, value_dim, tail as in Reader, others as in ops."""
         if batch is not self._batch:
             self._plans.clear()
             self._batch = batch

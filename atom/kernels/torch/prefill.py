@@ -1,14 +1,12 @@
-"""Prefill attention on a CPU: tiles of one sequence's queries.
-
-A tile goes over just the keys that it sees.
+"""Prefill attention on a CPU, in tiles of one sequence's queries that read only the keys they see.
 
     prefill = Prefill(workspace, cache, value_dim, table, tokens, length, window)    # once a step
     reader = prefill.reader
     reader.read(cache)                                                               # each layer
     prefill.attend(q[tokens], reader.keys, reader.values, rule, out[tokens])
 
-A tile's keys end with its own positions, so that only the last square of its scores is masked causally, and only the
-first by the window: no mask spans the context. The N / K query heads of a key/value head are rows of one product.
+A tile's keys end with its own positions, so only the last square of its scores is masked causally, and only the first
+by the window: no mask spans the context. The N / K query heads of a key/value head are rows of one matmul.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from atom.kernels.torch.softmax import Rule, kept_of_sinks, softmax_
 from atom.kernels.torch.workspace import Reader, Workspace
 
 TILE = 64  # queries
-SCORES = 1 << 23  # most scores of a tile, so that it has fewer queries where the context is very long
+MAX_SCORES = 1 << 23  # of a tile, which has fewer queries if the context is very long
 
 
 class Prefill:
@@ -34,7 +32,7 @@ class Prefill:
         self._workspace = workspace
         self._window = window
         self._start = length - (tokens.stop - tokens.start)  # position of the first query
-        self._base = self._first_seen(self._start)
+        self._base = self._first_visible(self._start)
         block_size = cache.shape[1]
         positions = torch.arange(self._base, length)
         slots = table[positions // block_size] * block_size + positions % block_size
@@ -43,21 +41,21 @@ class Prefill:
             workspace, cache, value_dim, slots.unsqueeze(0), tail
         )  # of the positions that a query sees
 
-    def _first_seen(self, position: int) -> int:
+    def _first_visible(self, position: int) -> int:
         return 0 if self._window is None else max(0, position - self._window + 1)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
         """q [Q, N, D], over the reader's positions keys fp32[K, C, D] and values fp32[K, C, U] -> out [Q, N, U]"""
-        most = min(TILE, max(1, SCORES // (q.shape[1] * keys.shape[1])))
-        for first in range(0, len(q), most):
-            tile = slice(first, first + most)
+        size = min(TILE, max(1, MAX_SCORES // (q.shape[1] * keys.shape[1])))
+        for first in range(0, len(q), size):
+            tile = slice(first, first + size)
             self._attend_tile(q[tile], self._start + first, keys, values, rule, out[tile])
 
     def _attend_tile(self, q: Tensor, position: int, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
         """The tile of Q queries at `position` and after."""
         (num, heads, dim), (kv_heads, _, value_dim) = q.shape, values.shape
         group = heads // kv_heads
-        low = self._first_seen(position)
+        low = self._first_visible(position)
         seen = slice(low - self._base, position + num - self._base)
         queries = self._workspace.take("q", kv_heads, num, group, dim)
         sums = self._workspace.take("out", kv_heads, num, group, value_dim)

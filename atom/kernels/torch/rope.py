@@ -1,11 +1,9 @@
-"""Norm, rope and cache write on a CPU, in one pass.
-
-All that is rotated is rotated in place in float32.
+"""Norm, rope and cache write on a CPU, in one pass; rotates in place in float32.
 
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
     q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)
 
-q and k are joined, so that each step is one call of torch for both; they may be strided views of one product.
+q and k are concatenated, so that each operation is one call of torch; they may be strided views of one GEMM's output.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
                     v_scale: Tensor | None = None, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K,
-    D], k_scale and v_scale fp32[1] -> q [T, N, D], a view of more. Rounds once, after the rotation.
+    D], k_scale and v_scale fp32[1] -> q [T, N, D], a view of a larger tensor. Rounds once, after the rotation.
     """
     heads = q.shape[1]
     wide = torch.cat((q, k), dim=1).float()
@@ -48,7 +46,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
                            norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None, *,
                            eps: float = 0.0, interleaved: bool = False) -> Tensor:  # fmt: skip
     """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L], cache [blocks, block
-    size, E], k_scale fp32[1] -> q_rope [T, N, R], a view of more"""
+    size, E], k_scale fp32[1] -> q_rope [T, N, R], a view of a larger tensor"""
     rotated = torch.cat((q_rope, k_rope), dim=1)
     if cos is not None and sin is not None:
         wide = rotated.float()
@@ -61,8 +59,8 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
 
 
 def rotate_(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """fp32[T, N, D] in place, cos and sin fp32[T, P]: dim i turns with i + P, or 2 i with 2 i + 1 where they are
-    interleaved, others stay (Su et al. 2021)."""
+    """Rotate fp32[T, N, D] in place by cos and sin fp32[T, P]: dim i with i + P, or 2 i with 2 i + 1 if interleaved;
+    the other dims stay (Su et al. 2021)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotated = wide[..., : 2 * cos.shape[-1]]
     first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)

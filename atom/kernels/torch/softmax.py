@@ -1,11 +1,11 @@
 """Softmax with scale, soft cap and sinks, for decode and prefill attention.
 
     rule = Rule(scale=0.125, sinks=sinks)
-    totals = softmax_(scores)                        # the log-sum-exp of each row, for half of what a logsumexp costs
-    sums.mul_(kept_of_sinks(totals, sinks))          # as if each row had had one more score
+    totals = softmax_(scores)                        # the log-sum-exp of each row, at half the cost of logsumexp
+    sums.mul_(kept_of_sinks(totals, sinks))          # as if each row had one more score
 
-A sink takes its share after the sum: with totals t, the values keep exp(t) / (exp(t) + exp(sink)) of theirs, so that
-parts of a row are merged without it.
+A sink is applied after the sum: with totals t, the values keep exp(t) / (exp(t) + exp(sink)) of their weight, so parts
+of a row are merged without it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 
 
 class Rule(NamedTuple):
-    """The rule by which products of queries and keys become attention weights."""
+    """How dot products of queries and keys become attention weights."""
 
-    scale: float  # of the products
-    softcap: float | None = None  # of the scaled products: cap * tanh(product / cap)
-    sinks: Tensor | None = None  # [N], one more score of each head, without a value
+    scale: float  # of the dot products
+    softcap: float | None = None  # of scaled dot products s: cap * tanh(s / cap)
+    sinks: Tensor | None = None  # [N]: one more score per head, without a value
     value_scale: float = 1.0  # of the values, and so of their sums
 
 
 def softmax_(scores: Tensor) -> Tensor:
-    """fp32[..., C] in place over the last dim; gives the log-sum-exp of each row.
+    """Softmax of fp32[..., C] in place over the last dim; returns the log-sum-exp of each row.
 
-    It is the highest score less the log of its share.
+    That is the highest score minus the log of its weight.
     """
     highest = scores.amax(-1)
     torch.softmax(scores, -1, out=scores)
@@ -36,5 +36,5 @@ def softmax_(scores: Tensor) -> Tensor:
 
 
 def kept_of_sinks(totals: Tensor, sinks: Tensor) -> Tensor:
-    """Log-sum-exps fp32[...] and sinks [...] -> fp32[..., 1], the share of the values that the sinks leave"""
+    """Log-sum-exps fp32[...] and sinks [...] -> fp32[..., 1], the weight that the sinks leave to the values"""
     return torch.sigmoid(totals - sinks).unsqueeze(-1)

@@ -1,13 +1,11 @@
-"""Workspace memory kept from step to step, and reads of a paged cache.
-
-Keys and values are read into it in float32.
+"""Workspace memory kept from step to step, into which a paged cache is read in float32.
 
     workspace = Workspace()
     reader = Reader(workspace, cache, value_dim, slots)    # once a step
     reader.read(cache)                                     # each layer: two calls of torch
     scores = q @ reader.keys.mT
 
-Float32, since torch's batched products of bf16 round each score, and its conversion costs less than they gain.
+Float32, since torch's batched bf16 matmuls round each score, and converting costs less than they save.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Workspace:
-    """Buffers by name, each for one user at a time. They grow by doubling, so that a step hardly ever allocates."""
+    """Buffers by name, each for one user at a time. They grow to powers of 2, so that a step rarely allocates."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -41,12 +39,12 @@ class Reader:
     """I times C slots of a cache: `keys` fp32[I K, C, D] and `values` fp32[I K, C, U], once `read` has run.
 
     A slot holds planes of K heads: the first is of keys, and values are the first U dims of the last, which may be the
-    same one. In fp8 the dims behind them may be bytes of numbers in another dtype, the tail's, as of latents.
+    same one. In fp8 the dims after them may be bytes of numbers in another dtype, `tail`, as for latents.
     """
 
     def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, slots: Tensor,
                  tail: torch.dtype | None = None) -> None:  # fmt: skip
-        """cache [blocks, block size, planes, K, D], slots i64[I, C]: block number * block size + place in the block"""
+        """cache [blocks, block size, planes, K, D], slots i64[I, C]: block number * block size + offset in the block"""
         (num, size), (planes, kv_heads, dim) = slots.shape, cache.shape[2:]
         tail = tail if cache.dtype is FP8 else None
 
@@ -72,12 +70,12 @@ class Reader:
         if self._halves is None:
             self._wide.copy_(self._by_head)
             return
-        # the bits of e4m3 as those of an fp16, a 256th; torch converts ten times slower
+        # the bits of e4m3 as those of an fp16, of 1/256 the value; torch's conversion takes ten times as long
         self._halves.copy_(self._numbers.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(0xBF80 - (1 << 16))
         self._wide[..., : self._by_head.shape[-1]].copy_(self._by_head).mul_(256)
         if self._tail is not None:
             self._wide[..., self._by_head.shape[-1] :].copy_(self._tail)
 
     def gather(self, cache: Tensor) -> Tensor:
-        """The slots as they are stored, [I C, planes, K, D]."""
+        """The slots as stored, [I C, planes, K, D]."""
         return torch.index_select(cache.view(-1, *cache.shape[2:]), 0, self._slots, out=self._stored)

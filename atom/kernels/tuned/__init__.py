@@ -1,16 +1,17 @@
 """Tuned kernel parameters by GPU, as JSON: packaged, and in <cache>/tuned.
 
-parameters("NVIDIA H200", "linear", "1 6144 4096 1")     # ["vector", 8, 8, 3, 1], or None where nobody has measured
-measured = read("NVIDIA H200", Path(cache))              # with those that tune=true found on this machine before them
-keep("NVIDIA H200", Path(cache), "linear", {"1 6144 4096 1": ["vector", 8, 8, 3, 1]})
-take_in(Path(other), read_all(Path(cache)))              # add to one cache folder what another has and it has not
+parameters("NVIDIA H200", "linear", "1 6144 4096 1")     # ["vector", 8, 8, 3, 1]; None: not measured
+measured = read("NVIDIA H200", Path(cache))              # those that tune=true found on this machine come first
+save("NVIDIA H200", Path(cache), "linear", {"1 6144 4096 1": ["vector", 8, 8, 3, 1]})
+merge(Path(other), read_all(Path(cache)))                # add one cache folder's entries to another's
 
-A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, 2 where half
-of the outputs are gates, and of a packed weight how it holds numbers, as in "1 6144 4096 1 e4m3[1,*]". ["library"] is
-where the vendor's library is the fastest. What is not listed follows from the kernel's own rule. In the table "experts"
-rows are pairs of token and expert, up to a power of 2, and the experts are named: "256 128x1536 2048 2". In the table
-"drafts" an entry is of steps of a model that drafts, by their sequences and the text's digest: microseconds with 0, 1,
-… drafts of each. A file in <cache>/tuned holds for the versions of atom and Triton that it names.
+A key has what a kernel's choice depends on. For a linear: the max rows that the entry is for, outputs, inputs, 2 if
+half of the outputs are gates, otherwise 1, and the encoding of a packed weight, as in "1 6144 4096 1 e4m3[1,*]". The
+entry ["library"] means that the vendor's library is fastest. Without an entry, the kernel's own rule applies. In the
+table "experts" rows are pairs of token and expert, rounded up to a power of 2, and the experts are listed: "256
+128x1536 2048 2". In the table "drafts" a key is the max number of sequences of a step and the digest of the text, and
+an entry has the microseconds of a step with 0, 1, … drafts per sequence. A file in <cache>/tuned is valid for the
+versions of atom and Triton that it names.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from atom.cache.files import (
 )
 
 FOLDER = "tuned"  # of the cache folder
-BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
+BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # max rows of the parameters of a linear
 GPU = re.compile(r"[a-z0-9_]{1,100}")  # the stem of a file's name
-# see `kernels.triton.linear.weight_encoding.WeightEncoding`
+# see `kernels.triton.linear.weight_encoding`
 PACKED = r"(?:e4m3|i8|u8|u4|e2m1)[zm]?\[[1-9][0-9]*,(?:[1-9][0-9]*|\*)\](?: fp8| int8)?(?: wgmma| k)?"
 NUMBER = "[1-9][0-9]*"
 KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) {NUMBER} {NUMBER} ([12])(?: {PACKED})?")
@@ -49,13 +50,13 @@ EXPERTS_KEY = re.compile(rf"({NUMBER}) {NUMBER}x{NUMBER} {NUMBER} [12](?: {PACKE
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
 SHUFFLED = [SIZES[3:8], SIZES[:3], range(2, 9), range(1, 9)]
-FORMS = {  # by kind: the least number of values in an entry, and the range of each; see `kernels.triton.linear.tiles`
+ENTRY_SCHEMAS = {  # by kind: min number of values, and the range of each; see `kernels.triton.linear.tiles`
     "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
     "wgmma": (4, SHUFFLED),
     "library": (0, []),
 }
-EXPERTS_FORMS = {"tiles": (5, [TILES, TILES, TILES, WARPS, STAGES]), "wgmma": (4, SHUFFLED)}  # as above
+EXPERTS_ENTRY_SCHEMAS = {"tiles": (5, [TILES, TILES, TILES, WARPS, STAGES]), "wgmma": (4, SHUFFLED)}  # as above
 DRAFTS = "drafts"  # the table of steps
 DRAFTS_KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [0-9a-f]{{16}}")
 Table = dict[str, list[Any]]  # of a kernel, by key
@@ -69,17 +70,17 @@ def parameters(gpu: str, kernel: str, key: str) -> list[Any] | None:
 
 
 def read(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Measured:
-    """The parameters of a GPU of this name: those of this cache folder, else the packaged ones.
+    """The parameters of a GPU of this name: those of this cache folder, otherwise the packaged ones.
 
-    A file that is damaged, that others can have written, or that was measured with other versions is not used, and
-    `warn` gets a line; the same goes for entries that these kernels do not take.
+    A file that is damaged, that other users may have written, or that was measured with other versions is ignored, and
+    `warn` gets a line; so are entries that the kernels do not accept.
     """
     packaged, own = _packaged(gpu), read_own(gpu, cache, warn)
     return {kernel: packaged.get(kernel, {}) | own.get(kernel, {}) for kernel in FITS}
 
 
 def read_own(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Measured:
-    """The parameters of this cache folder alone."""
+    """The parameters of this cache folder, without packaged ones."""
     path = file_of(gpu, cache)
     written = _load(path, warn)
     found = {kernel: {key: entry for key, entry in written.get(kernel, {}).items() if FITS[kernel](key, entry)}
@@ -89,11 +90,11 @@ def read_own(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line:
     return {kernel: table for kernel, table in found.items() if table}
 
 
-def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> Path:
-    """Add parameters to this cache folder, atomically; the file. Unfit or OSError where that fails."""
+def save(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> Path:
+    """Add parameters to this cache folder, atomically; the file. Unfit or OSError if that fails."""
     path = file_of(gpu, cache)
     folder = prepare_folder(path.parent)
-    with locked(folder.parent, f"{FOLDER}-{path.stem}"):  # another search may add to it too
+    with locked(folder.parent, f"{FOLDER}-{path.stem}"):  # another process may tune too
         written = _load(path)
         content = {"versions": _versions()} | written | {kernel: written.get(kernel, {}) | dict(found)}
         replace_file(path, _show(content))
@@ -101,17 +102,17 @@ def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> 
 
 
 def read_all(cache: Path, warn: Callable[[str], object] = lambda line: None) -> dict[str, Measured]:
-    """The parameters of this cache folder alone, by the name of the GPU's file."""
+    """The parameters of this cache folder, without packaged ones, by the stem of the GPU's file."""
     gpus = sorted(path.stem for path in file_of("", cache).parent.glob("*.json"))
     return {gpu: found for gpu in gpus if (found := read_own(gpu, cache, warn))}
 
 
-def take_in(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
-    """Merge what `read_all` gave for another cache folder; what is here stays. The number of new entries by GPU.
+def merge(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
+    """Merge what `read_all` returned for another cache folder; own entries win. The number of new entries by GPU.
 
-    Entries that these kernels do not take are left out. Unfit or OSError as in `keep`.
+    Entries that the kernels do not accept are skipped. Unfit or OSError as in `save`.
     """
-    taken = Counter[str]()
+    merged = Counter[str]()
     for gpu, tables in measured.items():
         if not GPU.fullmatch(gpu) or not isinstance(tables, dict):
             continue
@@ -121,9 +122,9 @@ def take_in(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
             known = own.get(kernel, {})
             found = table.items() if isinstance(table, dict) else ()
             if new := {key: entry for key, entry in found if key not in known and FITS[kernel](key, entry)}:
-                keep(gpu, cache, kernel, new)
-                taken[gpu] += len(new)
-    return taken
+                save(gpu, cache, kernel, new)
+                merged[gpu] += len(new)
+    return merged
 
 
 def file_of(gpu: str, folder: Path) -> Path:
@@ -142,14 +143,14 @@ def _name(gpu: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """The versions that the fastest parameters depend on beside the GPU."""
+    """The versions that the fastest parameters depend on, besides the GPU."""
     import triton
 
     return {"atom": atom.__version__, "triton": triton.__version__}
 
 
 def _load(path: Path, warn: Callable[[str], object] = lambda line: None) -> dict[str, dict[str, Any]]:
-    """Read a file of `_show`, by kernel; where it is not to be used nothing, and `warn` gets a line."""
+    """Read a file that `_show` wrote, by kernel; empty, with a line to `warn`, if it must not be used."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -176,52 +177,52 @@ def _parse(raw: bytes) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _is_times(key: str, entry: Any) -> bool:
-    """Whether these are the key and the times of steps with drafts."""
+def _fits_drafts(key: str, entry: Any) -> bool:
+    """Whether these are a key and an entry of the table `drafts`."""
     if DRAFTS_KEY.fullmatch(key) is None or not isinstance(entry, list) or not 2 <= len(entry) <= 8:
         return False
     return all(type(each) is float and 0 < each < math.inf for each in entry)
 
 
-def _is_product(key: str, entry: Any) -> bool:
-    """Whether these are a linear's key and parameters that its kernels take."""
-    product = KEY.fullmatch(key)
-    if product is None or not _has_form(entry, FORMS):
+def _fits_linear(key: str, entry: Any) -> bool:
+    """Whether these are a linear's key and parameters that its kernels accept."""
+    match = KEY.fullmatch(key)
+    if match is None or not _fits_schema(entry, ENTRY_SCHEMAS):
         return False
-    rows, gates = map(int, product.groups())
+    rows, gates = map(int, match.groups())
     is_shuffled = key.endswith(" wgmma")
     if entry[0] != "library" and (entry[0] == "wgmma") != is_shuffled:
         return False
     return entry[0] != "vector" or (rows == 1 and entry[1] >= gates)
 
 
-def _is_experts(key: str, entry: Any) -> bool:
-    """Whether these are the key and the tiles of a product by experts."""
-    product = EXPERTS_KEY.fullmatch(key)
-    if product is None or not _has_form(entry, EXPERTS_FORMS):
+def _fits_experts(key: str, entry: Any) -> bool:
+    """Whether these are the key and the parameters of a grouped linear of experts."""
+    match = EXPERTS_KEY.fullmatch(key)
+    if match is None or not _fits_schema(entry, EXPERTS_ENTRY_SCHEMAS):
         return False
-    rows = int(product[1])
+    rows = int(match[1])
     return rows & rows - 1 == 0 and (entry[0] == "wgmma") == key.endswith(" wgmma")
 
 
-def _has_form(entry: Any, forms: Mapping[str, tuple[int, list[Any]]]) -> bool:
-    """Whether an entry is the name of a form and numbers that it takes."""
-    if not isinstance(entry, list) or not entry or entry[0] not in list(forms):
+def _fits_schema(entry: Any, schemas: Mapping[str, tuple[int, list[Any]]]) -> bool:
+    """Whether an entry is the name of a schema and numbers in its ranges."""
+    if not isinstance(entry, list) or not entry or entry[0] not in list(schemas):
         return False
-    form, *numbers = entry
-    least, allowed = forms[form]
-    if not least <= len(numbers) <= len(allowed):
+    kind, *numbers = entry
+    min_count, allowed = schemas[kind]
+    if not min_count <= len(numbers) <= len(allowed):
         return False
     return all(type(number) is int and number in each for number, each in zip(numbers, allowed, strict=False))
 
 
 FITS: dict[str, Callable[[str, Any], bool]] = {  # by table
-    "linear": _is_product, "experts": _is_experts, DRAFTS: _is_times,
+    "linear": _fits_linear, "experts": _fits_experts, DRAFTS: _fits_drafts,
 }  # fmt: skip
 
 
 def _show(measured: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """An entry a line, as in the files that come with atom."""
+    """JSON with one entry per line, as in the packaged files."""
     tables = []
     for kernel, table in measured.items():
         lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in table.items())

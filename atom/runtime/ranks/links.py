@@ -15,9 +15,9 @@ In the process of a rank:
         while True:
             decode(link.receive())
 
-A rank is a child of the driver, and its stdin and stdout carry the messages; or it is a child of a supervisor on another
-host, which relays messages to and from an authenticated connection (`remote`). Frames are msgpack: the length in 4
-bytes, little-endian, and the body.
+A rank is a child of the driver, and its stdin and stdout carry the messages; or it is a child of a supervisor on
+another host, which relays messages to and from an authenticated connection (`remote`). Frames are msgpack: the length
+in 4 bytes, little-endian, and the body.
 
 If a rank ends or hangs (`atom.process.liveness`), all are ended, so that no collective waits forever. One that is
 stopped ends nothing. A rank sends heartbeats to the process that started it, which watches it. A rank whose driver has

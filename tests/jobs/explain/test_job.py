@@ -774,7 +774,7 @@ def test_it_says_how_many_tokens_are_drafted_and_what_was_measured(
     texts = [f"checkpoint={checkpoints('qwen3')}", "device=cpu", "serve.method=ngram", f"cache={tmp_path}"]
     assert explain(*texts)["draft_counts"] == {"2": 3, "4": 1}
     text = digest_of(compile_graph(load(texts)))[:16]
-    tuned.keep("Some GPU", tmp_path, tuned.DRAFTS, {f"8 {text}": [1000.0, 1250.0], f"1 {'0' * 16}": [1.0, 2.0]})
+    tuned.save("Some GPU", tmp_path, tuned.DRAFTS, {f"8 {text}": [1000.0, 1250.0], f"1 {'0' * 16}": [1.0, 2.0]})
     _, out, _ = run(*texts)
     assert "3 up to 2 sequences, 1 up to 4 sequences, above none" in out
     assert "1.000, 1.250 ms a step of 8 sequences with 0, 1, … drafts of each" in out and out.count("ms a step") == 1

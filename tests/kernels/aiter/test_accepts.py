@@ -86,16 +86,16 @@ def test_a_layer_is_aiters(target: Target, weight: str, act: str):
     [
         (BARE, {}, "aiter: amd-aiter is not installed: the extra amd brings it"),
         (LACKING, {}, "aiter: this version of AITER lacks attention: x:y: it wants mode too"),
-        (MI300X, {"kind": "gelu"}, "aiter: has silu gates alone, not gelu"),
+        (MI300X, {"kind": "gelu"}, "aiter: has only silu gates, not gelu"),
         (MI300X, {"weight": "mxfp4"}, "aiter: its weight is stored as mxfp4"),
         (
             MI355X,
             {"weight": "fp8[1, *]"},
-            "aiter: weights in fp8[1, *] are multiplied by activations in fp8[1, *] alone",
+            "aiter: weights in fp8[1, *] are multiplied only by activations in fp8[1, *]",
         ),
         (MI300X, {"norm": "fp32"}, "aiter: norms bf16 by a weight in it, not in fp32"),
         (MI300X, {"cache": "fp8_e4m3"}, "aiter: does not bound entries of fp8_e4m3"),
-        (Target("cuda", frozenset({"amd", "gfx90a"})), {}, "aiter: runs on gfx942 and gfx950 alone"),
+        (Target("cuda", frozenset({"amd", "gfx90a"})), {}, "aiter: runs only on gfx942 and gfx950"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -120,10 +120,10 @@ def test_experts_and_their_router_are_aiters(weight: str, act: str, rule: str, c
     ("options", "reason"),
     [
         ({"weight": "gguf_mxfp4"}, "aiter: has no layout of gguf_mxfp4"),
-        ({"weight": "fp8[1, *]"}, "aiter: weights in fp8[1, *] are multiplied by activations in fp8[1, *] alone"),
+        ({"weight": "fp8[1, *]"}, "aiter: weights in fp8[1, *] are multiplied only by activations in fp8[1, *]"),
         ({"rule": PAIRS.format(4), "correction": "fp32"}, "aiter: does not choose from 4 groups of 32 experts"),
         ({"rule": PAIRS.format(8)}, "aiter: has no noaux_tc without a correction"),
-        ({"rule": GREEDY, "correction": "fp32"}, "aiter: corrects sigmoid scores alone, not softmax"),
+        ({"rule": GREEDY, "correction": "fp32"}, "aiter: corrects only sigmoid scores, not softmax"),
     ],
 )
 def test_experts_or_routers_that_aiter_has_not_have_their_reason(options: dict[str, str], reason: str):
@@ -135,7 +135,7 @@ def test_experts_or_routers_that_aiter_has_not_have_their_reason(options: dict[s
 def test_experts_in_mxfp4_stay_as_stored():
     found = moe_text(MI355X, weight="mxfp4")
     assert "= aiter.experts(" in found and '"aiter")' not in found and "triton." not in found
-    assert "aiter: multiplies mxfp4 on gfx950 alone" in moe_text(MI300X, weight="mxfp4")
+    assert "aiter: multiplies mxfp4 only on gfx950" in moe_text(MI300X, weight="mxfp4")
 
 
 FP8 = {"act": "fp8[1, *]"}
@@ -146,17 +146,17 @@ FP8 = {"act": "fp8[1, *]"}
     [
         (((8, 1024, 512), None), ((8, 512, 512), None), (None, None, Type("i64", (1,))), {}, None),
         (((8, 1024, 512), None), ((8, 512, 512), None), (Type("bf16", (8, 1024)),), {}, "adds no biases of experts"),
-        (((8, 1024, 512), None), ((8, 512, 512), None), (), {"kind": "gelu"}, "has silu gates alone, not gelu"),
+        (((8, 1024, 512), None), ((8, 512, 512), None), (), {"kind": "gelu"}, "has only silu gates, not gelu"),
         (((8, 384, 512), None), ((8, 512, 192), None), (), {}, "experts have 512 x 192 dims, no multiples of 128"),
         (((8, 768, 512), "fp8[1, *]"), ((8, 512, 384), "fp8[1, *]"), (), FP8,
          "experts have 512 x 384 dims, no multiples of 256"),
         (((8, 1024, 512), "mxfp4"), ((8, 512, 512), "mxfp4"), (Type("bf16", (8, 1024)),),
          {"kind": "swigluoai", "limit": 7.0, "alpha": 1.7}, None),
         (((8, 1024, 512), "mxfp4"), ((8, 512, 512), "mxfp4"), (), FP8,
-         "weights in mxfp4 are multiplied by activations in bf16 alone, not in fp8[1, *]"),
+         "weights in mxfp4 are multiplied only by activations in bf16, not in fp8[1, *]"),
         (((8, 1024, 512), "mxfp4"), ((8, 512, 512), None), (), {}, "has no layout of mxfp4"),
         (((8, 1024, 512), "fp8[1, *]"), ((8, 512, 512), None), (), FP8,
-         "has products of quantized activations by packed weights alone"),
+         "multiplies quantized activations only by packed weights"),
     ],
 )  # fmt: skip
 def test_what_is_accepted_of_experts(

@@ -101,7 +101,7 @@ def test_ranks_on_amd_push_where_they_are_asked_to(
     monkeypatch.setattr(nccl.peers, "connect", lambda rendezvous, large: peers)
     rendezvous = Rendezvous(0, Mesh(2), "127.0.0.1", lambda own: [own], None, collectives)
     assert nccl.connect(rendezvous) is (peers if pushes else whole)
-    has_said = "through RCCL alone; parallel.collectives=peers pushes" in capfd.readouterr().err
+    has_said = "use only RCCL; parallel.collectives=peers pushes" in capfd.readouterr().err
     assert has_said == (collectives == "auto")
 
 

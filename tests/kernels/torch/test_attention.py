@@ -202,7 +202,7 @@ def test_each_step_has_its_own_plan():
 
 
 def test_tiles_shrink_where_the_context_is_very_long(monkeypatch):
-    monkeypatch.setattr("atom.kernels.torch.prefill.SCORES", 6 * 90 * 3)
+    monkeypatch.setattr("atom.kernels.torch.prefill.MAX_SCORES", 6 * 90 * 3)
     case = make_case(prefills=[(40, 90)], kv_heads=2, heads=6)
     attend = PagedAttention()
     assert_equal(attend(*case, scale=0.3), reference(case, scale=0.3))

@@ -1,7 +1,7 @@
 """Copy blocks of several KV caches to rows and back, on a CPU.
 
 copier = BlockCopier([cache.view(num_blocks, -1) for cache in caches])
-copier.gather(blocks, rows)     # i64[N]: those blocks of all caches, one behind the other in each row
+copier.gather(blocks, rows)     # i64[N]: these blocks of all caches, concatenated per row
 copier.scatter(rows, blocks)
 """
 

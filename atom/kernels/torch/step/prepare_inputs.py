@@ -1,6 +1,6 @@
 """Prepare a step's inputs from the request state, on a CPU.
 
-    extend_tables(tables, entries)                                      # blocks that were allocated to slots
+    extend_tables(tables, entries)                                      # blocks newly allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
     mixed_inputs(rows, state, tables, block_size, inputs)               # and prompts, whose tokens the host gave
     tokens, token_index = draft_inputs(slots, rows, state, inputs)      # of the draft that follows the step
@@ -95,7 +95,7 @@ def draft_inputs(slots: Tensor, rows: Rows | None, state: State, inputs: Inputs)
 
 
 def _copy_tables(tables: Tensor, index: Tensor, block_size: int, inputs: Inputs) -> None:
-    """Copy the rows' tables, as far as they are filled."""
+    """Copy the filled part of the rows' tables."""
     width = -(-int(inputs.batch.lengths.max()) // block_size)
     inputs.tables[:, :, :width] = tables[:, index, :width]
 

@@ -1,16 +1,14 @@
-"""Sample tokens from logits on a CPU.
-
-A row is one slot; the batch that it is in never changes what it draws.
+"""Sample tokens from logits on a CPU. What a slot draws does not depend on its batch.
 
     sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
     score_drawn(logits, asked, out, totals, chosen, ranks)     # of drawn tokens; `atom.kernels.logprobs` has the others
 
-The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler): log probabilities for the report from the
-logits as they came, logit bias, min_tokens, grammar (these three before `sample`), repetition, frequency and presence
-penalty, temperature, min_p, top_k, top_p, draw. Among equal logits the lower id comes first, in a filter as in an
-argmax, so top_k=1 is greedy. A draw takes the largest of what is kept, with Gumbel noise of seed, position and token
-(`atom.graph.noise`). A row whose largest logit is not finite (it holds a nan or an inf, or nothing but -inf) has no
-distribution: it gives its largest number, or token 0, and leaves the other rows alone.
+The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler): reported log probabilities from the
+unprocessed logits, logit bias, min_tokens, grammar (these three before `sample`), repetition, frequency and presence
+penalty, temperature, min_p, top_k, top_p, draw. Among equal logits the lower id comes first, in filters and in an
+argmax, so top_k=1 is greedy. A draw is the argmax of the kept logits plus Gumbel noise of seed, position and token
+(`atom.graph.noise`). A row whose largest logit is not finite (it holds a nan or an inf, or only -inf) has no
+distribution: it draws its largest number, or token 0, without an effect on other rows.
 """
 
 from __future__ import annotations
@@ -33,9 +31,10 @@ LARGEST = torch.finfo(torch.float32).max
 def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, penalties: bool = False) -> None:
     """Sample the next token of each row to out i64[R], to its slot, whose length and counts advance, and to `reported`.
 
-    logits: bf16, fp16 or fp32[R, V]; slots: i32[R], none twice but that of padding, whose rows give token 0 and change
-    nothing. kind: one of SAMPLING_KINDS; a batch of a later kind may have rows of an earlier one, which get the same
-    token as alone. penalties: whether any row has some; without, no token is counted.
+    logits: bf16, fp16 or fp32[R, V]
+    slots: i32[R], unique except for the padding slot, whose rows get token 0 and change nothing
+    kind: one of SAMPLING_KINDS; rows of an earlier kind get the same token as in a batch of that kind
+    penalties: whether any row has penalties; otherwise no token is counted
     """
     assert kind in SAMPLING_KINDS, f"{kind} is none of {SAMPLING_KINDS}"
     index = slots.long()
@@ -68,7 +67,7 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
 
 
 def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
-    """Score the drawn tokens of these rows: log probabilities to chosen fp32[A], ranks to ranks i32[A], from 1.
+    """Score the drawn tokens of these rows: log probabilities to chosen fp32[A], ranks from 1 to ranks i32[A].
 
     logits, rows, totals: of `atom.kernels.logprobs.top_logprobs`; drawn: i64[R].
     """
@@ -91,8 +90,8 @@ def _chunks(rows: Tensor, vocab: int) -> Iterator[Tensor]:
 
 
 def _largest(logits: Tensor) -> Tensor:
-    """The argmax of each row, -1 where it is not finite."""
-    best, tokens = logits.max(-1)  # in bf16 on a CPU argmax alone takes 4 times as long
+    """The argmax of each row; -1 if its value is not finite."""
+    best, tokens = logits.max(-1)  # argmax takes 4 times as long in bf16 on a CPU
     return torch.where(best.isfinite(), tokens, -1)
 
 
@@ -107,7 +106,7 @@ def _penalize(values: Tensor, state: State, slot: int) -> None:
 
 
 def _draw(logits: Tensor, state: State, slots: Tensor, is_random: Tensor) -> Tensor:
-    """Draw a token for each row, -1 where the row has no distribution. logits: fp32[R, V], penalized."""
+    """Draw a token for each row; -1 if the row has no distribution. logits: fp32[R, V], after penalties"""
     best = logits.amax(-1, keepdim=True)
     tokens = torch.full_like(slots, -1)
     top_k, is_drawn = state.columns["top_k"][slots], best[:, 0].isfinite()
@@ -126,10 +125,10 @@ def _draw_greedy(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> T
 
 
 def _draw_free(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
-    """Draw among all tokens, or those that min_p leaves: of few of them the noise is large enough to be looked at."""
+    """Draw among all tokens, or those that min_p leaves. Only few have noise large enough to win."""
     weights = _weights(logits, best, state, slots)
     hashes = hash_ids(_keys(state, slots), torch.arange(logits.shape[-1], dtype=torch.int32))
-    # the likeliest token takes at most LONGEST, one of weight w at least its hash over w
+    # the likeliest token's time is at most LONGEST, that of one of weight w at least its hash over w
     may_win = (hashes.float() < weights.mul_(LONGEST * NUM_HASHES)).numpy()
     tokens, inverse = torch.empty_like(slots), _inverse(state, slots)
     for row in range(len(slots)):
@@ -142,8 +141,8 @@ def _draw_free(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Ten
 def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
     """Draw from the top_k most likely tokens, or from the fewest of them that hold top_p of their mass.
 
-    Only tokens that may be kept are sorted: under top_p those that weigh at least (1 - top_p) / V of the mass, since
-    the others together weigh less than 1 - top_p of it.
+    Only tokens that may be kept are sorted: under top_p those with at least (1 - top_p) / V of the mass, since the
+    others together have less than 1 - top_p of it.
     """
     vocab = logits.shape[-1]
     top_k, top_p = state.columns["top_k"][slots, None], state.columns["top_p"][slots, None]
@@ -152,8 +151,8 @@ def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) ->
     mass, limit = top_p, top_k
     if int(top_k.max()) == vocab:
         mass = weights.cumsum(-1, dtype=torch.float64)[:, -1:]  # a sum's order, unlike this one's, depends on the batch
-        least = (mass * (1 - top_p) / vocab).float()
-        limit = torch.where(top_k < vocab, top_k, (weights >= least).sum(-1, keepdim=True).clamp(min=1))
+        min_weight = (mass * (1 - top_p) / vocab).float()
+        limit = torch.where(top_k < vocab, top_k, (weights >= min_weight).sum(-1, keepdim=True).clamp(min=1))
     ids = most_likely(logits, int(limit.max()))
     kept = weights.gather(-1, ids).double().masked_fill(torch.arange(ids.shape[-1]) >= limit, 0.0)
     running = kept.cumsum(-1)
@@ -177,5 +176,5 @@ def _inverse(state: State, slots: Tensor) -> Tensor:
 
 
 def _keys(state: State, slots: Tensor) -> Tensor:
-    """Of the noise of each row's next draw, i64[R]."""
+    """Keys of the noise of each row's next draw, i64[R]."""
     return hash_seeds(state.seed[slots], state.lengths[slots])

@@ -1,13 +1,13 @@
 """Draft tokens of a slot and accept them, on a CPU.
 
-    find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
+    find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens earlier
     keys, *rest = draw_noise(slots, state, 3)   # of the next three draws
     gumbel_argmax(logits, keys[0], *rest)       # what a program drafts for the first of them
     accept(drawn, left, max_accepted, state, 1, None)           # which rows draw after their first draft
     drafts = finish_drafts(drawn, left, slots, state, False)    # what is reported of them
     keep_rows(kept, slots, hidden, token_index) # what the next drafts of slots are read from
 
-Shapes by letter as in `atom.kernels.step`; Q draws a row, the first of which needs no draft.
+Shapes by letter as in `atom.kernels.step`; Q: draws per row, the first of which needs no draft.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from atom.sampling_params import MIN_TEMPERATURE
 
 
 def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
-    """Prompt lookup (Saxena 2023): write what followed the latest place where the last n tokens stood, for the largest
-    n of min_n to max_n, to the drafts of slots i32[S]. What ends there is repeated; -1 where there is no such place."""
+    """Prompt lookup (Saxena 2023): write to the drafts of slots i32[S] what followed the latest earlier occurrence of
+    the last n tokens, for the largest n of min_n to max_n that occurs. It is repeated if too short; -1 if none
+    occurs."""
     assert state.history is not None and state.drafts is not None
     num_drafts = state.drafts.shape[1]
     for slot in slots.tolist():
@@ -44,8 +45,8 @@ def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
 
 
 def draw_noise(slots: Tensor, state: State, num_draws: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `ops.gumbel_argmax` takes for the next draws of slots i32[S]: keys i64[num_draws, S], temperatures fp32[S],
-    0 of greedy ones, and depths fp32[S].
+    """The arguments of `ops.gumbel_argmax` for the next draws of slots i32[S]: keys i64[num_draws, S], temperatures
+    fp32[S], 0 for greedy ones, and depths fp32[S].
 
     A depth stands for the filters, which are the model's, over another distribution: see `MIN_SHARE`.
     """
@@ -68,7 +69,7 @@ def gumbel_argmax(
     if temperatures.any():
         best = ops.gumbel_argmax(logits, keys, temperatures, depths, offsets)
         return best
-    best = logits.max(-1).indices  # in bf16 argmax alone takes 4 times as long
+    best = logits.max(-1).indices  # argmax takes 4 times as long in bf16
     return best if offsets is None else best + offsets.index_select(0, best)
 
 
@@ -92,9 +93,9 @@ def accept(drawn: Tensor, left: Tensor, max_accepted: Tensor, state: State, dept
 
 
 def finish_drafts(drawn: Tensor, left: Tensor, slots: Tensor, state: State, is_by_chance: bool) -> Tensor:
-    """Write -1 to drawn i64[Q, S] where a row drew nothing; the drafts i64[S, Q - 1] of slots i32[S].
+    """Write -1 to drawn i64[Q, S] for draws that did not happen; the drafts i64[S, Q - 1] of slots i32[S].
 
-    is_by_chance: what was not found is 0, since it may be accepted, too
+    is_by_chance: a missing draft is 0 instead of -1, since it may be accepted too
     """
     assert state.drafts is not None
     drawn.masked_fill_(left == state.num_slots, -1)

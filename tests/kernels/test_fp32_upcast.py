@@ -1,4 +1,4 @@
-"""Products of 16-bit numbers in float32, against those in float64."""
+"""GEMMs of 16-bit weights in float32, against float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # one rounding of the resu
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("out", "inner"), [(200, 192), (17, 34), (1, 1), (700, 2000)])
 @pytest.mark.parametrize("rows", [1, 11, 12, 70])
-def test_products_are_rounded_once(rows: int, out: int, inner: int, dtype: torch.dtype):
+def test_results_are_rounded_once(rows: int, out: int, inner: int, dtype: torch.dtype):
     run = find_kernel(ops.linear, "widened").load(LoadContext())
     x, weight, bias = torch.randn(rows, inner).to(dtype), torch.randn(out, inner).to(dtype), torch.randn(out).to(dtype)
     truth = x.double() @ weight.double().T
@@ -25,7 +25,7 @@ def test_products_are_rounded_once(rows: int, out: int, inner: int, dtype: torch
     assert run(x, weight).dtype == dtype
 
 
-def test_experts_are_multiplied_alike():
+def test_experts_are_multiplied_by_their_own_rows():
     run = find_kernel(ops.grouped_linear, "widened").load(LoadContext())
     x, weight, bias = (torch.randn(size).bfloat16() for size in ((50, 64), (3, 40, 64), (3, 40)))
     weight[1] = float("nan")  # an expert without rows is not read
@@ -46,6 +46,6 @@ def test_experts_are_multiplied_alike():
         (frozenset(), "fp32", "fp32 is as wide as float32"),
     ],
 )
-def test_it_takes_what_onednn_does_not(features: frozenset[str], dtype: str, reason: str | None):
+def test_it_accepts_the_dtypes_that_onednn_lacks(features: frozenset[str], dtype: str, reason: str | None):
     kernel = find_kernel(ops.linear, "widened")
     assert kernel.accepts(Target("cpu", features), Type(dtype, ("T", 64)), Type(dtype, (64, 64))) == reason

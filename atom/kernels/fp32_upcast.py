@@ -1,9 +1,9 @@
-"""The backend `widened`: products of 16-bit numbers in float32, on a CPU.
+"""The backend `widened`: GEMMs of 16-bit weights upcast to float32, on a CPU.
 
     y = widened_linear(x, weight, bias)     # x [..., I], weight [O, I] -> [..., O]
 
-Where oneDNN has no products of a dtype (bf16: without AVX512), torch multiplies row by row. Here many rows are
-multiplied in float32, by some rows of the weight at a time, which are widened to a core's cache.
+If oneDNN has no GEMM of a dtype (bf16: without AVX512), torch multiplies row by row. Here many rows of x are multiplied
+in float32, by as many rows of the weight at a time as fit in a core's cache once upcast.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from atom.graph.ops.moe import multiply_by_expert
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Kernel, Target, on_device
 
-MANY_ROWS = 12  # of fewer, widening takes longer than it gains
-AT_ONCE = 1 << 18  # numbers that are widened at a time
+MIN_ROWS = 12  # with fewer, upcasting costs more than it saves
+CHUNK_ELEMENTS = 1 << 18  # of the weight, upcast at a time
 
 
 def accepts(target: Target, x: Type, *_types: Type | None) -> str | None:
@@ -29,13 +29,13 @@ def accepts(target: Target, x: Type, *_types: Type | None) -> str | None:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.shape[:-1].numel() < MANY_ROWS:
+    if x.shape[:-1].numel() < MIN_ROWS:
         return F.linear(x, weight, bias)
-    wide, y = x.float(), x.new_empty(*x.shape[:-1], len(weight))
-    step = max(AT_ONCE // weight.shape[1], 1)
+    x32, y = x.float(), x.new_empty(*x.shape[:-1], len(weight))
+    step = max(CHUNK_ELEMENTS // weight.shape[1], 1)
     for first in range(0, len(weight), step):
         some = slice(first, first + step)
-        y[..., some] = F.linear(wide, weight[some].float(), None if bias is None else bias[some].float())
+        y[..., some] = F.linear(x32, weight[some].float(), None if bias is None else bias[some].float())
     return y
 
 

@@ -1,26 +1,21 @@
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import os
-import pickle
 import random
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
-from hashlib import sha256
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy
 import pytest
 import torch
+from collecting import pytest_ignore_collect, pytest_pycollect_makeitem  # noqa: F401
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("atom", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are busy
@@ -33,41 +28,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"  # a tenth of the time that a piece takes
 os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"  # a fifth: of what calls the loops, which stay at O3
 if not torch.cuda.is_available():
-    torch.manual_seed = torch.default_generator.manual_seed  # torch's own formats the stack for each kind of GPU
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor: object, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        # numpy 2.4 makes no int of an array of one element, as in range(start, stop)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_tensor_and_index
-
-    patch_lang, tl = interpreter._patch_lang, interpreter.tl
-
-    @functools.cache
-    def languages_of(kernel: Any) -> list[Any]:
-        return [value for value in kernel.__globals__.values() if value is tl or value is tl.core]
-
-    def patch_lang_once(kernel: Any) -> Any:
-        """A launch patches triton.language; each call of a device function would patch it again, in half of the time."""
-        if all(language.static_print is print for language in languages_of(kernel)):
-            return interpreter._LangPatchScope()
-        return patch_lang(kernel)
-
-    interpreter._patch_lang = patch_lang_once
-
-    get_np_dtype, np_dtypes = interpreter._get_np_dtype, {}
-
-    def get_np_dtype_once(type: Any) -> Any:
-        if type.name not in np_dtypes:
-            np_dtypes[type.name] = get_np_dtype(type)
-        return np_dtypes[type.name]
-
-    interpreter._get_np_dtype = get_np_dtype_once  # which makes a table of all types each time
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,7 +36,8 @@ def pytest_runtest_setup() -> None:
     """Numbers that a test draws do not depend on the tests before it; fixtures of its module draw first."""
     random.seed(0)
     numpy.random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed formats the stack for each kind of GPU that is not there
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -101,66 +63,6 @@ def place(request: pytest.FixtureRequest) -> Place:
     if (request.param == "cuda") != torch.cuda.is_available():
         pytest.skip("Triton's kernels run on the GPU where there is one, else they are interpreted")
     return Place("cuda" if request.param == "cuda" else "cpu", "triton")
-
-
-@pytest.fixture
-def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that Triton's interpreter makes fp8_e4m3 are rounded as a GPU does it: its own loses a carry."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    tl, convert = interpreter.tl, interpreter._convert_float
-
-    def convert_exactly(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if target != tl.float8e4nv or source != tl.float32:
-            return convert(values, source, target, mode)
-        return torch.from_numpy(values.view("float32")).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def parsed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The interpolations and files of conf/ are parsed once, and what is composed of them alone once for all processes."""
-    if find_spec("hydra") is None:  # a kernel's tests do without
-        yield
-        return
-    from hydra._internal.config_repository import ConfigRepository
-    from hydra.core.object_type import ObjectType
-    from omegaconf import base
-
-    from atom.config import hydra
-    from atom.config.folders import CONF
-
-    load_config, compose_choices, configs = ConfigRepository.load_config, hydra.compose_choices, dict[Any, bytes]()
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "composed"
-    folder.mkdir(exist_ok=True)
-
-    def load_once(repository: Any, config_path: str) -> Any:
-        """Files of ours and of Hydra's, which stay as they are."""
-        source = repository._find_object_source(config_path, ObjectType.CONFIG)
-        if source is None or source.path not in (str(CONF), "hydra.conf", ""):  # the last is the schema's
-            return load_config(repository, config_path)
-        if (source.path, config_path) not in configs:
-            configs[source.path, config_path] = pickle.dumps(load_config(repository, config_path))
-        return pickle.loads(configs[source.path, config_path])
-
-    @functools.cache
-    def compose_pickled(schema: Any, *choices: str) -> bytes:
-        kept = folder / sha256(repr((schema, choices)).encode()).hexdigest()
-        with contextlib.suppress(FileNotFoundError):
-            return kept.read_bytes()
-        composed = pickle.dumps(compose_choices(schema, choices))
-        made = kept.with_suffix(f".{os.getpid()}")
-        made.write_bytes(composed)
-        made.rename(kept)
-        return composed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "parse", functools.lru_cache(1024)(base.parse))
-        patch.setattr(ConfigRepository, "load_config", load_once)
-        patch.setattr(hydra, "compose_once", lambda *key: pickle.loads(compose_pickled(*key)))
-        patch.setattr(hydra, "copy", SimpleNamespace(deepcopy=lambda composed: composed))  # each is one of its own
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -251,11 +153,12 @@ def forget_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_compiler() -> Iterator[None]:
-    """Beside other tests, pieces are compiled one after the other: a second compiler would begin from its imports too."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            patch.setattr(os, "sched_getaffinity", lambda _: {0})
-        yield
+    """With other tests at a time, pieces are compiled in turn: a second compiler would begin from its imports too."""
+    allowed = os.sched_getaffinity(0)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.sched_setaffinity(0, {random.SystemRandom().choice([*allowed])})
+    yield
+    os.sched_setaffinity(0, allowed)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import threading
@@ -10,20 +9,13 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from atom.config import Config, hydra
+from atom.config import Config
 from atom.config.hydra import compose, compose_once, resolve
 from atom.config.load import load
 from atom.config.model_files import find_source
 from atom.config.schema import ServeConfig
 from atom.config.schema_keys import keys, plain_fields
 from atom.errors import AtomError, ConfigError
-
-
-@pytest.fixture(autouse=True)
-def copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users have it: conftest.py has a faster way for all other tests."""
-    monkeypatch.setattr(hydra, "copy", copy)
-    monkeypatch.setattr(hydra, "compose_once", compose_once)
 
 
 def test_composing_leaves_the_values_of_the_checkpoint_open_until_they_are_looked_up():

@@ -1,0 +1,44 @@
+"""Kernels under TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+
+import pytest
+import torch
+import triton.language as tl
+
+from atom.kernels.triton.compile.jit import jit
+
+
+@jit
+def _double(x):
+    return x * 2
+
+
+@jit
+def _double_all(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, _double(_double(_double(tl.load(x + at)))))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+def test_a_launch_patches_the_language_once_for_all_functions_that_it_calls():
+    from triton.runtime import interpreter
+
+    calls: Counter[object] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        calls[frame.f_code] += event == "call"
+
+    x, y = torch.arange(4.0), torch.zeros(4)
+    sys.setprofile(count)
+    try:
+        _double_all[(1,)](x, y, SIZE=4)
+    finally:
+        sys.setprofile(None)
+    assert y.tolist() == [0, 8, 16, 24]
+    assert calls[interpreter._patch_lang.__code__] == 1
+    assert tl.load.__module__ == "triton.language.core", "the launch has put it back"

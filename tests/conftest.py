@@ -55,14 +55,27 @@ class Place(NamedTuple):
     backend: str
 
 
-@pytest.fixture(params=["torch", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place_of(name: str) -> Place:
+    if name == "torch":
+        return Place("cpu", "torch")
+    if (name == "cuda") != torch.cuda.is_available():
+        pytest.skip("Triton's kernels run on a GPU, or are interpreted without one")
+    return Place("cuda" if name == "cuda" else "cpu", "triton")
+
+
+ON_A_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["torch", "interpreter", ON_A_GPU])
 def place(request: pytest.FixtureRequest) -> Place:
     """torch's kernels on a CPU; Triton's on a GPU, or without one under its interpreter."""
-    if request.param == "torch":
-        return Place("cpu", "torch")
-    if (request.param == "cuda") != torch.cuda.is_available():
-        pytest.skip("Triton's kernels run on the GPU where there is one, else they are interpreted")
-    return Place("cuda" if request.param == "cuda" else "cpu", "triton")
+    return place_of(request.param)
+
+
+@pytest.fixture(params=["torch", pytest.param("interpreter", marks=pytest.mark.slow), ON_A_GPU])
+def policy_place(request: pytest.FixtureRequest) -> Place:
+    """The same for what the host decides: torch's kernels show it in a tenth of the interpreter's time."""
+    return place_of(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

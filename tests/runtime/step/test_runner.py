@@ -154,13 +154,13 @@ def test_every_way_to_sample_gives_the_tokens_of_the_cpu(checkpoints: Any, place
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_log_probabilities_are_of_the_logits_before_the_host_has_shaped_them(
-    checkpoints: Any, place: Place, depth: int
+    checkpoints: Any, policy_place: Place, depth: int
 ):
     bias = {"temperature": 0, "logit_bias": {5: 9.0}}
     banned = {"temperature": 0, "min_tokens": 3, "stop_token_ids": list(range(0, 101, 2))}
     asked = [(tiny.prompt(4 + at, seed=4), SamplingParams(max_tokens=3, logprobs=3, **params))
              for at, params in enumerate([bias, banned])]  # fmt: skip
-    engine = open_runner(checkpoints("qwen3"), place, depth)
+    engine = open_runner(checkpoints("qwen3"), policy_place, depth)
     sequences = generate(engine, asked)
     assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
     assert sequences[0].output == [5, 5, 5]
@@ -170,12 +170,12 @@ def test_log_probabilities_are_of_the_logits_before_the_host_has_shaped_them(
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_tokens_after_a_stop_are_thrown_away_and_none_are_computed_after_max_tokens(
-    checkpoints: Any, place: Place, depth: int
+    checkpoints: Any, policy_place: Place, depth: int
 ):
     cpu, asked = on_cpu(checkpoints("qwen3")), greedy(3, 17, 1, max_tokens=6)
     free = expected(cpu, asked)
     stops = [answer["token_ids"][2] for answer in free]
-    engine = open_runner(checkpoints("qwen3"), place, depth)
+    engine = open_runner(checkpoints("qwen3"), policy_place, depth)
     assert_same(generate(engine, asked), free)
     assert engine.scheduler.stats.num_overrun == 0
     asked = greedy(3, 17, 1, max_tokens=6, stop_token_ids=stops)
@@ -229,10 +229,10 @@ def test_padding_between_decodes_and_prompts_and_after_them_changes_nothing(
 @pytest.mark.parametrize(("max_tokens", "prompts"), [(3, [3, 3, 3]), (100, [100, 100, 16, 32, 64, 100]),
                                                      (700, [700, 700, 16, 32, 64, 128, 256, 384, 512])])  # fmt: skip
 def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
-    checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, max_tokens: int, prompts: list[int]
+    checkpoints: Any, policy_place: Place, monkeypatch: pytest.MonkeyPatch, max_tokens: int, prompts: list[int]
 ):
     asked = greedy(3, 6, max_tokens=4)
-    engine = open_runner(checkpoints("qwen3"), place, 2)
+    engine = open_runner(checkpoints("qwen3"), policy_place, 2)
     runner: Any = engine.runner
     decode, mix = runner.model.decode, runner.model.mix
     walked: list[tuple[str, int]] = []
@@ -259,8 +259,8 @@ def test_a_small_pool_preempts_and_changes_nothing(checkpoints: Any, place: Plac
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 3])
-def test_prefixes_that_are_found_change_nothing(checkpoints: Any, place: Place, depth: int):
-    engine = open_runner(checkpoints("qwen3"), place, depth, enable_prefix_caching=True)
+def test_prefixes_that_are_found_change_nothing(checkpoints: Any, policy_place: Place, depth: int):
+    engine = open_runner(checkpoints("qwen3"), policy_place, depth, enable_prefix_caching=True)
     shared = tiny.prompt(13)
     params = SamplingParams(temperature=0, max_tokens=6)
     for asked in ([(shared, params)], [(shared, params), ([*shared[:9], 1, 2], params), (shared + [3] * 9, params)]):
@@ -268,17 +268,17 @@ def test_prefixes_that_are_found_change_nothing(checkpoints: Any, place: Place, 
     assert engine.scheduler.stats.num_prefix_hit_tokens >= 12 + 8 + 12
 
 
-def test_a_sequence_ends_at_max_model_len_without_a_step_too_many(checkpoints: Any, place: Place):
+def test_a_sequence_ends_at_max_model_len_without_a_step_too_many(checkpoints: Any, policy_place: Place):
     asked = greedy(20, 5, max_tokens=40, ignore_eos=True)
-    engine = open_runner(checkpoints("qwen3"), place, 2, max_model_len=24)
+    engine = open_runner(checkpoints("qwen3"), policy_place, 2, max_model_len=24)
     sequences = generate(engine, asked)
     assert [len(each.output) for each in sequences] == [4, 19]
     assert_same(sequences, expected(on_cpu(checkpoints("qwen3"), max_model_len=24), asked))
     assert engine.scheduler.stats.num_overrun == 0
 
 
-def test_a_slot_whose_sequence_was_aborted_in_flight_serves_the_next_one(checkpoints: Any, place: Place):
-    engine = open_runner(checkpoints("qwen3"), place, 2, max_num_seqs=2)
+def test_a_slot_whose_sequence_was_aborted_in_flight_serves_the_next_one(checkpoints: Any, policy_place: Place):
+    engine = open_runner(checkpoints("qwen3"), policy_place, 2, max_num_seqs=2)
     asked = greedy(6, 9, 4, max_tokens=8)
     gone = engine.submit(engine.prepare(tiny.prompt(5), SamplingParams(temperature=0.7, top_p=0.5, max_tokens=30)))
     steps = iter(range(99))
@@ -299,14 +299,14 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_grammar_waits_for_its_tokens_and_the_others_run_ahead(talker: Path, place: Place, depth: int):
+def test_a_grammar_waits_for_its_tokens_and_the_others_run_ahead(talker: Path, policy_place: Place, depth: int):
     pytest.importorskip("llguidance")
     asked = [
         ("ab", SamplingParams(temperature=1.0, seed=1, max_tokens=9, structured_outputs={"regex": "[a-c]{3}(xy|z)"})),
         ("abc", SamplingParams(temperature=1.0, seed=2, max_tokens=9, min_tokens=3)),
         ("a", SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)),
     ]
-    engine = open_runner(talker, place, depth)
+    engine = open_runner(talker, policy_place, depth)
     sequences = generate(engine, asked)  # type: ignore[arg-type]
     assert_same(sequences, expected(on_cpu(talker), asked))  # type: ignore[arg-type]
     assert sequences[0].finish_reason == "eos" and sequences[0].text[:3].strip("abc") == ""
@@ -316,13 +316,15 @@ def test_a_grammar_waits_for_its_tokens_and_the_others_run_ahead(talker: Path, p
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_stop_string_ends_an_answer_and_the_tokens_after_it_do_not_show(talker: Path, place: Place, depth: int):
+def test_a_stop_string_ends_an_answer_and_the_tokens_after_it_do_not_show(
+    talker: Path, policy_place: Place, depth: int
+):
     cpu = on_cpu(talker)
     free = [("abc", SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True)) for seed in (1, 2)]
     texts = [answer["text"] for answer in expected(cpu, free)]  # type: ignore[arg-type]
     asked = [(prompt, SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True, stop_strings=[text[4:6]]))
              for (prompt, _), seed, text in zip(free, (1, 2), texts, strict=True)]  # fmt: skip
-    engine = open_runner(talker, place, depth)
+    engine = open_runner(talker, policy_place, depth)
     sequences = generate(engine, asked)  # type: ignore[arg-type]
     assert_same(sequences, expected(cpu, asked))  # type: ignore[arg-type]
     assert "stop_sequence" in {each.finish_reason for each in sequences}
@@ -346,9 +348,11 @@ class Broken:
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_row_that_fails_while_steps_run_leaves_the_others_their_tokens(checkpoints: Any, place: Place, depth: int):
+def test_a_row_that_fails_while_steps_run_leaves_the_others_their_tokens(
+    checkpoints: Any, policy_place: Place, depth: int
+):
     asked = greedy(3, 5, 8, max_tokens=8)
-    engine = open_runner(checkpoints("qwen3"), place, depth)
+    engine = open_runner(checkpoints("qwen3"), policy_place, depth)
     sequences = [engine.prepare(prompt, params)[0] for prompt, params in asked]
     sequences[1].matcher = Broken()
     for each in sequences:
@@ -379,11 +383,11 @@ TRITON_LACKS = RuntimeError("Triton Error [CUDA]: out of memory")
     ],
 )
 def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
-    checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, verb: str, error: Exception
+    checkpoints: Any, policy_place: Place, monkeypatch: pytest.MonkeyPatch, verb: str, error: Exception
 ):
     params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=6, logprobs=1, seed=3)
     asked = [(tiny.prompt(length, seed=length), params) for length in (3, 4)]
-    engine = open_runner(checkpoints("qwen3"), place, 2)
+    engine = open_runner(checkpoints("qwen3"), policy_place, 2)
     model = engine.runner.model  # type: ignore[attr-defined]
     real, num_calls = getattr(model, verb), [0]
 
@@ -399,8 +403,10 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
     assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
 
 
-def test_what_fails_after_a_draw_is_not_drawn_again(checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch):
-    engine = open_runner(checkpoints("qwen3"), place, 1)
+def test_what_fails_after_a_draw_is_not_drawn_again(
+    checkpoints: Any, policy_place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    engine = open_runner(checkpoints("qwen3"), policy_place, 1)
     drawn, model = [], engine.runner.model  # type: ignore[attr-defined]
     sample = model.sample
 
@@ -452,7 +458,7 @@ class FailingAllocations(TorchDispatchMode):
 @pytest.mark.sampled(4, gpu=2)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
-    checkpoints: Any, place: Place, monkeypatch: pytest.MonkeyPatch, depth: int
+    checkpoints: Any, policy_place: Place, monkeypatch: pytest.MonkeyPatch, depth: int
 ):
     """Each allocation of each step fails once; those of the body, which are many and alike, do not."""
     ways: list[dict[str, Any]] = [
@@ -460,14 +466,13 @@ def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
         {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.3, "logprobs": 0},
         {"temperature": 1.0, "logit_bias": {5: 9.0}},
     ]
-    if place.backend == "torch":
-        if depth:
-            pytest.skip("on a CPU a step has taken place before the next one is planned")
+    if policy_place.backend == "torch":
+        depth = 0  # a step has taken place before the next one is planned
         ways = [{"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.3, "logprobs": 1, "prompt_logprobs": 0}]
     asked = [
         (tiny.prompt(3 + at, seed=at), SamplingParams(max_tokens=2, seed=at, **way)) for at, way in enumerate(ways)
     ]
-    engine, mode = open_runner(checkpoints("qwen3"), place, depth), FailingAllocations()
+    engine, mode = open_runner(checkpoints("qwen3"), policy_place, depth), FailingAllocations()
     runner: Any = engine.runner
     execute, num_done = runner._execute, [0]
 
@@ -480,7 +485,7 @@ def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
 
     monkeypatch.setattr(runner, "_execute", run)
     monkeypatch.setitem(runner.model.executables, BODY, mode.spare(runner.model.body))
-    if place == Place("cpu", "triton"):  # the interpreter allocates, a launch does not
+    if policy_place == Place("cpu", "triton"):  # the interpreter allocates, a launch does not
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", mode.spare(interpreter.GridExecutor.__call__))
     sequences, num_failures = generate_in_spite(engine, asked)
     assert num_failures == sum(num_done) and min(num_done[1:]) > 20

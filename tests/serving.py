@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import tokenizers
 import torch
 import transformers
+import wire
 from serve.stub_servers import Forked, Forks
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -149,6 +150,39 @@ def wait_for_url(server: Server) -> str:
         time.sleep(0.05)
     server.process.kill()
     raise AssertionError(f"the server did not start: {server.log.read_text()}")
+
+
+def log_lines(server: Server) -> list[str]:
+    """The whole lines of a server's log so far.
+
+    A thread of the server writes them, so the line about an event may follow the event: wait for it, or for the end of
+    the process.
+    """
+    whole, _, _ = server.log.read_text().rpartition("\n")
+    return whole.splitlines()
+
+
+def log_entries(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    """The entries of a log of JSON so far that have these fields."""
+    entries = [json.loads(line) for line in log_lines(server) if line.startswith("{")]
+    return [entry for entry in entries if fields.items() <= entry.items()]
+
+
+def wait_for_line(server: Server, text: str) -> str:
+    """The first line of a server's log that has a text, once it is there."""
+
+    def found() -> list[str]:
+        return [line for line in log_lines(server) if text in line]
+
+    wire.wait_until(found)
+    return found()[0]
+
+
+def wait_for_entry(server: Server, **fields: Any) -> dict[str, Any]:
+    """The only entry of a log of JSON that has these fields, once it is there."""
+    wire.wait_until(lambda: log_entries(server, **fields))
+    (entry,) = log_entries(server, **fields)
+    return entry
 
 
 def family(server: Server) -> list[int]:

@@ -202,9 +202,8 @@ def reaches_log(path: str, base: dict[str, Any]) -> Row:
     def check(server: Server) -> None:
         asking.post(server, path, base | {"user": f"somebody at {path}"})
         asking.post(server, path, base | {"user": f"another at {path}"})
-        line = f'"user":"somebody at {path}"'
-        wire.wait_until(lambda: line in server.log.read_text())
-        assert server.log.read_text().count(line) == 1
+        serving.wait_for_entry(server, user=f"another at {path}")
+        assert len(serving.log_entries(server, user=f"somebody at {path}")) == 1
 
     return check
 
@@ -272,10 +271,9 @@ def goes_first(path: str, base: dict[str, Any]) -> Row:
                 wire.wait_until(lambda: asking.num_waiting(server) == len(running))
         for thread in running:
             thread.join()
-        first, second = (f'"id":"{answers[priority].body["id"]}"' for priority in (1, 5))
-        wire.wait_until(lambda: first in server.log.read_text() and second in server.log.read_text())
-        log = server.log.read_text()
-        assert log.index(first) < log.index(second)
+        first, second = (serving.wait_for_entry(server, id=answers[priority].body["id"]) for priority in (1, 5))
+        entries = serving.log_entries(server)
+        assert entries.index(first) < entries.index(second)
 
     return check
 

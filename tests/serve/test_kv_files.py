@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import serving
 import tiny
 import wire
 from serving import Server, Start, family, is_alive
@@ -61,7 +62,8 @@ def test_an_engine_whose_server_is_killed_writes_no_more(is_ending: bool, start_
     if is_ending:
         server.process.send_signal(signal.SIGTERM)
         num_files = len(files(tmp_path))
-        wire.wait_until(lambda: "draining" in server.log.read_text() and len(files(tmp_path)) > num_files + 2)
+        serving.wait_for_line(server, "draining")
+        wire.wait_until(lambda: len(files(tmp_path)) > num_files + 2)
     assert is_alive(engine)
     server.process.kill()
     server.process.wait()

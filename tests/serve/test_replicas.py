@@ -62,10 +62,6 @@ def stream(server: Server, number: int, **body: Any) -> wire.Stream:
     return begun
 
 
-def lines(server: Server) -> list[Any]:
-    return [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-
-
 @pytest.fixture(scope="module")
 def pair(start_server: Start) -> Server:
     """Two replicas, for tests that harm neither."""
@@ -120,7 +116,7 @@ def test_a_header_pins_a_request_to_a_replica(pair: Server):
     for path, body in (("/v1/chat/completions", chat), ("/v1/messages", chat | {"model": "talker"})):
         for number in (1, 0):
             assert f'"{number} "' in wire.ask(pair.url, "POST", path, body, pin(number)).body.decode()
-    wire.wait_until(lambda: {line.get("engine") for line in lines(pair) if line["message"] == "request"} >= {0, 1})
+    wire.wait_until(lambda: {each.get("engine") for each in serving.log_entries(pair, message="request")} >= {0, 1})
 
 
 @pytest.mark.parametrize("number", ["2", "-1", "x", "", "1.0", "1" * 5000, "\u00b2"])
@@ -163,8 +159,8 @@ def test_the_profilers_of_all_replicas_start_and_stop(pair: Server):
 
 
 def test_what_an_engine_prints_bears_its_name(pair: Server):
-    said = [line["process"] for line in lines(pair) if line["message"] == "said past Python"]
-    assert sorted(said) == ["engine 0", "engine 1"]
+    for number in (0, 1):
+        serving.wait_for_entry(pair, message="said past Python", process=f"engine {number}")
 
 
 def test_a_replica_that_is_killed_ends_its_streams_alone_and_comes_back(start_pair: Callable[..., Server]):
@@ -189,7 +185,7 @@ def test_a_replica_that_is_killed_ends_its_streams_alone_and_comes_back(start_pa
     assert by_engine(server, "engine_restarts_total") == [1, 0]
     server.process.terminate()
     assert server.process.wait(20) == 0
-    told = [line["message"] for line in lines(server)]
+    told = [entry["message"] for entry in serving.log_entries(server)]
     assert "engine 0 is dead; it is started again in 0.2 s" in told and "engine 0 serves again" in told
 
 
@@ -202,14 +198,13 @@ def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[...
     assert health.status == 200 and health.json["engines"][1] == dead
     assert by_engine(server, "engine_up") == [1, 0]
     assert {ask(server, {"prompt": [20 + place]})[0] for place in range(3)} == {0}
-    wire.wait_until(lambda: any("stays dead" in line["message"] for line in lines(server)))
-    (told,) = (line for line in lines(server) if "stays dead" in line["message"])
+    told = json.loads(serving.wait_for_line(server, "stays dead"))
     assert told["message"].startswith("engine 1 has not come to serve in 3 starts in a row")
     assert "the KV pool needs 9 GiB" in told["reason"]
     assert len(engines(server)) == 1
     os.kill(engines(server)[0], signal.SIGKILL)  # the last one
     assert server.process.wait(20) == 1
-    assert "all engines are dead" in [line["message"] for line in lines(server)]
+    assert "all engines are dead" in [entry["message"] for entry in serving.log_entries(server)]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import anthropic
 import pydantic
 import pytest
+import serving
 import wire
 from serving import Server
 
@@ -191,7 +192,7 @@ def test_a_thread_is_refused_so_that_the_sdk_can_do_without(server: Server):
 
 def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
     client.messages.create(**ASK, metadata={"user_id": "user-of-the-log"})
-    wire.wait_until(lambda: "user-of-the-log" in server.log.read_text())
+    serving.wait_for_line(server, "user-of-the-log")
 
 
 @pytest.mark.parametrize(

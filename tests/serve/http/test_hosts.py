@@ -69,8 +69,7 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         address = f"tcp://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=r"parallel\.key_file must hold the same on each host"):
             find_driver(address, read_key(str(wrong)), 1, "127.0.0.2")
-        refused = "a connection from 127.0.0.2 is refused: it has another key"
-        wire.wait_until(lambda: refused in server.log.read_text())
+        serving.wait_for_line(server, "a connection from 127.0.0.2 is refused: it has another key")
         supervisor = launch(1, key, "second", layout, *overrides)
         return Hosts(server._replace(url=serving.wait_for_url(server)), supervisor)
 
@@ -119,7 +118,7 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
     wire.wait_until(lambda: not is_alive(rank), since + limit - time.monotonic())
     wire.wait_until(lambda: not is_alive(engine), since + limit - time.monotonic())
     if gone != "driver":
-        wire.wait_until(lambda: "rank 1 has ended" in server.log.read_text())
+        serving.wait_for_line(server, "rank 1 has ended")
     server.process.terminate()  # it tells of the death for some seconds more
     assert server.process.wait(20) == 1
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+import serving
 import wire
 from serving import Server, Start
 
@@ -118,4 +119,4 @@ def test_another_root_is_not_served(rooted: Server):
 
 
 def test_the_log_tells_the_address_with_its_root(rooted: Server):
-    assert f"{rooted.url}/a/llm (Ctrl-C drains" in rooted.log.read_text()
+    serving.wait_for_line(rooted, f"{rooted.url}/a/llm (Ctrl-C drains")

@@ -3,13 +3,13 @@ from __future__ import annotations
 import base64
 import hmac
 import http.client
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serving
 import wire
 from fastapi.routing import APIRoute
 from serving import Server, Start
@@ -138,8 +138,7 @@ def test_who_is_no_administrator_is_told_who_is_and_the_log_too(administered: Se
         "/start_profile is for administrators, and the key app is not one of theirs: the server's file of keys "
         "(serve.http.api_keys=@FILE.yaml) says admin: true of those that may"
     )
-    wire.wait_until(lambda: "of-app" in administered.log.read_text())
-    (line,) = [json.loads(line) for line in administered.log.read_text().splitlines() if "of-app" in line]
+    line = serving.wait_for_entry(administered, request_id="of-app")
     assert (line["key"], line["status"], line["error"]) == ("app", 403, answer.json["error"]["message"])
 
 
@@ -407,7 +406,7 @@ def test_a_probe_by_head_is_counted_and_logged_as_one(locked: Server):
         return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(counted)), 0.0)
 
     before = count()
-    head(locked.url, "/version", bearer("first-key"))
+    head(locked.url, "/version", bearer("first-key") | {"x-request-id": "by-head"})
     wire.wait_until(lambda: count() == before + 1)
-    lines = [json.loads(line) for line in locked.log.read_text().splitlines() if '"/version"' in line]
-    assert lines[-1]["method"] == "HEAD"
+    line = serving.wait_for_entry(locked, request_id="by-head")
+    assert (line["method"], line["path"]) == ("HEAD", "/version")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 import threading
 import time
 
 import pytest
+import serving
 import uvicorn
 import uvloop
 import wire
@@ -202,8 +202,7 @@ def test_a_refusal_is_counted_and_logged_with_its_path_and_id(strict: Server):
     head = b"POST /v1/completions?a=b HTTP/1.1\r\nhost: x\r\nx-request-id: seen\r\ncontent-length: 10001\r\n\r\n"
     assert answer_to(strict, head).headers["x-request-id"] == "seen"
     assert wire.metrics(strict.url)[name] == before + 1
-    wire.wait_until(lambda: '"seen"' in strict.log.read_text())
-    (line,) = (json.loads(line) for line in strict.log.read_text().splitlines() if '"seen"' in line)
+    line = serving.wait_for_entry(strict, request_id="seen")
     assert (line["path"], line["status"], line["level"]) == ("/v1/completions", 413, "warning")
 
 

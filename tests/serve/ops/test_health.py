@@ -80,7 +80,7 @@ def test_a_port_that_opens_when_ready_refuses_until_then(talker: Path, tmp_path:
         return state
 
     try:
-        wire.wait_until(lambda: "loading nothing" in server.log.read_text())
+        serving.wait_for_line(server, "loading nothing")
         assert look() == "refused"
         wire.wait_until(lambda: look() == "ready")
         assert set(states) == {"refused", "ready"}
@@ -99,7 +99,7 @@ def test_a_port_that_another_server_opens_meanwhile_is_reported(talker: Path, tm
         fields = [f"serve.http.port={port}", "serve.http.listen_when_ready=true"]
         server = serving.launch(talker, tmp_path, *fields, stub={"load_seconds": 3})
         try:
-            wire.wait_until(lambda: "loading nothing" in server.log.read_text())
+            serving.wait_for_line(server, "loading nothing")
             other.listen()
             assert server.process.wait(60) == 2
         finally:

@@ -70,7 +70,8 @@ def test_every_line_is_json_and_what_is_refused_has_its_message(lines_of: Run):
 def test_the_first_line_says_what_starts_where(talker: Path, tmp_path: Path):
     server = serving.start(talker, tmp_path, stub={"load_seconds": 0.1})
     server.process.kill()
-    first = json.loads(server.log.read_text().splitlines()[0])
+    server.process.wait()
+    first = json.loads(serving.log_lines(server)[0])
     assert (first["level"], first["message"], first["checkpoint"]) == ("info", "starting", str(talker))
     assert (first["version"], first["pid"]) == (version("atom-run"), server.process.pid)
     assert f"http://127.0.0.1:{first['port']}" == server.url
@@ -210,8 +211,7 @@ def test_an_answer_whose_client_leaves_is_aborted_in_the_log_and_in_metrics(talk
                     wire.read_head(file)
                     assert wire.read_chunk(file)
                 wire.wait_until(lambda: wire.metrics(server.url)["atom:num_requests_running"] == 2)
-            wire.wait_until(lambda number=number: f'"leaves-{number}"' in server.log.read_text())
-            (line,) = (json.loads(line) for line in server.log.read_text().splitlines() if f'"leaves-{number}"' in line)
+            line = serving.wait_for_entry(server, request_id=f"leaves-{number}")
             assert line["finish_reasons"] == ["abort", "abort"] and "error" not in line
             assert line["usage"]["prompt_tokens"] == 1
             assert wire.metrics(server.url)[name] == 2 * (number + 1)
@@ -228,10 +228,10 @@ def is_ready(url: str) -> bool:
 
 def log_of(talker: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     server = serving.launch(talker, folder, *overrides, stub={})
-    wire.wait_until(lambda: " at http://" in server.log.read_text())
+    serving.wait_for_line(server, " at http://")
     server.process.kill()
     server.process.wait()
-    return [json.loads(line) for line in server.log.read_text().splitlines()]
+    return serving.log_entries(server)
 
 
 def warnings_of(log: list[dict[str, Any]]) -> list[str]:
@@ -316,16 +316,13 @@ def calling(**function: Any) -> dict[str, Any]:
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_a_client_sent_is_cut_in_its_error_and_in_the_log(server: Server, path: str, body: Any):
-    start = server.log.stat().st_size
     answer = wire.ask(server.url, "GET" if body is None else "POST", path, body)
     assert 400 <= answer.status < 500
     message = answer.json["error"]["message"]
     assert "a" * 201 not in message and len(message) <= 1000 and len(answer.body) < 2500
-    id = answer.headers["x-request-id"]
-    wire.wait_until(lambda: f'"{id}"'.encode() in server.log.read_bytes()[start:])
-    logged = server.log.read_bytes()[start:].decode()
-    (line,) = (json.loads(each) for each in logged.splitlines() if id in each)
-    assert line["error"] == message and "a" * 201 not in logged
+    line = serving.wait_for_line(server, answer.headers["x-request-id"])
+    assert json.loads(line)["error"] == message
+    assert not any("a" * 201 in each for each in serving.log_lines(server))
 
 
 def test_a_page_s_origin_is_cut(server: Server):

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serving
 import wire
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, Start
@@ -227,13 +227,7 @@ def test_a_request_is_a_line_of_json_with_its_id_and_usage(counted: Server, stre
     headers = {"x-request-id": name}
     data = wire.request("POST", "/v1/completions", BODY | {"stream": stream, "user": "someone"}, headers)
     assert wire.exchange(counted.url, data).status == 200
-
-    def lines() -> list[Any]:
-        found = (json.loads(line) for line in counted.log.read_text().splitlines() if line.startswith("{"))
-        return [line for line in found if line.get("request_id") == name]
-
-    wire.wait_until(lines)
-    (line,) = lines()
+    line = serving.wait_for_entry(counted, request_id=name)
     assert (line["message"], line["level"], line["method"]) == ("request", "info", "POST")
     assert (line["path"], line["status"], line["user"]) == ("/v1/completions", 200, "someone")
     assert 0 < line["usage"]["ttft_s"] <= line["usage"]["latency_s"] <= line["seconds"] < 30

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import shutil
@@ -22,8 +21,7 @@ BODY = {"prompt": [0, 9], "max_tokens": 2}
 
 
 def entries(server: Server, message: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, server.log.read_text().splitlines())
-    return [line for line in lines if line["message"].startswith(message)]
+    return [entry for entry in serving.log_entries(server) if entry["message"].startswith(message)]
 
 
 def reload(server: Server, message: str = "reloaded") -> dict[str, Any]:

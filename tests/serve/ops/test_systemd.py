@@ -153,9 +153,9 @@ def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
             except OSError:
                 break
         assert server.process.wait(20) == 0
-        entries = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-        (asked,) = (entry for entry in entries if entry.get("path") == "/v1/completions")
-        (idle,) = (entry for entry in entries if entry["message"] == "idle")
+        (asked,), (idle,) = (
+            serving.log_entries(server, **each) for each in ({"path": "/v1/completions"}, {"message": "idle"})
+        )
         between = datetime.fromisoformat(idle["time"]) - datetime.fromisoformat(asked["time"])
         assert 1.9 < between.total_seconds() < 30
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 import pytest
+import serving
 import wire
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -91,17 +91,9 @@ def values(of: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in of.attributes}
 
 
-def request_line(server: Server, span: Span) -> dict[str, Any]:
-    """The line of a span's request in the log."""
-    id = values(span)["gen_ai.request.id"]
-
-    def found() -> list[dict[str, Any]]:
-        lines = map(json.loads, server.log.read_text().splitlines())
-        return [line for line in lines if line["message"] == "request" and line.get("id") == id]
-
-    wire.wait_until(found)
-    (line,) = found()
-    return line
+def request_entry(server: Server, span: Span) -> dict[str, Any]:
+    """The entry of a span's request in the log."""
+    return serving.wait_for_entry(server, message="request", id=values(span)["gen_ai.request.id"])
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +137,7 @@ def test_a_chat_has_one_span_below_its_callers(collector: Collector, server: Ser
     assert (span.trace_id.hex(), span.parent_span_id.hex(), span.trace_state) == (TRACE, PARENT, "vendor=opaque")
     assert start < span.start_time_unix_nano < span.end_time_unix_nano
     assert (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 == pytest.approx(
-        request_line(server, span)["seconds"], abs=1e-6
+        request_entry(server, span)["seconds"], abs=1e-6
     )
     found = values(span)
     told = {name: found.pop(name) for name in [*found] if not name.startswith("gen_ai.latency.")}
@@ -212,7 +204,7 @@ def test_a_request_that_fails_says_so_and_not_why(collector: Collector, server: 
     span = collector.wait_for_span()
     assert (span.status.code, span.status.message) == (Status.STATUS_CODE_ERROR, "failed")
     assert span.trace_id.hex() == TRACE and not span.events
-    assert request_line(server, span)["error"].encode() not in collector.posted[0].body
+    assert request_entry(server, span)["error"].encode() not in collector.posted[0].body
 
 
 def test_a_stream_fails_with_its_engine(collector: Collector, start_server: Start):

@@ -19,7 +19,7 @@ from serving import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 class Answer(NamedTuple):

@@ -108,9 +108,9 @@ def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] 
 
 
 @contextlib.contextmanager
-def started(checkpoint: Path, folder: Path, *overrides: str) -> Iterator[Server]:
+def started(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Iterator[Server]:
     """`start`, and the end of it, whatever happens."""
-    server = launch(checkpoint, folder, *overrides)
+    server = launch(checkpoint, folder, *overrides, stub=stub)
     try:
         yield server._replace(url=wait_for_url(server))
     finally:

@@ -395,13 +395,13 @@ def test_a_rank_that_cannot_read_what_it_is_told_ends_and_says_why():
     with closing(Ranks([channel], [b"a"])) as ranks:
         ranks.wait()
         channel.send(b"\xc1")  # no msgpack
-        assert "rank 1: DecodeError: MessagePack data is malformed" in str(ranks.await_fault(5))
+        assert "rank 1: DecodeError: MessagePack data is malformed" in str(ranks.await_fault(60))
 
 
 def test_a_rank_of_which_nothing_can_be_read_ends_all():
     channel = Mock(look=Mock(return_value=None), receive=Mock(side_effect=LookupError("what is this?")))
     with closing(Ranks([channel], [b"a"])) as ranks:
-        assert str(ranks.await_fault(5)) == "rank 1 has ended: what is this?"
+        assert str(ranks.await_fault(60)) == "rank 1 has ended: what is this?"
 
 
 @pytest.mark.parametrize("wait", [lambda ranks: ranks.receive(1), lambda ranks: ranks.wait()], ids=["receive", "wait"])
@@ -418,7 +418,7 @@ def test_who_waits_for_a_rank_when_all_are_closed_is_told(wait: Callable[[Ranks]
     with pytest.raises(queue.Empty):
         told.get(timeout=0.2)
     ranks.close()
-    assert told.get(timeout=10) == "the ranks are closed"
+    assert told.get(timeout=60) == "the ranks are closed"
 
 
 def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):

@@ -104,12 +104,12 @@ def serving(answer: Answer, *, version: bytes | None = None, health: Answer | No
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield stub
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
 
 
 def sse(*values: Any) -> bytes:

@@ -164,12 +164,10 @@ def test_a_text_that_a_tokenizer_would_never_be_done_with_ends_one_request(
     monkeypatch.setattr(encoder, "CODE", f"from atom.checkpoint import encoder; {limits}; encoder.work()")
     tokenizer, text = tokenizer_of(make(), tmp_path), "a" * 60_000 + "b"
     assert not tokenizer.encodes_here(len(text))
-    start = time.monotonic()
     with pytest.raises(
         RequestError, match=r"the checkpoint's tokenizer takes more than .*, for these 60001 characters"
     ):
         tokenizer.encode(text)
-    assert time.monotonic() - start < 30
     assert tokenizer.encode("bb", add_special_tokens=False) == make().encode("bb", add_special_tokens=False).ids
 
 

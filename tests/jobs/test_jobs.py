@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,10 +314,8 @@ def test_ctrl_c_ends_with_130_and_no_traceback(embedded_gguf: Path, tmp_path: Pa
         assert process.stdout is not None and process.stderr is not None
         assert os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
-        started = time.perf_counter()
         process.stdout.read()
         err = process.stderr.read()
     assert process.returncode == 130
     assert "Traceback" not in err and err.endswith("atom-run: interrupted\n")
-    assert time.perf_counter() - started < 60
     assert list(tmp_path.iterdir()) == [], "nothing is left in the folder"

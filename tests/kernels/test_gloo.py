@@ -25,7 +25,7 @@ Run = Callable[[Callable[[int, GlooCommunicator], Any]], list[Any]]
 
 def connect_all(mesh: Mesh, folder: Path | None, pool: ThreadPoolExecutor) -> list[GlooCommunicator]:
     """The communicators of all ranks; without a folder each is on a host of its own."""
-    shown, barrier = [b""] * mesh.num_ranks, threading.Barrier(mesh.num_ranks, timeout=20)
+    shown, barrier = [b""] * mesh.num_ranks, threading.Barrier(mesh.num_ranks, timeout=60)
 
     def connect(rank: int) -> GlooCommunicator:
         def exchange(own: bytes) -> list[bytes]:

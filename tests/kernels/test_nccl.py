@@ -64,7 +64,7 @@ class MemoryLibrary:
         self.mail[self.rank, to].put(ctypes.string_at(x, size))
 
     def receive(self, x: int, size: int, dtype: int, source: int, *_: Any) -> None:
-        self.waiting.append(lambda: ctypes.memmove(x, self.mail[source, self.rank].get(timeout=20), size))
+        self.waiting.append(lambda: ctypes.memmove(x, self.mail[source, self.rank].get(timeout=60), size))
 
     def all_gather(self, x: int, out: int, size: int, dtype: int, *_: Any) -> None:
         self.called.append("all_gather")

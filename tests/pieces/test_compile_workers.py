@@ -43,7 +43,7 @@ for _ in compile_pieces([sys.argv[1]]):
 """
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, "it has not come to be"
@@ -105,6 +105,6 @@ def test_compilers_end_with_their_parent_and_leave_no_file(place: Path, number: 
     assert len(session) >= 2 and parent.pid not in session, "a terminal's Ctrl-C is for the parent alone"
     assert list(place.rglob("half.s"))
     parent.send_signal(number)
-    assert parent.wait(30) != 0
+    assert parent.wait(120) != 0
     wait_until(lambda: not any(map(is_running, session)), 20)
     assert not list(place.iterdir())

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000
 LONG_SECONDS = 10.0  # of a step that takes long
+PREPARE_SECONDS = 600.0  # in which a request has to be prepared, on a busy machine too
 TICK_SECONDS = 0.005  # between two looks at the event loop
 RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED, SLEEPS_LOCKED, SPINS_LOCKED = range(
     1, 9
@@ -60,8 +61,10 @@ class Options:
     profiles: bool = False  # it has a profiler
     breaks_profiler: bool = False  # which fails in a way that nobody has foreseen
     broken: list[int] = field(default_factory=list)  # replicas that fail at every start
+    gate: str | None = None  # a file: no step ends until it is there
     max_log: int = 4 << 20  # bytes of lines of the log that are not written yet
     pause_seconds: float = 1.0  # before the server starts a dead replica again
+    dead_seconds: float = 5.0  # for which the server reports that its engines are dead
     holds: str | None = None  # a file: how long the HTTP process's event loop was held, a line for each time
     write_seconds: float | None = None  # no stub: a real engine that takes so long to write a block of KV to a file
     breaks: list[str] | None = None  # no stub: real engines, of which the first fails once in these steps of a sleep
@@ -153,6 +156,8 @@ class StubEngine:
         tell_plan()
         self.due = max(self.due + self.options.step_seconds, time.perf_counter() - 1)  # it catches up, but not for ever
         time.sleep(max(0.0, self.due - time.perf_counter()))
+        while self.options.gate is not None and not Path(self.options.gate).exists():
+            time.sleep(0.01)
         self.num_steps += 1
         self.stepping = list(self.running.values())
         now = time.perf_counter()
@@ -334,19 +339,21 @@ def main() -> int:
         return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.config.load import load  # which an engine's process does without
     from atom.jobs.report import report
+    from atom.serve import context, server
     from atom.serve.engine import replica
     from atom.serve.ops import log
-    from atom.serve.server import Server, run_loop
 
     config = load(rest)
     replica.PAUSE_SECONDS = options.pause_seconds
     log.MAX_WAITING = options.max_log
+    context.TEMPLATE_SECONDS = PREPARE_SECONDS
+    server.DEAD_SECONDS = options.dead_seconds
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)
-        return await Server(config, (sys.executable, str(Path(__file__)), stated, "--engine")).run()
+        return await server.Server(config, (sys.executable, str(Path(__file__)), stated, "--engine")).run()
 
-    return report(lambda: run_loop(serve, config.serve.http))
+    return report(lambda: server.run_loop(serve, config.serve.http))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_a_signal_lets_what_runs_end_and_takes_no_more(start_server: Start, numb
     assert len(events) == 50 and events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
     answer = wire.read_answer(waiting.file)
     assert [choice["text"] for choice in answer.json["choices"]] == ["word " * 50] * 2
-    assert server.process.wait(20) == code
+    assert server.process.wait(wire.SECONDS) == code
 
 
 @pytest.mark.sampled(2)
@@ -58,31 +58,27 @@ def test_what_still_runs_when_the_time_is_over_ends_with_an_error(start_server: 
     *_, last = stream.read_events()
     assert last["error"]["message"] == "the server ends before this request has been answered"
     assert wire.read_answer(waiting.file).status == 503
-    assert server.process.wait(20) == code
-    assert 0.5 < time.monotonic() - start < 20
+    assert server.process.wait(wire.SECONDS) == code
+    assert time.monotonic() - start > 0.5
 
 
 def test_a_second_signal_ends_at_once(start_server: Start):
-    server = start_server(stub=SLOW)
+    server = start_server("serve.http.drain_seconds=10000", stub={"step_seconds": 1.0})
     stream = wire.Stream(server.url, ENDLESS)
     stream.read_events(1)
     server.process.send_signal(signal.SIGTERM)
     wire.wait_until(lambda: health(server) == (503, "draining"))
-    start = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 0
-    assert time.monotonic() - start < 20  # and not after the 30 of a drain
+    assert server.process.wait(wire.SECONDS) == 0
 
 
 def test_a_signal_ends_a_server_that_loads(talker: Path, tmp_path: Path):
-    server = serving.launch(talker, tmp_path, stub={"load_seconds": 100})
+    server = serving.launch(talker, tmp_path, stub={"load_seconds": 10_000})
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     wire.wait_until(lambda: children.read_text())
     time.sleep(0.5)  # the child is in its own code
-    start = time.monotonic()
     server.process.terminate()
-    assert server.process.wait(20) == 0
-    assert time.monotonic() - start < 20
+    assert server.process.wait(wire.SECONDS) == 0
 
 
 def test_a_drain_ends_when_the_engine_dies_in_it(start_server: Start):
@@ -96,4 +92,4 @@ def test_a_drain_ends_when_the_engine_dies_in_it(start_server: Start):
     *_, last = stream.read_events()
     assert last["error"]["code"] == "unavailable"
     server.process.terminate()  # it tells of the death for some seconds more
-    assert server.process.wait(20) == 1
+    assert server.process.wait(wire.SECONDS) == 1

@@ -81,7 +81,7 @@ def test_a_server_that_ends_in_order_writes_all_that_it_can_in_its_time(start_se
     num_files = len(files(tmp_path))
     start = time.monotonic()
     server.process.terminate()
-    assert server.process.wait(30) == 0
+    assert server.process.wait(wire.SECONDS) == 0
     assert len(files(tmp_path)) > num_files + 3 and time.monotonic() - start < 15
     assert_whole(tmp_path / "kv")
 

@@ -184,7 +184,7 @@ def test_a_replica_that_is_killed_ends_its_streams_alone_and_comes_back(start_pa
     assert ask(server, {"prompt": [0]}, **pin(0))[0] == 0
     assert by_engine(server, "engine_restarts_total") == [1, 0]
     server.process.terminate()
-    assert server.process.wait(20) == 0
+    assert server.process.wait(wire.SECONDS) == 0
     told = [entry["message"] for entry in serving.log_entries(server)]
     assert "engine 0 is dead; it is started again in 0.2 s" in told and "engine 0 serves again" in told
 
@@ -203,7 +203,7 @@ def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[...
     assert "the KV pool needs 9 GiB" in told["reason"]
     assert len(engines(server)) == 1
     os.kill(engines(server)[0], signal.SIGKILL)  # the last one
-    assert server.process.wait(20) == 1
+    assert server.process.wait(wire.SECONDS) == 1
     assert "all engines are dead" in [entry["message"] for entry in serving.log_entries(server)]
 
 
@@ -221,13 +221,13 @@ def test_a_server_whose_replicas_all_die_ends_with_1(start_pair: Callable[..., S
     assert wire.ask(server.url, "POST", "/v1/completions", {"prompt": [0]}).status == 503
     left = engines(server)
     server.process.terminate()
-    assert server.process.wait(20) == 1
+    assert server.process.wait(wire.SECONDS) == 1
     assert not any(Path(f"/proc/{engine}").exists() for engine in left)
 
 
 def test_replicas_that_all_fail_to_load_are_one_line_and_an_exit_code(talker: Path, tmp_path: Path):
     server = serving.launch(talker, tmp_path, *DP2, stub=STUB | {"broken": [0, 1]})
-    assert server.process.wait(60) == 2
+    assert server.process.wait(wire.SECONDS) == 2
     assert server.log.read_text().count("CapacityError: the KV pool needs 9 GiB") == 1
 
 
@@ -242,20 +242,19 @@ def test_a_drain_waits_for_all_replicas_and_outlives_one(start_pair: Callable[..
     *_, last = dies.read_events()
     assert last["error"]["code"] == "unavailable"
     assert ends.read_events()[-1] == "[DONE]"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(wire.SECONDS) == 0
 
 
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_all_replicas_at_once(start_pair: Callable[..., Server]):
-    server = start_pair()
+    server = start_pair("serve.http.drain_seconds=10000", step_seconds=1.0)
     wire.wait_until(lambda: are_ready(server))
     streams = [stream(server, number) for number in (0, 1)]
     left = engines(server)
     server.process.send_signal(signal.SIGINT)
     wire.wait_until(lambda: wire.ask(server.url, "GET", "/health").json["state"] == "draining")
-    start = time.monotonic()
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(20) == 130 and time.monotonic() - start < 20
+    assert server.process.wait(wire.SECONDS) == 130
     for each in streams:
         each.close()
     assert not any(Path(f"/proc/{engine}").exists() for engine in left)

@@ -64,7 +64,7 @@ def test_requests_wait_until_it_is_woken_up(query: str, server: str):
     assert late.is_alive() and len(answers) == 1
     assert ask(server, "POST", "/wake_up?tags=weights").json == {"is_sleeping": True}
     assert ask(server, "POST", "/wake_up?tags=kv_cache").json == {"is_sleeping": False}
-    late.join(20)
+    late.join(wire.SECONDS)
     assert answers[1:] == answers[:1] and not is_sleeping(server)
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_fell_asleep_half_way_is_said_to_sleep(breaking: Callable
     assert late.is_alive()
     assert ask(server, "POST", "/wake_up").status == 500 and is_sleeping(server), "it has its weights, and no KV"
     assert ask(server, "POST", "/wake_up?tags=kv_cache").json == {"is_sleeping": False}
-    late.join(20)
+    late.join(wire.SECONDS)
     assert answers[1:] == answers[:1] and not is_sleeping(server)
     assert "is_sleeping" not in ask(server, "GET", "/health").json
 

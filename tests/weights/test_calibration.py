@@ -309,7 +309,7 @@ def are_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def wait_for_entries(folder: Path, count: int) -> list[str]:
     """The names of what is kept; packed weights are published by a thread."""
-    cache, deadline = Cache(Path(f"{folder}.cache")), time.monotonic() + 30
+    cache, deadline = Cache(Path(f"{folder}.cache")), time.monotonic() + 120
     while len(entries := cache.entries("weights")) < count and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(entries) == count

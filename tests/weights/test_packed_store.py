@@ -54,7 +54,7 @@ def load(checkpoint: Checkpoint, cache: Cache | None) -> list[torch.Tensor]:
 
 def wait_for_entry(cache: Cache, count: int = 1) -> None:
     """It is published by a thread, maybe in place of a damaged one."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (
         sum(cache.verify("weights", entry.key) is None for entry in cache.entries("weights")) < count
         and time.monotonic() < deadline

@@ -295,7 +295,7 @@ def test_many_parts_go_to_their_targets(tmp_path: Path, device: str, num_readers
 
 def test_all_readers_read_at_once_into_buffers_in_turn(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
     set_readers(monkeypatch, 3, 400)  # 40804 bytes: 102 whole buffers
-    preadv, together, used = os.preadv, threading.Barrier(3, timeout=10), set[int]()
+    preadv, together, used = os.preadv, threading.Barrier(3, timeout=60), set[int]()
 
     def read(file: int, buffers: list[memoryview], start: int) -> int:
         used.add(torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr())

@@ -29,7 +29,7 @@ def atom_run(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=200, env=env)
 
 
-def wait_until(is_so: Callable[[], Any], seconds: float = 60) -> None:
+def wait_until(is_so: Callable[[], Any], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it never was so"
@@ -174,7 +174,7 @@ def test_jobs_at_the_same_time_have_gpus_of_their_own(tmp_path: Path, monkeypatc
             waiting = threading.Thread(target=hold)
             waiting.start()
             assert not entered.wait(0.3), "two are wanted, one is free"
-        assert entered.wait(20)
+        assert entered.wait(60)
         waiting.join()
     assert third == ["2,GPU-5"]
     with pinned_gpus(tmp_path / "gpus", gpus, 8) as all_of_them, pinned_gpus(tmp_path / "gpus", [], 1) as none:

@@ -301,7 +301,7 @@ def test_a_compiler_ends_with_its_parent_and_so_does_what_it_has_started(tmp_pat
     started = int(pid.read_text())
     assert is_running(started)
     parent.kill()
-    assert parent.wait(30) == -9
+    assert parent.wait(wire.SECONDS) == -9
     wire.wait_until(lambda: not is_running(started), 60)
 
 

@@ -30,9 +30,9 @@ def test_tenants_are_served_in_turn_and_what_is_dropped_is_not_prepared():
     for id in ("a3", "c1", "unknown"):
         waiting.drop(id)
     threading.Thread(target=waiting.run, daemon=True).start()
-    assert [taken.get(timeout=20) for _ in range(5)] == ["a1", "b1", "a2", "b2", "a4"]
+    assert [taken.get(timeout=60) for _ in range(5)] == ["a1", "b1", "a2", "b2", "a4"]
     waiting.add(Submit("d1", [1], GRAMMAR, RequestOptions(tenant="d")))
-    assert taken.get(timeout=20) == "d1"
+    assert taken.get(timeout=60) == "d1"
 
 
 class Compiling(StubEngine):

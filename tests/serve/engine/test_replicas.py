@@ -68,7 +68,7 @@ def play(
         engines.close("the test is over")
         await engines.end()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), wire.SECONDS))
     return clock
 
 
@@ -276,7 +276,7 @@ def test_a_process_that_was_started_before_is_the_first_engine_s_if_it_suits(is_
         await engines.end()
         assert started.has_ended()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), wire.SECONDS))
 
 
 @pytest.mark.parametrize(("num_replicas", "expected"), [(1, 6), (2, 3), (4, 1), (9, 1)])

@@ -41,8 +41,8 @@ from atom.serve.engine.worker import Worker
 STUB = (sys.executable, str(serving.STUB), "{}", "--engine")
 
 
-def ended(engine: EngineProcess, seconds: float = 20) -> int:
-    wire.wait_until(engine.has_ended, seconds)
+def ended(engine: EngineProcess) -> int:
+    wire.wait_until(engine.has_ended)
     return engine.end()
 
 
@@ -61,15 +61,13 @@ def test_an_engine_that_is_to_end_before_it_has_begun_ends_without_a_fault():
 def test_an_engine_is_ready_beats_and_ends_with_its_socket():
     engine, frames, told = EngineProcess(STUB), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
-    engine.connection.settimeout(20)
+    engine.connection.settimeout(wire.SECONDS)
     while Ready(100_000) not in told:
         told += frames.feed(engine.connection.recv(1 << 16))
-    start = time.monotonic()
     while sum(isinstance(message, Beat) for message in told) < 5:
         told += frames.feed(engine.connection.recv(1 << 16))
-    assert time.monotonic() - start < 15
     engine.connection.close()
-    assert ended(engine, 20) == 0
+    assert ended(engine) == 0
 
 
 def test_a_heartbeat_says_for_how_long_a_step_has_run_and_which_ranks_are_stopped():
@@ -140,7 +138,7 @@ print("loaded", [each for each in heavy if each in sys.modules], file=sys.stderr
     assert printed == ["imported True"]
     config = load([f"checkpoint={checkpoints('llama')}", "level=0", "device=cpu", "serve.kv_cache_memory=1048576"])
     engine.connection.sendall(encode(Start(config)))
-    engine.connection.settimeout(60)
+    engine.connection.settimeout(wire.SECONDS)
     while not any(isinstance(message, Ready) for message in told):
         told += frames.feed(engine.connection.recv(1 << 16))
     engine.connection.close()
@@ -153,7 +151,7 @@ print("loaded", [each for each in heavy if each in sys.modules], file=sys.stderr
 def test_what_is_no_message_ends_the_engine_with_a_reason(garbage: bytes):
     engine, frames, told = EngineProcess(STUB), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
-    engine.connection.settimeout(20)
+    engine.connection.settimeout(wire.SECONDS)
     while not any(isinstance(message, Ready) for message in told):
         told += frames.feed(engine.connection.recv(1 << 16))
     engine.connection.sendall(garbage)
@@ -166,7 +164,7 @@ def test_what_is_no_message_ends_the_engine_with_a_reason(garbage: bytes):
 def test_a_profiler_that_fails_ends_no_engine():
     engine, frames, told = EngineProcess((*STUB[:2], '{"breaks_profiler": true}', "--engine")), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
-    engine.connection.settimeout(20)
+    engine.connection.settimeout(wire.SECONDS)
     while not any(isinstance(message, Ready) for message in told):
         told += frames.feed(engine.connection.recv(1 << 16))
     for id in ("first", "second"):
@@ -182,7 +180,7 @@ def test_a_profiler_that_fails_ends_no_engine():
 def test_signals_to_the_group_leave_the_engine_to_the_http_process():
     engine, frames, told = EngineProcess(STUB), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
-    engine.connection.settimeout(20)
+    engine.connection.settimeout(wire.SECONDS)
     while not told:
         told += frames.feed(engine.connection.recv(1 << 16))
     assert os.getpgid(engine.pid) == engine.pid != os.getpgrp()
@@ -302,5 +300,5 @@ def test_compilers_end_with_the_server(talker: Path, tmp_path: Path, number: int
     wire.wait_until(compilers)
     started += compilers()
     server.process.send_signal(number)
-    assert server.process.wait(30) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-    wire.wait_until(lambda: not compilers() and not Path(f"/proc/{engine}").exists(), 30)
+    assert server.process.wait(wire.SECONDS) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    wire.wait_until(lambda: not compilers() and not Path(f"/proc/{engine}").exists())

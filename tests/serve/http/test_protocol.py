@@ -99,13 +99,13 @@ def test_a_head_that_is_too_large_is_refused(strict: Server, head: bytes):
 def test_a_request_that_comes_too_slowly_is_refused(strict: Server, parts: list[bytes]):
     start = time.monotonic()
     assert_refused(answer_to(strict, *parts), 408, "the request did not arrive in time")
-    assert 0.6 < time.monotonic() - start < 20
+    assert time.monotonic() - start > 0.6
 
 
 def test_a_pipelined_request_whose_body_never_comes_is_refused(strict: Server):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
     with wire.connect(strict.url) as connection, connection.makefile("rb") as file:
-        connection.settimeout(20)
+        connection.settimeout(wire.SECONDS)
         connection.sendall(wire.request("GET", "/health") + head)
         assert wire.read_answer(file).status == 200
         assert_refused(wire.read_answer(file), 408, "the request did not arrive in time")
@@ -117,16 +117,16 @@ def test_a_drip_of_headers_does_not_move_the_deadline(strict: Server):
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         start = time.monotonic()
         connection.setblocking(False)
-        while time.monotonic() - start < 20:
+        while time.monotonic() - start < wire.SECONDS:
             try:
                 if connection.recv(1, socket.MSG_PEEK):
                     break
             except BlockingIOError:
                 connection.send(b"x: y\r\n")
             time.sleep(0.05)
-        connection.settimeout(20)
+        connection.settimeout(wire.SECONDS)
         assert wire.read_answer(file).status == 408
-        assert 0.6 < time.monotonic() - start < 20
+        assert time.monotonic() - start > 0.6
 
 
 def test_what_is_no_http_is_refused(strict: Server):
@@ -222,13 +222,13 @@ def test_a_request_that_lies_unread_while_the_server_computes_has_arrived_in_tim
         server = await loop.create_server(lambda: protocol(**state), "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()) as connection:
             await asyncio.sleep(0.1)
-            connection.settimeout(20)
+            connection.settimeout(wire.SECONDS)
             sending = threading.Thread(target=connection.sendall, args=(wire.request("POST", "/", b" " * (16 << 20)),))
             sending.start()
             time.sleep(0.6)  # as where another body of many megabytes is parsed
             await asyncio.to_thread(sending.join)
             connection.setblocking(False)
-            answer = await asyncio.wait_for(loop.sock_recv(connection, 1000), 20)
+            answer = await asyncio.wait_for(loop.sock_recv(connection, 1000), wire.SECONDS)
         server.close()
         return answer
 

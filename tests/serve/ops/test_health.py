@@ -61,7 +61,7 @@ def test_health_is_loading_then_ready_then_draining_or_dead(last: str, talker: P
         wire.wait_until(lambda: look() == last)
     finally:
         server.process.terminate()
-        server.process.wait(20)
+        server.process.wait(wire.SECONDS)
     assert states == ["loading", "ready", last]
 
 
@@ -87,7 +87,7 @@ def test_a_port_that_opens_when_ready_refuses_until_then(talker: Path, tmp_path:
         serving.wait_for_url(server)
     finally:
         server.process.terminate()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(wire.SECONDS) == 0
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_port_that_another_server_opens_meanwhile_is_reported(talker: Path, tm
         try:
             serving.wait_for_line(server, "loading nothing")
             other.listen()
-            assert server.process.wait(60) == 2
+            assert server.process.wait(wire.SECONDS) == 2
         finally:
             server.process.kill()
             server.process.wait()

@@ -43,7 +43,7 @@ def lines_of(talker: Path, tmp_path: Path) -> Run:
                 wire.ask(url, "POST", path, body, {"x-request-id": f"id-{path}"})
             wire.exchange(url, b"NO HTTP\r\n\r\n")
             server.process.terminate()
-            server.process.wait(20)
+            server.process.wait(wire.SECONDS)
         finally:
             server.process.kill()
         return server.log.read_text().splitlines()
@@ -106,7 +106,7 @@ def test_a_level_leaves_out_the_lines_below_it_and_no_error(talker: Path, tmp_pa
         assert wire.ask(url, "POST", "/v1/completions", {"prompt": [0], "max_tokens": 1}).status == 200
         wire.ask(url, "POST", "/v1/completions", RAISES)
         server.process.terminate()
-        server.process.wait(20)
+        server.process.wait(wire.SECONDS)
     finally:
         server.process.kill()
     text = server.log.read_text()
@@ -119,7 +119,7 @@ def test_a_level_leaves_out_the_lines_below_it_and_no_error(talker: Path, tmp_pa
                                                 ("serve.http.host=192.0.2.1", "choose another serve.http.host")])  # fmt: skip
 def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path: Path, override: str, told: str):
     server = serving.launch(talker, tmp_path, override, stub={})
-    assert server.process.wait(60) == 2
+    assert server.process.wait(wire.SECONDS) == 2
     (line,) = map(json.loads, server.log.read_text().splitlines())
     assert line["level"] == "error" and line["message"].startswith("ConfigError: ") and told in line["message"]
 
@@ -139,7 +139,7 @@ def test_a_log_that_takes_nothing_costs_no_request(talker: Path, tmp_path: Path,
         for body, status in (({"prompt": [0], "max_tokens": 2}, 200), (RAISES, 500), ({"prompt": [0]}, 200)):
             assert wire.ask(url, "POST", "/v1/completions", body).status == status
         server.process.terminate()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(wire.SECONDS) == 0
     finally:
         server.process.kill()
         server.process.wait()
@@ -173,8 +173,8 @@ def test_a_log_that_nobody_reads_holds_up_no_request(talker: Path, tmp_path: Pat
         with ThreadPoolExecutor(1) as pool, open(reader, "rb", closefd=False) as file:
             reading = pool.submit(file.read)
             server.process.terminate()
-            assert server.process.wait(30) == 0
-            lines = [json.loads(line) for line in reading.result(30).splitlines()]
+            assert server.process.wait(wire.SECONDS) == 0
+            lines = [json.loads(line) for line in reading.result(wire.SECONDS).splitlines()]
     finally:
         server.process.kill()
     written = [int(line["request_id"][3:]) for line in lines if line.get("path") == "/v1/completions"]
@@ -193,7 +193,7 @@ def test_a_log_that_nobody_reads_holds_up_no_end(talker: Path, tmp_path: Path, p
         for _ in range(30):  # of which 4096 bytes have no room
             wire.ask(f"http://127.0.0.1:{port}", "POST", "/v1/completions", {"prompt": [0], "max_tokens": 1})
         server.process.terminate()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(wire.SECONDS) == 0
     finally:
         server.process.kill()
 

@@ -69,9 +69,9 @@ def test_counts_after_known_requests_are_exact(counted: Server):
 
     wire.wait_until(check)
     after = wire.metrics(counted.url)
-    # 5 ms between tokens, on a machine that may be slow but is never fast
+    # 5 ms between tokens, or less once the stub has been late
     seconds = after["atom:inter_token_latency_seconds_sum"] - before.get("atom:inter_token_latency_seconds_sum", 0)
-    assert 0.1 < seconds < 30
+    assert 0 < seconds < 30
 
 
 def test_gauges_follow_what_runs(start_server: Start):
@@ -230,7 +230,7 @@ def test_a_request_is_a_line_of_json_with_its_id_and_usage(counted: Server, stre
     line = serving.wait_for_entry(counted, request_id=name)
     assert (line["message"], line["level"], line["method"]) == ("request", "info", "POST")
     assert (line["path"], line["status"], line["user"]) == ("/v1/completions", 200, "someone")
-    assert 0 < line["usage"]["ttft_s"] <= line["usage"]["latency_s"] <= line["seconds"] < 30
+    assert 0 < line["usage"]["ttft_s"] <= line["usage"]["latency_s"] <= line["seconds"] < wire.SECONDS
     assert line["usage"]["prompt_tokens"] == 4 and line["usage"]["completion_tokens"] == 6
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
 

@@ -160,4 +160,4 @@ def test_on_a_terminal_that_is_closed_it_drains(talker: Path, tmp_path: Path):
     server.process.send_signal(signal.SIGHUP)
     events = stream.read_events()
     assert events[-1] == "[DONE]" and len(events) == 50
-    assert server.process.wait(20) == 0
+    assert server.process.wait(wire.SECONDS) == 0

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +34,7 @@ def test_systemd_is_told_when_the_server_is_ready_and_when_it_drains(
             assert wire.ask(serving.wait_for_url(server), "GET", "/health").status == 200
             server.process.terminate()
             assert systemd.recv(100) == b"STOPPING=1"
-            assert server.process.wait(20) == 0
+            assert server.process.wait(wire.SECONDS) == 0
         finally:
             server.process.kill()
             server.process.wait()
@@ -61,9 +60,7 @@ def test_a_full_queue_of_systemds_does_not_hold_the_server(tmp_path: Path, caplo
             with pytest.raises(BlockingIOError):
                 while True:
                     other.sendto(b"x", path)
-        start = time.monotonic()
-        notify(path, "READY=1")
-        assert time.monotonic() - start < 20
+        notify(path, "READY=1")  # comes back
     assert caplog.messages == [f"cannot send READY=1 to systemd at {path}: timed out"]
 
 
@@ -104,10 +101,10 @@ def test_the_first_request_waits_and_an_idle_server_ends_and_starts_anew(
             first.sendall(wire.request("POST", "/v1/completions", body))
             server = activate(listening, talker, tmp_path, "serve.idle_exit_seconds=1")
             try:
-                first.settimeout(40)
+                first.settimeout(wire.SECONDS)
                 answer = wire.read_answer(file)
                 assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 3
-                assert server.wait(20) == 0
+                assert server.wait(wire.SECONDS) == 0
             finally:
                 server.kill()
                 server.wait()
@@ -128,7 +125,7 @@ def test_what_comes_to_a_passed_socket_in_a_drain_waits_for_the_next_server(
         wire.wait_until(lambda: '"draining"' in log.read_text())
         with wire.connect(url) as late, late.makefile("rb") as file:
             late.sendall(wire.request("POST", "/v1/completions", {"prompt": [0, 9], "max_tokens": 3}))
-            assert stream.read_events()[-1] == "[DONE]" and servers[0].wait(20) == 0
+            assert stream.read_events()[-1] == "[DONE]" and servers[0].wait(wire.SECONDS) == 0
             servers.append(activate(listening, talker, tmp_path, stub="{}"))
             assert wire.read_answer(file).status == 200
     finally:
@@ -145,19 +142,21 @@ def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
         stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 20})  # three seconds
         events = stream.read_events()
         assert len(events) == 21 and events[-1] == "[DONE]"
-        end = time.monotonic() + 30
-        while server.process.poll() is None and time.monotonic() < end:
-            time.sleep(0.1)
+
+        def has_ended() -> bool:
             try:
                 wire.ask(server.url, "GET", "/health")  # a probe keeps no server awake
             except OSError:
-                break
-        assert server.process.wait(20) == 0
+                return True
+            return False
+
+        wire.wait_until(has_ended)
+        assert server.process.wait(wire.SECONDS) == 0
         (asked,), (idle,) = (
             serving.log_entries(server, **each) for each in ({"path": "/v1/completions"}, {"message": "idle"})
         )
         between = datetime.fromisoformat(idle["time"]) - datetime.fromisoformat(asked["time"])
-        assert 1.9 < between.total_seconds() < 30
+        assert between.total_seconds() > 1.9
     finally:
         server.process.kill()
         server.process.wait()

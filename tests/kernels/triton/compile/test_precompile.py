@@ -185,10 +185,10 @@ first, second = threading.Event(), threading.Event()
 def walk_first():
     with ThreadPoolExecutor(2) as pool, compile_launches(pool):
         launch(2, 3)
-        first.set(), second.wait(20)
+        first.set(), second.wait(60)
 def walk_second():
     with ThreadPoolExecutor(2) as pool, compile_launches(pool):
-        first.wait(20), launch(3, 4), second.set(), one.join(20)
+        first.wait(60), launch(3, 4), second.set(), one.join(60)
 one = in_thread("first", walk_first)
 in_thread("second", walk_second).join()
 num_walked = len(launched)

@@ -68,7 +68,7 @@ def test_an_expression_that_is_called_linear_is_fast_where_slow_ones_take_minute
     for text in ("a" * 20_000, "ab" * 10_000, " " * 20_000 + "b", "1," * 10_000):
         start = time.process_time()
         split.pre_tokenize_str(text)
-        assert time.process_time() - start < 3, (pattern, text[:4])
+        assert time.process_time() - start < 20, (pattern, text[:4])
 
 
 def charsmap(*texts: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,24 +64,25 @@ def test_an_engine_whose_server_is_killed_writes_no_more(is_ending: bool, start_
         serving.wait_for_line(server, "draining")
         wire.wait_until(lambda: len(files(tmp_path)) > num_files + 2)
     assert is_alive(engine)
+    num_files = len(files(tmp_path))
     server.process.kill()
     server.process.wait()
-    assert wire.wait_until(lambda: not is_alive(engine)) < 10
+    wire.wait_until(lambda: not is_alive(engine))
+    assert len(files(tmp_path)) < num_files + 40, "2 s have room for 14"
     assert_whole(tmp_path / "kv")
 
 
 @pytest.mark.slow
 def test_a_server_that_ends_in_order_writes_all_that_it_can_in_its_time(start_server: Start, tmp_path: Path):
     kept = [*SMALL, f"serve.kv_cache_dir={tmp_path / 'kv'}"]
-    server = start_server(*kept, "serve.http.drain_seconds=3", stub={"write_seconds": 0.1})
-    parsers(server)
+    server = start_server(*kept, "serve.http.drain_seconds=5", stub={"write_seconds": 1.0})
+    talk(server)
     stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 150, "ignore_eos": True})
     stream.read_events(1)
     num_files = len(files(tmp_path))
-    start = time.monotonic()
     server.process.terminate()
     assert server.process.wait(wire.SECONDS) == 0
-    assert len(files(tmp_path)) > num_files + 3 and time.monotonic() - start < 15
+    assert num_files + 3 < len(files(tmp_path)) < num_files + 40
     assert_whole(tmp_path / "kv")
 
 

@@ -260,7 +260,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path):
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "atom-run: interrupted\n")
 
 

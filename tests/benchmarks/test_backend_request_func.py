@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -17,6 +18,7 @@ PATHS = {
     "tgi": "/generate_stream",
     "tensorrt-llm": "/v2/models/ensemble/generate_stream",
 }
+TRIES = 50
 TEXTS = ["Once", " upon", " a", " time"]
 STREAMED = {  # what each protocol's server sends for TEXTS
     **dict.fromkeys(OPENAI, completion_events(TEXTS, prompt_tokens=9)),
@@ -114,7 +116,7 @@ def test_an_answer_in_one_piece_has_a_latency_only(body: Any, text: str, tokens:
     output, _ = ask("deepspeed-mii", answer)
     assert (output.success, output.generated_text, output.output_tokens) == (True, text, tokens)
     assert (output.ttft, output.itl, output.tpot) == (None, [], None)
-    assert 0.05 <= output.latency < 0.5
+    assert output.latency >= 0.05
 
 
 @pytest.mark.parametrize("backend", STREAMED)
@@ -130,12 +132,15 @@ def test_times_are_those_at_which_the_server_sends(backend: str):
         await asyncio.sleep(0.06)
         await reply.end()
 
-    output, _ = ask(backend, answer)
-    assert output.ttft is not None
-    assert 0.1 <= output.ttft < 0.2
-    assert len(output.itl) == 3
-    assert all(0.03 <= gap < 0.14 for gap in output.itl), output.itl
-    assert 0.1 + 3 * 0.04 + 0.06 <= output.latency + 0.001 < 0.6
+    for _ in range(TRIES):  # other processes may keep the client from reading at once
+        output, _ = ask(backend, answer)
+        assert output.ttft is not None and len(output.itl) == 3
+        came = list(itertools.accumulate([output.ttft, *output.itl, output.latency - output.ttft - sum(output.itl)]))
+        due = [0.1, 0.14, 0.18, 0.22, 0.28]
+        assert all(at + 0.001 >= expected for at, expected in zip(came, due, strict=True)), came
+        if all(at < expected + 0.03 for at, expected in zip(came, due, strict=True)):
+            return
+    raise AssertionError(came)
 
 
 def test_a_stream_may_end_with_its_finish_reason():

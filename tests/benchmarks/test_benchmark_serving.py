@@ -180,7 +180,7 @@ def test_a_last_token_without_text_is_timed(tmp_path: Path):
     async def answer(asked: Asked, reply: Reply) -> None:
         await reply.start()
         await reply.send(text)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
         for event in last:
             await reply.send(event)
         await reply.end()
@@ -190,7 +190,7 @@ def test_a_last_token_without_text_is_timed(tmp_path: Path):
         assert main(flags(stub, tmp_path, *more)) == 0
     result = saved(tmp_path)
     assert (result["output_lens"], result["itls"]) == ([2] * 6, [[]] * 6)
-    assert 25 < result["median_tpot_ms"] < 1000, "the text may have been read late"
+    assert result["median_tpot_ms"] > 25, "the text may have been read late"
 
 
 def test_a_gguf_file_is_measured_with_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wire
 from kernels.aiter_doubles import unshuffled
 from safetensors.torch import save_file
 from torch import Tensor
@@ -442,11 +443,12 @@ def test_ctrl_c_stops_the_readers_at_once(large: Checkpoint, monkeypatch: pytest
     num_before: list[int] = []
 
     def interrupt() -> None:
+        wire.wait_until(lambda: sizes)
         num_before.append(len(sizes))
         os.kill(os.getpid(), signal.SIGINT)
 
     try:
-        threading.Timer(0.3, interrupt).start()
+        threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             load_staged([stored("large", 101, 101)], large)
     finally:

@@ -239,7 +239,7 @@ def test_a_prompt_too_long_is_refused_in_anthropics_words(client: anthropic.Anth
 
 def test_a_body_too_large_is_refused_in_anthropics_words_too(server: Server):
     host, port = re.fullmatch(r"http://([\d.]+):(\d+)", server.url).groups()  # type: ignore[union-attr]
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(b"POST /v1/messages?beta=true HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n")
         head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 413 ")

@@ -253,7 +253,7 @@ def test_death_ends_every_stream_however_it_comes(way: str):
             engine.connection.close()
         for reader in readers:
             with pytest.raises(EngineDeadError, match="no memory" if way in ("failed", "closed") else "has ended"):
-                await asyncio.wait_for(reader, 20)
+                await asyncio.wait_for(reader, 60)
         assert client.state is EngineState.DEAD and client.dead.is_set() and client.idle.is_set()
         with pytest.raises(EngineDeadError):
             client.submit([[1]], [ONE], id="late")

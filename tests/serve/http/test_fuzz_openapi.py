@@ -98,7 +98,7 @@ def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, example
         if isinstance(case.body, dict):
             case.body |= dict.fromkeys(SHORT & case.body.keys(), 4)
             case.body |= dict.fromkeys({"model"} & case.body.keys(), "talker")
-        answer = case.call(base_url=server.url, timeout=30)
+        answer = case.call(base_url=server.url, timeout=120)
         statuses.add(answer.status_code)
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400:
@@ -146,7 +146,7 @@ def test_nothing_that_is_sent_to_an_administrative_route_makes_up_for_a_key(
     @hypothesis.settings(QUICK, max_examples=6)
     @hypothesis.given(case=schema[path][method].as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        told = {key: case.call(base_url=administered.url, timeout=30, headers=headers).status_code
+        told = {key: case.call(base_url=administered.url, timeout=120, headers=headers).status_code
                 for key, headers in (("nobody", {}), ("app", app), ("ops", admin))}  # fmt: skip
         assert (told["nobody"], told["app"]) == (401, 403)
         assert told["ops"] < 500 and told["ops"] not in (401, 403)

@@ -51,10 +51,10 @@ def trusting(pem: tuple[Path, Path]) -> ssl.SSLContext:
 
 def test_a_client_that_trusts_the_certificate_is_served(secure: Server, trusting: ssl.SSLContext):
     assert secure.url.startswith("https://")
-    with urllib.request.urlopen(f"{secure.url}/health", context=trusting, timeout=30) as answer:
+    with urllib.request.urlopen(f"{secure.url}/health", context=trusting, timeout=120) as answer:
         assert json.load(answer)["state"] == "ready"
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        urllib.request.urlopen(f"{secure.url}/health", timeout=30)
+        urllib.request.urlopen(f"{secure.url}/health", timeout=120)
 
 
 def test_a_head_that_is_too_large_is_refused_over_https(secure: Server, trusting: ssl.SSLContext):

@@ -31,6 +31,12 @@ def start_server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="session")
+def stub(start_server: Start) -> Server:
+    """A stub for all tests that leave it as it is."""
+    return start_server(stub={})
+
+
+@pytest.fixture(scope="session")
 def server(start_server: Start) -> Server:
     """One for all tests that do not harm it."""
     return start_server("serve.pooler_config.pooling_type=LAST")

@@ -354,11 +354,10 @@ def test_a_package_whose_format_of_calls_is_none_ends_the_server_by_name(
     assert "Traceback" not in log
 
 
-def test_only_http_listens(start_server: Start):
-    server = start_server(stub={})
-    port = int(server.url.rpartition(":")[2])
-    assert listening(server.process.pid) == {("127.0.0.1", port)}
-    (engine,) = family(server)
+def test_only_http_listens(stub: Server):
+    port = int(stub.url.rpartition(":")[2])
+    assert listening(stub.process.pid) == {("127.0.0.1", port)}
+    (engine,) = family(stub)
     assert listening(engine) == set()
 
 

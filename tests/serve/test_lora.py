@@ -122,7 +122,6 @@ def test_what_cannot_be_loaded_is_a_fault_of_the_request(server: str, body: dict
     assert names(server) == [("talker", None), ("sql", "talker")]
 
 
-def test_without_leave_there_are_no_such_routes(start_server: serving.Start):
-    server = start_server(stub={})
+def test_without_leave_there_are_no_such_routes(stub: serving.Server):
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        assert wire.ask(server.url, "POST", path, {"lora_name": "sql", "lora_path": "/sql"}).status == 404
+        assert wire.ask(stub.url, "POST", path, {"lora_name": "sql", "lora_path": "/sql"}).status == 404

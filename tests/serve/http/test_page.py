@@ -332,6 +332,7 @@ def accented(page: Page) -> dict[str, int]:
     }""")
 
 
+@pytest.mark.slow
 def test_plots_draw_what_the_server_does(server: Server, visit: Open):
     opened = visit(server.url)
     opened.show_plots()
@@ -434,6 +435,7 @@ def test_a_key_that_is_no_longer_valid_is_reported_and_not_asked_for_each_second
     assert len(opened.requests) == num_requests
 
 
+@pytest.mark.slow
 def test_with_a_key_as_password_all_works_until_the_server_is_gone(start_server: Start, visit: Open):
     server = start_server("serve.http.api_keys=sesame", stub={})
     with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -461,6 +463,7 @@ def test_the_policy_forbids_what_is_not_the_pages_own(server: Server, visit: Ope
     assert violated == "img-src"
 
 
+@pytest.mark.slow
 def test_a_phone_shows_one_part_at_a_time(server: Server, visit: Open):
     opened = visit(server.url, color_scheme="dark")
     page = opened.page
@@ -575,6 +578,7 @@ def test_markdown_that_grows_keeps_what_is_there(server: Server, visit: Open):
     assert same == [True, True, True]
 
 
+@pytest.mark.slow
 def test_code_is_copied(server: Server, visit: Open):
     opened = visit(server.url, permissions=["clipboard-read", "clipboard-write"])
     answer_with(opened.page, events({"content": "See:\n```py\na = 1\nb = 2\n```"}))
@@ -587,6 +591,7 @@ def test_code_is_copied(server: Server, visit: Open):
     assert opened.page.evaluate("navigator.clipboard.readText()") == "See:\n```py\na = 1\nb = 2\n```"
 
 
+@pytest.mark.slow
 def test_chats_are_kept_listed_exported_and_deleted(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
@@ -673,6 +678,7 @@ def test_a_continued_answer_goes_on_where_it_was_cut(server: Server, visit: Open
     expect(text).to_have_text(re.compile(rf"^{first}[a-z]{{5}}$"))
 
 
+@pytest.mark.slow
 def test_settings_and_folded_plots_are_kept(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page

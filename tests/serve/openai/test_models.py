@@ -10,7 +10,7 @@ import scripted
 import serving
 import wire
 from scripted import Said
-from serving import Server, Start
+from serving import Server
 
 from atom.config.load import load
 from atom.serve.auth.tenants import Tenant, read_keys
@@ -67,11 +67,6 @@ def test_a_model_may_have_such_a_name_itself(talker: Path):
     config = load([f"checkpoint={talker}", "job=serve", "serve.http.served_model_name=[talker, tgi]"])
     assert ask(config, "/v1/chat/completions", "tgi") == (200, "tgi")
     assert ask(config, "/v1/chat/completions", "dummy") == (200, "talker")
-
-
-@pytest.fixture(scope="module")
-def stub(start_server: Start) -> Server:
-    return start_server(stub={})
 
 
 def test_the_list_may_end_with_a_slash(stub: Server):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import wire
-from serving import Start
+from serving import Server, Start
 
 from atom.config.load import load
 from atom.serve.app import create_app
@@ -20,15 +20,14 @@ from atom.serve.ops.metrics import Metrics
 from atom.serve.ops.monitoring import describe_config, list_formats
 
 
-def test_ping_says_what_health_says_and_load_counts_sequences(start_server: Start):
-    server = start_server(stub={"step_seconds": 0.01})
+def test_ping_says_what_health_says_and_load_counts_sequences(stub: Server):
     for method in ("GET", "POST"):
-        assert wire.ask(server.url, method, "/ping")[::2] == wire.ask(server.url, "GET", "/health")[::2]
-    assert wire.ask(server.url, "GET", "/load").json == {"server_load": 0}
-    stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 4000, "n": 3})
-    wire.wait_until(lambda: wire.ask(server.url, "GET", "/load").json == {"server_load": 3})
+        assert wire.ask(stub.url, method, "/ping")[::2] == wire.ask(stub.url, "GET", "/health")[::2]
+    assert wire.ask(stub.url, "GET", "/load").json == {"server_load": 0}
+    stream = wire.Stream(stub.url, {"prompt": [0, 9], "max_tokens": 4000, "n": 3})
+    wire.wait_until(lambda: wire.ask(stub.url, "GET", "/load").json == {"server_load": 3})
     stream.close()
-    wire.wait_until(lambda: wire.ask(server.url, "GET", "/load").json == {"server_load": 0})
+    wire.wait_until(lambda: wire.ask(stub.url, "GET", "/load").json == {"server_load": 0})
 
 
 def test_server_info_shows_the_configuration_without_keys(start_server: Start, tmp_path: Path):

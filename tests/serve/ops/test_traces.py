@@ -251,18 +251,25 @@ def test_a_caller_that_is_not_sampled_is_not_followed(collector: Collector, serv
     assert values(collector.wait_for_span())["gen_ai.request.id"] == last.json["id"]
 
 
-def test_the_environments_variables_count(collector: Collector, start_server: Start, monkeypatch: pytest.MonkeyPatch):
+def test_the_environments_variables_count_and_spans_that_wait_are_sent_at_the_end(
+    collector: Collector, start_server: Start, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Basic%20abc")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     server = start_server(f"serve.http.otlp_traces_endpoint={collector.url}/of/mine", stub={})
-    assert wire.ask(server.url, "POST", COMPLETIONS, {"prompt": [0], "max_tokens": 1}).status == 200
-    wire.wait_until(lambda: collector.posted)
+    for _ in range(3):
+        assert wire.ask(server.url, "POST", COMPLETIONS, {"prompt": [0], "max_tokens": 1}).status == 200
+    assert not collector.posted
+    server.process.terminate()
+    assert server.process.wait(wire.SECONDS) == 0
     collector.posted[0] = posted = collector.posted[0]._replace(body=gzip.decompress(collector.posted[0].body))
     assert posted.path == "/of/mine" and posted.headers["authorization"] == "Basic abc"
     assert collector.resource["service.name"] == "mine"
     assert collector.resource["deployment.environment.name"] == "test"
+    assert len(collector.spans) == 3
 
 
 @pytest.mark.sampled(2)
@@ -285,19 +292,6 @@ def test_a_collector_that_is_dead_or_silent_delays_no_answer_and_no_end(
         assert server.process.wait(wire.SECONDS) == 0
     if not is_silent:
         assert "while exporting span" in server.log.read_text()
-
-
-def test_spans_that_wait_are_sent_at_the_end(
-    collector: Collector, start_server: Start, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
-    server = start_server(f"serve.http.otlp_traces_endpoint={collector.url}", stub={})
-    for _ in range(3):
-        assert wire.ask(server.url, "POST", COMPLETIONS, {"prompt": [0], "max_tokens": 1}).status == 200
-    assert not collector.posted
-    server.process.terminate()
-    assert server.process.wait(wire.SECONDS) == 0
-    assert len(collector.spans) == 3
 
 
 def test_nothing_of_opentelemetrys_sdk_is_imported_without_an_endpoint():

@@ -34,7 +34,7 @@ class Driver:
         size._obj.value = GRANULARITY
         return 0
 
-    def cuMemAddressReserve(self, address: Any, size: Any, alignment: Any, requested: Any, flags: Any) -> int:
+    def cuMemAddressReserve(self, address: Any, size: Any, alignment: Any, wish: Any, flags: Any) -> int:
         assert size.value % GRANULARITY == 0
         buffer = ctypes.create_string_buffer(size.value + GRANULARITY)
         address._obj.value = -(-ctypes.addressof(buffer) // GRANULARITY) * GRANULARITY

@@ -27,7 +27,7 @@ SIZES = {"block_size": 4, "max_model_len": 60, "max_num_batched_tokens": 32, "en
 SMALL = {"num_kvcache_blocks": 16, "swap_space": 1 << 20, **SIZES}  # of 10 conversations of 15 blocks each
 
 
-def parsers(engine: LLMEngine) -> list[list[int]]:
+def talk(engine: LLMEngine) -> list[list[int]]:
     """Conversations that take turns; their tokens."""
     talks = [tiny.prompt(16, seed=number) for number in range(NUM_TALKS)]
     for turn in range(NUM_TURNS):
@@ -59,9 +59,9 @@ def load_always(engine: LLMEngine) -> LLMEngine:
     ],
 )
 def test_a_tenth_of_the_pool_gives_the_same_tokens(name: str, fields: dict[str, Any], open_engine: Open):
-    expected = parsers(open_engine(name, **fields, **SIZES, num_kvcache_blocks=200))
+    expected = talk(open_engine(name, **fields, **SIZES, num_kvcache_blocks=200))
     engine = load_always(open_engine(name, **fields, **SMALL))
-    assert parsers(engine) == expected
+    assert talk(engine) == expected
     now = engine.metrics
     stats = now.scheduler
     assert stats.num_saved_blocks > 0 and stats.num_loaded_blocks > 0
@@ -84,9 +84,9 @@ def test_a_tenth_of_the_pool_gives_the_same_tokens(name: str, fields: dict[str, 
 def test_each_rank_keeps_its_share(
     name: str, fields: dict[str, Any], open_engine: Open, thread_ranks: list[ThreadRanks]
 ):
-    expected = parsers(open_engine(name, **SIZES, num_kvcache_blocks=200))
+    expected = talk(open_engine(name, **SIZES, num_kvcache_blocks=200))
     engine = load_always(open_engine(name, **fields, **SMALL))
-    assert parsers(engine) == expected and len(thread_ranks) == 1
+    assert talk(engine) == expected and len(thread_ranks) == 1
     assert engine.metrics.scheduler.num_host_hit_tokens > 0
 
 
@@ -97,15 +97,15 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(open_engine: Open
     slow = SwapCosts(load_seconds=0.01, load_token_seconds=0.001, compute_token_seconds=0.002)
     assert not slow.pays(10) and slow.pays(11)
     engine._engine.scheduler.cache.costs = slow._replace(load_seconds=1.0)  # type: ignore[union-attr]
-    parsers(engine)
+    talk(engine)
     stats = engine.metrics.scheduler
     assert stats.num_host_queries > 0 and stats.num_host_hit_tokens == 0 and stats.num_loaded_blocks == 0
 
 
 def test_a_request_that_is_aborted_while_it_is_loaded_leaves_the_others_alone(open_engine: Open):
-    expected = parsers(open_engine("llama", **SIZES, num_kvcache_blocks=200))
+    expected = talk(open_engine("llama", **SIZES, num_kvcache_blocks=200))
     engine = load_always(open_engine("llama", **{**SMALL, "num_kvcache_blocks": 40}))
-    parsers(engine)
+    talk(engine)
     inner: Any = engine._engine
     inner.submit(inner.prepare(tiny.prompt(9, seed=99), GREEDY, request_id="other"))
     inner.step()
@@ -121,7 +121,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded_leaves_the_others_alone(op
     while inner.has_work:
         inner.step()
     inner.take_ended()
-    assert parsers(engine) == expected
+    assert talk(engine) == expected
 
 
 def test_copies_that_fail_end_the_engine(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
@@ -132,7 +132,7 @@ def test_copies_that_fail_end_the_engine(open_engine: Open, monkeypatch: pytest.
 
     monkeypatch.setattr(engine._engine.runner.host, "_load", fail)  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError, match="copying KV to the host or back failed: RuntimeError"):
-        parsers(engine)
+        talk(engine)
     with pytest.raises(EngineDeadError):  # what was not copied is read by no later step
         engine.generate([tiny.prompt(5)], GREEDY)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_host_blocks import NUM_TALKS, SIZES, load_always, parsers
+from test_host_blocks import NUM_TALKS, SIZES, load_always, talk
 
 from atom import LLMEngine
 from atom.config.load import load
@@ -62,14 +62,14 @@ def paths(folder: Path) -> list[Path]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_another_engine_reads_what_one_has_written(name: str, open_engine: Open, tmp_path: Path):
-    expected = parsers(open_engine(name, **SIZES, num_kvcache_blocks=200))
+    expected = talk(open_engine(name, **SIZES, num_kvcache_blocks=200))
     fields = {**FILES, "kv_cache_dir": str(tmp_path / "kv")}
     engine = load_always(open_engine(name, **fields))
-    assert parsers(engine) == expected, "a pool, and host memory, of a tenth of what is needed"
+    assert talk(engine) == expected, "a pool, and host memory, of a tenth of what is needed"
     assert engine.metrics.num_written_blocks > 0 and engine.metrics.num_read_blocks > 0
     engine.close()
     engine = load_always(open_engine(name, **fields))
-    assert parsers(engine) == expected
+    assert talk(engine) == expected
     assert engine.metrics.num_read_blocks > NUM_TALKS
     assert engine.metrics.scheduler.num_host_hit_tokens > 0.3 * NUM_TALKS * 16
     (folder,) = {path.parent.parent for path in paths(tmp_path)}
@@ -85,7 +85,7 @@ def test_files_of_other_weights_and_damaged_ones_are_not_used(checkpoints: Calla
     def run() -> tuple[list[list[int]], int]:
         engine = load_always(LLMEngine(model=str(model), dtype="fp32", level=1, **fields))
         try:
-            return parsers(engine), engine.metrics.num_read_blocks
+            return talk(engine), engine.metrics.num_read_blocks
         finally:
             engine.close()
 
@@ -270,7 +270,7 @@ def test_a_kill_amid_a_write_leaves_whole_files(tmp_path: Path):
 def test_a_disk_that_is_slower_than_computing_is_not_waited_for(open_engine: Open, tmp_path: Path, monkeypatch: Any):
     fields = {**FILES, "kv_cache_dir": str(tmp_path / "kv")}
     engine = load_always(open_engine("llama", **fields))
-    expected = parsers(engine)
+    expected = talk(engine)
     engine.close()
     engine = open_engine("llama", **fields)  # with measured costs
     num_reads = [0]

@@ -216,10 +216,10 @@ def try_guidellm(server: Server) -> None:
 
 def try_vllm(server: Server) -> None:
     """`vllm bench serve`: random prompts to be completed, and a ShareGPT file's as chats."""
-    parsers = [{"from": "human", "value": f"{ASKED} {ASKED}"}, {"from": "gpt", "value": "The dog."}]
+    talk = [{"from": "human", "value": f"{ASKED} {ASKED}"}, {"from": "gpt", "value": "The dog."}]
     with tempfile.TemporaryDirectory() as folder:
         report, conversations = Path(folder, "report.json"), Path(folder, "ShareGPT.json")
-        conversations.write_text(json.dumps([{"conversations": parsers}] * 3))
+        conversations.write_text(json.dumps([{"conversations": talk}] * 3))
         runs = {
             "--backend openai --dataset-name random --random-input-len 16 --random-output-len 8": 24,
             f"--backend openai-chat --endpoint /v1/chat/completions --dataset-name sharegpt "

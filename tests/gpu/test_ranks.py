@@ -30,7 +30,7 @@ from rank_checks import (
 )
 from test_draft_engine import CASES, VOCAB
 from test_host_blocks import SIZES as TALKS
-from test_host_blocks import SMALL, load_always, parsers
+from test_host_blocks import SMALL, load_always, talk
 from test_kv_scales import checkpoint
 
 from atom import LLMEngine, SamplingParams
@@ -195,9 +195,9 @@ def test_each_rank_writes_a_trace_of_its_own(open_engine: Open, tmp_path: Path):
 
 @pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[3]])
 def test_each_rank_keeps_its_share_of_what_goes_to_the_host(name: str, fields: dict[str, Any], open_engine: Open):
-    expected = parsers(open_engine(name, level=3, **TALKS, num_kvcache_blocks=200))
+    expected = talk(open_engine(name, level=3, **TALKS, num_kvcache_blocks=200))
     engine = load_always(open_engine(name, level=3, **fields, **SMALL))
-    assert parsers(engine) == expected
+    assert talk(engine) == expected
     assert engine.metrics.scheduler.num_host_hit_tokens > 0
 
 

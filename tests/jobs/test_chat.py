@@ -45,32 +45,32 @@ def test_a_question_is_sent_with_what_was_said_before(engine: LLMEngine, talker:
     monkeypatch.setattr(
         engine, "add_request", lambda prompts, *rest, **more: sent.extend(prompts) or add(prompts, *rest, **more)
     )
-    parsers = opened(engine, talker, "sampling.max_tokens=8")
-    parsers.ask("Hello")
-    parsers.ask("And <|im_end|> again?")
-    assert [each["role"] for each in parsers.messages] == ["user", "assistant"] * 2
+    talk = opened(engine, talker, "sampling.max_tokens=8")
+    talk.ask("Hello")
+    talk.ask("And <|im_end|> again?")
+    assert [each["role"] for each in talk.messages] == ["user", "assistant"] * 2
     tokenizer = transformers.AutoTokenizer.from_pretrained(talker)
-    first = tokenizer.apply_chat_template(parsers.messages[:1], add_generation_prompt=True)["input_ids"]
+    first = tokenizer.apply_chat_template(talk.messages[:1], add_generation_prompt=True)["input_ids"]
     assert sent[0] == first
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert sent[1].count(end) == 3, "what was typed stays text"
     assert tokenizer.decode(sent[1]) == tokenizer.apply_chat_template(
-        parsers.messages[:3], add_generation_prompt=True, tokenize=False
+        talk.messages[:3], add_generation_prompt=True, tokenize=False
     )
-    (expected,) = engine.generate([sent[0]], parsers.params)
-    assert parsers.messages[1]["content"] == expected["text"]
-    shown = "".join(chat.CONTROL.sub("�", parsers.messages[at]["content"]) + "\n" for at in (1, 3))
+    (expected,) = engine.generate([sent[0]], talk.params)
+    assert talk.messages[1]["content"] == expected["text"]
+    shown = "".join(chat.CONTROL.sub("�", talk.messages[at]["content"]) + "\n" for at in (1, 3))
     assert capsys.readouterr().out.lstrip("\n") == shown.lstrip("\n")
 
 
 def test_a_system_prompt_begins_every_chat(engine: LLMEngine, talker: Path):
-    parsers = opened(engine, talker, "job.system_prompt=Be brief.", "sampling.max_tokens=2")
+    talk = opened(engine, talker, "job.system_prompt=Be brief.", "sampling.max_tokens=2")
     system = {"role": "system", "content": "Be brief."}
-    assert parsers.messages == [system]
-    parsers.ask("Hello")
-    assert [each["role"] for each in parsers.messages] == ["system", "user", "assistant"]
-    parsers.clear()
-    assert parsers.messages == [system]
+    assert talk.messages == [system]
+    talk.ask("Hello")
+    assert [each["role"] for each in talk.messages] == ["system", "user", "assistant"]
+    talk.clear()
+    assert talk.messages == [system]
 
 
 def test_prompts_as_chats_have_it_and_plain_ones_refuse_it(
@@ -91,7 +91,7 @@ def test_prompts_as_chats_have_it_and_plain_ones_refuse_it(
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(engine: LLMEngine, talker: Path, monkeypatch: Any):
-    parsers = opened(engine, talker, "sampling.ignore_eos=true")
+    talk = opened(engine, talker, "sampling.ignore_eos=true")
     shown: list[str] = []
 
     def show(text: str, style: str | None = None) -> None:
@@ -100,21 +100,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(engine: LLMEngine, talker: 
             signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(parsers, "print", show)
-    parsers.ask("ChatParsers.")
+    monkeypatch.setattr(talk, "print", show)
+    talk.ask("Talk.")
     assert 20 <= len(shown) < 100 and engine.is_finished()
     assert signal.getsignal(signal.SIGINT) is before
-    assert parsers.messages[1]["content"] and parsers.messages[1]["content"] in "".join(shown)
-    parsers.params.max_tokens = 3
+    assert talk.messages[1]["content"] and talk.messages[1]["content"] in "".join(shown)
+    talk.params.max_tokens = 3
     shown.clear()
-    parsers.ask("Go on")
-    assert len(parsers.messages) == 4
+    talk.ask("Go on")
+    assert len(talk.messages) == 4
 
 
 def test_reasoning_is_dim_and_no_part_of_the_history(engine: LLMEngine, talker: Path, monkeypatch: Any):
-    parsers = opened(engine, talker)
+    talk = opened(engine, talker)
     shown: list[tuple[str, str | None]] = []
-    monkeypatch.setattr(parsers, "print", lambda text, style=None: shown.append((text, style)) if text else None)
+    monkeypatch.setattr(talk, "print", lambda text, style=None: shown.append((text, style)) if text else None)
     pieces = ["<think>", "Hm, ", "so", "</think>", "\n\n", "Yes", "."]
 
     def answer(prompts: Any, params: Any, show: Any) -> list[str]:
@@ -125,11 +125,11 @@ def test_reasoning_is_dim_and_no_part_of_the_history(engine: LLMEngine, talker: 
         return ["id"]
 
     monkeypatch.setattr(engine, "add_request", answer)
-    parsers.ask("Hello")
+    talk.ask("Hello")
     thoughts = "".join(text for text, style in shown if style == "dim")
     said = "".join(text for text, style in shown if style is None)
     assert (thoughts.strip(), said.strip()) == ("Hm, so", "Yes.")
-    assert parsers.messages[1]["content"].strip() == "Yes."
+    assert talk.messages[1]["content"].strip() == "Yes."
 
 
 def test_a_model_cannot_steer_the_terminal(engine: LLMEngine, talker: Path, capsys: Any):
@@ -150,9 +150,9 @@ def test_lines_are_answered_until_exit(talker: Path, engine: LLMEngine, monkeypa
 
 
 def test_a_prompt_that_is_too_long_is_forgotten(engine: LLMEngine, talker: Path, capsys: Any):
-    parsers = opened(engine, talker)
-    parsers.ask("word " * 3000)
-    assert parsers.messages == []
+    talk = opened(engine, talker)
+    talk.ask("word " * 3000)
+    assert talk.messages == []
     assert "RequestError: " in capsys.readouterr().err
 
 
@@ -165,10 +165,10 @@ def test_chat_without_prompts_on_a_terminal_is_a_chat(talker: Path, monkeypatch:
 def test_an_answer_that_is_cut_off_says_by_what(engine: LLMEngine, talker: Path, capsys: Any):
     opened(engine, talker, "sampling.ignore_eos=true", "sampling.max_tokens=4").ask("Hello")
     assert capsys.readouterr().err == "cut off after 4 tokens (sampling.max_tokens)\n"
-    parsers = opened(engine, talker, "sampling.ignore_eos=true", "serve.max_model_len=64")
-    parsers.ask("Hello")
+    talk = opened(engine, talker, "sampling.ignore_eos=true", "serve.max_model_len=64")
+    talk.ask("Hello")
     assert re.fullmatch(r"cut off after \d+ tokens \(serve.max_model_len\)\n", capsys.readouterr().err)
-    parsers.ask("Hello " * 3000)
+    talk.ask("Hello " * 3000)
     assert capsys.readouterr().err.endswith("; /clear begins anew\n")
 
 

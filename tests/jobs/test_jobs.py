@@ -126,12 +126,12 @@ def test_an_answer_has_the_fields_of_its_object(run: Any, checkpoints: Any, tmp_
 
 
 def test_messages_are_rendered_by_the_chat_template(run: Any, checkpoints: Any, tmp_path: Path):
-    parsers = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user")]
-    entries = [Entry("prompt 0", parsers, {"messages": parsers}), Entry("prompt 1", "hi", {"prompt": "hi"})]
+    talk = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user")]
+    entries = [Entry("prompt 0", talk, {"messages": talk}), Entry("prompt 1", "hi", {"prompt": "hi"})]
     plain, begun = (load(["job.chat=true", *more]) for more in ([], ["job.system_prompt=Be brief."]))
-    assert [conversation(each, plain) for each in entries] == [parsers, parsers[:1]]
-    assert conversation(entries[1], begun) == [{"role": "system", "content": "Be brief."}, *parsers[:1]]
-    (tmp_path / "in").write_text(json.dumps({"messages": [{"role": "system", "content": "Be long."}, *parsers]}))
+    assert [conversation(each, plain) for each in entries] == [talk, talk[:1]]
+    assert conversation(entries[1], begun) == [{"role": "system", "content": "Be brief."}, *talk[:1]]
+    (tmp_path / "in").write_text(json.dumps({"messages": [{"role": "system", "content": "Be long."}, *talk]}))
     code, _, err = run(f"prompts=@{tmp_path}/in", "job.chat=true", "job.system_prompt=Be brief.")
     assert (code, err) == (
         2,

@@ -44,10 +44,10 @@ def test_a_prompt_may_stand_alone():
 
 
 def test_an_object_has_a_prompt_or_messages_and_keeps_its_other_fields(tmp_path: Path):
-    parsers = [{"role": "user", "content": "hi"}]
-    (tmp_path / "in").write_text(f'{json.dumps({"id": 7, "messages": parsers})}\n{{"prompt": "x", "tag": null}}\ny')
+    talk = [{"role": "user", "content": "hi"}]
+    (tmp_path / "in").write_text(f'{json.dumps({"id": 7, "messages": talk})}\n{{"prompt": "x", "tag": null}}\ny')
     assert read_prompts(f"@{tmp_path}/in", is_chat=True) == [
-        Entry(f"line 1 of {tmp_path}/in", parsers, {"id": 7, "messages": parsers}),
+        Entry(f"line 1 of {tmp_path}/in", talk, {"id": 7, "messages": talk}),
         Entry(f"line 2 of {tmp_path}/in", "x", {"prompt": "x", "tag": None}),
         Entry(f"line 3 of {tmp_path}/in", "y", {"prompt": "y"}),
     ]

@@ -274,7 +274,7 @@ def test_an_engine_that_the_server_ends_has_not_run_out_of_memory(talker: Path, 
     server.process.terminate()
     assert server.process.wait(wire.SECONDS) == 0
     (line,) = (line for line in server.log.read_text().splitlines() if '"message":"ended"' in line)
-    assert json.loads(line)["engine"] in ("SIGKILL, at the server's requested", "exit code 0")
+    assert json.loads(line)["engine"] in ("SIGKILL, at the server's request", "exit code 0")
 
 
 def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, tmp_path: Path):
@@ -301,7 +301,9 @@ def test_an_engine_that_hangs_while_it_loads_is_killed_once_it_is_taken_for_dead
     wire.wait_until(lambda: not listens())  # the server ends
     wire.wait_until(lambda: not is_alive(engine))  # it cannot end by itself
     assert server.process.wait(wire.SECONDS) == 1
-    reason = "the engine has neither answered nor used the CPU for 3 s while it loaded (SIGKILL, at the server's wish)"
+    reason = (
+        "the engine has neither answered nor used the CPU for 3 s while it loaded (SIGKILL, at the server's request)"
+    )
     assert reason in server.log.read_text()
 
 

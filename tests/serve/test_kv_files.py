@@ -29,7 +29,7 @@ def ask(server: Server, prompt: list[int]) -> tuple[list[int], int]:
     return choice["token_ids"], answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def parsers(server: Server) -> tuple[list[list[int]], list[int]]:
+def talk(server: Server) -> tuple[list[list[int]], list[int]]:
     """Conversations that take turns, some at a time: their tokens, and in each turn how many were cached."""
     talks, num_cached = [tiny.prompt(24, seed=number) for number in range(NUM_TALKS)], []
     for turn in range(NUM_TURNS):
@@ -57,7 +57,7 @@ def test_an_engine_whose_server_is_killed_writes_no_more(is_ending: bool, start_
     kept = [*SMALL, f"serve.kv_cache_dir={tmp_path / 'kv'}", "serve.http.drain_seconds=100"]
     server = start_server(*kept, stub={"write_seconds": 0.15})
     (engine,) = family(server)
-    parsers(server)
+    talk(server)
     if is_ending:
         server.process.send_signal(signal.SIGTERM)
         num_files = len(files(tmp_path))
@@ -87,15 +87,15 @@ def test_a_server_that_ends_in_order_writes_all_that_it_can_in_its_time(start_se
 
 
 def test_a_server_that_is_killed_gives_the_same_tokens_from_its_files(start_server: Start, tmp_path: Path):
-    expected, _ = parsers(start_server(*BLOCKS, stub={"write_seconds": 0}))
+    expected, _ = talk(start_server(*BLOCKS, stub={"write_seconds": 0}))
     kept = [*SMALL, f"serve.kv_cache_dir={tmp_path / 'kv'}"]
     server = start_server(*kept, stub={"write_seconds": 0.001})
     with ThreadPoolExecutor() as pool:
-        talking = pool.submit(parsers, server)
+        talking = pool.submit(talk, server)
         wire.wait_until(lambda: len(files(tmp_path)) > 40)
         server.process.kill()
         assert talking.exception() is not None, "it was killed amid the conversations"
     server = start_server(*kept, stub={"write_seconds": 0})
-    talks, (num_first, *_) = parsers(server)
+    talks, (num_first, *_) = talk(server)
     assert talks == expected
     assert num_first > 0, "of the first turn, only files can have anything"

@@ -101,4 +101,4 @@ def describe_exit(code: int, *, has_left: bool) -> str:
     name = signal.Signals(-code).name
     if -code != signal.SIGKILL:
         return name
-    return f"{name}, as where memory runs out" if has_left else f"{name}, at the server's requested"
+    return f"{name}, as where memory runs out" if has_left else f"{name}, at the server's request"

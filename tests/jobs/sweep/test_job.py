@@ -139,7 +139,7 @@ def test_equal_jobs_are_those_whose_numbers_follow_from_the_same(tmp_path: Path)
         ["seed=1", "level=1", "quant=int8"],
     ):
         assert of(*other) != plain
-    path = tmp_path / "parsers.json"
+    path = tmp_path / "talk.json"
     path.write_text("[]")
     before = of(f"job.dataset_path={path}")
     assert of(f"job.dataset_path={path}") == before

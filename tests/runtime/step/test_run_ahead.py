@@ -632,8 +632,8 @@ def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
                   max_model_len=30, num_host_blocks=400, loaded_bytes=loaded_bytes)  # fmt: skip
     talks = [[66 + number, 67, 68 - number % 3] for number in range(24)]
     for turn in range(6):
-        for number, parsers in enumerate(talks):
-            (sequence,) = world.add(parsers[:], max_tokens=2, ignore_eos=True)
+        for number, talk in enumerate(talks):
+            (sequence,) = world.add(talk[:], max_tokens=2, ignore_eos=True)
             if (turn, number) in ((3, 2), (5, 7)):
                 world.engine.abort(sequence.request_id)
             while world.scheduler.num_waiting > 3:

@@ -123,13 +123,13 @@ def test_a_forced_call_holds_to_its_schema_and_its_result_goes_back(
     assert call.id.startswith("toolu_")
     assert call.input["word"] in ("cat", "dog") and isinstance(call.input["exact"], bool) and len(call.input) == 2
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "an animal"}
-    parsers = [
+    talk = [
         *ASK["messages"],
         {"role": "assistant", "content": message.content},
         {"role": "user", "content": [result]},
     ]
     asked = client.messages.count_tokens(model="talker", messages=ASK["messages"])
-    usage = client.messages.create(**{**ASK, "messages": parsers}).usage
+    usage = client.messages.create(**{**ASK, "messages": talk}).usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > asked.input_tokens
 
 

@@ -370,7 +370,7 @@ def test_what_the_sources_import_is_what_they_depend_on():
 def test_a_wheel_carries_every_package():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES}
-    data = {f"atom.conf.{path.parent.name}" for path in (ROOT / "conf").glob("*/*.yaml")} | {"atom.serve.web"}
+    data = {f"atom.conf.{path.parent.name}" for path in (ROOT / "conf").glob("*/*.yaml")} | {"atom.serve.web", "atom.serve.web.vendor"}
     assert set(packages) == folders | data | {"atom.conf", "atom.recipes"}, (
         "setuptools warns of those that are not named"
     )

@@ -187,7 +187,7 @@ def test_an_answer_that_is_stopped_frees_the_engine(server: Server, visit: Open)
     page = opened.page
     opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
     before = read_metric(server, "generation_tokens_total")
-    opened.send("ChatParsers for a long while.")
+    opened.send("Talk for a long while.")
     expect(page.locator(".assistant > .text")).not_to_be_empty()
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".assistant .meta")).to_have_text("stopped")
@@ -342,7 +342,7 @@ def test_plots_draw_what_the_server_does(server: Server, visit: Open):
         re.compile(r"mean \d.* p95 [\d–]"),
     )
     assert {accented(opened.page)[title] for title in latencies} == {0}, "there is nothing to measure yet"
-    opened.send("ChatParsers.")
+    opened.send("Talk.")
     expect(opened.figure("Requests")).to_contain_text("running 1")
     expect(opened.figure("KV")).to_contain_text(re.compile(r"used [1-9]\d* of \d+ \([\d.]+ %\)"))
     expect(opened.figure("Time to first token")).to_contain_text(measured)
@@ -461,6 +461,8 @@ def test_the_policy_forbids_what_is_not_the_pages_own(server: Server, visit: Ope
         document.body.append(Object.assign(document.createElement("img"), {src: "/health"}));
     })""")
     assert violated == "img-src"
+    policy = "name => { try { return trustedTypes.createPolicy(name, {createHTML: it => it}).name; } catch (error) { return error.name; } }"
+    assert [opened.page.evaluate(policy, name) for name in ("other", "dompurify")] == ["TypeError", "TypeError"]
 
 
 @pytest.mark.slow
@@ -548,6 +550,69 @@ def test_hostile_markdown_stays_text(text: str, render: Callable[[str], dict[str
     assert "alert1" in shown or "evil" in shown
 
 
+def test_a_picture_in_a_link_is_its_text_and_references_stay_text(render: Callable[[str], dict[str, Any]]):
+    html = render("[![build](https://x.org/badge.svg)](https://x.org) [a][b]\n\n[b]: https://evil.org/")["html"]
+    assert html == (
+        '<p><a href="https://x.org">build</a> [a][b]</p><p>[b]: <a href="https://evil.org/">https://evil.org/</a></p>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("html", "left"),
+    [
+        ("<p>a<script>alert(1)</script><style>p{}</style>b</p>", "<p>ab</p>"),
+        ('<p><img src="https://x.org/i.png" onerror="alert(1)">a</p>', "<p>a</p>"),
+        ('<a href="javascript:alert(1)">a</a><a href="data:text/html,x">b</a><a href="//x.org">c</a>', "<a>a</a><a>b</a><a>c</a>"),
+        ('<a href="https://x.org" onclick="alert(1)" style="color:red" id="log" name="body">a</a>', '<a href="https://x.org">a</a>'),
+        ('<iframe src="/"></iframe><form action="/stop_profile"><button>a</button></form><object data="/"></object>', "a"),
+        ("<svg><p><style><a id='</style><img src=x onerror=alert(1)>'></style></svg>b", "b"),
+        ('<math><mtext><table><mglyph><style><img src=x onerror="alert(1)"></style></mglyph></table></mtext></math>', ""),
+        ('<input type="checkbox" checked disabled><ol start="3"><li>a</li></ol><td align="right">b', None),
+    ],
+)  # fmt: skip
+def test_the_sanitizer_leaves_what_markdown_makes_and_nothing_else(html: str, left: str | None, server: Server, visit: Open):
+    found = visit(server.url).page.evaluate(
+        """async html => {
+        const {sanitize} = await import("/page/markdown.js");
+        const target = document.createElement("div");
+        target.append(sanitize(html));
+        return target.innerHTML;
+    }""",
+        html,
+    )
+    if left is None:
+        assert found == '<input type="checkbox" checked="" disabled=""><ol start="3"><li>a</li></ol>b'
+    else:
+        assert found == left
+
+
+def test_tables_are_aligned_and_tasks_are_boxes_that_cannot_be_ticked(server: Server, visit: Open):
+    opened = visit(server.url)
+    text = "| a | b | c |\n|---|--:|:-:|\n| 1 | 2 | 3 |\n\n- [ ] open\n- [x] done\n\n7. seven"
+    answer_with(opened.page, events({"content": text}))
+    opened.send("Hello")
+    cells = opened.page.locator(".assistant td")
+    expect(cells).to_have_text(["1", "2", "3"])
+    sides = cells.evaluate_all("all => all.map(each => getComputedStyle(each).textAlign)")
+    assert sides == ["left", "right", "center"]
+    boxes = opened.page.locator(".assistant li > input")
+    assert boxes.evaluate_all("all => all.map(each => [each.type, each.checked, each.disabled])") == [
+        ["checkbox", False, True],
+        ["checkbox", True, True],
+    ]
+    expect(opened.page.locator(".assistant ol")).to_have_attribute("start", "7")
+
+
+def test_an_item_of_a_list_shows_its_line_breaks_and_no_empty_lines(server: Server, visit: Open):
+    opened = visit(server.url)
+    answer_with(opened.page, events({"content": "- one\n- two\n  - inner\n- three\n  lines\n\nend"}))
+    opened.send("Hello")
+    items = opened.page.locator(".assistant .text > ul > li")
+    expect(items).to_have_text(["one", re.compile("^two"), re.compile("^three")])
+    one, two, three = items.evaluate_all("all => all.map(each => each.clientHeight)")
+    assert (round(two / one), round(three / one)) == (2, 2)
+
+
 @pytest.mark.parametrize(
     "piece",
     ["*", "**a ", "[", "[a](", "![", "`", "`a``", "> ", "- ", "1. ", "# ", "_a*b~~", "|-", "<http:", "\\", " \t", "a\n- b\n  ", "~~~\n", "("],
@@ -578,7 +643,55 @@ def test_markdown_that_grows_keeps_what_is_there(server: Server, visit: Open):
     assert same == [True, True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1. a\n\n2. b\n\nText\n\n3. c\n10) d",
+        "- a\n\n  more\n\n      code\n\n- b\n* c\n\n---\n- d",
+        "Title\n===\n\na | b\n--|--\n1 | 2\n\n> q\n> - l\nlazy\n\n> r",
+        "~~~\na\n\n```\n\nb\n~~~\n\n**open\n\n# h\nText\n- i\n\n\n\n+ j\n<div>\n\n</div>\r\nz",
+    ],
+)
+def test_markdown_that_grows_is_shown_as_the_whole_is(text: str, server: Server, visit: Open):
+    different = visit(server.url).page.evaluate(
+        """async text => {
+        const {renderMarkdown} = await import("/page/markdown.js");
+        const grown = document.createElement("div"), different = [];
+        for (let end = 1; end <= text.length; end++) {
+            const whole = document.createElement("div");
+            renderMarkdown(grown, text.slice(0, end));
+            renderMarkdown(whole, text.slice(0, end));
+            if (grown.innerHTML !== whole.innerHTML) different.push([text.slice(0, end), grown.innerHTML, whole.innerHTML]);
+        }
+        return different;
+    }""",
+        text,
+    )
+    assert different == []
+
+
+def test_what_is_finished_is_neither_parsed_nor_built_again(server: Server, visit: Open):
+    text = "A *paragraph* of some words.\n\n- item\n- item\n\n```py\ncode()\n```\n\n" * 100
+    parsed, built = visit(server.url).page.evaluate(
+        """async text => {
+        const {renderMarkdown} = await import("/page/markdown.js");
+        const {Lexer} = await import("/page/vendor/marked.esm.js");
+        const target = document.createElement("div"), {lex} = Lexer.prototype;
+        let parsed = 0, built = 0;
+        Lexer.prototype.lex = function (source) { parsed += source.length; return lex.call(this, source); };
+        const observer = new MutationObserver(() => {});
+        observer.observe(target, {childList: true});
+        for (let end = 10; end <= text.length; end += 10) renderMarkdown(target, text.slice(0, end));
+        for (const {addedNodes} of observer.takeRecords()) built += addedNodes.length;
+        Lexer.prototype.lex = lex;
+        return [parsed / text.length, built / target.childNodes.length];
+    }""",
+        text,
+    )
+    assert 1 < parsed < 30, "times that a character is parsed, of 700 steps"
+    assert 1 < built < 10, "times that a block is built"
+
+
 def test_code_is_copied(server: Server, visit: Open):
     opened = visit(server.url, permissions=["clipboard-read", "clipboard-write"])
     answer_with(opened.page, events({"content": "See:\n```py\na = 1\nb = 2\n```"}))
@@ -772,7 +885,7 @@ def test_tab_and_enter_alone_open_a_chat_edit_a_message_and_make_an_answer_anew(
 def test_the_pace_is_shown_while_it_streams_and_escape_stops(server: Server, visit: Open):
     opened = visit(server.url)
     opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
-    opened.send("ChatParsers.")
+    opened.send("Talk.")
     expect(opened.page.locator(".assistant .meta")).to_have_text(re.compile(r"^[1-9]\d* tokens · [\d.]+k? tokens/s$"))
     opened.page.keyboard.press("Escape")
     expect(opened.page.locator(".assistant .meta")).to_have_text("stopped")

@@ -370,7 +370,10 @@ def test_what_the_sources_import_is_what_they_depend_on():
 def test_a_wheel_carries_every_package():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES}
-    data = {f"atom.conf.{path.parent.name}" for path in (ROOT / "conf").glob("*/*.yaml")} | {"atom.serve.web", "atom.serve.web.vendor"}
+    data = {f"atom.conf.{path.parent.name}" for path in (ROOT / "conf").glob("*/*.yaml")} | {
+        "atom.serve.web",
+        "atom.serve.web.vendor",
+    }
     assert set(packages) == folders | data | {"atom.conf", "atom.recipes"}, (
         "setuptools warns of those that are not named"
     )
@@ -398,9 +401,8 @@ def test_a_wheel_carries_every_file_that_is_no_module():
     folders = {
         package: ROOT / package.replace(".", "/") for package in data if package not in ("atom.conf", "atom.recipes")
     }
-    carried = {
-        path for package, folder in folders.items() for pattern in data[package] for path in folder.glob(pattern)
-    }
+    found = (path for package, folder in folders.items() for pattern in data[package] for path in folder.glob(pattern))
+    carried = {path for path in found if path.is_file()}
     files = {path for path in (ROOT / "atom").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert carried == files
 

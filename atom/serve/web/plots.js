@@ -1,4 +1,9 @@
-/** Draw the metrics of the last five minutes. */
+/**
+ * Draw the metrics of the last five minutes.
+ *
+ * Without a library: uPlot 1.6.32, the smallest that is maintained, has 53 KB, with which the page would have 195 KB of its
+ * 150. It would replace 80 of these lines: rates, quantiles, gaps after a restart and the legend would stay.
+ */
 
 import {byId, element} from "./dom.js";
 import {count, percent, seconds} from "./format.js";

@@ -25,7 +25,7 @@ from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, fl
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.gguf_types import SIZES, Type
 from atom.checkpoint.modules import generalize
-from atom.checkpoint.stated import KEY
+from atom.checkpoint.typed_config import KEY
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError

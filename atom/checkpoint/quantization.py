@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atom.checkpoint.modules import check_pattern, text_pattern
-from atom.checkpoint.stated import KEY, UNPACKED, Stated
+from atom.checkpoint.typed_config import KEY, UNPACKED, TypedConfig
 from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
@@ -37,110 +37,110 @@ class Quantization:
 def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
     """Read how a checkpoint's weights are stored from its config.json, and the names of its tensors where it leaves a
     choice. UnsupportedError for what is not known."""
-    stated = hf.get(KEY)
-    if stated is not None and not isinstance(stated, dict):
-        raise CheckpointError(f"{KEY}={json.dumps(stated)} in its config.json is not an object; mend it")
-    if not stated:
+    config = hf.get(KEY)
+    if config is not None and not isinstance(config, dict):
+        raise CheckpointError(f"{KEY}={json.dumps(config)} in its config.json is not an object; mend it")
+    if not config:
         return Quantization()
-    method = stated.get("quant_method")
+    method = config.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
         known = f"known are {', '.join(READERS)}"
         raise UnsupportedError(f"{KEY}.quant_method={json.dumps(method)} is not known yet, {known}; {UNPACKED}")
-    read = READERS[method](Stated(stated, names=names))
+    read = READERS[method](TypedConfig(config, names=names))
     if "vision_config" not in hf:
         return read
     formats = {text_pattern(pattern): fmt for pattern, fmt in read.formats.items()}
     return replace(read, plain=[text_pattern(pattern) for pattern in read.plain], formats=formats)
 
 
-def read_fp8(stated: Stated) -> Quantization:
+def read_fp8(config: TypedConfig) -> Quantization:
     """DeepSeek-V3, Qwen3-…-FP8 (blocks, scales in weight_scale_inv), and one scale a tensor (weight_scale)."""
-    stated.check_keys(*KEYS, "fmt", "activation_scheme", "scale_fmt", "weight_block_size", "dequantize", "expert_dtype",
+    config.check_keys(*KEYS, "fmt", "activation_scheme", "scale_fmt", "weight_block_size", "dequantize", "expert_dtype",
                       "kv_cache_scheme", "export")  # fmt: skip
-    stated.one_of("expert_dtype", "fp8", None)
-    stated.one_of("fmt", "e4m3", "float8_e4m3fn", None)
-    stated.one_of("activation_scheme", "dynamic", "static", None)
-    stated.one_of("scale_fmt", "ue8m0", "float", None)
+    config.one_of("expert_dtype", "fp8", None)
+    config.one_of("fmt", "e4m3", "float8_e4m3fn", None)
+    config.one_of("activation_scheme", "dynamic", "static", None)
+    config.one_of("scale_fmt", "ue8m0", "float", None)
     fmt = "ct_fp8[*, *]"
-    if stated.values.get("weight_block_size") is not None:
-        fmt = f"fp8{stated.block('weight_block_size')}"
-    elif any(name.endswith(".weight_scale_inv") for name in stated.names):  # transformers writes these
+    if config.values.get("weight_block_size") is not None:
+        fmt = f"fp8{config.block('weight_block_size')}"
+    elif any(name.endswith(".weight_scale_inv") for name in config.names):  # transformers writes these
         fmt = "fp8[*, *]"
-    return Quantization(fmt, stated.patterns(*EXCEPTIONS), INPUTS + CACHE_SCALES)
+    return Quantization(fmt, config.patterns(*EXCEPTIONS), INPUTS + CACHE_SCALES)
 
 
-def read_fbgemm_fp8(stated: Stated) -> Quantization:
+def read_fbgemm_fp8(config: TypedConfig) -> Quantization:
     """Llama 3.1's: a scale a row, activations cut at an upper bound."""
-    stated.check_keys(*KEYS, "activation_scale_ub")
-    return Quantization("ct_fp8[1, *]", stated.patterns(*EXCEPTIONS), ["*.input_scale_ub"])
+    config.check_keys(*KEYS, "activation_scale_ub")
+    return Quantization("ct_fp8[1, *]", config.patterns(*EXCEPTIONS), ["*.input_scale_ub"])
 
 
-def read_mxfp4(stated: Stated) -> Quantization:
+def read_mxfp4(config: TypedConfig) -> Quantization:
     """gpt-oss: experts alone."""
-    stated.check_keys(*KEYS, "dequantize")
-    return Quantization("mxfp4", stated.patterns(*EXCEPTIONS))
+    config.check_keys(*KEYS, "dequantize")
+    return Quantization("mxfp4", config.patterns(*EXCEPTIONS))
 
 
-def read_awq(stated: Stated) -> Quantization:
+def read_awq(config: TypedConfig) -> Quantization:
     """AutoAWQ's gemm; the other versions pack in orders of their own."""
-    stated.check_keys(*KEYS, *GROUPED, "zero_point", "version")
+    config.check_keys(*KEYS, *GROUPED, "zero_point", "version")
     for key in ("version", "format", "checkpoint_format"):
-        if (stated.text(key) or "gemm").lower() != "gemm":
-            raise stated.unknown(key)
-    if stated.whole("bits", 4) != 4:
-        raise stated.unknown("bits")
-    if stated.values.get("zero_point") is False:
-        raise stated.unknown("zero_point")
-    return Quantization(f"awq_int4{group_block(stated)}", stated.patterns(*EXCEPTIONS))
+        if (config.text(key) or "gemm").lower() != "gemm":
+            raise config.unknown(key)
+    if config.whole("bits", 4) != 4:
+        raise config.unknown("bits")
+    if config.values.get("zero_point") is False:
+        raise config.unknown("zero_point")
+    return Quantization(f"awq_int4{group_block(config)}", config.patterns(*EXCEPTIONS))
 
 
-def read_gptq(stated: Stated) -> Quantization:
+def read_gptq(config: TypedConfig) -> Quantization:
     """GPTQModel's and AutoGPTQ's, v1 (the default, zero points less 1) and v2."""
-    stated.check_keys(*KEYS, *GROUPED, "dynamic", "lm_head")
-    key = "checkpoint_format" if stated.values.get("checkpoint_format") else "format"  # transformers' name
-    version = stated.one_of(key, "gptq", "gptq_v2", None) or "gptq"
-    plain, formats = stated.patterns(*EXCEPTIONS), {}
-    rules = stated.object("dynamic")  # GPTQModel's, first match
+    config.check_keys(*KEYS, *GROUPED, "dynamic", "lm_head")
+    key = "checkpoint_format" if config.values.get("checkpoint_format") else "format"  # transformers' name
+    version = config.one_of(key, "gptq", "gptq_v2", None) or "gptq"
+    plain, formats = config.patterns(*EXCEPTIONS), {}
+    rules = config.object("dynamic")  # GPTQModel's, first match
     for pattern in rules.values if rules else ():
         changes = rules.get(pattern, dict, "an object") if rules else None
         sign, expression = ("+:", pattern) if pattern[:2] not in ("+:", "-:") else (pattern[:2], pattern[2:])
-        check_pattern(f"re:{expression}", f"{stated.at}.dynamic", CheckpointError)
+        check_pattern(f"re:{expression}", f"{config.at}.dynamic", CheckpointError)
         if sign == "-:":
             plain = [*plain, f"re:{expression}"]
         else:
-            formats[f"re:{expression}"] = gptq_format(Stated({**stated.values, **(changes or {})}, stated.at), version)
-    if stated.get("lm_head", bool, "true or false"):
-        formats.setdefault("lm_head", gptq_format(stated, version))
-    return Quantization(gptq_format(stated, version), plain, ["*.g_idx"], formats)
+            formats[f"re:{expression}"] = gptq_format(TypedConfig({**config.values, **(changes or {})}, config.at), version)
+    if config.get("lm_head", bool, "true or false"):
+        formats.setdefault("lm_head", gptq_format(config, version))
+    return Quantization(gptq_format(config, version), plain, ["*.g_idx"], formats)
 
 
-def gptq_format(stated: Stated, version: str) -> str:
-    bits, order = stated.whole("bits", 4), "_ordered" if stated.values.get("desc_act") else ""
+def gptq_format(config: TypedConfig, version: str) -> str:
+    bits, order = config.whole("bits", 4), "_ordered" if config.values.get("desc_act") else ""
     if bits not in (4, 8):
-        raise stated.unknown("bits")
-    return f"{version}_int{bits}{order}{group_block(stated)}"
+        raise config.unknown("bits")
+    return f"{version}_int{bits}{order}{group_block(config)}"
 
 
-def group_block(stated: Stated) -> str:
-    stated.one_of("data_type", "int", None)
-    group = stated.whole("group_size", 128, or_all=True)
+def group_block(config: TypedConfig) -> str:
+    config.one_of("data_type", "int", None)
+    group = config.whole("group_size", 128, or_all=True)
     return f"[1, {'*' if group == -1 else group}]"
 
 
-def read_compressed_tensors(stated: Stated) -> Quantization:
+def read_compressed_tensors(config: TypedConfig) -> Quantization:
     """Groups of modules, each with a format: all linears, or modules by name."""
-    stated.check_keys(*KEYS, "config_groups", "format", "version", "kv_cache_scheme", "quantization_status",
+    config.check_keys(*KEYS, "config_groups", "format", "version", "kv_cache_scheme", "quantization_status",
                       "global_compression_ratio", "run_compressed", "dequantize", "sparsity_config")  # fmt: skip
-    if (sparsity := stated.object("sparsity_config")) is not None:
+    if (sparsity := config.object("sparsity_config")) is not None:
         sparsity.one_of("format", "dense", None)
-    groups, fmt, formats, acts = stated.object("config_groups"), None, {}, set[str | None]()
+    groups, fmt, formats, acts = config.object("config_groups"), None, {}, set[str | None]()
     for name in groups.values if groups else ():
         group = groups.object(name) if groups else None
         weights = group.object("weights") if group else None
         if group is None or weights is None:
-            raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights; {UNPACKED}")
+            raise UnsupportedError(f"{config.at}.config_groups.{name} quantizes no weights; {UNPACKED}")
         group.check_keys("targets", "weights", "input_activations", "output_activations", "format")
-        one = compressed_format(weights, group.text("format") or stated.text("format"))
+        one = compressed_format(weights, group.text("format") or config.text("format"))
         if one.startswith("ct_int8"):
             acts.add(compressed_act(group.object("input_activations")))
         for target in group.patterns("targets") or ["Linear"]:
@@ -150,13 +150,13 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
                 raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet; {UNPACKED}")
             else:
                 formats[target] = one
-    if fmt is None and not formats and stated.object("kv_cache_scheme") is None:
-        raise UnsupportedError(f"{stated.at} of compressed-tensors has no config_groups")
+    if fmt is None and not formats and config.object("kv_cache_scheme") is None:
+        raise UnsupportedError(f"{config.at} of compressed-tensors has no config_groups")
     unread = [*INPUTS, *CACHE_SCALES, "*.weight_shape"]
-    return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread, formats, "int8" if acts == {"int8"} else None)
+    return Quantization(fmt, config.patterns(*EXCEPTIONS), unread, formats, "int8" if acts == {"int8"} else None)
 
 
-def compressed_act(inputs: Stated | None) -> str | None:
+def compressed_act(inputs: TypedConfig | None) -> str | None:
     """int8 of 8-bit integers without a zero point; others stay in the model's dtype."""
     if inputs is None or inputs.values.get("symmetric") is False:
         return None
@@ -166,7 +166,7 @@ def compressed_act(inputs: Stated | None) -> str | None:
 FP4_PACKINGS = {"mxfp4-pack-quantized": "ct_mxfp4", "nvfp4-pack-quantized": "ct_nvfp4"}
 
 
-def compressed_format(weights: Stated, packing: str | None) -> str:
+def compressed_format(weights: TypedConfig, packing: str | None) -> str:
     """The format of a group's weights, see `compressed_tensors.quantization.QuantizationArgs`."""
     weights.check_keys("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic",
                        "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs")  # fmt: skip
@@ -202,45 +202,45 @@ def compressed_format(weights: Stated, packing: str | None) -> str:
     return name + block
 
 
-def read_modelopt(stated: Stated) -> Quantization:
+def read_modelopt(config: TypedConfig) -> Quantization:
     """NVIDIA's, whose exceptions are globs."""
     fmt = {"FP8": "ct_fp8[*, *]", "FP8_PER_CHANNEL_PER_TOKEN": "ct_fp8[1, *]", "FP8_PB_WO": "ct_fp8[128, 128]",
            "NVFP4": "modelopt_nvfp4", "W4A16_NVFP4": "modelopt_nvfp4"}  # fmt: skip
-    stated.check_keys(*KEYS, "quant_algo", "exclude_modules", "kv_cache_scheme", "kv_cache_quant_algo", "group_size",
+    config.check_keys(*KEYS, "quant_algo", "exclude_modules", "kv_cache_scheme", "kv_cache_quant_algo", "group_size",
                       "producer", "config_groups")  # fmt: skip
-    algorithm = stated.one_of("quant_algo", *fmt)
+    algorithm = config.one_of("quant_algo", *fmt)
     assert algorithm is not None, "one_of refuses null"
-    if fmt[algorithm] == "modelopt_nvfp4" and stated.whole("group_size", 16) != 16:
-        raise stated.unknown("group_size")
-    plain = stated.patterns("ignore", "exclude_modules", *EXCEPTIONS)
+    if fmt[algorithm] == "modelopt_nvfp4" and config.whole("group_size", 16) != 16:
+        raise config.unknown("group_size")
+    plain = config.patterns("ignore", "exclude_modules", *EXCEPTIONS)
     return Quantization(fmt[algorithm], plain, INPUTS + CACHE_SCALES)
 
 
-def read_quark(stated: Stated) -> Quantization:
+def read_quark(config: TypedConfig) -> Quantization:
     """AMD's; layers may have formats of their own, by globs."""
-    stated.check_keys("quant_method", "global_quant_config", "layer_quant_config", "exclude", "export", "version",
+    config.check_keys("quant_method", "global_quant_config", "layer_quant_config", "exclude", "export", "version",
                       "algo_config", "kv_cache_quant_config", "kv_cache_post_rope", "quant_mode", "softmax_quant_spec",
                       "layer_type_quant_config")  # fmt: skip
-    if stated.values.get("layer_type_quant_config"):
-        raise stated.unknown("layer_type_quant_config")
-    plain, formats = stated.patterns("exclude"), dict[str, str]()
-    layers = stated.object("layer_quant_config")
+    if config.values.get("layer_type_quant_config"):
+        raise config.unknown("layer_type_quant_config")
+    plain, formats = config.patterns("exclude"), dict[str, str]()
+    layers = config.object("layer_quant_config")
     for pattern in layers.values if layers else ():
-        check_pattern(pattern, f"{stated.at}.layer_quant_config", CheckpointError)
+        check_pattern(pattern, f"{config.at}.layer_quant_config", CheckpointError)
         one = quark_format(layers.object(pattern)) if layers else None
         plain, formats = ([*plain, pattern], formats) if one is None else (plain, {**formats, pattern: one})
-    whole, unread = stated.object("global_quant_config"), INPUTS + CACHE_SCALES
+    whole, unread = config.object("global_quant_config"), INPUTS + CACHE_SCALES
     return Quantization(quark_format(whole), plain, unread, formats, quark_act(whole))
 
 
-def quark_act(config: Stated | None) -> str | None:
+def quark_act(config: TypedConfig | None) -> str | None:
     """int8 of activations without a zero point in it, None for others."""
-    stated = config.values.get("input_tensors") if config else None  # a list: scales of scales
-    is_int8 = isinstance(stated, dict) and stated.get("dtype") == "int8" and stated.get("symmetric") is not False
+    inputs = config.values.get("input_tensors") if config else None  # a list: scales of scales
+    is_int8 = isinstance(inputs, dict) and inputs.get("dtype") == "int8" and inputs.get("symmetric") is not False
     return "int8" if is_int8 else None
 
 
-def quark_format(config: Stated | None) -> str | None:
+def quark_format(config: TypedConfig | None) -> str | None:
     """The format of a config's weights, None for plain ones."""
     if config is not None and isinstance(config.values.get("weight"), list):  # scales of scales
         raise config.unknown("weight")
@@ -264,11 +264,11 @@ QUARK: dict[tuple[str | None, str | None], str] = {
 }
 
 
-def read_gguf(stated: Stated) -> Quantization:
+def read_gguf(config: TypedConfig) -> Quantization:
     """A GGUF file's types of tensors, see `gguf.find_formats`."""
-    formats = stated.check_keys("quant_method", "formats").object("formats")
+    formats = config.check_keys("quant_method", "formats").object("formats")
     for pattern in formats.values if formats else ():
-        check_pattern(pattern, f"{stated.at}.formats", CheckpointError)
+        check_pattern(pattern, f"{config.at}.formats", CheckpointError)
         if formats and formats.text(pattern) not in FORMATS:
             raise formats.unknown(pattern)
     return Quantization(formats=dict(formats.values) if formats else {})
@@ -287,7 +287,7 @@ GROUPED = (  # of AWQ and GPTQ; behind the first five, how values were found, wh
 )  # fmt: skip
 EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore")
 KEYS = ("quant_method", *EXCEPTIONS)
-READERS: dict[str, Callable[[Stated], Quantization]] = {
+READERS: dict[str, Callable[[TypedConfig], Quantization]] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm_fp8,
     "compressed-tensors": read_compressed_tensors,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from atom.checkpoint import DRAFT_PREFIX, quantization
 from atom.checkpoint.modules import check_pattern, find_packed, find_plain, format_of, matches
 from atom.checkpoint.quantization import Quantization
-from atom.checkpoint.stated import KEY
+from atom.checkpoint.typed_config import KEY
 from atom.config.schema import Config, ModelConfig, QuantConfig
 from atom.config.spelling import did_you_mean
 from atom.config.stored_names import expert_names, find_modules, modules_of

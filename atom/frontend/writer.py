@@ -22,7 +22,7 @@ from atom.config import ModelConfig, QuantConfig
 from atom.config.stored_names import stored_name
 from atom.errors import ConfigError
 from atom.graph import KV, Dequantize, Full, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
-from atom.graph.formats import FormatError, act_of, fitted
+from atom.graph.formats import FormatError, act_of, shrink_group
 from atom.graph.ops import Op
 from atom.graph.recipe_ranges import cat
 from atom.graph.recipes import renamed
@@ -53,15 +53,15 @@ class Writer:
         """x [T, I] -> [T, rows]"""
         return self.linears(x, {role: rows}, has_bias, layer)[0]
 
-    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None, turns: int = 1) -> list[Node]:
-        """x [T, I] -> for each role [T, rows]. turns: see `parts`"""
+    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None, num_chunks: int = 1) -> list[Node]:
+        """x [T, I] -> for each role [T, rows]. num_chunks: see `parts`"""
         inner = x.meta["type"].shape[-1]
         weights = self.parts(
-            rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer, turns=turns
+            rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer, num_chunks=num_chunks
         )
         args = [weights]
         if has_bias:
-            args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, turns=turns))
+            args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, num_chunks=num_chunks))
         args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
         return [self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True)]
 
@@ -104,21 +104,21 @@ class Writer:
         return x if by is None else self.call(ops.scale, x, by=by, name=x.name)
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",
-              dim: int = 0, in_turns: bool = False, turns: int = 1) -> list[Recipe]:  # fmt: skip
+              dim: int = 0, interleaved: bool = False, num_chunks: int = 1) -> list[Recipe]:  # fmt: skip
         """The weights of these roles, of so many rows in `dim`; `stored` makes the recipe of a role's stored tensor.
 
-        turns: into how many runs the rows of a role are divided in one that several share; in_turns: each by itself
+        num_chunks: into how many runs the rows of a role are divided in one that several share; interleaved: each by itself
         """
         if len(rows) == 1 or len({self.name(role + suffix, layer) for role in rows}) > 1:
             return [stored(role, n) for role, n in rows.items()]
         total = sum(rows.values())
         whole = stored(next(iter(rows)), total)
-        if in_turns:
+        if interleaved:
             return [Slice(whole, first, total, dim, len(rows)) for first in range(len(rows))]
-        ends = [end // turns for end in accumulate(rows.values())]
+        ends = [end // num_chunks for end in accumulate(rows.values())]
         return [
             cat(
-                tuple(Slice(whole, at + end - n // turns, at + end, dim) for at in range(0, total, total // turns)), dim
+                tuple(Slice(whole, at + end - n // num_chunks, at + end, dim) for at in range(0, total, total // num_chunks)), dim
             )
             for end, n in zip(ends, rows.values(), strict=True)
         ]
@@ -138,7 +138,7 @@ class Writer:
         if fmt is None or is_kept:
             return weight
         try:
-            return Quantize(weight, fitted(fmt, weight.type))
+            return Quantize(weight, shrink_group(fmt, weight.type))
         except FormatError as error:
             raise ConfigError(f"quant: {own}: {error}; or name it in quant.plain") from None
 

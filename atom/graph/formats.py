@@ -24,7 +24,7 @@ BLOCK_WORDS = ("block_scales", "block_exponents", "block_mins", "block_pairs", "
 
 
 ACTS = {"fp8_e4m3": "fp8", "i8": "int8"}  # formats of activations, by the dtype of a weight's numbers
-LEAST_GROUP = 32  # columns that share a scale, of what is packed while it loads
+MIN_GROUP = 32  # columns that share a scale, of what is packed while it loads
 
 
 class FormatError(UnsupportedError, ValueError):
@@ -146,18 +146,18 @@ def with_block(fmt: str, rows: int | None, columns: int | None) -> str:
     return name if FORMATS[name].block == (rows, columns) else f"{name}[{rows or '*'}, {columns or '*'}]"
 
 
-def fitted(fmt: str, type: Type) -> str:
+def shrink_group(fmt: str, type: Type) -> str:
     """The format with groups of columns that a row is a whole number of, where it must be and they can be smaller.
 
-    They have LEAST_GROUP columns at least. FormatError where there are none.
+    They have MIN_GROUP columns at least. FormatError where there are none.
     """
     known, columns = parse_format(fmt), int(type.shape[-1])
     rows, size = known.block
     if size is None or not known.is_whole:
         return fmt
     group = size if known.kind not in ("int4", "int8") else math.gcd(size, columns)
-    if columns % group or group < min(LEAST_GROUP, size):
-        raise FormatError(f"{fmt} packs multiples of {LEAST_GROUP} columns, and it has {columns}")
+    if columns % group or group < min(MIN_GROUP, size):
+        raise FormatError(f"{fmt} packs multiples of {MIN_GROUP} columns, and it has {columns}")
     return with_block(fmt, rows, group)
 
 

@@ -2,7 +2,7 @@
 
 Of experts it is those that the token chooses, of an embedding none.
 
-shares = token_shares(graph.programs.values())    # of lowered programs: {recipe: Fraction(1, 16)}
+shares = active_fractions(graph.programs.values())    # of lowered programs: {recipe: Fraction(1, 16)}
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from atom.graph.recipes import Recipe
 ENDS = {ops.grouped_linear: 2, ops.grouped_lora: 4}  # the argument that says where the rows of each expert end
 
 
-def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
+def active_fractions(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
     """The share of each weight; the largest one where several calls read it."""
     shares: dict[Recipe, Fraction] = defaultdict(Fraction)
     for program in programs:
         for node in program.nodes:
             for leaf in node_leaves(node):
                 if isinstance(leaf, Recipe):
-                    shares[leaf] = max(shares[leaf], token_share(node))
+                    shares[leaf] = max(shares[leaf], active_fraction(node))
     return shares
 
 
@@ -46,7 +46,7 @@ def group_of(node: Node) -> Node:
     return group
 
 
-def token_share(node: Node) -> Fraction:
+def active_fraction(node: Node) -> Fraction:
     """The share of a call's weight."""
     if node.target is ops.embedding:
         return Fraction(0)

@@ -50,7 +50,7 @@ from atom.graph.interpret import Weights, interpret_ranks
 from atom.graph.parts import parts_of
 from atom.graph.recipes import leaves
 from atom.process.messages import say
-from atom.weights.gptq import Turns, plan_turns
+from atom.weights.gptq import ColumnOrder, plan_order
 from atom.weights.packed_file import PackedFile
 from atom.weights.packed_store import describe_file
 from atom.weights.quantize import part_types, quantize
@@ -264,17 +264,17 @@ class Calibration:
     def _round(self, weights: Weights, device: str, progress: Progress) -> None:
         """Round every tensor once, behind the first linear that multiplies it."""
         missing = {*self._types}
-        last: tuple[Tensor | None, Turns | None] = (None, None)  # a moment, and its turns
+        last: tuple[Tensor | None, ColumnOrder | None] = (None, None)  # a moment, and its plan
 
         def visit(weight: Recipe, moment: Tensor, tensor: Tensor) -> None:
             nonlocal last
             for name, unit, own, plain in units_of(weight, moment, tensor):
                 if name not in missing:
                     continue
-                by: Tensor | Turns = own
+                by: Tensor | ColumnOrder = own
                 if own.dim() == 2 and len(own) > 1:
                     if last[0] is not own:
-                        last = own, plan_turns(own, len(self._tokens))
+                        last = own, plan_order(own, len(self._tokens))
                     by = last[1] or own.diagonal()[None]
                 made = quantize(self._types[name].fmt or "", weights(unit) if plain is None else plain, by)
                 self._file.write({next(leaves(part)).name: made[key] for key, part in self._parts[name].items()})

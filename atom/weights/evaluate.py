@@ -73,7 +73,7 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
         for packed, target in split_recipe(recipe.part, tensor):
             whole = Dequantize(packed)  # what is packed here is packed as a whole
             yield from [(whole, target)] if any(packed_while_loading(packed)) else _split_rows(whole, target)
-    elif isinstance(recipe, Cat) and (rows := _in_turns(recipe)) is not None:
+    elif isinstance(recipe, Cat) and (rows := _deinterleave(recipe)) is not None:
         yield rows, tensor.unflatten(recipe.dim, (len(recipe.parts), -1))  # type: ignore[no-untyped-call]
     elif isinstance(recipe, Cat):
         start = 0
@@ -88,16 +88,16 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
         yield recipe, tensor
 
 
-def _in_turns(recipe: Cat) -> Recipe | None:
-    """All of a stored tensor whose parts take turns along a dim, joined part by part, in two dims: by part and by place
+def _deinterleave(recipe: Cat) -> Recipe | None:
+    """All of a stored tensor whose parts take interleaved along a dim, joined part by part, in two dims: by part and by place
     in it; so it is read once. None: it is no such join."""
     first, dim, num_parts = recipe.parts[0], recipe.dim, len(recipe.parts)
     if not isinstance(first, Slice) or not isinstance(first.part, W) or first.part.type.fmt is not None:
         return None
     stored, (*before, size), after = first.part, map(int, recipe.type.shape[: dim + 1]), recipe.type.shape[dim + 1 :]
     is_all = size == stored.type.shape[dim] and size % num_parts == 0
-    turns = tuple(Slice(stored, n, size, dim, num_parts) for n in range(num_parts)) if is_all else ()
-    if num_parts == 1 or recipe.parts != turns:
+    interleaved = tuple(Slice(stored, n, size, dim, num_parts) for n in range(num_parts)) if is_all else ()
+    if num_parts == 1 or recipe.parts != interleaved:
         return None
     shape = (*before, size // num_parts, num_parts, *after)
     return Transpose(replace(stored, type=replace(stored.type, shape=shape)), dim - len(shape))

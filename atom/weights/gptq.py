@@ -1,7 +1,7 @@
-"""Round a weight's columns in turns, which make up for earlier errors (GPTQ).
+"""Round a weight's columns in plan, which make up for earlier errors (GPTQ).
 
-    turns = plan_turns(moment, num_tokens)                       # once for all weights that multiply the same input
-    numbers = round_in_turns(weight, scales, turns, nearest)     # fp32[O, I], in units of their blocks' scales
+    plan = plan_order(moment, num_tokens)                       # once for all weights that multiply the same input
+    numbers = round_in_order(weight, scales, plan, nearest)     # fp32[O, I], in units of their blocks' scales
 
 What is minimized is the squared error of the linear's outputs over a prompt, tr(E M Eᵀ) for errors E and the mean M of
 x xᵀ of its inputs (Frantar et al. 2023). Columns of larger mean squares come first, with scales that are set before, so
@@ -23,7 +23,7 @@ SHRINKAGE = 0.35  # of correlations between few columns
 AT_ONCE = 128  # columns, behind which the others are changed
 
 
-class Turns(NamedTuple):
+class ColumnOrder(NamedTuple):
     """The columns of a weight in the order in which they are rounded."""
 
     importance: Tensor  # fp32[1, I]: mean squares, as the columns are stored
@@ -31,7 +31,7 @@ class Turns(NamedTuple):
     shares: Tensor  # fp32[I, I], in the order: of a column's error, what each that follows takes
 
 
-def plan_turns(moment: Tensor, num_tokens: int) -> Turns | None:
+def plan_order(moment: Tensor, num_tokens: int) -> ColumnOrder | None:
     """moment fp32[I, I]: the mean of x xᵀ over so many tokens; None where it is not finite."""
     diagonal = moment.diagonal()
     importance = diagonal + MIN_SHARE * diagonal.mean()
@@ -50,7 +50,7 @@ def plan_turns(moment: Tensor, num_tokens: int) -> Turns | None:
     if failed:
         return None
     shares = matrix.div_(matrix.diagonal().clone()[:, None]).mul_(root[:, None]).div_(root)
-    return Turns(diagonal[None], order, shares)
+    return ColumnOrder(diagonal[None], order, shares)
 
 
 def shrinkage(num_columns: int, num_tokens: int) -> float:
@@ -58,11 +58,11 @@ def shrinkage(num_columns: int, num_tokens: int) -> float:
     return max(SHRINKAGE, num_columns / (num_columns + num_tokens))
 
 
-def round_in_turns(weight: Tensor, scales: Tensor, turns: Turns, nearest: Callable[[Tensor], Tensor]) -> Tensor:
+def round_in_order(weight: Tensor, scales: Tensor, plan: ColumnOrder, nearest: Callable[[Tensor], Tensor]) -> Tensor:
     """weight fp32[O, I], scales fp32[O, B] -> fp32[O, I], numbers that `nearest` gives, in units of the scales"""
     num_columns = weight.shape[1]
-    rest = weight.T[turns.order]  # [I, O]: what is to be rounded, each column in one run of memory
-    block_scales, blocks = scales.T.contiguous(), (turns.order // (num_columns // scales.shape[1])).tolist()
+    rest = weight.T[plan.order]  # [I, O]: what is to be rounded, each column in one run of memory
+    block_scales, blocks = scales.T.contiguous(), (plan.order // (num_columns // scales.shape[1])).tolist()
     rounded, errors = torch.empty_like(rest), torch.empty_like(rest[:AT_ONCE])
     for start in range(0, num_columns, AT_ONCE):
         stop = min(start + AT_ONCE, num_columns)
@@ -70,6 +70,6 @@ def round_in_turns(weight: Tensor, scales: Tensor, turns: Turns, nearest: Callab
             scale = block_scales[blocks[at]]
             rounded[at] = nearest(rest[at] / scale)
             error = torch.addcmul(rest[at], rounded[at], scale, value=-1, out=errors[at - start])
-            rest[at + 1 : stop].addr_(turns.shares[at, at + 1 : stop], error, alpha=-1)
-        rest[stop:].addmm_(turns.shares[start:stop, stop:].T, errors[: stop - start], alpha=-1)
-    return torch.empty_like(weight).index_copy_(1, turns.order, rounded.T)
+            rest[at + 1 : stop].addr_(plan.shares[at, at + 1 : stop], error, alpha=-1)
+        rest[stop:].addmm_(plan.shares[start:stop, stop:].T, errors[: stop - start], alpha=-1)
+    return torch.empty_like(weight).index_copy_(1, plan.order, rounded.T)

@@ -2,13 +2,13 @@
 
 parts = quantize("fp8[1, *]", weight)                   # {"values": fp8[O, I], "scales": fp32[O, 1]}
 parts = quantize("int4[1, 128]", weight, importance)    # columns of larger importance are rounded with less error
-parts = quantize("int4[1, 128]", weight, turns)         # and errors are made up for in other columns
+parts = quantize("int4[1, 128]", weight, plan)         # and errors are made up for in other columns
 
 Numbers are rounded to the nearest that the format has. A block's scale takes its largest number to the format's
 largest; of 4 bits, which are few, other scales are tried too, and that with the least squared error is kept. The
 importance of a column weights its squared errors: with the mean square of what the column is multiplied with
 (`calibration.py`), their sum is about that of the linear's outputs. Integers' scales are then fitted by least squares
-too; without importance that gains nothing, since it clips the largest numbers. With turns, which know how columns
+too; without importance that gains nothing, since it clips the largest numbers. With plan, which know how columns
 depend on each other, numbers are rounded again by these scales as `gptq.py` does.
 """
 
@@ -26,7 +26,7 @@ from atom.graph import TORCH_DTYPES
 from atom.graph.formats import parse_format, part_shape
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
-from atom.weights.gptq import MIN_SHARE, Turns, round_in_turns
+from atom.weights.gptq import MIN_SHARE, ColumnOrder, round_in_order
 
 AT_ONCE = 1 << 24  # elements, of which some copies in float32 are made
 AT_ONCE_ON_CPU = 1 << 18  # which stay in a core's cache
@@ -46,19 +46,19 @@ def is_calibrated(fmt: str, calibration: str) -> bool:
     return calibration != "none" and (calibration != "auto" or parse_format(fmt).kind in FOUR_BITS)
 
 
-def quantize(fmt: str, weight: Tensor, importance: Tensor | Turns | None = None) -> Parts:
+def quantize(fmt: str, weight: Tensor, importance: Tensor | ColumnOrder | None = None) -> Parts:
     """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them
 
-    importance: fp32[..., 1, I] from 0, of columns, or the turns of a matrix's; None: all are equal
+    importance: fp32[..., 1, I] from 0, of columns, or the plan of a matrix's; None: all are equal
     """
     known = parse_format(fmt)
     parts = {
         name: weight.new_empty([int(dim) for dim in part.shape], dtype=TORCH_DTYPES[part.dtype])
         for name, part in part_types(Type("fp32", tuple(weight.shape), fmt)).items()
     }
-    turns = None
-    if isinstance(importance, Turns):
-        turns, importance = importance, importance.importance
+    plan = None
+    if isinstance(importance, ColumnOrder):
+        plan, importance = importance, importance.importance
     if importance is not None:
         importance = importance.expand(*weight.shape[:-2], 1, weight.shape[-1]).to(weight.device)
     dtype = parts["values"].dtype
@@ -71,8 +71,8 @@ def quantize(fmt: str, weight: Tensor, importance: Tensor | Turns | None = None)
             for name, made in PACK[known.kind](some, of_columns, rows, columns, factor, dtype).items():
                 first = start // rows if known.parts[name].holds == "blocks" else start
                 of_matrix[name][first : first + len(made)] = made
-        if turns is not None:
-            _round_in_turns(matrix.float(), of_matrix, turns, known.kind, rows)
+        if plan is not None:
+            _round_in_order(matrix.float(), of_matrix, plan, known.kind, rows)
     if "mins" in parts:
         parts["mins"].copy_(parts["scales"] * -(1 << (known.bits - 1)))
     return parts
@@ -180,17 +180,17 @@ def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
     return {"values": _pairs(best.numbers), "scales": (best.scales + 127).to(torch.uint8)}
 
 
-def _round_in_turns(weight: Tensor, parts: Parts, turns: Turns, kind: str, rows: int) -> None:
+def _round_in_order(weight: Tensor, parts: Parts, plan: ColumnOrder, kind: str, rows: int) -> None:
     """Round a matrix again by the scales of its parts, column by column. rows: of a block"""
     values, scales = parts["values"], parts["scales"]
     if kind == "scaled":
         by_row = scales.repeat_interleave(rows, 0)[: len(weight)]
-        values.copy_(round_in_turns(weight, by_row, turns, _nearest_of(values.dtype)))
+        values.copy_(round_in_order(weight, by_row, plan, _nearest_of(values.dtype)))
     elif kind == "int4":
-        numbers = round_in_turns(weight, scales.float(), turns, lambda x: x.round_().clamp_(-8, 7))
+        numbers = round_in_order(weight, scales.float(), plan, lambda x: x.round_().clamp_(-8, 7))
         values.copy_(_pairs((numbers + 8).to(torch.uint8)).view_as(values))
     elif kind == "mxfp4":
-        numbers = round_in_turns(weight, torch.exp2(scales.float() - 127), turns, _nearest_fp4)
+        numbers = round_in_order(weight, torch.exp2(scales.float() - 127), plan, _nearest_fp4)
         values.copy_(_pairs(_to_fp4(numbers)).view_as(values))
 
 

@@ -34,7 +34,7 @@ from atom.jobs.explain import job as explain
 from atom.weights import calibration
 from atom.weights.calibration import PRIOR_ROWS, Calibration, measure_moments, units_of
 from atom.weights.evaluate import tensors_in
-from atom.weights.gptq import MIN_SHARE, plan_turns
+from atom.weights.gptq import MIN_SHARE, plan_order
 from atom.weights.quantize import quantize
 
 pytestmark = pytest.mark.early
@@ -135,7 +135,7 @@ def test_errors_are_made_up_for_as_gptq_does(num_tokens: int, kept: float):
     x = torch.randn(200, 24, generator=random) @ torch.randn(24, 96, generator=random)
     x += torch.randn(200, 96, generator=random) / 4
     moment = x.T @ x / len(x)
-    parts = quantize("int4[1, 32]", weight, plan_turns(moment, num_tokens))
+    parts = quantize("int4[1, 32]", weight, plan_order(moment, num_tokens))
     rounded = PackedWeight(Type("fp32", (16, 96), "int4[1, 32]"), parts).unpack()
     expected = gptq(weight, parts["scales"].float(), moment, kept)
     assert ((rounded - expected).abs() < 1e-4).float().mean() > 0.97, "a number between two may fall to the other"
@@ -155,11 +155,11 @@ def test_other_formats_take_turns_too_and_a_moment_without_numbers_gives_none(fm
     moment, type = x.T @ x / len(x), Type("fp32", (16, 64), fmt)
     errors = [
         float((x @ (PackedWeight(type, quantize(fmt, weight, by)).unpack() - weight).T).square().sum())
-        for by in (moment.diagonal()[None], plan_turns(moment, 4096))
+        for by in (moment.diagonal()[None], plan_order(moment, 4096))
     ]
     assert errors[1] < most * errors[0]
-    assert plan_turns(moment * float("nan"), 4096) is None
-    assert plan_turns(torch.zeros(64, 64), 4096) is not None
+    assert plan_order(moment * float("nan"), 4096) is None
+    assert plan_order(torch.zeros(64, 64), 4096) is not None
 
 
 def measure(folder: Path, tokens: list[int], *overrides: str) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ def test_every_range_of_a_stored_tensor_is_rounded_by_what_it_is_multiplied_with
     loaded = weights.load([*packed, *ranges], checkpoint, SILENT, calibration=made)
     for recipe, part in zip(packed, ranges, strict=True):
         moment = moments[recipe.part]
-        by = plan_turns(moment, len(tokens)) if moment.dim() == 2 else moment
+        by = plan_order(moment, len(tokens)) if moment.dim() == 2 else moment
         expected = quantize(recipe.fmt, plain[recipe.part], by)
         values, scales = loaded[recipe].parts["values"], loaded[recipe].parts["scales"]
         assert torch.equal(scales, expected["scales"])

@@ -29,7 +29,7 @@ from torch.fx import Node
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
 from atom.graph.graph import call_of, node_leaves, type_of
 from atom.graph.recipe_contents import held_bytes
-from atom.graph.shares import group_of, num_parts, token_share
+from atom.graph.shares import group_of, num_parts, active_fraction
 from atom.graph.types import Type
 from atom.jobs.bench.workload import Step
 
@@ -194,7 +194,7 @@ def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
         parts = group.args[2].ranks if len(group.args) > 2 else 1
         groups = _num_groups(group.args[0])
     act = str(node.kwargs.get("act", "flops")).partition("[")[0]
-    num_bytes, share = sum(map(held_bytes, weights)), float(token_share(node))
+    num_bytes, share = sum(map(held_bytes, weights)), float(active_fraction(node))
     return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act, matrix.fmt)]
 
 

@@ -40,7 +40,7 @@ from atom.errors import ConfigError
 from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, ops, show
 from atom.graph.recipe_contents import held_by_format, held_bytes
 from atom.graph.recipes import leaves
-from atom.graph.shares import token_shares
+from atom.graph.shares import active_fractions
 from atom.graph.types import BITS
 from atom.jobs.explain.layouts import fit, kv_pool, layouts, prefill_limit
 from atom.jobs.explain.page import make_page
@@ -220,7 +220,7 @@ def weight_sizes(graph: Graph) -> dict[str, Any]:
     with the embedding. A format's bytes are those in the checkpoint and those in memory, which differ where it is
     dequantized; a plain tensor counts in the dtype that it is computed in.
     """
-    shares = token_shares(graph.programs.values())
+    shares = active_fractions(graph.programs.values())
     share_of: dict[W, Fraction] = defaultdict(Fraction)
     for recipe, share in shares.items():
         for leaf in leaves(recipe):
@@ -274,7 +274,7 @@ def draft_times(graph: Graph, config: Config) -> dict[str, Any]:
 
 def draft_bytes(graph: Graph) -> int:
     """The bytes of weights that are read for a token that is drafted."""
-    shares = token_shares([graph.programs[name] for name in (DRAFT, DRAFT_HEAD)])
+    shares = active_fractions([graph.programs[name] for name in (DRAFT, DRAFT_HEAD)])
     return int(sum(held_bytes(recipe) * share for recipe, share in shares.items()))
 
 

@@ -38,7 +38,7 @@ from atom.plugin.vllm.tied_head import without_copy
 from atom.process.messages import say
 from atom.runtime.step.program import Bindings, Executable, Kernels, score
 from atom.runtime.tune import measured_kernels
-from atom.weights.arriving import load_arriving
+from atom.weights.incremental import load_incremental
 from atom.weights.evaluate import Loaded, overwrite
 
 
@@ -87,7 +87,7 @@ class AtomForCausalLM(nn.Module):
         stacked, ignore = stacked_parts(self._config.model), left_out(self._config)
         tensors = without_copy(tensors, self._config.model)
         with naming_the_way_out(), defaults_of_torch():
-            arriving = load_arriving(self._graph.recipes(), tensors, stacked, self._device, self._coordinates, ignore)
+            arriving = load_incremental(self._graph.recipes(), tensors, stacked, self._device, self._coordinates, ignore)
             if self._tensors:
                 for recipe, loaded in arriving:
                     overwrite(self._tensors[recipe], loaded)

@@ -24,7 +24,7 @@ from atom.config.limits import Drafting
 from atom.errors import naming_a_lack_of_memory
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type, ops
 from atom.graph.graph import ADAPTERS
-from atom.graph.shares import token_shares
+from atom.graph.shares import active_fractions
 from atom.kernels import Communicator, find_step_kernels
 from atom.kernels.stable_memory import StableMemory
 from atom.kernels.step import BlockCopier, Inputs
@@ -112,7 +112,7 @@ class Model:
 
     @cached_property
     def flops_a_token(self) -> float:
-        shares = token_shares([self.graph.programs[BODY]])
+        shares = active_fractions([self.graph.programs[BODY]])
         return 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
 
     @property

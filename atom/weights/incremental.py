@@ -1,6 +1,6 @@
 """Load weights from tensors that arrive one by one, as another engine reads them.
 
-    for recipe, loaded in load_arriving(graph.recipes(), tensors, stacked, "cuda:0"):
+    for recipe, loaded in load_incremental(graph.recipes(), tensors, stacked, "cuda:0"):
         ...
 
 A recipe is made as soon as the last tensor that it reads is there. What no other recipe waits for is let go, so that
@@ -87,7 +87,7 @@ class _ArrivedSource(WeightSource):
         copy(part, target, lambda plain: view(plain, self._checkpoint))
 
 
-def load_arriving(
+def load_incremental(
     recipes: Iterable[Recipe],
     tensors: Iterable[tuple[str, Tensor]],
     stacked: Mapping[str, Sequence[str]],

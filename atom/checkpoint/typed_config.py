@@ -1,7 +1,7 @@
 """Read the values of quantization_config, each with its type.
 
-stated = Stated({"bits": 4, "group_size": -1})
-stated.whole("bits"), stated.whole("group_size", or_all=True)       # 4, -1
+config = TypedConfig({"bits": 4, "group_size": -1})
+config.whole("bits"), config.whole("group_size", or_all=True)       # 4, -1
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY = "quantization_config"
 UNPACKED = "take the checkpoint that it was made of, which quant= packs"
 
 
-class Stated:
+class TypedConfig:
     """An object of config.json, read with types; a CheckpointError names what is malformed, an UnsupportedError what
     is not known."""
 
@@ -32,10 +32,10 @@ class Stated:
             raise CheckpointError(f"{self.at}.{key}={json.dumps(value)} in its config.json is not {what}; mend it")
         return value
 
-    def object(self, key: str) -> Stated | None:
+    def object(self, key: str) -> TypedConfig | None:
         """The object at a key, None for null or an empty one."""
         value = self.get(key, dict, "an object")
-        return Stated(value, f"{self.at}.{key}") if value else None
+        return TypedConfig(value, f"{self.at}.{key}") if value else None
 
     def text(self, key: str) -> str | None:
         value: str | None = self.get(key, str, "a string")
@@ -68,7 +68,7 @@ class Stated:
                 return patterns
         return []
 
-    def check_keys(self, *known: str) -> Stated:
+    def check_keys(self, *known: str) -> TypedConfig:
         """Raise UnsupportedError for a key that is not one of these and has a value; itself otherwise."""
         for key, value in self.values.items():
             if key not in known and value not in (None, False, {}, []):

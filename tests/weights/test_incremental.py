@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atom.errors import CheckpointError, UnsupportedError
 from atom.graph import Cat, Full, RopeFreqs, Share, Slice, Type, W
-from atom.weights.arriving import load_arriving
+from atom.weights.incremental import load_incremental
 
 Q, K, UP = (W(name, Type("fp32", (rows, 4))) for name, rows in (("q", 6), ("k", 2), ("up", 8)))
 STORED = {"q": torch.arange(24.0).view(6, 4), "k": -torch.arange(8.0).view(2, 4), "up": torch.rand(8, 4)}
@@ -30,7 +30,7 @@ def given(
 def test_recipes_are_made_as_soon_as_their_tensors_are_there():
     asked: list[str] = []
     joined, part = Cat((Q, K)), Slice(UP, 2, 4)
-    arriving = load_arriving([joined, UP, part, RopeFreqs(4, 100.0)], given("q up k", asked=asked), {}, "cpu")
+    arriving = load_incremental([joined, UP, part, RopeFreqs(4, 100.0)], given("q up k", asked=asked), {}, "cpu")
     made = [(recipe, tensor, list(asked)) for recipe, tensor in arriving]
     assert [(recipe, seen) for recipe, _, seen in made] == [
         (RopeFreqs(4, 100.0), []), (UP, ["q", "up"]), (part, ["q", "up"]), (joined, ["q", "up", "k"]),
@@ -43,14 +43,14 @@ def test_recipes_are_made_as_soon_as_their_tensors_are_there():
 def test_a_rank_makes_its_own_parts():
     shared, alone = Share(Q, "tensor", 2), Full(3, Type("fp32", (1,)))
     for rank in range(2):
-        made = dict(load_arriving([shared, alone], given("q"), {}, "cpu", {"tensor": rank}))
+        made = dict(load_incremental([shared, alone], given("q"), {}, "cpu", {"tensor": rank}))
         assert torch.equal(made[shared], STORED["q"][3 * rank : 3 * rank + 3]) and made[alone].tolist() == [3]
 
 
 def test_a_stacked_tensor_arrives_as_its_parts():
     stacked = {"l.{layer}.up": ["l.{layer}.{expert}.up"]}
     parts = [W(f"l.0.{expert}.up", Type("fp32", (4, 4))) for expert in range(2)]
-    made = dict(load_arriving(parts, given("l.0.up", {"l.0.up": torch.arange(32.0).view(2, 4, 4)}), stacked, "cpu"))
+    made = dict(load_incremental(parts, given("l.0.up", {"l.0.up": torch.arange(32.0).view(2, 4, 4)}), stacked, "cpu"))
     assert [made[part][0, 0].item() for part in parts] == [0, 16]
 
 
@@ -64,10 +64,10 @@ def test_a_stacked_tensor_arrives_as_its_parts():
 )
 def test_what_does_not_fit_is_one_line(names: str, stored: dict[str, Tensor], message: str):
     with pytest.raises(CheckpointError, match=f"^{message}"):
-        list(load_arriving([Cat((Q, K))], given(names, stored), {}, "cpu"))
-    assert len(dict(load_arriving([Q], given("q up"), {}, "cpu", ignore=["u*"]))) == 1
+        list(load_incremental([Cat((Q, K))], given(names, stored), {}, "cpu"))
+    assert len(dict(load_incremental([Q], given("q up"), {}, "cpu", ignore=["u*"]))) == 1
 
 
 def test_a_dtype_that_no_text_has_is_refused():
     with pytest.raises(UnsupportedError, match=r"^tensor q is torch\.complex64"):
-        list(load_arriving([Q], [("q", torch.zeros(6, 4, dtype=torch.complex64))], {}, "cpu"))
+        list(load_incremental([Q], [("q", torch.zeros(6, 4, dtype=torch.complex64))], {}, "cpu"))

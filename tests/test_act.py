@@ -201,7 +201,7 @@ def of(overrides: list[str], folder: Path) -> AtomError:
     [
         (["quant.act=fp8"], "quant.act=fp8: no linear's weights are packed; quant=fp8 packs them"),
         (["quant=none", "quant.act=int8"], "quant.act=int8: no linear's weights are packed; quant=int8 packs them"),
-        (["quant=int8", "quant.act=fp8"], "quant.act=fp8: model.layers.0.self_attn.q_proj is stored as int8[1, *], which is multiplied with activations in int8 alone; leave quant.act out"),
+        (["quant=int8", "quant.act=fp8"], "quant.act=fp8: model.layers.0.self_attn.q_proj is stored as int8[1, *], which is multiplied with activations in int8 only; leave quant.act out"),
         (["quant.fmt='int4[1, 16]'", "quant.act=int8"], "quant.act=int8: model.layers.0.self_attn.q_proj is stored as int4[1, 16], which is multiplied with none but plain activations; leave quant.act out"),
         (["quant.act=int4"], "quant.act=int4: there is no such choice (did you mean int8?); choices: auto, none, fp8, int8"),
     ],

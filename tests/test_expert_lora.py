@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], dict[str, 
     "half": (lambda t: t.pop(INNER + "lora_B.weight"), {}, CheckpointError, "base_layer.lora_A.weight stands without its other factor"),
     "which": (lambda t: [t.pop(INNER + f"lora_{factor}.weight") for factor in "AB"], {}, CheckpointError,
               r"experts.lora_A.weight: target_parameters=\[.*\] does not say what it is of"),
-    "sizes": (lambda t: t.update({EXPERTS + "lora_A.weight": torch.ones(64, 20)}), {}, CheckpointError, "are not of gates and ups, and of downs"),
+    "sizes": (lambda t: t.update({EXPERTS + "lora_A.weight": torch.ones(64, 20)}), {}, CheckpointError, "are not of a gate_up and a down projection"),
     "nan": (lambda t: t.update({EXPERTS + "lora_B.weight": torch.full((48, 64), torch.nan)}), {}, CheckpointError, "experts.lora_B.weight has values that"),
     "too many": (lambda t: t.update({f"{EXPERTS}16.up_proj.lora_{factor}.weight": torch.ones(*((4, 48) if factor == "A" else (24, 4))) for factor in "AB"}) or
                  [t.pop(key) for key in list(t) if "layers.1" in key and ".16." not in key], {}, CheckpointError, "is of expert 16, the model has 16"),

@@ -154,8 +154,8 @@ Q = "self_attn.q_proj.lora_"
 REFUSED: dict[str, tuple[Callable[[Path], object], type[AtomError], str]] = {
     "dora": (lambda f: change(f, use_dora=True), UnsupportedError, "has use_dora: DoRA scales each column"),
     "modules": (lambda f: change(f, modules_to_save=["lm_head"]), UnsupportedError, "has modules_to_save: modules are saved whole"),
-    "bias": (lambda f: change(f, bias="all"), UnsupportedError, "has bias=all; there is: none"),
-    "kind": (lambda f: change(f, peft_type="IA3"), UnsupportedError, "has peft_type=IA3; there is: LORA"),
+    "bias": (lambda f: change(f, bias="all"), UnsupportedError, "has bias=all, which is not supported \\(supported: none\\)"),
+    "kind": (lambda f: change(f, peft_type="IA3"), UnsupportedError, "has peft_type=IA3, which is not supported \\(supported: LORA\\)"),
     "alpha": (lambda f: change(f, lora_alpha="much"), CheckpointError, "has lora_alpha='much', which is not a number"),
     "r": (lambda f: change(f, r=5), CheckpointError, r"down_proj.lora_A.weight and .*down_proj.lora_B.weight have ranks 4 and 4, not r=5"),
     "no config": (lambda f: (f / "adapter_config.json").unlink(), CheckpointError, "has no adapter_config.json"),

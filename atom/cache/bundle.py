@@ -51,7 +51,7 @@ def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) 
     """Write an artifact and its pieces to one tar file; the entries in it, the artifact last.
 
     It goes with all binaries of its device in the cache, since only their compiler knows which belong to it.
-    measured: included as it is. ArtifactError, with nothing written, where an entry is missing or not trusted.
+    measured: included as it is. ArtifactError, with nothing written, if an entry is missing or not trusted.
     """
     is_gpu = is_for_gpu(entry)
     of_device = [each for each in cache.entries(BINARIES) if (each.about.get("device") != "cpu") == is_gpu]

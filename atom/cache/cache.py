@@ -106,7 +106,7 @@ class Cache:
         return None
 
     def describe(self, kind: str, key: str) -> Entry | None:
-        """An entry without reading its files; None where `find` would not trust it."""
+        """An entry without reading its files; None if `find` would not trust it."""
         entry = self._entry(kind, key)
         return None if entry is None or entry.fault else entry
 
@@ -132,8 +132,8 @@ class Cache:
     def publish(self, kind: str, key: str, files: Mapping[str, bytes | Path], about: Mapping[str, Any]) -> Path:
         """Store files under a key; the entry's folder, or another process's if that was first.
 
-        Where the cache folder cannot be written, it is a private folder that lives as long as this process and is
-        unknown to `find`. ArtifactError where there is no room for that either.
+        If the cache folder cannot be written, it is a private folder that lives as long as this process and is
+        unknown to `find`. ArtifactError if there is no room for that either.
         """
         manifest = Manifest(kind, key, dict(about), datetime.now(UTC), user_and_machine(), {})
         try:
@@ -149,12 +149,12 @@ class Cache:
         except OSError as error:
             fix = "free some space, or set cache= to a folder that can be written"
             raise ArtifactError(
-                f"{kind}/{key[:12]} fits neither in {self.folder} nor beside other temporary files ({error}); {fix}"
+                f"{kind}/{key[:12]} fits neither in {self.folder} nor with other temporary files ({error}); {fix}"
             ) from None
         return folder
 
     def begin(self, kind: str) -> Path | None:
-        """A new folder to write the files of an entry into, for `finish`; None where nothing can be written."""
+        """A new folder to write the files of an entry into, for `finish`; None if nothing can be written."""
         try:
             parent = prepare_folder(self.folder / kind)
             sweep_unfinished(parent)
@@ -166,7 +166,7 @@ class Cache:
         return new
 
     def finish(self, kind: str, key: str, folder: Path, about: Mapping[str, Any]) -> None:
-        """Publish the files of a folder that `begin` gave under a key; OSError where that fails."""
+        """Publish the files of a folder that `begin` gave under a key; OSError if that fails."""
         try:
             seal_folder(folder, Manifest(kind, key, dict(about), datetime.now(UTC), user_and_machine(), {}))
             self._place(folder, self._locate(kind, key))
@@ -174,7 +174,7 @@ class Cache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def copy(self, entry: Entry, source: Cache) -> Path:
-        """Copy another cache's entry, with its builder and date. ArtifactError where it cannot be written."""
+        """Copy another cache's entry, with its builder and date. ArtifactError if it cannot be written."""
         try:
             manifest = source._check(entry.kind, entry.key)
             folder = source._locate(entry.kind, entry.key)
@@ -183,7 +183,7 @@ class Cache:
             raise ArtifactError(f"{entry.kind}/{entry.key[:12]} is not imported: {reason_of(error)}") from None
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry atomically. ArtifactError where that is not allowed."""
+        """Remove an entry atomically. ArtifactError if that is not allowed."""
         location = self._locate(entry.kind, entry.key)
         try:
             discard(location)
@@ -268,7 +268,7 @@ class Cache:
                 discard(location)
 
     def _put(self, new: Path, location: Path) -> bool:
-        """Move a folder to its location, unless a trusted entry is there. False where anything else is there."""
+        """Move a folder to its location, unless a trusted entry is there. False if anything else is there."""
         try:
             os.rename(new, location)
         except OSError:

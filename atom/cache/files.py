@@ -1,6 +1,6 @@
 """Write and check the files of a cache entry.
 
-An entry is written whole, with a manifest that has the size and sha256 of each file, and is read only where these hold.
+An entry is written whole, with a manifest that has the size and sha256 of each file, and is read only if these hold.
 
 fill_folder(new, Manifest("pieces", key, about, now, "me@here", {}), {"piece.so": code})
 check_owner(folder, is_folder=True)              # Unfit: somebody else can have written it
@@ -129,7 +129,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def unfinished_name(parent: Path) -> Path:
-    """A new name beside entries, with the host and pid of this process."""
+    """A new name next to entries, with the host and pid of this process."""
     return parent / f".{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -172,7 +172,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def locked(cache: Path, name: str, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Hold a lock, as the only process and thread; no lock is held where the folder cannot be written.
+    """Hold a lock, as the only process and thread; no lock is held if the folder cannot be written.
 
     `on_wait` is called before waiting for another holder. A thread must not take it twice: it would wait for
     itself. It is released when the process dies. Its file goes with it, so that none pile up.
@@ -191,7 +191,7 @@ def locked(cache: Path, name: str, on_wait: Callable[[], object] = lambda: None)
 
 
 def _lock(path: Path, on_wait: Callable[[], object]) -> int:
-    """Lock a file that is made for that; its descriptor, to be closed. OSError where that cannot be done."""
+    """Lock a file that is made for that; its descriptor, to be closed. OSError if that cannot be done."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -229,7 +229,7 @@ def check_owner(path: Path, *, is_folder: bool = False) -> None:
 
 
 def open_file(path: Path, is_use: bool) -> io.BufferedReader:
-    """Open a file of an entry. Only a use updates its time of access, where the file system keeps one."""
+    """Open a file of an entry. Only a use updates its time of access, if the file system keeps one."""
     check_owner(path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(PermissionError):  # a file of root's

@@ -26,7 +26,7 @@ def temporary_folder(*, ignore_cleanup_errors: bool = False) -> tempfile.Tempora
     """Make a temporary folder, and remove those of processes that were killed."""
     sweep(Path(tempfile.gettempdir()))
     made = tempfile.TemporaryDirectory(prefix=PREFIX, suffix=SUFFIX, ignore_cleanup_errors=ignore_cleanup_errors)
-    with contextlib.suppress(OSError):  # where there are no locks, no folder is swept either
+    with contextlib.suppress(OSError):  # without locks, no folder is swept either
         weakref.finalize(made, os.close, lock_folder(Path(made.name)))
     return made
 
@@ -44,7 +44,7 @@ def sweep(parent: Path) -> None:
 
 
 def lock_folder(path: Path) -> int:
-    """The descriptor that holds the lock of a folder. OSError where another process has it, or it is no folder."""
+    """The descriptor that holds the lock of a folder. OSError if another process has it, or it is no folder."""
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

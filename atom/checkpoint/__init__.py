@@ -54,11 +54,14 @@ def open_checkpoint(
     weights: bool = True,
     progress: Progress = SILENT,
 ) -> Checkpoint:
-    """Open a folder, a .gguf file or, where no such path exists, what a hub id or an address of the hub names.
+    """Open a folder, a .gguf file or, if no such path exists, what a hub id or an address of the hub names.
 
-    revision: of a hub id. gguf: facts that a GGUF file leaves out. stacked: the parts of tensors that may be stored as
-    one, see `unstack`. weights: False reads and downloads only the description of the model. Raises CheckpointError,
-    UnsupportedError.
+    revision: of a hub id.
+    gguf: facts that a GGUF file leaves out.
+    stacked: the parts of tensors that may be stored as one, see `unstack`.
+    weights: False reads and downloads only the description of the model.
+
+    Raises CheckpointError, UnsupportedError.
     """
     path = Path.home() / location[2:] if location.startswith("~/") else Path(location)
     try:
@@ -88,9 +91,9 @@ def _open_from_hub(
     address = parse_address(location)
     if address is None or (location.endswith(".gguf") and address.repo == location):
         message = "no such folder or .gguf file, and no hub id (owner/name, owner/name-GGUF:Q4_K_M)"
-        name, _, stated = location.partition("@")
-        if stated and parse_address(name):
-            message += f"; write checkpoint={name} revision={stated}"
+        name, _, revision = location.partition("@")
+        if revision and parse_address(name):
+            message += f"; write checkpoint={name} revision={revision}"
         raise CheckpointError(f"no checkpoint {location!r}: {message}")
     if revision is not None and address.revision not in (None, "main", revision):
         raise CheckpointError(
@@ -113,18 +116,18 @@ def _open_from_hub(
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The tokens that end an answer: of generation_config, config and tokenizer together.
 
-    CheckpointError where eos_token_id is neither a whole number, nor a list of them, nor null.
+    CheckpointError if eos_token_id is neither a whole number, nor a list of them, nor null.
     """
     ids = set(tokenizer.eos_ids) if tokenizer else set()
     for described in (checkpoint.generation_config, checkpoint.config):
         eos = described.get("eos_token_id")
-        stated = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(id) is int for id in stated):
+        given = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(id) is int for id in given):
             where = f"{checkpoint.location}: eos_token_id={json.dumps(eos)[:100]} in its config.json"
             raise CheckpointError(
                 f"{where} or generation_config.json is neither a token id nor a list of them; mend it"
             )
-        ids.update(stated)
+        ids.update(given)
     return frozenset(ids)
 
 

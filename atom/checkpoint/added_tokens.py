@@ -25,7 +25,12 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class DeclaredTokens(NamedTuple):
-    """added: with their flags, by the ids of their file. named: bos_token, ... extra: special tokens without a name."""
+    """Tokens as files declare them.
+
+    added: with their flags, by the ids of their file.
+    named: bos_token, ...
+    extra: special tokens without a name.
+    """
 
     added: dict[int, AddedToken]
     named: dict[str, AddedToken]
@@ -47,7 +52,10 @@ class DeclaredTokens(NamedTuple):
 
 
 def read_declared(folder: Path, config: Mapping[str, Any], own: Mapping[int, AddedToken]) -> DeclaredTokens:
-    """Read what the files next to tokenizer.json declare. own: the added tokens of tokenizer.json."""
+    """Read what the files next to tokenizer.json declare.
+
+    own: the added tokens of tokenizer.json.
+    """
     listed, extra = config.get("added_tokens_decoder"), config.get("extra_special_tokens")
     extras = [extra, None if extra and isinstance(extra, list) else config.get("additional_special_tokens")]
     if listed is not None:
@@ -77,8 +85,8 @@ def split_named(config: Mapping[str, Any], extras: Iterable[Any]) -> tuple[dict[
             specific |= extra
         else:
             unnamed += extra or []
-    stated = {key: config.get(key) for key in STANDARD} | (specific or config.get("model_specific_special_tokens", {}))
-    named = {key: token for key, value in stated.items() if (token := find_token(value))}
+    given = {key: config.get(key) for key in STANDARD} | (specific or config.get("model_specific_special_tokens", {}))
+    named = {key: token for key, value in given.items() if (token := find_token(value))}
     for token in named.values():
         token.special = True
     return named, list(filter(None, map(find_token, unnamed)))

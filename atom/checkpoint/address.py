@@ -23,7 +23,7 @@ TAG = r"[^\s:/][^\s:]*"
 PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
 OTHERS = ("datasets", "spaces", "collections", "papers", "blog", "docs")  # what else the hub has at its addresses
 DEFAULT_TAG = "Q4_K_M"  # as llama.cpp has it
-NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)", re.IGNORECASE)  # GGUF files beside those of models
+NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)", re.IGNORECASE)  # GGUF files next to those of models
 
 
 class Address(NamedTuple):
@@ -63,9 +63,9 @@ def short_name(location: str) -> str:
 
 
 def choose_gguf(address: Address, files: Collection[str]) -> list[str]:
-    """The paths of the file that an address means, among a repository's files; of all its parts, where it is split.
+    """The paths of the file that an address means, among a repository's files; of all its parts, if it is split.
 
-    CheckpointError names those that there are, where none or several fit.
+    CheckpointError names those that there are, if none or several fit.
     """
     parts: dict[str, list[str]] = {}  # by the name without the number of a part
     for file in sorted(files):
@@ -80,9 +80,9 @@ def choose_gguf(address: Address, files: Collection[str]) -> list[str]:
         chosen = list(parts)
     if len(chosen) != 1:
         which = f"{len(chosen)} files of" if chosen else "no file of"
-        stated = f":{address.tag}" if address.tag else f"the default :{DEFAULT_TAG}"
+        tag = f":{address.tag}" if address.tag else f"the default :{DEFAULT_TAG}"
         listed = ", ".join(sorted(chosen or parts))
-        raise CheckpointError(f"{address.repo}: {stated} is {which} {listed}; write {address.repo}:TAG or :FILE.gguf")
+        raise CheckpointError(f"{address.repo}: {tag} is {which} {listed}; write {address.repo}:TAG or :FILE.gguf")
     whole = parts[chosen[0]]
     count = int(match[2]) if (match := PART.search(whole[0])) else 1
     if len(whole) != count:

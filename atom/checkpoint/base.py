@@ -32,7 +32,7 @@ ROPE_KEYS = (  # keys of config.json that move into rope_parameters
 
 ROPE_TYPES = {
     "su": "longrope",  # an old name
-    "mrope": "default",  # of text alone, three equal positions are one
+    "mrope": "default",  # for text only, three equal positions are one
     "dynamic": "default",  # up to max_position_embeddings, beyond which no sequence goes
 }
 
@@ -48,7 +48,7 @@ class GGUFFacts(NamedTuple):
     """Facts that GGUF files leave out."""
 
     interleaved: Mapping[str, int] = MappingProxyType({})  # projection -> heads stored with rotary rows in pairs
-    norm_offset: float = 0.0  # what the weights of norms are stored with, beside the hub's
+    norm_offset: float = 0.0  # what GGUF adds to the weights of norms of the hub
     split: Mapping[str, str] = MappingProxyType({})  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: Collection[str] = ()  # those that look words up whole, and begin texts with BOS
 
@@ -69,11 +69,11 @@ class Checkpoint(ABC):
     location: str  # its name in errors
     config: dict[str, Any]  # config.json; rope only as `rope_parameters`
     generation_config: dict[str, Any]  # {} without one
-    tensors: Mapping[str, StoredTensor]  # by hub name; empty where only the config is there
-    reading: str = ""  # what the tensors depend on beside the files
+    tensors: Mapping[str, StoredTensor]  # by hub name; empty if only the config is there
+    reading: str = ""  # what the tensors depend on besides the files
 
     def names(self) -> Collection[str]:
-        """The names of its tensors; without its weights too, where an index or the hub says them."""
+        """The names of its tensors; without its weights too, if an index or the hub says them."""
         return self.tensors.keys()
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Checkpoint(ABC):
         return self
 
     def locate(self, name: str) -> FileRange | None:
-        """The file range of the bytes that read() gives; None where the file has them in another form."""
+        """The file range of the bytes that read() gives; None if the file has them in another form."""
         return None
 
     def files(self) -> Collection[Path]:
@@ -112,7 +112,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
-        """A new tokenizer, or None where the checkpoint has none."""
+        """A new tokenizer, or None if the checkpoint has none."""
 
     @abstractmethod
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Checkpoint(ABC):
 
 
 def read_json(path: Path, limit: int = MAX_DESCRIPTION) -> dict[str, Any]:
-    """Read the object in a JSON file. CheckpointError where the file is missing, too large, or has anything else."""
+    """Read the object in a JSON file. CheckpointError if the file is missing, too large, or has anything else."""
     data = read_file(path, limit)
     try:
         value = json.loads(data)
@@ -134,19 +134,19 @@ def read_json(path: Path, limit: int = MAX_DESCRIPTION) -> dict[str, Any]:
 def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
     """Normalize a config's rotary embedding to one form, `rope_parameters`, as transformers 5 writes it for one rope.
 
-    `rope_theta`, `rope_scaling` (with `type` or `rope_type`), `partial_rotary_factor` and, where the type of rope has
+    `rope_theta`, `rope_scaling` (with `type` or `rope_type`), `partial_rotary_factor` and, if the type of rope has
     it, `original_max_position_embeddings` move into it, with the precedence of transformers.modeling_rope_utils.
 
-    Where layer types differ, the parameters of full_attention are at the top, the others are objects beside them:
+    Where layer types differ, the parameters of full_attention are at the top, the others are objects next to them:
     {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0, "sliding_attention": {"rope_type": "default", ...}}.
-    null is a layer type without rope, rope_type "none" at the top. UnsupportedError where there is no full_attention.
+    null is a layer type without rope, rope_type "none" at the top. UnsupportedError if there is no full_attention.
     """
-    stated, scaling = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    for parameters in (stated, scaling):
-        if not isinstance(parameters, dict):
-            raise CheckpointError(f"rope_parameters in config.json is {parameters!r}, not an object")
-    types = {key: value for key, value in {**stated, **scaling}.items() if is_layer_type(config, key, value)}
-    own, scaled = ({key: value for key, value in each.items() if key not in types} for each in (stated, scaling))
+    parameters, scaling = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    for each in (parameters, scaling):
+        if not isinstance(each, dict):
+            raise CheckpointError(f"rope_parameters in config.json is {each!r}, not an object")
+    types = {key: value for key, value in {**parameters, **scaling}.items() if is_layer_type(config, key, value)}
+    own, scaled = ({key: value for key, value in each.items() if key not in types} for each in (parameters, scaling))
     if "full_attention" in types:
         full = types.pop("full_attention")
         is_none = full is None and not scaled
@@ -170,13 +170,13 @@ def is_layer_type(config: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    """The base of the frequencies where a fixed `alpha` stretches it, as in Hunyuan."""
+    """The base of the frequencies if a fixed `alpha` stretches it, as in Hunyuan."""
     try:
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return float(rope.get("rope_theta", 10000.0) * rope["alpha"] ** (dim / (dim - 2)))
     except (TypeError, KeyError, ArithmeticError, ValueError) as error:
-        stated = f"alpha={rope['alpha']!r} in rope_parameters of config.json stretches no base"
-        raise CheckpointError(f"{stated} ({type(error).__name__}: {error}); download it again") from None
+        fault = f"alpha={rope['alpha']!r} in rope_parameters of config.json stretches no base"
+        raise CheckpointError(f"{fault} ({type(error).__name__}: {error}); download it again") from None
 
 
 def normalize_one_rope(

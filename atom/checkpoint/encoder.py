@@ -1,7 +1,7 @@
 """Run a tokenizer in a child process with limits of time and memory.
 
     encoder = EncoderProcess(backend.to_str)         # starts with the first text
-    encoder.encode("Hello", True)                    # RequestError where it takes more than SECONDS or MEMORY
+    encoder.encode("Hello", True)                    # RequestError if it takes more than SECONDS or MEMORY
 
 The process ends when its time is up, and with the one that started it. The next text starts another.
 """

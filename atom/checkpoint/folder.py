@@ -51,7 +51,7 @@ class FolderCheckpoint(Checkpoint):
         weights: bool = True,
         fetch_names: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """fetch_names: asked for the names of tensors where the folder has neither weights nor an index"""
+        """fetch_names: asked for the names of tensors if the folder has neither weights nor an index"""
         self.location = location or str(folder)
         self._folder, self._fetch_names = folder, fetch_names
         self.config = with_modelopt(normalize_rope(with_inner_configs(read_config(folder))), folder)
@@ -155,16 +155,16 @@ def text_name(name: str) -> str | None:
 
 
 def read_pooling(folder: Path) -> dict[str, Any]:
-    """How sentence-transformers makes embeddings, as an entry for the config; {} where its files do not say so.
+    """How sentence-transformers makes embeddings, as an entry for the config; {} if its files do not say so.
 
-    {"sentence_transformers": {"pooling": "LAST", "normalize": True}}; pooling is None where it is none of ours.
+    {"sentence_transformers": {"pooling": "LAST", "normalize": True}}; pooling is None if it is none of ours.
     """
     modules = read_modules(folder)
     if (at := pooling_file(modules)) is None or not (folder / at).is_file():
         return {}
-    stated = read_json(folder / at)
-    modes = {mode for mode, is_on in stated.items() if mode.startswith("pooling_mode_") and is_on is True}
-    if isinstance(mode := stated.get("pooling_mode"), str):  # as newer versions write it
+    config = read_json(folder / at)
+    modes = {mode for mode, is_on in config.items() if mode.startswith("pooling_mode_") and is_on is True}
+    if isinstance(mode := config.get("pooling_mode"), str):  # as newer versions write it
         modes = {f"pooling_mode_{mode}"}
     pooling = POOLING.get(modes.pop()) if len(modes) == 1 else None
     normalize = any(str(each.get("type")).endswith(".Normalize") for each in modules)
@@ -172,7 +172,7 @@ def read_pooling(folder: Path) -> dict[str, Any]:
 
 
 def as_decoder(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config of an embedding model as that of a decoder: where no head is stored, the embedding serves as one."""
+    """The config of an embedding model as that of a decoder: if no head is stored, the embedding serves as one."""
     architectures = config.get("architectures")
     if isinstance(architectures, list):
         config = {
@@ -208,14 +208,14 @@ def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     path = folder / "hf_quant_config.json"
     if "quantization_config" in config or not path.exists():
         return config
-    stated = read_json(path).get("quantization")
-    if not isinstance(stated, dict):
+    quantization = read_json(path).get("quantization")
+    if not isinstance(quantization, dict):
         raise CheckpointError(f"{path} has no object quantization; download it again")
-    return {**config, "quantization_config": {"quant_method": "modelopt", **stated}}
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
 
 
 def read_headers(folder: Path) -> dict[str, Entry]:
-    """All tensors of a folder; {} where it has no weights."""
+    """All tensors of a folder; {} if it has no weights."""
     if (folder / "model.safetensors").exists():
         return read_header(folder / "model.safetensors")
     if (folder / INDEX).exists():

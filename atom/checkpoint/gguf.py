@@ -25,8 +25,8 @@ from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, dequantize, fl
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.gguf_types import SIZES, Type
 from atom.checkpoint.modules import generalize
-from atom.checkpoint.typed_config import KEY
 from atom.checkpoint.tokenizer import Tokenizer
+from atom.checkpoint.typed_config import KEY
 from atom.dtypes import GGUF_FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
@@ -75,7 +75,9 @@ PART = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
 class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path, facts: GGUFFacts, *, location: str | None = None) -> None:
-        """facts: what the file leaves out; of its tokenizer, see gguf_tokenizer.py. location: its name in errors"""
+        """facts: what the file leaves out; of its tokenizer, see gguf_tokenizer.py.
+        location: its name in errors.
+        """
         self.location = location or str(path)
         self._facts = facts
         self.reading = f"{sorted(facts.interleaved.items())} {facts.norm_offset}"
@@ -135,7 +137,7 @@ class GGUFCheckpoint(Checkpoint):
         size = len(tensor.data) // count if tensor else 0
         if tensor is None or tensor.is_plain or name in self._heads or size % SIZES[tensor.type][1]:
             return super().read_part(name, index, count)
-        blocks = tensor.data[index * size : (index + 1) * size]  # of this part alone: there may be hundreds of parts
+        blocks = tensor.data[index * size : (index + 1) * size]  # only of this part: there may be hundreds of parts
         scale, experts = tensor.scale, 1 if tensor.scale is None else len(tensor.scale)
         if experts % count and count % experts:
             return super().read_part(name, index, count)
@@ -201,7 +203,7 @@ def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
 
 
 def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
-    """The formats of modules by their names, or by a pattern where all layers have one.
+    """The formats of modules by their names, or by a pattern if all layers have one.
 
     A model may call the experts of a layer by one name, as the file does, or each by its own.
     """
@@ -230,7 +232,7 @@ def read_parts(path: Path) -> tuple[list[Path], dict[str, Any], dict[str, GGUFTe
         raise CheckpointError(f"{path} is one of {count} parts; give it back its name, NAME-00001-of-{count:05}.gguf")
     paths = part_paths(path)
     if missing := [part.name for part in paths if not part.is_file()]:
-        raise CheckpointError(f"{path} is one of {count} parts, and {missing[0]} is not beside it; download it too")
+        raise CheckpointError(f"{path} is one of {count} parts, and {missing[0]} is not next to it; download it too")
     parts = [(metadata, tensors) if part == path else read_gguf(part) for part in paths]
     whole: dict[str, GGUFTensor] = {}
     for part, (_, own) in zip(paths, parts, strict=True):
@@ -238,14 +240,14 @@ def read_parts(path: Path) -> tuple[list[Path], dict[str, Any], dict[str, GGUFTe
             raise CheckpointError(f"{part} has the tensor {min(twice)}, which a part before it has too")
         whole |= own
     metadata = parts[0][0]
-    stated = whole_number(path, "split.tensors.count", metadata.get("split.tensors.count", len(whole)))
-    if stated != len(whole):
-        raise CheckpointError(f"the parts of {path} have {len(whole)} tensors, not {stated}; download them again")
+    num_tensors = whole_number(path, "split.tensors.count", metadata.get("split.tensors.count", len(whole)))
+    if num_tensors != len(whole):
+        raise CheckpointError(f"the parts of {path} have {len(whole)} tensors, not {num_tensors}; download them again")
     return paths, metadata, whole
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The paths of all parts of a split file, by the name of one; the path alone where the name is no part's."""
+    """The paths of all parts of a split file, by the name of one; only this path if the name is no part's."""
     match = PART.fullmatch(path.name)
     if match is None:
         return [path]

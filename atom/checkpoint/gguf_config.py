@@ -71,8 +71,8 @@ def make_generation_config(path: Path, metadata: Mapping[str, Any]) -> dict[str,
     ends = [key for key in (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")) if key in metadata]
     if ends:
         config["eos_token_id"] = sorted({whole_number(path, key, metadata[key]) for key in ends})
-    stated = {field: f"general.sampling.{name}" for name, field in GGUF.items()}
-    return config | {field: number(path, key, metadata[key]) for field, key in stated.items() if key in metadata}
+    keys = {field: f"general.sampling.{name}" for name, field in GGUF.items()}
+    return config | {field: number(path, key, metadata[key]) for field, key in keys.items() if key in metadata}
 
 
 def make_config(
@@ -119,13 +119,13 @@ def head_dim_of(config: Mapping[str, Any]) -> int | None:
     return config.get("head_dim") or (hidden // heads if heads and hidden else None)
 
 
-def layer_pattern(path: Path, stated: Any) -> dict[str, Any]:
+def layer_pattern(path: Path, pattern: Any) -> dict[str, Any]:
     """Which layers have the window: one flag a layer, or a number, of which each such layer has none."""
-    if stated is None:
+    if pattern is None:
         return {}
-    if isinstance(stated, np.ndarray):
-        return {"layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in stated]}
-    return {"sliding_window_pattern": whole_number(path, "attention.sliding_window_pattern", stated)}
+    if isinstance(pattern, np.ndarray):
+        return {"layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in pattern]}
+    return {"sliding_window_pattern": whole_number(path, "attention.sliding_window_pattern", pattern)}
 
 
 def describe_latent(path: Path, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,10 +143,10 @@ def describe_routing(path: Path, own: Mapping[str, Any], tensors: Mapping[str, S
     has_correction = any(name.endswith("e_score_correction_bias") for name in tensors)
     described = {"topk_method": "noaux_tc" if has_correction else "group_limited_greedy"}
     if "expert_gating_func" in own:
-        stated = whole_number(path, "expert_gating_func", own["expert_gating_func"])
-        if stated not in GATING:
-            raise UnsupportedError(f"{path}: expert_gating_func {stated} is not supported; there is: 1, 2")
-        described["scoring_func"] = GATING[stated]
+        gating = whole_number(path, "expert_gating_func", own["expert_gating_func"])
+        if gating not in GATING:
+            raise UnsupportedError(f"{path}: expert_gating_func {gating} is not supported (supported: 1, 2)")
+        described["scoring_func"] = GATING[gating]
     return described
 
 
@@ -155,7 +155,7 @@ def make_rope(
 ) -> dict[str, Any]:
     """Make `rope_parameters` from the keys below `{architecture}.`; a table of divisors is rope_type "factors".
 
-    head_dim: of which a part may be rotated; None: the metadata count the rotated dims alone
+    head_dim: of which a part may be rotated; None: the metadata count only the rotated dims
     """
     rope: dict[str, Any] = {"rope_type": "default"}
     if "rope.freq_base" in own:
@@ -190,7 +190,7 @@ def make_rope(
 
 
 def whole_number(path: Path, key: str, value: Any) -> int:
-    """A size; where the file has one for each layer, they must be equal."""
+    """A size; if the file has one for each layer, they must be equal."""
     values = value.tolist() if isinstance(value, np.ndarray) else [value]
     if any(each != values[0] for each in values):
         raise UnsupportedError(f"{path}: {key} differs from layer to layer")

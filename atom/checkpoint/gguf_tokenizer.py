@@ -29,14 +29,14 @@ NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 def build_tokenizer(
     metadata: Mapping[str, Any], location: str, *, split: Mapping[str, str] = {}, ignore_merges: Collection[str] = ()
 ) -> Tokenizer | None:
-    """Build a tokenizer; None where the file has none, UnsupportedError for an unknown kind or pre-tokenizer."""
+    """Build a tokenizer; None if the file has none, UnsupportedError for an unknown kind or pre-tokenizer."""
     prefix = "tokenizer.ggml."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     kind, pre = str(own.get("model", "none")), str(own.get("pre", "default"))
     if kind in ("none", "no_vocab"):
         return None
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedError(f"{location}: tokenizer.ggml.model {kind!r} is not supported (gpt2, llama)")
+        raise UnsupportedError(f"{location}: tokenizer.ggml.model {kind!r} is not supported (supported: gpt2, llama)")
     if kind == "gpt2" and pre not in split:
         raise UnsupportedError(
             f"{location}: unknown pre-tokenizer {pre!r}; gguf.split of a model file can give its regular expression"

@@ -28,7 +28,7 @@ SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 
 
 def counting_bar(task: Task) -> type[tqdm]:
-    """A class of bars for the hub's library: they show nothing, and tell the task how many bytes have come.
+    """A class of bars for the hub's library: they show nothing, and report to the task how many bytes have come.
 
     Several of its bars may count the same bytes, as received and as written: the one that is furthest counts.
     """
@@ -77,7 +77,7 @@ def download_file(name: str, path: str, *, revision: str | None = None, progress
 def list_files(name: str, *, revision: str | None = None) -> list[str]:
     """The paths of a repository's files; offline, of those in the cache."""
     with one_line_errors(name, revision, name):
-        try:  # model_info, since list_repo_files tries for half a minute where there is no network
+        try:  # model_info, since list_repo_files tries for half a minute if there is no network
             return [file.rfilename for file in huggingface_hub.model_info(name, revision=revision).siblings or ()]
         except (errors.HfHubHTTPError, errors.HFValidationError):
             raise
@@ -87,7 +87,7 @@ def list_files(name: str, *, revision: str | None = None) -> list[str]:
 
 
 def tensor_names(name: str, revision: str) -> Collection[str]:
-    """The names in the header of a single weight file, which alone is fetched; empty offline and without that file."""
+    """The names in the header of a single weight file, of which no more is fetched; empty offline or without it."""
     with one_line_errors(name, revision, f"the header of {name}/{SINGLE}"):
         try:
             return huggingface_hub.parse_safetensors_file_metadata(name, SINGLE, revision=revision).tensors.keys()
@@ -97,7 +97,10 @@ def tensor_names(name: str, revision: str) -> Collection[str]:
 
 @contextmanager
 def one_line_errors(name: str, revision: str | None, at: str) -> Iterator[None]:
-    """Raise one of our errors, of one line, for one of the hub's. at: what is downloaded"""
+    """Raise one of our errors, of one line, for one of the hub's.
+
+    at: what is downloaded.
+    """
     try:
         yield
     except errors.GatedRepoError:

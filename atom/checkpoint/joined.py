@@ -3,7 +3,7 @@
     joined = JoinedCheckpoint(open_checkpoint("/models/qwen3"), open_checkpoint("/models/draft"), DRAFT_PREFIX)
     joined.read("draft:lm_head.weight")
 
-What a draft model of speculative decoding reads is told from the model's own by the name alone, so that recipes,
+Only the name distinguishes what a draft model of speculative decoding reads from the model's own, so that recipes,
 checks, keys and readers know of no second checkpoint.
 """
 
@@ -19,7 +19,7 @@ DRAFT_PREFIX = "draft:"  # ahead of the names of a draft model's tensors
 
 
 class JoinedCheckpoint(Checkpoint):
-    """A checkpoint, and beside its tensors those of another one, with a prefix, all of other names."""
+    """A checkpoint, and besides its tensors those of another one, with a prefix, all of other names."""
 
     def __init__(self, checkpoint: Checkpoint, other: Checkpoint, prefix: str = "") -> None:
         self.location, self.config = checkpoint.location, checkpoint.config

@@ -9,7 +9,7 @@
 Experts have factors of each linear, `mlp.experts.3.up_proj`, or where transformers has them as one parameter, factors
 of that: `mlp.experts.base_layer` and `mlp.experts`, of the parameters that `target_parameters` names.
 
-Refused by name is what changes more than a linear's product: DoRA, biases, modules saved whole, embeddings.
+Refused by name is what changes more than a linear's output: DoRA, biases, modules saved whole, embeddings.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
 
@@ -42,10 +42,10 @@ REFUSED = {  # fields of adapter_config.json that must be left out, and what the
     "use_dora": "DoRA scales each column of the weight",
     "use_qalora": "QALoRA pools its inputs",
     "modules_to_save": "modules are saved whole",
-    "lora_bias": "its products have biases",
+    "lora_bias": "its linears have biases",
     "layer_replication": "layers are repeated",
     "trainable_token_indices": "rows of the embedding are replaced",
-    "alora_invocation_tokens": "an activated LoRA begins behind certain tokens",
+    "alora_invocation_tokens": "an activated LoRA begins after certain tokens",
     "corda_config": "CorDA takes parts off the weight",
     "arrow_config": "Arrow routes among adapters",
     "use_bdlora": "its factors are block-diagonal",
@@ -79,7 +79,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Factors:
-    """The adapter of one module: scale times b a x is added to its product."""
+    """The adapter of one module: scale times b a x is added to its output."""
 
     a: Factor  # [r, inputs]
     b: Factor  # [outputs, r]
@@ -93,7 +93,7 @@ class ExpertFactors:
 
     factors: Factors  # of all experts a [E r, inputs], by expert and rank, and b [outputs, r E], by rank and expert
     expert: int | None = None  # None: of all
-    half: int = 0  # of the outputs of gates and ups: 1 are those of ups
+    half: int = 0  # of the outputs of gate and up projections: 1 are those of up
 
 
 @dataclass
@@ -114,7 +114,7 @@ class AdapterFiles:
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read a folder. CheckpointError where it is none, UnsupportedError for what is not served."""
+    """Read a folder. CheckpointError if it is none, UnsupportedError for what is not served."""
     folder = folder.expanduser()
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder} has no {CONFIG}; give the folder that PEFT's save_pretrained has written")
@@ -161,9 +161,9 @@ def read_adapter(folder: Path) -> AdapterFiles:
 def refuse(config: Mapping[str, Any], folder: Path) -> None:
     """Raise UnsupportedError for an adapter that is no plain LoRA."""
     if (kind := config.get("peft_type")) != "LORA":
-        raise UnsupportedError(f"{folder / CONFIG} has peft_type={kind}; there is: LORA")
+        raise UnsupportedError(f"{folder / CONFIG} has peft_type={kind}, which is not supported (supported: LORA)")
     if (bias := config.get("bias", "none")) != "none":
-        raise UnsupportedError(f"{folder / CONFIG} has bias={bias}; there is: none")
+        raise UnsupportedError(f"{folder / CONFIG} has bias={bias}, which is not supported (supported: none)")
     for name, why in REFUSED.items():
         if config.get(name):
             raise UnsupportedError(f"{folder / CONFIG} has {name}: {why}, which is not served; merge the adapter")
@@ -174,12 +174,12 @@ def refuse(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def check_patterns(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError where ranks or alphas are not stated by patterns of modules."""
+    """Raise CheckpointError if ranks or alphas are not given by patterns of modules."""
     for name in ("rank_pattern", "alpha_pattern"):
-        stated, has = config.get(name) or {}, f"{folder / CONFIG} has {name}"
-        if not isinstance(stated, dict):
-            raise CheckpointError(f"{has}={stated!r}, which is no object of patterns and numbers")
-        for pattern in stated:
+        patterns, has = config.get(name) or {}, f"{folder / CONFIG} has {name}"
+        if not isinstance(patterns, dict):
+            raise CheckpointError(f"{has}={patterns!r}, which is no object of patterns and numbers")
+        for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -196,28 +196,33 @@ def pair_of(factors: Mapping[str, Factor], folder: Path) -> Pair:
 
 def name_parameters(pairs: Sequence[Pair], config: Mapping[str, Any], folder: Path) -> dict[str, Pair]:
     """The pairs of the parameters of experts by name. PEFT's own names say how deep it has nested them, not which is
-    which; gates and ups read what downs give, and downs read half of what they give."""
+    which; gate and up projections read what the down projection gives, which reads half of what they give."""
     first = pairs[0].a.name
     if len(pairs) == 2:
         for gate_up, down in (pairs, pairs[::-1]):
             if gate_up.sizes == (down.sizes[1], 2 * down.sizes[0]):
                 return {GATE_UP: gate_up, DOWN: down}
-        raise CheckpointError(f"{folder}: tensors {first} and {pairs[1].a.name} are not of gates and ups, and of downs")
-    stated = config.get("target_parameters")
-    named = [name for name in (GATE_UP, DOWN) if any(str(each).endswith(name) for each in stated or ())]
+        raise CheckpointError(
+            f"{folder}: tensors {first} and {pairs[1].a.name} are not of a gate_up and a down projection"
+        )
+    targets = config.get("target_parameters")
+    named = [name for name in (GATE_UP, DOWN) if any(str(each).endswith(name) for each in targets or ())]
     if len(named) != 1:
-        raise CheckpointError(f"{folder}: tensor {first}: target_parameters={stated} does not say what it is of")
+        raise CheckpointError(f"{folder}: tensor {first}: target_parameters={targets} does not say what it is of")
     return {named[0]: pairs[0]}
 
 
 def factors_of(module: str, pair: Pair, config: Mapping[str, Any], folder: Path, rank: int) -> Factors:
-    """The factors of a module and their scale, as PEFT computes it. rank: of one expert, where they are of all"""
+    """The factors of a module and their scale, as PEFT computes it.
+
+    rank: of one expert, if the factors are of all.
+    """
     a, b = pair
     rows, columns = a.stored.shape[0], b.stored.shape[1]
-    stated = of_module(module, config, "rank_pattern", config.get("r"))
-    is_rank = isinstance(rank, int) and rank > 0 and rank == stated
+    given = of_module(module, config, "rank_pattern", config.get("r"))
+    is_rank = isinstance(rank, int) and rank > 0 and rank == given
     if not is_rank or rows != columns or rows % rank:
-        have = f"have ranks {rows} and {columns}, not r={stated}"
+        have = f"have ranks {rows} and {columns}, not r={given}"
         raise CheckpointError(f"{folder}: tensors {a.name} and {b.name} {have}")
     alpha = of_module(module, config, "alpha_pattern", config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):

@@ -1,4 +1,4 @@
-"""Render a chat's messages, rewritten where the template does not take them.
+"""Render a chat's messages, rewritten if the template does not take them.
 
     renderer = MessageRenderer()
     prompt, messages = renderer.render(render, messages)

@@ -38,7 +38,7 @@ def format_of(module: str, fmt: str | None, plain: Collection[str], formats: Map
 
 
 def check_pattern(pattern: Any, at: str, error: type[Exception]) -> None:
-    """Raise the error where a pattern is no string, or what follows `re:` no regular expression."""
+    """Raise the error if a pattern is no string, or what follows `re:` no regular expression."""
     if not isinstance(pattern, str):
         raise error(f"{at}: {json.dumps(pattern)} is not a string; mend it")
     try:
@@ -64,9 +64,11 @@ def text_pattern(pattern: str) -> str:
 
 
 def find_packed(names: Collection[str], formats: Collection[str], unread: Collection[str]) -> set[str]:
-    """The modules of a file that have scales, or other parts of these formats; unread: patterns of other tensors.
+    """The modules of a file that have scales, or other parts of these formats.
 
     Experts that are stored as one tensor are one module.
+
+    unread: patterns of other tensors.
     """
     parts = [part for fmt in formats for part in FORMATS[fmt.partition("[")[0]].parts.values()]
     suffixes = {part.suffix for part in parts} - {""}
@@ -92,8 +94,8 @@ def find_plain(names: Collection[str], packed: Collection[str]) -> list[str]:
 
 
 def find_kv_scales(names: Collection[str], weights: Mapping[str, str]) -> dict[str, str]:
-    """The roles k_scale and v_scale, of keys and values in fp8, by what a file of these tensors calls them; {} where it
-    has neither. Of one alone, the other gets the usual name, which is then found missing.
+    """The roles k_scale and v_scale, of keys and values in fp8, by what a file of these tensors calls them; {} if it
+    has neither. If it has only one, the other gets the usual name, which is then found missing.
 
     weights: the names of other roles. A scale is the attention's own (compressed-tensors), the projection's (modelopt),
     its output's (Quark), or one for both. Latent attention's are named alike, as if it had projections of keys and

@@ -32,7 +32,7 @@ class Progress(Protocol):
     def task(
         self, description: str, total: int | None = None, *, in_bytes: bool = True
     ) -> AbstractContextManager[Task]:
-        """A task of `total` bytes or items; None where the total is unknown."""
+        """A task of `total` bytes or items; None if the total is unknown."""
 
 
 class SilentProgress:
@@ -55,7 +55,7 @@ class RichProgress:
 
 
 class WatchedProgress:
-    """Forwards tasks to another progress, and knows the present one: `loading weights: 40%`, "" where there is none."""
+    """Forwards tasks to another progress, and knows the present one: `loading weights: 40%`, "" if there is none."""
 
     def __init__(self, shown: Progress) -> None:
         self._shown = shown
@@ -77,7 +77,7 @@ class WatchedProgress:
 
 
 class CheckedProgress:
-    """Forwards tasks to another progress, and has those raise whose work is in vain, as where a rank has died."""
+    """Forwards tasks to another progress, and has those raise whose work is in vain, as after a rank has died."""
 
     def __init__(self, shown: Progress, check: Callable[[], object]) -> None:
         """check: is called as a task advances, by several threads, and may raise"""

@@ -35,7 +35,7 @@ class Quantization:
 
 
 def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
-    """Read how a checkpoint's weights are stored from its config.json, and the names of its tensors where it leaves a
+    """Read how a checkpoint's weights are stored from its config.json, and the names of its tensors if it leaves a
     choice. UnsupportedError for what is not known."""
     config = hf.get(KEY)
     if config is not None and not isinstance(config, dict):
@@ -44,8 +44,8 @@ def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
         return Quantization()
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
-        known = f"known are {', '.join(READERS)}"
-        raise UnsupportedError(f"{KEY}.quant_method={json.dumps(method)} is not known yet, {known}; {UNPACKED}")
+        fault = f"{KEY}.quant_method={json.dumps(method)} is not supported (supported: {', '.join(READERS)})"
+        raise UnsupportedError(f"{fault}; {UNPACKED}")
     read = READERS[method](TypedConfig(config, names=names))
     if "vision_config" not in hf:
         return read
@@ -76,7 +76,7 @@ def read_fbgemm_fp8(config: TypedConfig) -> Quantization:
 
 
 def read_mxfp4(config: TypedConfig) -> Quantization:
-    """gpt-oss: experts alone."""
+    """gpt-oss: only the experts."""
     config.check_keys(*KEYS, "dequantize")
     return Quantization("mxfp4", config.patterns(*EXCEPTIONS))
 
@@ -108,7 +108,9 @@ def read_gptq(config: TypedConfig) -> Quantization:
         if sign == "-:":
             plain = [*plain, f"re:{expression}"]
         else:
-            formats[f"re:{expression}"] = gptq_format(TypedConfig({**config.values, **(changes or {})}, config.at), version)
+            formats[f"re:{expression}"] = gptq_format(
+                TypedConfig({**config.values, **(changes or {})}, config.at), version
+            )
     if config.get("lm_head", bool, "true or false"):
         formats.setdefault("lm_head", gptq_format(config, version))
     return Quantization(gptq_format(config, version), plain, ["*.g_idx"], formats)
@@ -147,7 +149,7 @@ def read_compressed_tensors(config: TypedConfig) -> Quantization:
             if target == "Linear":
                 fmt = one
             elif target[:1].isupper():
-                raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet; {UNPACKED}")
+                raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not supported; {UNPACKED}")
             else:
                 formats[target] = one
     if fmt is None and not formats and config.object("kv_cache_scheme") is None:
@@ -198,7 +200,7 @@ def compressed_format(weights: TypedConfig, packing: str | None) -> str:
     ordered = "_ordered" if order in (True, "group", "dynamic") else ""
     name = f"ct_{'packed_' if packing == 'pack-quantized' else ''}{kind}{bits}{'' if is_symmetric else 'z'}{ordered}"
     if name not in FORMATS:
-        raise UnsupportedError(f"{weights.at}: {name.removeprefix('ct_')} is not known yet; {UNPACKED}")
+        raise UnsupportedError(f"{weights.at}: {name.removeprefix('ct_')} is not supported; {UNPACKED}")
     return name + block
 
 
@@ -274,7 +276,7 @@ def read_gguf(config: TypedConfig) -> Quantization:
     return Quantization(formats=dict(formats.values) if formats else {})
 
 
-GROUPED = (  # of AWQ and GPTQ; behind the first five, how values were found, which is not needed to unpack them
+GROUPED = (  # of AWQ and GPTQ; after the first five, how values were found, which is not needed to unpack them
     "bits", "group_size", "desc_act", "checkpoint_format", "format",
     "sym", "method", "data_type", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse",
     "uri", "model_name_or_path", "model_file_base_name", "meta", "pack_dtype", "tokenizer", "dataset", "batch_size",

@@ -22,7 +22,7 @@ from atom.dtypes import DTYPES
 from atom.errors import CheckpointError, ConfigError
 
 # The stored tensor, which of its parts in the order of the bytes, and how many of one size there are. A plain tuple:
-# the garbage collector soon leaves those alone, and a checkpoint may have 50k of them.
+# the garbage collector soon skips those, and a checkpoint may have 50k of them.
 Part = tuple[str, int, int]
 
 
@@ -70,11 +70,11 @@ class StackedCheckpoint(Checkpoint):
 
 
 def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Checkpoint:
-    """Show a checkpoint's stacked tensors as their parts; the checkpoint itself where it has none.
+    """Show a checkpoint's stacked tensors as their parts; the checkpoint itself if it has none.
 
-    stacked: the stored name -> those of its parts, with {layer} for the same number on both sides. Where the parts hold
+    stacked: the stored name -> those of its parts, with {layer} for the same number on both sides. If the parts hold
     {expert}, the first dim counts the experts and goes. What is left is cut along its first dim into as many equal
-    parts as there are names; equal names count once, and one name alone is another name of the whole tensor. Raises
+    parts as there are names; equal names count once, and a single name is another name of the whole tensor. Raises
     CheckpointError for a tensor that cannot be cut so, or whose part is there by itself.
     """
     part_names = find_stacked(checkpoint.tensors, stacked)
@@ -87,8 +87,8 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
         by_expert = [name.replace("{expert}", str(expert)) for expert in range(num_experts) for name in names]
         for part, name in enumerate(by_expert):
             if name in tensors:
-                beside = f"in {parts[name][0]}" if name in parts else "by itself"
-                raise CheckpointError(f"{checkpoint.location} has the tensor {name} twice, {beside} and in {source}")
+                other = f"in {parts[name][0]}" if name in parts else "by itself"
+                raise CheckpointError(f"{checkpoint.location} has the tensor {name} twice, {other} and in {source}")
             tensors[name], parts[name] = cut, (source, part, len(by_expert))
     return StackedCheckpoint(checkpoint, tensors, parts)
 
@@ -96,8 +96,8 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
 def find_stacked(names: Iterable[str], stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Those of the names that match a pattern, with the names of their parts, in which only {expert} is left open."""
     patterns = {}
-    for key, stated in stacked.items():
-        parts = list(dict.fromkeys(stated))
+    for key, listed in stacked.items():
+        parts = list(dict.fromkeys(listed))
         if len({"{expert}" in part for part in parts}) != 1:
             raise ConfigError(f"stacked: {key}: either all of its parts hold {{expert}}, or none; they are {parts}")
         if parts != [key]:
@@ -112,7 +112,7 @@ def find_stacked(names: Iterable[str], stacked: Mapping[str, Sequence[str]]) -> 
 
 
 def cut_tensor(at: str, tensor: StoredTensor, names: Sequence[str]) -> tuple[int, StoredTensor]:
-    """The number of experts in a stacked tensor, 1 where the names have none, and the type of a part."""
+    """The number of experts in a stacked tensor, 1 if the names have none, and the type of a part."""
     described, has_experts = f"{at} {tensor.dtype}{list(tensor.shape)}", "{expert}" in names[0]
     if len(tensor.shape) < has_experts + (len(names) > 1):
         raise CheckpointError(f"{described} has too few dims to hold {', '.join(names)}")

@@ -46,10 +46,11 @@ class TokenizerBackend(Protocol):
 class Tokenizer:
     """Encodes, decodes and renders chats.
 
-    special_tokens: the named ones, which templates may use: {"bos_token": "<s>", ...}. templates: by name; "default" is
-    used, and "tool_use", if there is one, for chats with tools. render: renders a chat in place of the templates.
-    control: matches the special tokens in a text; None asks the backend. bounds: of an untrusted backend; texts beyond
-    them are encoded by a process that may be killed.
+    special_tokens: the named ones, which templates may use: {"bos_token": "<s>", ...}.
+    templates: by name; "default" is used, and "tool_use", if there is one, for chats with tools.
+    render: renders a chat in place of the templates.
+    control: matches the special tokens in a text; None asks the backend.
+    bounds: of an untrusted backend; texts beyond them are encoded by a process that may be killed.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class Tokenizer:
         return self._bounds.longest if self._bounds else max(map(len, self._backend.get_vocab()), default=1)
 
     def piece(self, id: int) -> str | None:
-        """A token in the vocabulary's spelling; None where there is none or the tokenizer is code."""
+        """A token in the vocabulary's spelling; None if there is none or the tokenizer is code."""
         find = getattr(self._backend, "id_to_token", None)
         return None if find is None else find(id)
 
     def find_difference(self, other: Tokenizer) -> int | None:
-        """The first id that is another token of the other tokenizer's vocabulary; None where they agree.
+        """The first id that is another token of the other tokenizer's vocabulary; None if they agree.
 
         An id that one of them lacks, or was added to one as a special token, may differ.
         """
@@ -139,7 +140,7 @@ class Tokenizer:
         return min(differing, default=None)
 
     def to_json(self) -> str | None:
-        """The text of its tokenizer.json; None where the tokenizer is code."""
+        """The text of its tokenizer.json; None if the tokenizer is code."""
         write = getattr(self._backend, "to_str", None)
         return None if write is None else str(write())
 
@@ -170,7 +171,7 @@ class Tokenizer:
             (folder / name).write_text(text, "utf-8")
 
     def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
-        """Render a chat to the prompt for the next answer. RequestError where the template refuses these messages.
+        """Render a chat to the prompt for the next answer. RequestError if the template refuses these messages.
 
         template_values: the template's other variables: tools, documents, add_generation_prompt (default true), ...
         """
@@ -182,7 +183,7 @@ class Tokenizer:
             raise RequestError(f"the chat template does not take these messages: {first_line(error)}") from error
 
     def encode_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> list[int]:
-        """Render and encode a chat. The template alone has the special tokens: none is added."""
+        """Render and encode a chat. Only the template has the special tokens: none is added."""
         return self.prepare_chat(messages, **template_values)[1]
 
     def prepare_chat(
@@ -198,9 +199,11 @@ class Tokenizer:
         """Render a chat with the beginning of its answer, and encode it.
 
         Messages that the template refuses, or of which it leaves out a text, are rewritten (`MessageRenderer`).
-        is_continued: the prompt ends where the content of the last message does. RequestError where it is not in it.
-        cut: gives the part of the prompt that is used, or raises where it is too long to encode. check: as in `encode`.
         A special token that was written into a message, a value, or the beginning of the answer stays text.
+
+        is_continued: the prompt ends where the content of the last message does. RequestError if it is not in it.
+        cut: gives the part of the prompt that is used, or raises if it is too long to encode.
+        check: as in `encode`.
         """
         values = self._break_special(template_values)
         broken = [with_arguments(message) for message in self._break_special(messages)]
@@ -214,7 +217,7 @@ class Tokenizer:
         return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]
 
     def _render_parts(self, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
-        """Render a chat, its texts as lists of one part where the template knows only these."""
+        """Render a chat, its texts as lists of one part if the template knows only these."""
         if self._takes_parts:
             messages = [message | {"content": as_parts(message.get("content"))} for message in messages]
         return self.render_chat(messages, **values)

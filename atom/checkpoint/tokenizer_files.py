@@ -1,6 +1,6 @@
 """Load a tokenizer from the files of a checkpoint.
 
-    tokenizer = load_tokenizer(Path("/models/tiny"))        # None where there is none
+    tokenizer = load_tokenizer(Path("/models/tiny"))        # None if it has none
 
 tokenizer.json is read by `tokenizers`, by the rules of transformers 5 (`TokenizersBackend`).
 """
@@ -22,11 +22,11 @@ from atom.checkpoint.tokenizer import Tokenizer, is_panic
 from atom.checkpoint.transformers_tokenizer import load_with_transformers
 from atom.errors import CheckpointError, first_line
 
-OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
+OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers only
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer | None:
-    """Load the tokenizer of a folder; None where it has none.
+    """Load the tokenizer of a folder; None if it has none.
 
     Without a tokenizer.json this needs transformers, and `trust_remote_code` for a tokenizer that is code.
     """
@@ -63,7 +63,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json, which alone decides the tokens around a text: the config's add_bos_token is ignored."""
+    """Read a tokenizer.json. Only it decides the tokens around a text: the config's add_bos_token is ignored."""
     backend = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER))
     backend.no_truncation()
     backend.no_padding()

@@ -50,7 +50,7 @@ def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
 
 
 def find_render(theirs: Any) -> Callable[..., str] | None:
-    """The function that renders chats, where a tokenizer's code overrides its template."""
+    """The function that renders chats, if a tokenizer's code overrides its template."""
     from transformers import PreTrainedTokenizerBase
 
     if type(theirs).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:

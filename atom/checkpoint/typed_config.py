@@ -1,4 +1,4 @@
-"""Read the values of quantization_config, each with its type.
+"""Typed reader of quantization_config: each value is read with its type.
 
 config = TypedConfig({"bits": 4, "group_size": -1})
 config.whole("bits"), config.whole("group_size", or_all=True)       # 4, -1
@@ -19,10 +19,10 @@ UNPACKED = "take the checkpoint that it was made of, which quant= packs"
 
 class TypedConfig:
     """An object of config.json, read with types; a CheckpointError names what is malformed, an UnsupportedError what
-    is not known."""
+    is not supported."""
 
     def __init__(self, values: Mapping[str, Any], at: str = KEY, names: Collection[str] = ()) -> None:
-        """names: of the checkpoint's tensors, where they are known"""
+        """names: of the checkpoint's tensors, if they are known"""
         self.values, self.at, self.names = values, at, names
 
     def get(self, key: str, kind: type, what: str) -> Any:
@@ -42,7 +42,7 @@ class TypedConfig:
         return value
 
     def whole(self, key: str, default: int | None = None, *, or_all: bool = False) -> int:
-        """A whole number from 1, or -1 where it is a group size that may be a whole row."""
+        """A whole number from 1, or -1 if it is a group size that may be a whole row."""
         value = self.values.get(key, default)
         if type(value) is not int or (value < 1 and not (or_all and value == -1)):
             choices = "from 1" + (", or -1" if or_all else "")
@@ -85,5 +85,5 @@ class TypedConfig:
     def unknown(self, key: str) -> UnsupportedError:
         value = json.dumps(self.values.get(key))
         return UnsupportedError(
-            f"{self.at}.{key}={value if len(value) < 100 else value[:99] + '…'} is not known yet; {UNPACKED}"
+            f"{self.at}.{key}={value if len(value) < 100 else value[:99] + '…'} is not supported; {UNPACKED}"
         )

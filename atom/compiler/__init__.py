@@ -1,7 +1,7 @@
 """Compile a configuration to a lowered graph and the code of its pieces.
 
 graph = compile_graph(config)                # the text after all passes
-compiled = compile_model(config)             # and its code, from the cache where it is there
+compiled = compile_model(config)             # and its code, from the cache if it is there
 """
 
 from atom.compiler.artifact import has_draft, level_of, mesh_of, semantic_graph

@@ -29,7 +29,7 @@ from atom.kernels import Target, find_target, find_versions, highest_level
 from atom.pieces import find_pieces, identity, sources_of
 from atom.plugins import PASSES, digest_of, module_of, naming
 
-# the overrides that a graph depends on, beside the final values below
+# the overrides that a graph depends on, besides the final values below
 IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant|passes)([.@].*)?)(=|$)")
 
 
@@ -72,12 +72,15 @@ def mesh_of(config: Config) -> Mesh:
 
 
 def dispatches(config: Config) -> bool:
-    """Whether data groups send tokens to the ranks of their experts alone."""
+    """Whether data groups send tokens only to the ranks of their experts."""
     return config.parallel.dispatch == "dispatch"
 
 
 def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[str, str]:
-    """All ingredients of a lowered graph and its code, in words; equal ones are one artifact. stage: of the pipeline"""
+    """All ingredients of a lowered graph and its code, in words; equal ones are one artifact.
+
+    stage: of the pipeline.
+    """
     return {
         "model": digest(show(semantic_graph(config))),
         "dtype": config.dtype,
@@ -97,7 +100,7 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
 
 
 def loras(config: Config) -> dict[str, str]:
-    """The ingredient of adapters, where there is room for any."""
+    """The ingredient of adapters, if there is room for any."""
     num_loras = max_loras_of(config)
     where = ", of experts too" if config.serve.lora_experts else ""
     return {"adapters": f"{num_loras} of rank {config.serve.max_lora_rank}{where}"} if num_loras else {}
@@ -106,9 +109,9 @@ def loras(config: Config) -> dict[str, str]:
 def plugin_sources(config: Config) -> str:
     """A digest of the users' modules whose passes rewrite the graph."""
     digests: dict[str, str] = {}
-    for stated in config.passes.extra:
-        module = module_of(stated.partition("@")[0], PASSES)
-        with naming(f"passes.extra: {stated}"):
+    for extra in config.passes.extra:
+        module = module_of(extra.partition("@")[0], PASSES)
+        with naming(f"passes.extra: {extra}"):
             digests[module] = digest_of(module)
     return digest("".join(digests[module] for module in sorted(digests))) if digests else "none"
 
@@ -128,7 +131,7 @@ def machine_ingredients(target: Target) -> dict[str, str]:
 
 
 def read_artifact(cache: Cache, key: str) -> Graph | None:
-    """Read the graph of a published artifact, its pieces marked; None where there is none to be trusted."""
+    """Read the graph of a published artifact, its pieces marked; None if there is none to be trusted."""
     folder, entry = cache.find("artifacts", key), cache.describe("artifacts", key)
     if folder is None or entry is None:
         return None
@@ -147,7 +150,10 @@ def read_artifact(cache: Cache, key: str) -> Graph | None:
 def publish_artifact(
     cache: Cache, config: Config, ingredients: dict[str, str], graph: Graph, pieces: Sequence[str]
 ) -> None:
-    """Store the graph with its recipe file. pieces: their keys."""
+    """Store the graph with its recipe file.
+
+    pieces: their keys.
+    """
     from atom.config.recipes import format_recipe
 
     key, recipe = key_of(ingredients), recipe_of(config)
@@ -223,8 +229,8 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
 
 def ingredients_of(entry: Entry) -> dict[str, Any]:
     """The ingredients that an entry states."""
-    stated = entry.about.get("ingredients")
-    return stated if isinstance(stated, dict) else {}
+    ingredients = entry.about.get("ingredients")
+    return ingredients if isinstance(ingredients, dict) else {}
 
 
 def differences_here(entries: Sequence[Entry]) -> list[str]:

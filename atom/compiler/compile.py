@@ -45,9 +45,11 @@ def compile_graph(
     target: Target | None = None,
     stage: int = 0,
 ) -> Graph:
-    """Compile the lowered graph; `watch` gets a report after each pass. A saved text continues behind its stage.
+    """Compile the lowered graph. A saved text continues after its stage.
 
-    target: by default this machine. stage: of the pipeline
+    target: by default this machine.
+    stage: of the pipeline.
+    watch: gets a report after each pass.
     """
     level, target = level_of(config), target or find_target(config.device)
     lower_here = functools.partial(
@@ -112,10 +114,12 @@ def compile_model(
 ) -> Compiled:
     """Compile the graph and the code of its pieces, or find them in the cache; below level 2 there are no pieces.
 
-    `check` gets the graph before anything is compiled. stage: of the pipeline
+    check: gets the graph before anything is compiled.
+    stage: of the pipeline.
+
     `cache.warnings` says what was ignored in the folder, and which level is used instead of the highest.
-    UnsupportedError where level=2 needs a compiler that is missing, PassError where a piece gives wrong results,
-    ArtifactError where a compiler fails.
+    UnsupportedError if level=2 needs a compiler that is missing, PassError if a piece gives wrong results,
+    ArtifactError if a compiler fails.
     """
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
@@ -135,7 +139,7 @@ def compile_model(
 def _compile_with_pieces(
     config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any], stage: int
 ) -> Compiled | None:
-    """Compile a model of level 2 or 3; None where a compiler is missing or a piece is wrong, and level 1 will do."""
+    """Compile a model of level 2 or 3; None if a compiler is missing or a piece is wrong, and level 1 will do."""
     clock, target = PhaseClock(), find_target(config.device)
     key, ingredients, cached = "", {}, None
     if config.job.graph is None:
@@ -175,7 +179,7 @@ def _compile_with_pieces(
 
 
 def _do_without_compiler(config: Config, num_missing: int, needed: str, cache: Cache) -> None:
-    """Warn that this runs at level 1, where the level is left open; else raise UnsupportedError."""
+    """Warn that this runs at level 1, if the level is left open; else raise UnsupportedError."""
     if config.job.kind == "compile":
         are = "is" if num_missing == 1 else "are"
         raise UnsupportedError(f"job=compile: {_count(num_missing, 'piece')} {are} not in the cache, and {needed}")
@@ -185,7 +189,7 @@ def _do_without_compiler(config: Config, num_missing: int, needed: str, cache: C
 
 
 def _do_without_pieces(config: Config, reason: str, cache: Cache) -> None:
-    """Warn that this runs at level 1, where the level is left open; else raise PassError."""
+    """Warn that this runs at level 1, if the level is left open; else raise PassError."""
     if config.job.kind == "compile":
         raise PassError(f"job=compile: {reason}; level=1 runs without it")
     if config.level is not None:
@@ -226,9 +230,11 @@ def _load(keys: Mapping[str, str], target: Target, cache: Cache) -> dict[str, Pi
 def _make(
     keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress, *, is_retry: bool
 ) -> tuple[dict[str, PieceCode], int]:
-    """Make the code of missing pieces; the number of those compiled. keys: by text.
+    """Make the code of missing pieces; the number of those compiled.
 
-    PieceError where one is wrong, or was so before, unless failures are to be tried again.
+    keys: by text.
+
+    PieceError if one is wrong, or was so before, unless failures are to be tried again.
     """
     with _locked(cache, [*keys.values()], progress):
         code = _load(keys, target, cache)  # another process may have been first

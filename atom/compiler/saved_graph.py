@@ -3,7 +3,7 @@
 It may have been edited, and runs in place of what the passes make.
 
 text = show_saved("fuse_qkv", show(graph))               # its first line names the stage: # job.stage=fuse_qkv
-graph, first = read_saved(Path("graph.py"))              # the pass behind that stage
+graph, first = read_saved(Path("graph.py"))              # the pass after that stage
 graph = lower(graph, level, target, watch, first=first)  # the remaining passes; none before it touches the text
 check_runnable(graph, "graph.py", target)
 """
@@ -24,20 +24,20 @@ from atom.passes.pipeline import PIPELINE
 from atom.passes.split_stages import split_stages
 from atom.runtime.types import INPUTS
 
-PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and the level of ops behind each
+PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and the level of ops after each
 WRITTEN = "semantic"  # the stage before the first
 STAGE = re.compile(r"# job\.stage=(\S*)\s*")
 
 
 def show_saved(stage: str, text: str) -> str:
-    """The text of a graph behind a pass, in the form that is saved."""
+    """The text of a graph after a pass, in the form that is saved."""
     return f"# job.stage={stage}\n{text}"
 
 
 def read_saved(path: Path) -> tuple[Graph, str]:
-    """Read a graph, and the name of the pass to continue with. ConfigError where the file is no such graph.
+    """Read a graph, and the name of the pass to continue with. ConfigError if the file is no such graph.
 
-    Where the text does not name its stage, it is inferred from the ops in it.
+    If the text does not name its stage, it is inferred from the ops in it.
     """
     try:
         text = path.read_text()
@@ -70,7 +70,10 @@ def _stage_of(graph: Graph) -> str:
 
 
 def check_stages(graph: Graph, first: str, path: str, mesh: Mesh) -> None:
-    """Raise ConfigError where a saved text is not of all pipeline stages. first: the pass that it continues with"""
+    """Raise ConfigError if a saved text is not of all pipeline stages.
+
+    first: the pass that it continues with.
+    """
     instead = f"save the text of all stages with job.stage={WRITTEN}, of which each stage takes its layers"
     if any(node.target in (ops.send, ops.receive) for node in _nodes(graph)):
         raise ConfigError(f"job.graph={path} is of one pipeline stage; {instead}")
@@ -79,7 +82,7 @@ def check_stages(graph: Graph, first: str, path: str, mesh: Mesh) -> None:
 
 
 def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
-    """Raise ConfigError where a saved text that is divided among ranks is of another mesh."""
+    """Raise ConfigError if a saved text that is divided among ranks is of another mesh."""
     found = [part for recipe in graph.recipes() for part in ranked_parts(recipe)]
     sizes = {(part.axis, part.ranks) for part in found if not isinstance(part, Once)}
     if wrong := sorted(f"{ranks} along {axis}" for axis, ranks in sizes if mesh.size(axis) != ranks):
@@ -89,8 +92,8 @@ def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
 
 
 def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool = False, pools: bool = False) -> None:
-    """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides, or not the
-    programs of a draft or of embeddings where the run needs them."""
+    """Raise ConfigError if a saved text has an input, a kernel or a layout that nothing provides, or not the
+    programs of a draft or of embeddings if the run needs them."""
     _check_programs(graph, path, has_draft, pools)
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
@@ -106,7 +109,7 @@ def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool =
 
 
 def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> None:
-    """Raise ConfigError where a program is missing, or has inputs that the others do not give it."""
+    """Raise ConfigError if a program is missing, or has inputs that the others do not give it."""
     inputs, sources = {BODY: {*INPUTS, ADAPTERS}}, {HEAD: BODY}
     if pools or POOL in graph.programs:
         sources[POOL] = BODY
@@ -122,7 +125,7 @@ def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> No
         for node in graph.programs[name].inputs:
             if node.name not in known:
                 there = ", ".join(sorted(known))
-                raise ConfigError(f"job.graph={path}: {name} has an input {node.name}; there are: {there}")
+                raise ConfigError(f"job.graph={path}: {name} has an input {node.name}, which is not one of: {there}")
     for name, source in sources.items():
         given = graph.programs[source].results
         nodes = [node for node in graph.programs[name].inputs if name != DRAFT_HEAD or node.name not in NOISE]
@@ -135,7 +138,7 @@ def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> No
         (hidden,) = (node.meta["type"].row for node in graph.programs[DRAFT].inputs if node.name == "hidden")
         given = graph.programs[DRAFT_HEAD].results[1:] or graph.programs[DRAFT].results
         if [node.meta["type"].row for node in given] != [hidden]:
-            what = f"{DRAFT_HEAD} returns no row of {hidden} behind its tokens, with which a further draft begins"
+            what = f"{DRAFT_HEAD} returns no row of {hidden} after its tokens, with which a further draft begins"
             raise ConfigError(f"job.graph={path}: {what}")
 
 

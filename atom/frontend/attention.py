@@ -21,7 +21,7 @@ class Rotary(NamedTuple):
     cos: Node
     sin: Node
     interleaved: bool
-    queries: tuple[Node, Node] | None = None  # cos and sin of queries, where these are others
+    queries: tuple[Node, Node] | None = None  # cos and sin of queries, if these are others
 
 
 def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:

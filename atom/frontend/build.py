@@ -34,8 +34,10 @@ def build(
     """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V].
 
     method: of drafting tokens, as serve.method; drafts.py has the programs of those that the text has programs for.
-    draft: the model of serve.draft_model. pools: `pool` makes, of rows of hidden states, the vectors [R, H] that
-    embeddings are pooled of. ConfigError where the model has no layer that drafts.
+    draft: the model of serve.draft_model.
+    pools: whether `pool` makes, of rows of hidden states, the vectors [R, H] that embeddings are pooled of.
+
+    ConfigError if the model has no layer that drafts.
     """
     graph = Graph()
 

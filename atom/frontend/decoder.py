@@ -20,9 +20,10 @@ from atom.graph.recipe_ranges import padded
 
 
 def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = None) -> None:
-    """Write what makes hidden states [T, H] behind the final norm, of tokens and positions i64[T].
+    """Write the body: tokens and positions i64[T] -> hidden states [T, H] after the final norm.
 
-    kept: layers whose input is returned behind them; the number of layers: what the last one gives. vocab: see `table`
+    kept: layers whose inputs are returned after the hidden states; num_layers stands for the last one's output.
+    vocab: see `table`.
     """
     tokens, positions = write_tokens(writer)
     turns = rotaries(writer, positions, range(writer.model.layers))
@@ -55,7 +56,10 @@ def write_rows(writer: Writer) -> Node:
 
 
 def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node:
-    """hidden [R, H] -> [R, V]. vocab: see `table`"""
+    """hidden [R, H] -> [R, V]
+
+    vocab: see `table`.
+    """
     model = writer.model
     role = "embedding" if model.tied else "head"
     weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head)
@@ -68,7 +72,10 @@ def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node
 
 
 def embed(writer: Writer, tokens: Node, vocab: int | None = None) -> Node:
-    """tokens i64[T] -> [T, H]. vocab: see `table`"""
+    """tokens i64[T] -> [T, H]
+
+    vocab: see `table`.
+    """
     x = writer.call(ops.embedding, tokens, table(writer, "embedding", vocab), name="x")
     return writer.scale(x, writer.model.embedding_scale)
 
@@ -93,7 +100,10 @@ def table_bias(writer: Writer, rows: int) -> Recipe:
 
 
 def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None) -> Node:
-    """x [T, H] -> [T, H]. h: what attention reads, where that is not x, normed"""
+    """x [T, H] -> [T, H]
+
+    h: what attention reads; None: x, normed.
+    """
     model, norm, mlp = writer.model, writer.model.norm, mlp_of(writer.model, layer)
 
     def attention_of(h: Node) -> Node:

@@ -7,7 +7,7 @@ A model's own layer drafts (mtp), or one of another checkpoint (eagle3), or anot
 
 With mtp and eagle3, `draft` also takes a hidden state of each position p, and the tokens at p + 1; what it gives, a
 further draft takes in its place. `draft_in` makes the first ones, of the last results of body: with mtp of what the
-head takes, with eagle3 of the inputs of some layers, which body then gives behind that.
+head takes, with eagle3 of the inputs of some layers, which body then gives after that.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Writers(Protocol):
 def write_mtp(writers: Writers, model: ModelConfig, states: Sequence[Node] = ()) -> None:
     """Multi-token prediction (DeepSeek-AI 2024), with the model's own embedding and head.
 
-    The product of embedding and hidden state side by side is written as the sum of their own products: the sum is
-    merged into the norm behind it, and no pass or kernel has to know of joined values.
+    The linear of embedding and hidden state joined is written as the sum of a linear of each: the sum is fused into the
+    norm after it, and no pass or kernel has to know of joined values.
     """
     writer = writers(DRAFT_IN)
     if not model.mtp_layers:
         raise ConfigError(
             "serve.method=mtp: the model has no layer that predicts further tokens; take serve.method=ngram"
         )
-    writer.program.output(_write_hidden(writer))  # what body gives is behind the final norm already
+    writer.program.output(_write_hidden(writer))  # what body gives went through the final norm already
     writer, layer = writers(DRAFT), model.layers
     (tokens, positions), hidden = write_tokens(writer), _write_hidden(writer)
     normed = {
@@ -67,7 +67,9 @@ def write_eagle3(writers: Writers, draft: ModelConfig, states: Sequence[Node]) -
     """The layer of EAGLE-3 (Li et al. 2025; eagle/model/cnets.py of SafeAILab/EAGLE).
 
     A further draft begins with what it gives ahead of its final norm. Without an embedding of its own it has the
-    model's, unscaled. states: the results of body that it reads
+    model's, unscaled.
+
+    states: the results of body that it reads.
     """
     writer = writers(DRAFT_IN, draft)
     inputs = [writer.program.input(f"aux_{number}", state.meta["type"]) for number, state in enumerate(states)]

@@ -70,7 +70,7 @@ def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
     gate_up, down = {"experts_gate": mlp.width, "experts_up": mlp.width}, {"experts_down": hidden}
 
     def joined(rows: dict[str, int], columns: int | None, suffix: str = "") -> Recipe:
-        """Join the roles' rows of all experts, stored one by one where a name has {expert}, else as one tensor."""
+        """Join the roles' rows of all experts, stored one by one if a name has {expert}, else as one tensor."""
         is_one_by_one = "{expert}" in writer.name(next(iter(rows)) + suffix, layer)
         dim, leading = (0, ()) if is_one_by_one else (1, (experts,))
 
@@ -98,7 +98,7 @@ MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int], Node]] = {"gated": gate
 
 
 def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:
-    """The first mlp entry of the layer's type, or that applies to the layer where no types are listed."""
+    """The first mlp entry of the layer's type, or that applies to the layer if no types are listed."""
     layer, types = model.layer_like(layer), model.mlp_layer_types or []
     if layer < len(types):
         is_sparse = types[layer] == "sparse"

@@ -29,7 +29,7 @@ def rope_freqs(rope: RopeConfig) -> RopeFreqs:
 
 
 def rotary_scale(rope: RopeConfig) -> float:
-    """The scale of cos and sin: stated, or derived for yarn (Peng et al. 2023, section 3.4)."""
+    """The scale of cos and sin: explicit, or derived for yarn (Peng et al. 2023, section 3.4)."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0

@@ -53,23 +53,30 @@ class Writer:
         """x [T, I] -> [T, rows]"""
         return self.linears(x, {role: rows}, has_bias, layer)[0]
 
-    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None, num_chunks: int = 1) -> list[Node]:
-        """x [T, I] -> for each role [T, rows]. num_chunks: see `parts`"""
+    def linears(
+        self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None, num_chunks: int = 1
+    ) -> list[Node]:
+        """x [T, I] -> for each role [T, rows]
+
+        num_chunks: see `parts`.
+        """
         inner = x.meta["type"].shape[-1]
         weights = self.parts(
             rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer, num_chunks=num_chunks
         )
         args = [weights]
         if has_bias:
-            args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, num_chunks=num_chunks))
+            args.append(
+                self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, num_chunks=num_chunks)
+            )
         args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
         return [self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True)]
 
     def multiply(self, x: Node, weight: Recipe, *bias: Recipe, role: str, layer: int | None, name: str = "") -> Node:
         """A linear by a role's weight; activations in the format that `quant.act` and the weight's own say."""
         act = self.act_of(weight, self.name(role, layer))
-        product: Node = self.call(ops.linear, x, weight, *bias, act=act, name=name or role)
-        return product
+        node: Node = self.call(ops.linear, x, weight, *bias, act=act, name=name or role)
+        return node
 
     def act_of(self, weight: Recipe, module: str) -> str | None:
         """The format of activations that a weight is multiplied with; None: they stay in x's dtype."""
@@ -77,14 +84,14 @@ class Writer:
         own = None if fmt is None else act_of(fmt)
         kind = own and own.partition("[")[0]
         if quant.asks_act and fmt is not None and kind != quant.act:
-            beside = f"activations in {kind} alone" if kind else "none but plain activations"
-            stored = f"{self.prefix}{module} is stored as {fmt}, which is multiplied with {beside}"
+            acts = f"activations in {kind} only" if kind else "none but plain activations"
+            stored = f"{self.prefix}{module} is stored as {fmt}, which is multiplied with {acts}"
             raise ConfigError(f"quant.act={quant.act}: {stored}; leave quant.act out")
         taken = {"auto": ("fp8", self.model.act), "none": ()}.get(quant.act, (quant.act,))
         return own if kind in taken else None
 
     def act_of_experts(self, *weights: Recipe) -> str | None:
-        """The format of activations that experts are multiplied with, where all their weights are in blocks of one."""
+        """The format of activations that experts are multiplied with, if all their weights are in blocks of one."""
         acts = {None if weight.type.fmt is None else act_of(weight.type.fmt) for weight in weights}
         act = acts.pop() if len(acts) == 1 else None
         is_taken = act is not None and act.startswith("fp8") and "*" not in act
@@ -105,9 +112,11 @@ class Writer:
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",
               dim: int = 0, interleaved: bool = False, num_chunks: int = 1) -> list[Recipe]:  # fmt: skip
-        """The weights of these roles, of so many rows in `dim`; `stored` makes the recipe of a role's stored tensor.
+        """The weights of these roles, each of so many rows in `dim`.
 
-        num_chunks: into how many runs the rows of a role are divided in one that several share; interleaved: each by itself
+        stored: makes the recipe of a role's stored tensor, of so many rows.
+        interleaved: whether the rows of the roles alternate one by one within a fused tensor.
+        num_chunks: number of contiguous chunks each role is split into within a fused tensor.
         """
         if len(rows) == 1 or len({self.name(role + suffix, layer) for role in rows}) > 1:
             return [stored(role, n) for role, n in rows.items()]
@@ -116,10 +125,9 @@ class Writer:
         if interleaved:
             return [Slice(whole, first, total, dim, len(rows)) for first in range(len(rows))]
         ends = [end // num_chunks for end in accumulate(rows.values())]
+        starts = range(0, total, total // num_chunks)
         return [
-            cat(
-                tuple(Slice(whole, at + end - n // num_chunks, at + end, dim) for at in range(0, total, total // num_chunks)), dim
-            )
+            cat(tuple(Slice(whole, at + end - n // num_chunks, at + end, dim) for at in starts), dim)
             for end, n in zip(ends, rows.values(), strict=True)
         ]
 
@@ -129,7 +137,7 @@ class Writer:
         fmt: in place of quant.fmt; plain: none
         """
         fmt, module = fmt or self.quant.fmt, module_of(self.name(role, layer))
-        own = self.prefix + module  # which tells a draft's from the model's
+        own = self.prefix + module  # distinguishes a draft's from the model's
         is_plain = any(matches(each, pattern) for each in {module, own} for pattern in self.quant.plain)
         is_packed = weight.type.fmt is not None
         is_kept = fmt is None or fmt in ("auto", "none", "plain") or is_plain
@@ -147,7 +155,7 @@ class Writer:
         return W(f"{self.name(role, layer)}.{part}", Type(self.dtype, shape))
 
     def matrix(self, role: str, shape: tuple[int, ...], layer: int | None = None) -> Recipe:
-        """An embedding, a head, a router or what joins a draft: packed only where the formats name its module."""
+        """An embedding, a head, a router or what joins a draft: packed only if the formats name its module."""
         if self.name(role, layer) not in self.model.formats:
             return self.weight(role, shape, layer)
         stored = self.stored(self.weight_name(role, layer), shape)

@@ -27,7 +27,7 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def check_bodies(graph: Graph) -> None:
-    """Raise PassError where the body of an op that is not atom's returns other types than its rule."""
+    """Raise PassError if the body of an op that is not atom's returns other types than its rule."""
     seen = set()
     for program in graph.programs.values():
         for call in program.nodes:
@@ -58,16 +58,15 @@ def check_body(call: Node, types: tuple[Any, ...]) -> None:
         result = op(*tensors, **call.kwargs)
     except Exception:  # it is the user's code, and may need values
         return
-    ruled = call.meta["type"]
-    results, expected = (each if isinstance(each, tuple) else (each,) for each in (result, ruled))
+    results, expected = (each if isinstance(each, tuple) else (each,) for each in (result, call.meta["type"]))
     if len(results) != len(expected) or not all(
         isinstance(tensor, torch.Tensor) and is_alike(tensor, rule, sizes)
         for tensor, rule in zip(results, expected, strict=True)
     ):
-        returned, stated = (
+        returned, ruled = (
             ", ".join(shown) for shown in ([show_result(each, sizes) for each in results], map(str, expected))
         )
-        raise PassError(f"{op.name} returned {returned}, its rule says {stated}")
+        raise PassError(f"{op.name} returned {returned}, its rule says {ruled}")
 
 
 def sizes_of(types: tuple[Type, ...]) -> dict[str, int]:

@@ -36,7 +36,7 @@ def parse_format(fmt: str) -> Format:
     """The format of a name such as `fp8[128, 128]`, `int4[1, 32]` or `fp8[1, *]`."""
     match = re.fullmatch(r"(\w+)(?:\[([1-9]\d*|\*), ([1-9]\d*|\*)\])?", fmt, re.ASCII)
     if not match or match[1] not in FORMATS:
-        raise UnsupportedError(f"weights stored as {fmt} are not known yet; formats: {', '.join(FORMATS)}")
+        raise UnsupportedError(f"weights stored as {fmt} are not supported (supported: {', '.join(FORMATS)})")
     known = FORMATS[match[1]]
     if match[2] is None:
         return known
@@ -54,7 +54,7 @@ def act_of(fmt: str) -> str | None:
 
 
 def check_act(act: str) -> None:
-    """Raise FormatError unless activations can have this format: 8 bits, blocks within a row, a scale alone."""
+    """Raise FormatError unless activations can have this format: 8 bits, blocks within a row, only a scale."""
     if act.partition("[")[0] not in ACTS.values() or parse_format(act).block[0] != 1:
         raise FormatError(f"activations cannot be {act}, but fp8 or int8 with a scale for columns of a row")
 
@@ -62,7 +62,7 @@ def check_act(act: str) -> None:
 def block_of(type: Type) -> tuple[int, ...]:
     """How many elements of a packed weight go together along each of its dims: a slice cuts between them.
 
-    Those that share a scale, or all columns where these are not neighbours.
+    Those that share a scale, or all columns if these are not neighbours.
     """
     block = _scaled_block(type)
     return (*block[:-1], int(type.shape[-1])) if parse_format(str(type.fmt)).has_order else block
@@ -147,9 +147,9 @@ def with_block(fmt: str, rows: int | None, columns: int | None) -> str:
 
 
 def shrink_group(fmt: str, type: Type) -> str:
-    """The format with groups of columns that a row is a whole number of, where it must be and they can be smaller.
+    """The format with its group size reduced until it divides the row, if the format needs that.
 
-    They have MIN_GROUP columns at least. FormatError where there are none.
+    FormatError if no group of at least MIN_GROUP columns does.
     """
     known, columns = parse_format(fmt), int(type.shape[-1])
     rows, size = known.block
@@ -162,7 +162,7 @@ def shrink_group(fmt: str, type: Type) -> str:
 
 
 def check_columns(type: Type) -> None:
-    """Raise FormatError where a row must be, but is not, a whole number of blocks."""
+    """Raise FormatError if a row must be, but is not, a whole number of blocks."""
     fmt = str(type.fmt)
     size = parse_format(fmt).block[1] if fmt.partition("[")[0] in FORMATS and parse_format(fmt).is_whole else None
     if size is not None and (len(type.shape) < 2 or int(type.shape[-1]) % size):

@@ -1,4 +1,4 @@
-"""Take blocks of GGUF's types apart: K-quants, and numbers of 5 bits.
+"""Unpack GGUF blocks: K-quants, and numbers of 5 bits.
 
     blocks = take_apart("q4_k", stored)     # u8[..., B, 144] -> numbers u8[..., B, 256], scales u8[..., B, 8], …
     dense = unpack_blocks(stored, "q4_k")   # fp32[..., 256 B]

@@ -12,7 +12,7 @@ Their targets are ops, and their weights are recipes.
         graph.replace({norm: graph.insert(norm, ops.layer_norm, *norm.args, eps=1e-6)})
 
 A node's type is `node.meta["type"]`, inferred when it is made. A node of several results has a getitem
-node behind it for each.
+node after it for each.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from atom.graph.recipes import KV, Recipe, W, leaves
 from atom.graph.types import BatchType, Type
 
 BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
-POOL = "pool"  # of rows that are pooled, where a text makes embeddings
+POOL = "pool"  # of rows that are pooled, if a text makes embeddings
 # of a text that drafts tokens: what a draft takes of the body's last results; its hidden states; tokens of these
 DRAFT_IN, DRAFT, DRAFT_HEAD = "draft_in", "draft", "draft_head"
-NOISE = ("keys", "temperatures", "depths")  # what DRAFT_HEAD takes beside rows of hidden states, of each
+NOISE = ("keys", "temperatures", "depths")  # what DRAFT_HEAD takes besides rows of hidden states, of each
 ADAPTERS = "adapters"  # the input of a body that has the number of each token's adapter
 
 
@@ -63,14 +63,14 @@ class Program:
         for node in self.inputs:
             if node.name == name:
                 return node
-        behind = self.inputs[-1:] or [self.fx._root]
-        with self.fx.inserting_after(behind[0]):
+        last = self.inputs[-1:] or [self.fx._root]
+        with self.fx.inserting_after(last[0]):
             node = self.fx.create_node("placeholder", name, name=name)
         node.meta["type"] = type
         return node
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...] = "", **kwargs: Any) -> Any:
-        """Add a call; its node, or a tuple of nodes for an op of several results. PassError where types do not fit."""
+        """Add a call; its node, or a tuple of nodes for an op of several results. PassError if types do not fit."""
         defaults = op.signature.parameters
         kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key].default}
         result = infer_call(op, args, kwargs)
@@ -153,7 +153,7 @@ def node_leaves(node: Node) -> Iterator[Recipe | KV]:
 
 
 def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type | tuple[Type, ...]:
-    """The type of a call; PassError where the arguments do not fit the op."""
+    """The type of a call; PassError if the arguments do not fit the op."""
     types = [type_of(arg) for arg in args]
     try:
         return _infer(op, *types, **kwargs)
@@ -179,7 +179,7 @@ def _infer(op: Op, /, *types: Any, **kwargs: Any) -> Type | tuple[Type, ...]:
 
 @functools.cache
 def names_of(op: Op, num_args: int, *keywords: str) -> tuple[str, ...]:
-    """The names of a call's arguments; TypeError where the op takes no such call."""
+    """The names of a call's arguments; TypeError if the op takes no such call."""
     return tuple(op.signature.bind(*[None] * num_args, **dict.fromkeys(keywords)).arguments)
 
 

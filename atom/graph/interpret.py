@@ -21,7 +21,7 @@ from atom.dtypes import DTYPES, GRAPH_DTYPES
 from atom.graph import ops
 from atom.graph.batch import PagedCache
 from atom.graph.graph import Graph, Program
-from atom.graph.mesh import ALONE, Mesh
+from atom.graph.mesh import SINGLE, Mesh
 from atom.graph.recipes import KV, Recipe
 
 TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, DTYPES[dtype].name) for dtype in GRAPH_DTYPES}
@@ -41,7 +41,7 @@ def interpret(
     caches: Caches = lambda _: None,
     watch: Watch = lambda *_: None,
 ) -> Any:
-    """Run one program: its result, or a tuple where it has several."""
+    """Run one program: its result, or a tuple if it has several."""
     return interpret_ranks([graph], program, [inputs], [weights], caches=[caches], watch=watch)[0]
 
 
@@ -50,13 +50,13 @@ def interpret_ranks(
     program: str,
     inputs: Sequence[Mapping[str, Any]],
     weights: Sequence[Weights],
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE,
     caches: Sequence[Caches] | None = None,
     watch: Watch = lambda *_: None,
 ) -> list[Any]:
     """Run one program on the ranks of a mesh, call by call; the result of each.
 
-    graphs: of each stage. A stage that receives what was not sent yet waits while others run. Values are dropped behind
+    graphs: of each stage. A stage that receives what was not sent yet waits while others run. Values are dropped after
     their last reader.
     """
     mail: Mail = defaultdict(deque)
@@ -92,7 +92,7 @@ def _run(
     mail: Mail,
     watch: Watch,
 ) -> Generator[None, None, list[Any]]:
-    """Run the program of a stage on its ranks, of which this is the first; yields where there is nothing to receive."""
+    """Run the program of a stage on its ranks, of which this is the first; yields if there is nothing to receive."""
     ranks = range(first, first + mesh.ranks_per_stage)
     values: dict[int, dict[Node, Any]] = {rank: {} for rank in ranks}
     last_reader = {read: node for node in program.fx.nodes for read in node.all_input_nodes}

@@ -61,4 +61,4 @@ class Mesh:
         return tuple(first + place * steps[axis] for place in range(self.size(axis)))
 
 
-ALONE = Mesh()
+SINGLE = Mesh()

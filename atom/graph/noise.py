@@ -16,7 +16,7 @@ from torch import Tensor
 
 GOLDEN_64, GOLDEN_32 = 0x9E3779B97F4A7C15, 0x9E3779B9  # 2^64 and 2^32 over the golden ratio
 NUM_HASHES = 2**31
-LOW_BITS = 7  # of a hash: what float32 does not hold beside the 24 others
+LOW_BITS = 7  # of a hash: what float32 does not hold besides the 24 others
 LONGEST = 16.64  # of `exponential`, above
 
 

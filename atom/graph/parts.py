@@ -53,9 +53,9 @@ def stored_tensors(recipe: Recipe) -> Iterator[W]:
 
 @once
 def parts_of(recipe: Recipe) -> Mapping[str, Recipe]:
-    """The parts of a weight by name: "values", and "scales" and "zeros" where its format has them.
+    """The parts of a weight by name: "values", and "scales" and "zeros" if its format has them.
 
-    UnsupportedError where a slice cuts blocks, and for a format whose parts are not known yet.
+    UnsupportedError if a slice cuts blocks, and for a format whose parts are not known.
     """
     if recipe.type.fmt is None:
         return {"values": recipe}
@@ -135,7 +135,7 @@ def _repeated(scales: Recipe, recipe: Regroup) -> Recipe:
 def aligned(recipe: Recipe) -> Recipe:
     """A packed weight in blocks so small that the parts of joins are whole blocks, and a scale of all has a row each.
 
-    FormatError where its format has no smaller ones.
+    FormatError if its format has no smaller ones.
     """
     if isinstance(recipe, Stack):
         return replace(recipe, part=aligned(recipe.part))
@@ -190,7 +190,7 @@ def is_scaled_as_one(type: Type, dim: int) -> bool:
 
 def _stored_parts(leaf: W, fmt: str) -> dict[str, Recipe]:
     if not has_parts(leaf):
-        raise UnsupportedError(f"the tensors of a weight stored as {fmt} are not known yet")
+        raise UnsupportedError(f"the tensors of a weight stored as {fmt} are not supported")
     return {name: _stored_part(leaf, part, parse_format(fmt).bits) for name, part in parse_format(fmt).parts.items()}
 
 

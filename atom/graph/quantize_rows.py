@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atom.graph.formats import parse_format
 
-LEAST = 1e-4  # largest number of a span, at least: DeepSeek-V3's
+MIN_AMAX = 1e-4  # lower bound of a span's largest number: DeepSeek-V3's
 LARGEST = {"fp8_e4m3": 448.0, "i8": 127.0}  # numbers by dtype
 
 
@@ -36,5 +36,5 @@ def _scaled(x: Tensor, act: str) -> tuple[Tensor, Tensor, str]:
     known, inner = parse_format(act), x.shape[1]
     dtype, span = known.parts["values"].dtype, known.block[1] or inner
     spans = F.pad(x, (0, -inner % span)).reshape(len(x), -(-inner // span), span)
-    scales = spans.abs().amax(-1, keepdim=True).float().clamp_(min=LEAST).div_(LARGEST[dtype])
+    scales = spans.abs().amax(-1, keepdim=True).float().clamp_(min=MIN_AMAX).div_(LARGEST[dtype])
     return spans.to(torch.float32, copy=True).div_(scales), scales, dtype

@@ -41,7 +41,7 @@ def packed_to(recipe: Recipe) -> Iterator[str]:
 
 
 def lora_stack_of(recipe: Recipe) -> LoraStack | None:
-    """The adapters that a recipe takes a part of; None where it is made of anything else."""
+    """The adapters that a recipe takes a part of; None if it is made of anything else."""
     while isinstance(recipe, Slice | Share):
         recipe = recipe.part
     return recipe if isinstance(recipe, LoraStack) else None
@@ -54,11 +54,11 @@ def packed_while_loading(recipe: Recipe) -> tuple[Quantize, ...]:
         return (recipe,)
     if not isinstance(recipe, Cat | Regroup | Shuffle | Slice | Share):
         return ()
-    parts = shuffled_alone(recipe) if isinstance(recipe, Shuffle) else operands(recipe)
+    parts = layout_units(recipe) if isinstance(recipe, Shuffle) else operands(recipe)
     return tuple(packed for part in parts for packed in packed_while_loading(part))
 
 
-def shuffled_alone(recipe: Shuffle) -> list[Recipe]:
+def layout_units(recipe: Shuffle) -> list[Recipe]:
     """What goes into a kernel's layout as one: a matrix, each expert's, or all experts' in layouts that join them."""
     part = recipe.part
     if len(part.type.shape) == 2 or recipe.layout in JOINS_EXPERTS:
@@ -73,7 +73,7 @@ def held_bytes(recipe: Recipe) -> int:
 
 @once
 def held_by_format(recipe: Recipe) -> Mapping[str, int]:
-    """The bytes of `held_bytes` by stored format, or by dtype where a tensor is plain."""
+    """The bytes of `held_bytes` by stored format, or by dtype if a tensor is plain."""
     if isinstance(recipe, Stack):
         num_experts = recipe.stop - recipe.start
         return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})

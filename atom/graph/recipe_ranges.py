@@ -24,7 +24,7 @@ from atom.graph.recipes import (
 def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
     """Join parts; adjacent slices of one tensor that make up all of it become that tensor.
 
-    Tensors that are packed while they load are joined before, where that changes no block.
+    Tensors that are packed while they load are joined before, if that changes no block.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -99,7 +99,7 @@ def padded(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
 
 
 def _words_of(recipe: Repack, start: int, stop: int, dim: int) -> Recipe | None:
-    """The words of a range of rows, or the blocks or exponents of any range; None where the range cuts words."""
+    """The words of a range of rows, or the blocks or exponents of any range; None if the range cuts words."""
     if recipe.words in ("exponents", *formats.BLOCK_WORDS):
         return narrow(recipe.part, start, stop, dim)
     if dim:

@@ -237,7 +237,7 @@ class Repeat:
 @dataclass(frozen=True)
 class Repack:
     """Numbers of 4 or 8 bits that a file has in int32 words [R, C] or in blocks, as bytes in the type's shape: two of 4
-    bits a byte, the first low; or a number a byte where they are zero points.
+    bits a byte, the first low; or a number a byte if they are zero points.
 
     columns: a word has numbers of one row, the first in its lowest bits; rows: of one column (compressed-tensors).
     gptq: as rows for values [I, O], as columns for zeros [G, O], both transposed; gptq_minus_1: less 1, as v1 has zeros
@@ -286,7 +286,7 @@ class Shuffle:
 class Share:
     """A rank's equal part of a tensor along one dim.
 
-    Where the parts are more than the tensor, the last ones are filled up with zeros.
+    If the parts are more than the tensor, the last ones are filled up with zeros.
     """
 
     part: Recipe

@@ -1,8 +1,8 @@
-"""The share of each weight that one token is multiplied with.
+"""Compute the active fraction of each weight: what one token is multiplied with.
 
-Of experts it is those that the token chooses, of an embedding none.
+For experts it is top_k of all, for an embedding 0.
 
-shares = active_fractions(graph.programs.values())    # of lowered programs: {recipe: Fraction(1, 16)}
+fractions = active_fractions(graph.programs.values())    # of lowered programs: {recipe: Fraction(1, 16)}
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ENDS = {ops.grouped_linear: 2, ops.grouped_lora: 4}  # the argument that says wh
 
 
 def active_fractions(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
-    """The share of each weight; the largest one where several calls read it."""
-    shares: dict[Recipe, Fraction] = defaultdict(Fraction)
+    """The active fraction of each weight; the largest one if several calls read it."""
+    fractions: dict[Recipe, Fraction] = defaultdict(Fraction)
     for program in programs:
         for node in program.nodes:
             for leaf in node_leaves(node):
                 if isinstance(leaf, Recipe):
-                    shares[leaf] = max(shares[leaf], active_fraction(node))
-    return shares
+                    fractions[leaf] = max(fractions[leaf], active_fraction(node))
+    return fractions
 
 
 def num_parts(experts: Node) -> int:
@@ -47,7 +47,7 @@ def group_of(node: Node) -> Node:
 
 
 def active_fraction(node: Node) -> Fraction:
-    """The share of a call's weight."""
+    """The active fraction of a call's weight."""
     if node.target is ops.embedding:
         return Fraction(0)
     if node.target is ops.experts:

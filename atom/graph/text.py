@@ -76,7 +76,7 @@ def _show_leaf(leaf: Any) -> str:
 
 
 def parse(text: str, source: str = "graph") -> Graph:
-    """Parse a text to its graph. ConfigError, with the line, where it is wrong; `source` names the text in it."""
+    """Parse a text to its graph. ConfigError, with the line, if it is wrong; `source` names the text in it."""
     try:
         module = ast.parse(text)
     except SyntaxError as error:
@@ -92,7 +92,7 @@ def parse(text: str, source: str = "graph") -> Graph:
 
 
 def _stored(name: str, type: Type, fmt: str | None = None) -> W:
-    """A leaf as it is written, with the format behind the type."""
+    """A leaf as it is written, with the format after the type."""
     return W(name, type if fmt is None or not isinstance(type, Type) else dataclasses.replace(type, fmt=fmt))
 
 

@@ -24,7 +24,7 @@ BITS = {dtype: DTYPES[dtype].bits for dtype in GRAPH_DTYPES}
 class Type:
     dtype: str  # a key of BITS
     shape: tuple[Dim, ...]
-    fmt: str | None = None  # of a weight: its stored format, see `formats`, where it is not a plain tensor
+    fmt: str | None = None  # of a weight: its stored format, see `formats`, if it is not a plain tensor
 
     def __str__(self) -> str:
         shown = [*map(str, self.shape), *([json.dumps(self.fmt)] if self.fmt else [])]
@@ -32,12 +32,12 @@ class Type:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements, where every dim is a number."""
+        """The number of elements, if every dim is a number."""
         return math.prod(int(dim) for dim in self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes as stored, where every dim is a number."""
+        """The number of bytes as stored, if every dim is a number."""
         if self.fmt is not None:
             return formats.num_bytes(self)
         return self.num_elements * BITS[self.dtype] // 8

@@ -13,7 +13,7 @@
     y = combine(down, weights, order)
 
 Tokens are grouped by expert and adapter, so that a group's factors are one matrix each. Ranks divide factors as they do
-the experts and their widths, and the sum over ranks behind the experts is of both. No kernel computes all of it in one
+the experts and their widths, and the sum over ranks after the experts is of both. No kernel computes all of it in one
 call, and activations stay in the dtype of h.
 """
 
@@ -51,7 +51,7 @@ def add_expert_lora(graph: Graph, experts: Node, layer: str, adapters: Node, con
 
     num_experts, width = int(_whole(gate_up).type.shape[0]), int(_whole(down).type.shape[2])
     room = _Room(layer, num_experts, loras + 1, context.max_lora_rank, width, type_of(h), context.mesh)
-    factors = room.of_gate_up(takes_turns=any(each.step == 2 for each in slices(gate_up)))
+    factors = room.of_gate_up(interleaved=any(each.step == 2 for each in slices(gate_up)))
     both = multiply(grouped, gate_up, gate_up_bias, factors, "gate_up")
     kwargs = {name: value for name, value in experts.kwargs.items() if name != "act"}
     m = graph.insert(experts, ops.gated_activate, both, name="m", **kwargs)
@@ -96,10 +96,10 @@ class _Room(NamedTuple):
     x: Type  # what experts read
     mesh: Mesh
 
-    def of_gate_up(self, *, takes_turns: bool) -> tuple[Recipe, Recipe]:
-        """takes_turns: whether gates and ups take turns in the checkpoint's outputs, and so in an adapter's"""
+    def of_gate_up(self, *, interleaved: bool) -> tuple[Recipe, Recipe]:
+        """interleaved: whether gate and up rows alternate in the checkpoint's outputs, and so in an adapter's"""
         a, b = self._stacks("gate_up", int(self.x.shape[-1]), 2 * self.width)
-        if takes_turns:
+        if interleaved:
             b = cat(tuple(Slice(b, first, 2 * self.width, dim=2, step=2) for first in (0, 1)), 2)
         halves = [narrow(b, first, first + self.width, 2) for first in (0, self.width)]
         return self._of_rank(a), self._of_rank(cat(tuple(self._share(half, "width", 2) for half in halves), 2))

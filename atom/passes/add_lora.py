@@ -1,13 +1,13 @@
-"""Add low-rank adapters to the linears of layers, where there are any.
+"""Add low-rank adapters to the linears of layers, if the engine has any.
 
     q = linear(h, W("l.q_proj.weight"))  ->     q = linear(h, W("l.q_proj.weight"))
                                                 q = lora(q, h, lora_stack("l.q_proj.lora_A", …),
                                                          lora_stack("l.q_proj.lora_B", …), adapters, rank=16, sizes=[…])
 
 A linear of several modules side by side, as fuse_qkv makes them, has a slice for each. The factors of a weight that is
-divided among ranks are divided as it is: b by the rank's outputs, a by its inputs. Products of parts of the inputs are
-partial, and the sum over ranks behind the linear is theirs, too. The adapter of each token becomes an input of body and
-head; drafts run without. Experts have adapters where `lora_experts` says so, see `add_expert_lora`. Leaves alone the
+divided among ranks are divided as it is: b by the rank's outputs, a by its inputs. Linears of parts of the inputs are
+partial, and the sum over ranks after the linear is theirs, too. The adapter of each token becomes an input of body and
+head; drafts run without. Experts have adapters if `lora_experts` says so, see `add_expert_lora`. Skips the
 head's own linear, and a weight that is not made of rows of modules' weights.
 """
 
@@ -97,7 +97,7 @@ def _add(graph: Graph, program: Program, linear: Node, factors: list[_Factors], 
 
 
 def _pass_on(graph: Graph) -> None:
-    """Have the body return the adapters, behind what its heads take, where these need them."""
+    """Have the body return the adapters, after what its heads take, if these need them."""
     heads = [graph.programs[name] for name in (HEAD, POOL) if name in graph.programs]
     taken = [program for program in heads if any(node.name == ADAPTERS for node in program.inputs)]
     if not taken:
@@ -113,7 +113,7 @@ def _pass_on(graph: Graph) -> None:
 
 
 def _factors_of(weight: Recipe, num_columns: int) -> list[_Factors]:
-    """The factors beside a weight, by run of outputs; none where it is made of anything but rows of modules' weights.
+    """The factors of a weight's adapters, by run of outputs; none unless it is made only of rows of modules' weights.
 
     num_columns: L r
     """

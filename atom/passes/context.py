@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from atom.graph.mesh import ALONE, Mesh
+from atom.graph.mesh import SINGLE, Mesh
 from atom.graph.ops import Op
 from atom.kernels import Backend, PieceCompiler, Target, backends_of, candidates
 
@@ -20,17 +20,17 @@ from atom.kernels import Backend, PieceCompiler, Target, backends_of, candidates
 class PassContext:
     target: Target
     backends: tuple[Backend, ...]  # backends whose kernels a text may name, the preferred first
-    mesh: Mesh = ALONE
+    mesh: Mesh = SINGLE
     stage: int = 0  # of the mesh's pipeline, whose text this is
-    keeps_act: bool = False  # the format of activations was asked for: it stays where no kernel takes it
-    max_loras: int = 0  # adapters beside the weights; 0: none
+    keeps_act: bool = False  # the format of activations was asked for: it stays even if no kernel takes it
+    max_loras: int = 0  # adapters that can be loaded; 0: none
     max_lora_rank: int = 0  # of each of them
-    dispatches: bool = False  # groups with tokens of their own send them to the ranks of their experts alone
-    lora_experts: bool = False  # beside the linears of experts, too
+    dispatches: bool = False  # groups with tokens of their own send them only to the ranks of their experts
+    lora_experts: bool = False  # for the linears of experts, too
 
     @classmethod
     def of(
-        cls, target: Target, level: int, mesh: Mesh = ALONE, *, stage: int = 0, keeps_act: bool = False
+        cls, target: Target, level: int, mesh: Mesh = SINGLE, *, stage: int = 0, keeps_act: bool = False
     ) -> PassContext:
         backends = backends_of(target.device, level)
         known = tuple(each for each in backends if each.vendor is None or each.vendor in target.features)

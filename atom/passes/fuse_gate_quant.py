@@ -1,4 +1,4 @@
-"""Quantize the rows of gates for the linear behind.
+"""Quantize the output rows of gates for the linear that reads them.
 
     m = gated_linear(h, W("gate_up"), kind="silu", act="fp8")  ->  m = gated_linear(…, act="fp8", gives="fp8")
     y = linear(m, W("down"), act="fp8")                            y = linear(m, W("down"), act="fp8")
@@ -6,8 +6,8 @@
 The kernel of many rows then writes and reads 8 bits a number, where it wrote and read 16 and a kernel of its own
 rounded them. (That of a norm ahead of a linear does so by itself, since both are one call.)
 
-It comes behind the choice of kernels: only those of one backend, with weights in one layout, hand such rows to each
-other. Declines where another op reads the gates.
+It comes after the choice of kernels: only those of one backend, with weights in one layout, hand such rows to each
+other. Declines if another op reads the gates.
 """
 
 from atom.graph import Graph, ops

@@ -5,7 +5,7 @@
     active = activate(gate, kind="silu")
     m = mul(active, up)
 
-Declines where gate and up do not read the same tensor, only one has a bias, or their stored formats differ.
+Declines if gate and up do not read the same tensor, only one has a bias, or their stored formats differ.
 """
 
 from atom.graph import Graph, ops

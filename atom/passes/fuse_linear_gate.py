@@ -1,9 +1,9 @@
-"""Fuse a linear with the gated activation behind it.
+"""Fuse a linear with the gated activation after it.
 
     gate_up = linear(h, W("gate_up"))   ->      m = gated_linear(h, W("gate_up"), kind="silu")
     m = gated_activate(gate_up, kind="silu")
 
-Declines where no kernel computes both, where another op reads gate_up, where it has a bias, or gates have a limit.
+Declines if no kernel computes both, if another op reads gate_up, if it has a bias, or gates have a limit.
 """
 
 from atom.graph import Graph, ops

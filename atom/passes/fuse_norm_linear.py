@@ -1,4 +1,4 @@
-"""Fuse an RMS norm with the linear behind it.
+"""Fuse an RMS norm with the linear after it.
 
     h, s = add_rms_norm(x, r, w, eps=eps)       ->      y, s = add_norm_linear(x, r, w, W("y"), eps=eps)
     y = linear(h, W("y"))
@@ -6,7 +6,7 @@
     h = rms_norm(x, w, eps=eps)                 ->      m = norm_linear(x, w, W("gate_up"), eps=eps, kind="silu")
     m = gated_linear(h, W("gate_up"), kind="silu")
 
-Declines where no kernel computes both, or where another op reads the norm.
+Declines if no kernel computes both, or if another op reads the norm.
 """
 
 from atom.graph import Graph, ops

@@ -1,4 +1,4 @@
-"""Fuse a residual sum with the RMS norm behind it.
+"""Fuse a residual sum with the RMS norm after it.
 
     s = add(x, residual)                ->      n, s = add_rms_norm(x, residual, w, eps=eps)
     n = rms_norm(s, w, eps=eps)

@@ -1,9 +1,9 @@
-"""Fuse norm, rope and cache write with the attention behind them.
+"""Fuse norm, rope and cache write with the attention that follows.
 
     q = norm_rope_write(q, k, …, KV("0"), batch)    ->      a = norm_rope_attention(q, k, …, KV("0"), batch, …)
     a = paged_attention(q, KV("0"), batch, …)
 
-Declines where no kernel computes both, where another op reads that q, or where a call lies between the two, which may
+Declines if no kernel computes both, if another op reads that q, or if a call lies between the two, which may
 read the cache.
 """
 

@@ -1,9 +1,9 @@
-"""Fuse an RMS norm of a sum with the router behind it.
+"""Fuse an RMS norm of a sum with the router after it.
 
     h, s = add_rms_norm(x, r, w, eps=eps)           ->      weights, ids, h, s = add_norm_router(
     weights, ids = router(h, W("gate"), top_k=8)                x, r, w, W("gate"), eps=eps, top_k=8)
 
-The experts read the norm, too. Declines where no kernel computes both, or where the sum is not normed.
+The experts read the norm, too. Declines if no kernel computes both, or if the sum is not normed.
 """
 
 from atom.graph import Graph, ops

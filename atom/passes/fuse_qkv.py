@@ -5,7 +5,7 @@
     v = linear(h, W("v"))
 
 In latent attention these are the projections that read h: q (or q_a, where q has a latent too) and kv_a.
-Declines where they do not read the same tensor, only some have a bias, or their stored formats differ.
+Declines if they do not read the same tensor, only some have a bias, or their stored formats differ.
 """
 
 from collections.abc import Sequence

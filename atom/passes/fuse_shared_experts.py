@@ -1,4 +1,4 @@
-"""Make the expert that all tokens share some more of the experts.
+"""Fuse the shared expert with the routed experts.
 
     weights, ids = router(h, W("g"), top_k=6)   ->      weights, ids = router(h, W("g"), top_k=6, shared=2)
     y = experts(h, …, stack(…, 0, 64), …)               z = experts(h, …, cat([stack(…, 0, 64), …]), …)
@@ -6,15 +6,15 @@
     s = linear(m, W("down"))
     z = add(y, s)
 
-A shared expert of twice an expert's width is two: each has half of the gates, of the ups and of the columns behind
-them. So it is computed beside the others, in their launches, and nothing is added behind them.
+A shared expert of twice an expert's width is two: each has half of the gate and up rows and of the down columns.
+So it is computed with the others, in their launches, and nothing is added after them.
 
 Packed weights are joined as they are stored, or before they are packed.
 
-Declines where no kernel computes experts in one call, among several ranks, where its width is no whole number of
-theirs, where it has a gate of its own, where one of the two has a bias, where they are stored in different formats or
-cannot be joined without unpacking them, where a format of activations was asked for that the routed ones lack,
-and where only its own products have kernels for theirs: prompts would take longer by more than decodes gain.
+Declines if no kernel computes experts in one call, among several ranks, if its width is no whole number of
+theirs, if it has a gate of its own, if one of the two has a bias, if they are stored in different formats or
+cannot be joined without unpacking them, if a format of activations was asked for that the routed ones lack,
+and where only its own linears have kernels for theirs: prompts would take longer by more than decodes gain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.fx import Node
 from atom.graph import Graph, Quantize, Recipe, Stack, ops
 from atom.graph.formats import FormatError
 from atom.graph.graph import call_of, type_of
-from atom.graph.mesh import ALONE
+from atom.graph.mesh import SINGLE
 from atom.graph.parts import aligned, has_parts, parts_of
 from atom.graph.recipe_contents import packed_while_loading
 from atom.graph.recipe_ranges import cat, narrow
@@ -35,7 +35,7 @@ from atom.passes.context import PassContext
 
 
 def fuse_shared_experts(graph: Graph, context: PassContext) -> Graph:
-    for experts in graph.find(ops.experts) if context.mesh == ALONE else ():
+    for experts in graph.find(ops.experts) if context.mesh == SINGLE else ():
         if len(experts.users) != 1 or not _is_taken(experts, context):
             continue
         (total,) = experts.users
@@ -66,7 +66,7 @@ def _has_acts(call: Node, context: PassContext) -> bool:
 
 
 def _shared_weights(experts: Node, total: Node, context: PassContext) -> tuple[Recipe, Recipe] | None:
-    """Gates and ups [2 S, H], and downs [H, S], of what is added to the sum of experts."""
+    """The gate and up projections [2 S, H], and the down projection [H, S], of what is added to the sum of experts."""
     h, _, _, gate_up, down, *biases = experts.args
     shared = next((each for each in total.args if each is not experts), None)
     if any(bias is not None for bias in biases) or shared is None or not _is_alone(shared):
@@ -102,22 +102,22 @@ def _are_stored_alike(one: Recipe, other: Recipe) -> bool:
 
 
 def _join(gate_up: Recipe, down: Recipe, shared_both: Recipe, shared_down: Recipe) -> tuple[Recipe, Recipe] | None:
-    """The weights of the routed experts with those of the shared one behind them; None where a kernel would have to
+    """The weights of the routed experts followed by those of the shared one; None if a kernel would have to
     take them unpacked."""
     width, shared_width = int(down.type.shape[2]), int(shared_down.type.shape[1])
     starts = range(0, shared_width, width)
 
     def gates_and_ups(whole: Recipe, start: int) -> Recipe:
-        gates, ups = (narrow(whole, at, at + width) for at in (start, shared_width + start))
-        return cat((gates, ups))
+        gate, up = (narrow(whole, at, at + width) for at in (start, shared_width + start))
+        return cat((gate, up))
 
-    def downs(whole: Recipe, start: int) -> Recipe:
+    def down_of(whole: Recipe, start: int) -> Recipe:
         return narrow(whole, start, start + width, 1)
 
     try:
         joined = (
             cat((gate_up, *(_stack_one(shared_both, gates_and_ups, start) for start in starts))),
-            cat((down, *(_stack_one(shared_down, downs, start) for start in starts))),
+            cat((down, *(_stack_one(shared_down, down_of, start) for start in starts))),
         )
         for recipe in joined:
             if has_parts(recipe) and not any(packed_while_loading(recipe)):
@@ -128,7 +128,7 @@ def _join(gate_up: Recipe, down: Recipe, shared_both: Recipe, shared_down: Recip
 
 
 def _stack_one(whole: Recipe, part: Callable[[Recipe, int], Recipe], start: int) -> Recipe:
-    """A part of a weight as one expert's, which is packed after it was cut where it is packed while it loads."""
+    """A part of a weight as one expert's, which is packed after it was cut if it is packed while it loads."""
     if isinstance(whole, Quantize):
         return Quantize(Stack(part(whole.part, start), 0, 1), whole.fmt)
     return Stack(part(whole, start), 0, 1)

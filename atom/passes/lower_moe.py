@@ -9,7 +9,7 @@
     y = combine(down, weights, order)
 
 Between group and combine there are rows by expert and no tokens: that part can run where the experts are.
-Declines where a kernel computes all of it. Activations stay in h's dtype where none takes them in the format `act`.
+Declines if a kernel computes all of it. Activations stay in h's dtype if none takes them in the format `act`.
 """
 
 from torch.fx import Node

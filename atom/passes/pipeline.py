@@ -20,7 +20,7 @@ from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError, PassError
 from atom.graph import Graph, Mesh, ops, show, verify
 from atom.graph.check_bodies import check_bodies
-from atom.graph.mesh import ALONE
+from atom.graph.mesh import SINGLE
 from atom.kernels import Target
 from atom.passes.add_lora import add_lora
 from atom.passes.context import PassContext
@@ -45,7 +45,7 @@ from atom.passes.split_stages import split_stages
 from atom.plugins import PASSES, find_function, naming
 from atom.process.messages import say
 
-# (pass, the level from which it runs, the level of ops that is legal behind it)
+# (pass, the level from which it runs, the level of ops that is legal after it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (split_stages, 0, ops.SEMANTIC),
     (shard, 0, ops.SEMANTIC),
@@ -75,22 +75,22 @@ LAST = select_kernels.__name__  # ahead of which users' passes run, unless they 
 
 
 def steps_of(passes: PassesConfig, first: str = FIRST) -> list[Step]:
-    """The pipeline behind the pass before `first`, without those left out, with users' ahead of the passes they name.
+    """The passes from after the one that precedes `first` on: users' added, those left out removed.
 
-    ConfigError where there is no such pass, or two of one name.
+    ConfigError if there is no such pass, or two of one name.
     """
     steps: list[Step] = list(PIPELINE)
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
-    for stated in passes.extra:
-        spec, _, follower = stated.partition("@")
-        with naming(f"passes.extra: {stated}"):
+    for extra in passes.extra:
+        spec, _, follower = extra.partition("@")
+        with naming(f"passes.extra: {extra}"):
             rewrite = find_function(spec, PASSES)
         if follower and follower not in names:
             hint = did_you_mean(follower, names)
-            raise ConfigError(f"passes.extra: {stated}: there is no pass {follower}{hint}; passes: {', '.join(names)}")
+            raise ConfigError(f"passes.extra: {extra}: there is no pass {follower}{hint}; passes: {', '.join(names)}")
         own = [each.__name__ for each, _, _ in steps]
         if rewrite.__name__ in own:
-            raise ConfigError(f"passes.extra: {stated}: there is a pass {rewrite.__name__} already; rename it")
+            raise ConfigError(f"passes.extra: {extra}: there is a pass {rewrite.__name__} already; rename it")
         place = own.index(follower or LAST)
         steps.insert(place, (functools.wraps(rewrite)(_checked(rewrite)), 0, steps[max(place - 1, 0)][2]))
     own = [each.__name__ for each, _, _ in steps]
@@ -143,7 +143,7 @@ def lower(
     target: Target,
     watch: Callable[[PassReport], Any] = lambda _: None,
     first: str = FIRST,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE,
     *,
     stage: int = 0,
     keeps_act: bool = False,
@@ -155,7 +155,8 @@ def lower(
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
-    stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches: see `PassContext`. passes: None: all of ours
+    stage, keeps_act, max_loras, max_lora_rank, lora_experts, dispatches: see `PassContext`.
+    passes: users' passes and those left out; None: the built-in pipeline.
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """

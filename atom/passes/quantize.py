@@ -6,13 +6,13 @@
 
 Other weights are unpacked while they load. Activations that no kernel multiplies in their format stay in x's dtype,
 which is more exact, unless that format was asked for: then the call is left to the reference body. Experts whose
-weights have no such product keep them so even then, and the text says why.
+weights have no such kernel keep them so even then, and the text says why.
 
 Where joined parts end within a block, as 192 rows do in blocks of 128, `regroup` repeats their scales for blocks of the
 greatest common divisor; so q, k and v with a scale each get one for each row.
 
 A weight that several calls read, as a tied embedding, stays packed where kernels of all of them take it: no weight is
-kept twice. What has no parts is left alone: such a text is refused when it is to run. It comes behind the lowering,
+kept twice. What has no parts is skipped: such a text is refused when it is to run. It comes after the lowering,
 since kernels are of lowered ops.
 """
 
@@ -51,7 +51,7 @@ def quantize(graph: Graph, context: PassContext) -> Graph:
 
 
 def leaves_act(node: Node) -> str | None:
-    """What the activations of packed experts stay in, in words; None where they have a format, and of other calls."""
+    """What the activations of packed experts stay in, in words; None if they have a format, and of other calls."""
     if node.target not in (ops.experts, ops.grouped_linear) or "act" in node.kwargs:
         return None
     weights = [node.args[place] for place in node.target.weights if isinstance(node.args[place], Recipe)]
@@ -61,7 +61,7 @@ def leaves_act(node: Node) -> str | None:
 
 
 def _drop_act(node: Node, refusals: Sequence[str] | None) -> bool:
-    """Leave activations in x's dtype where all kernels refuse the call."""
+    """Leave activations in x's dtype if all kernels refuse the call."""
     if refusals is None:
         return False
     node.meta["refused"] = [f"act={node.kwargs['act']}: {reason}" for reason in refusals]
@@ -85,7 +85,7 @@ def _as_kernels_take_it(weight: Recipe, calls: Sequence[tuple[Node, int]], conte
 
 
 def _refusals(node: Node, place: int, context: PassContext) -> list[str] | None:
-    """Why no kernel but the reference takes a call with its weight as it is stored; None where one does."""
+    """Why no kernel but the reference takes a call with its weight as it is stored; None if one does."""
     weight = node.args[place]
     stored = aligned(weight).type if isinstance(weight, Recipe) and has_parts(weight) else type_of(weight)
     types = [stored if at == place else type_of(arg) for at, arg in enumerate(node.args)]

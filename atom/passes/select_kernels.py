@@ -53,7 +53,7 @@ def _refusal(kernel: Kernel, context: PassContext, node: Node, readers: Mapping[
 
 
 def _shared_layouts(nodes: Sequence[Node], context: PassContext) -> set[str | None]:
-    """The layouts of a weight in which kernels of all these calls take it; None, as stored, where there is no other."""
+    """The layouts of a weight in which kernels of all these calls take it; None, as stored, if there is no other."""
     return set.intersection(*(set(_layouts(node, context)) for node in nodes)) or {None}
 
 

@@ -12,7 +12,7 @@ add up to it. A linear of a whole value divides its outputs where attention or a
 is partial, and is summed where something reads it that needs the sum. (Shoeybi et al. 2019; the heads of grouped
 queries: a kv head is copied where ranks are more.)
 
-All this is of the ranks along `tensor`. Along `data`, ranks have tokens of their own, which meet in experts alone:
+All this is of the ranks along `tensor`. Along `data`, ranks have tokens of their own, which meet in experts only:
 
     y = experts(h, weights, ids, …)           ->    rows, row_weights, row_ids = gather_tokens(h, weights, ids, …)
                                                     y = experts(rows, row_weights, row_ids, …)    # of its experts
@@ -59,7 +59,10 @@ from atom.passes.context import PassContext
 
 @dataclass(frozen=True)
 class Divided:
-    """A value in equal parts. copies: neighbouring ranks that have the same one"""
+    """A value in equal parts.
+
+    copies: neighbouring ranks that have the same one.
+    """
 
     copies: int = 1
 
@@ -313,7 +316,7 @@ class _Writer:
 
 
 def _refined(recipe: Recipe, dim: int, size: int) -> Recipe:
-    """A packed weight in blocks that divide parts of a size, its scales repeated; plain where it has no such blocks."""
+    """A packed weight in blocks that divide parts of a size, its scales repeated; plain if it has no such blocks."""
     recipe = aligned(recipe)
     if any(cuts_blocks(each) for each in slices(recipe)):
         return Dequantize(recipe)
@@ -342,7 +345,9 @@ def _regrouped(recipe: Recipe, fmt: str) -> Recipe:
 def _reader(value: Node, is_wide: bool = False) -> Any:
     """What takes a linear's outputs part by part: the call that splits them into heads, or `linear`, of an mlp's width.
 
-    None where it needs all of them on each rank. is_wide: they went through an activation or a product
+    None if it needs all of them on each rank.
+
+    is_wide: they went through an activation or a linear.
     """
     found = {_reader_behind(user, value, is_wide) for user in value.users}
     return found.pop() if len(found) == 1 else None

@@ -9,12 +9,12 @@
     def head(hidden: bf16[R, …]):                           x = add(x, o)
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
-Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
+Nothing after the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
 What makes embeddings takes rows of the same results, and gets a copy of these calls. What a draft reads of each token
 stays a result of the body. What drafts is a body and a head, too; a hidden state that a further draft begins with is
-then a result of its head, behind the tokens.
-Declines where there is no attention, where a draft reads what the head takes or another stage receives it, where the
-head does not take what the body returns, or where a value that it would then take does not have a row for each token.
+then a result of its head, after the tokens.
+Declines if there is no attention, if a draft reads what the head takes or another stage receives it, if the
+head does not take what the body returns, or if a value that it would then take does not have a row for each token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def sink_into_head(graph: Graph) -> Graph:
 
 
 def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> None:
-    """heads: of the same results of the body. num_read: the last results of the body, which a draft reads"""
+    """Move the end of a body into its heads.
+
+    heads: all of the same results of the body.
+    num_read: the last results of the body, which a draft reads.
+    """
     is_carried = body.name == DRAFT and graph.carries_hidden and len(heads[0].results) == 1
     head = heads[0]
     rows_taken = [node for node in head.inputs if node.name not in NOISE]

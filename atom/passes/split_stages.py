@@ -11,9 +11,9 @@
         logits = linear(hidden, W("lm_head"))
 
 The body of the next stage begins with what it receives in place of `x`, and rotates positions by itself. The last stage
-computes logits, and sends them to all others, so that each draws the same tokens as the last one does; and likewise the
-vectors that embeddings are pooled of, where the text makes some. It also has what drafts, which reads its hidden states
-alone, and sends the drafted tokens:
+computes logits, and sends them to all others, so that each draws the same tokens as the last one does; and also the
+vectors that embeddings are pooled of, if the text makes some. It also has what drafts, which reads only its hidden
+states, and sends the drafted tokens:
 
     def draft(tokens, positions, hidden):                def draft(tokens):
         …                                        ->          return tokens
@@ -68,12 +68,12 @@ def split_stages(graph: Graph, context: PassContext) -> Graph:
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
     """How many layers each stage has."""
-    least, more = divmod(num_layers, num_stages)
-    return [least + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages)]
+    fewest, more = divmod(num_layers, num_stages)
+    return [fewest + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages)]
 
 
 def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:
-    """The last value ahead of a layer through which alone later calls depend on the layers before it."""
+    """The last value ahead of a layer, the only one through which later calls depend on the layers before it."""
     nodes = list(body.fx.nodes)
     for node in reversed(nodes[nodes.index(before[-1]) : nodes.index(layer)]):
         type = node.meta["type"]

@@ -4,7 +4,7 @@ for text, files in compile_pieces(texts, device):
     publish(text, files)
 
 A worker process and the compilers that it starts are a session, and all their files are in the worker's folder. The
-parent ends the session and removes the folder; where the parent is killed, the worker does both when its stdin ends.
+parent ends the session and removes the folder; if the parent is killed, the worker does both when its stdin ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PieceError(PassError):
 def compile_pieces(texts: Sequence[str], device: str = "cpu") -> Iterator[tuple[str, dict[str, bytes]]]:
     """Compile pieces, as many at a time as there are cores: each text with its files, as it is done.
 
-    ArtifactError where there is no compiler or it fails; PieceError where a piece's code gives wrong results.
+    ArtifactError if there is no compiler or it fails; PieceError if a piece's code gives wrong results.
     """
     uses_processes = find_piece_compiler(device).uses_processes
     return (_compile_in_processes if uses_processes else _compile_in_threads)(texts, device)

@@ -25,9 +25,9 @@ LARGE = 1 << 24  # elements of a weight that get random values when a piece is c
 
 
 def compile_piece(text: str, device: str = "cpu") -> dict[str, bytes]:
-    """Compile a piece for open dims from 1 on; the files of its code. PassError where its ops assume more.
+    """Compile a piece for open dims from 1 on; the files of its code. PassError if its ops assume more.
 
-    The code is run to check it, where this machine has such a device.
+    The code is run to check it, if this machine has such a device.
     """
     files = find_piece_compiler(device).compile(text)
     if device == "cpu" or torch.cuda.is_available():
@@ -84,7 +84,7 @@ class _Draw:
         if self._device != "cpu":
             num_rows, width = shape  # each row is the previous one, shifted by one
             return (self._normal([num_rows + width]) * scale).to(dtype).as_strided((num_rows, width), (1, 1))
-        drawn = torch.zeros(shape, dtype=dtype)  # pages behind its first rows are never touched
+        drawn = torch.zeros(shape, dtype=dtype)  # pages past its first rows are never touched
         first = drawn[: max(LARGE // math.prod(shape[1:]), 2)]
         first.copy_(self._normal(first.shape) * scale)
         return drawn

@@ -19,7 +19,7 @@ class Piece(NamedTuple):
     calls: list[Node]
     text: str  # equal texts are compiled once
     inputs: list[Node]
-    weights: list[Recipe]  # behind the inputs
+    weights: list[Recipe]  # after the inputs
     results: list[Node]
 
 

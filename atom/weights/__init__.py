@@ -55,7 +55,7 @@ def load(
     sources: str = "",
     calibration: Calibration | None = None,
 ) -> dict[Recipe, Loaded]:
-    """Load every recipe's tensor to the device. CapacityError where they do not fit.
+    """Load every recipe's tensor to the device. CapacityError if they do not fit.
 
     cache: keeps what is packed or laid out while it loads, for the next time
     sources: a digest of the code that does so, with which it is kept
@@ -83,7 +83,7 @@ def load(
             opened = JoinedCheckpoint(opened, rounded.open(load_plain, device, progress), PREFIX)
 
         def num_bytes_to_read(recipe: Recipe) -> int:
-            """Of a recipe's tensor, in the dtypes that it is filled in: plain where it is packed now."""
+            """Of a recipe's tensor, in the dtypes that it is filled in: plain if it is packed now."""
             is_kept = store is not None and store.is_kept
             is_made = not is_kept and not all(map(is_rounded, packed_while_loading(recipe)))
             return recipe.type.plain.num_bytes if is_made else recipe.type.num_bytes
@@ -122,7 +122,7 @@ def returned_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc's own rule comes to
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the maximum that glibc's own rule comes to
         libc.malloc_trim(0)
 
 

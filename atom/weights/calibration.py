@@ -1,12 +1,12 @@
-"""Round weights by what linears multiply them with over a prompt.
+"""Calibrate 4-bit weights: quantize them by the inputs of their linears over a prompt.
 
     calibration = Calibration(graph, formats, tokens, checkpoint, cache, sources)
     checkpoint = calibration.open(weights, device, progress)      # of the rounded weights, made by the first start
     parts = calibration.find(quantize(W("up"), "int4[1, 128]"))   # recipes of its parts; None: it has none
 
 The graph is that of the plain model, run by the reference bodies; a weight is loaded when its linear runs, rounded, and
-dropped behind it. A linear's is rounded by the moment of its inputs, the mean of x xᵀ (`gptq.py`); experts, of which
-some see few tokens, by the mean squares of their columns alone. What is made is a packed checkpoint, whose tensors are
+dropped after it. A linear's is rounded by the moment of its inputs, the mean of x xᵀ (`gptq.py`); experts, of which
+some see few tokens, only by the mean squares of their columns. What is made is a packed checkpoint, whose tensors are
 whole stored tensors [.., O, I]: recipes take ranges of them and join them as they do with any other.
 """
 
@@ -104,7 +104,7 @@ def measure_moments(graph: Graph, tokens: Sequence[int], weights: Weights, visit
 
 
 def _moment(inputs: Sequence[Tensor]) -> Tensor:
-    """x [T, I] of each sequence -> fp32[I, I], or its diagonal fp32[1, I] where that is too large"""
+    """x [T, I] of each sequence -> fp32[I, I], or its diagonal fp32[1, I] if that is too large"""
     x = torch.cat([*inputs]).float()
     return x.square().mean(0, keepdim=True) if x.shape[1] > MAX_COLUMNS else x.T @ x / len(x)
 
@@ -127,7 +127,7 @@ def units_of(
     recipe: Recipe, moment: Tensor, tensor: Tensor | None = None
 ) -> Iterator[tuple[str, Recipe, Tensor, Tensor | None]]:
     """The stored tensors of a linear's weight: name, recipe [.., O, I], moment, and the tensor itself, a view of the
-    weight's; None where the weight has not all of it.
+    weight's; None if the weight has not all of it.
 
     Those of which a weight has some of the columns are left out.
     """
@@ -168,7 +168,9 @@ class Calibration:
         cache: Cache,
         sources: str = "",
     ) -> None:
-        """formats: of stored tensors, by name. sources: a digest of what makes tensors"""
+        """formats: of stored tensors, by name.
+        sources: a digest of what makes tensors.
+        """
         self._graph, self._tokens, self._cache = graph, tokens, cache
         self.formats = {*formats.values()}
         self._types = {  # of what is rounded, by name
@@ -231,7 +233,7 @@ class Calibration:
     def open(self, weights: Weights, device: str, progress: Progress) -> Checkpoint:
         """The rounded weights that are kept, or else made; of several processes one makes them, and the others wait.
 
-        weights: loads a recipe's tensor to the device. ArtifactError where they cannot be kept
+        weights: loads a recipe's tensor to the device. ArtifactError if they cannot be kept
         """
         kept = self._file.open()
         if kept is None:
@@ -262,7 +264,7 @@ class Calibration:
         return kept
 
     def _round(self, weights: Weights, device: str, progress: Progress) -> None:
-        """Round every tensor once, behind the first linear that multiplies it."""
+        """Round every tensor once, after the first linear that multiplies it."""
         missing = {*self._types}
         last: tuple[Tensor | None, ColumnOrder | None] = (None, None)  # a moment, and its plan
 

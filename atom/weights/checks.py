@@ -77,7 +77,7 @@ def _some(names: list[str]) -> str:
 def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
     """Whether a tensor has a type's shape, but for dims of 1: a scale may be stored as [], [1] or [1, 1].
 
-    Blocks of bytes may be stored one behind the other, as rows.
+    Blocks of bytes may be stored one after the other, as rows.
     """
     dims = [int(dim) for dim in type.shape]
     shapes = [dims, [*dims[:-2], math.prod(dims[-2:])]] if type.dtype == "u8" else [dims]
@@ -116,7 +116,7 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
 
 
 def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str) -> set[str] | None:
-    """The numbers that stored names have for a placeholder; None where no name has it."""
+    """The numbers that stored names have for a placeholder; None if no name has it."""
     marked = (re.escape(name).partition(re.escape(f"{{{placeholder}}}")) for name in names)
     fronts = {front.replace(re.escape("{layer}"), "[0-9]+") for front, mark, _ in marked if mark}
     if not fronts:
@@ -126,7 +126,7 @@ def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str)
 
 
 def refuse_packed(graph: Graph) -> None:
-    """Raise UnsupportedError where a graph would compute with a weight in its packed format."""
+    """Raise UnsupportedError if a graph would compute with a weight in its packed format."""
     for recipe in graph.recipes():
         if recipe.type.fmt is not None and not has_parts(recipe):
             leaf = next(leaves(recipe))

@@ -44,7 +44,7 @@ Place = Callable[[Recipe, Loaded], Loaded]  # takes a weight to another place
 
 
 AT_ONCE = 1 << 20  # elements
-WORD = 8  # rows at most that share int32 words
+WORD = 8  # max rows that share int32 words
 
 
 def tensors_in(loaded: Loaded) -> list[Tensor]:
@@ -89,8 +89,7 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
 
 
 def _deinterleave(recipe: Cat) -> Recipe | None:
-    """All of a stored tensor whose parts take interleaved along a dim, joined part by part, in two dims: by part and by place
-    in it; so it is read once. None: it is no such join."""
+    """If the parts interleave along one dim of a stored tensor, read it once and reshape; else None"""
     first, dim, num_parts = recipe.parts[0], recipe.dim, len(recipe.parts)
     if not isinstance(first, Slice) or not isinstance(first.part, W) or first.part.type.fmt is not None:
         return None
@@ -130,7 +129,7 @@ def copy(recipe: Recipe, target: Tensor, view_of: Callable[[Recipe], Tensor]) ->
 
 
 def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
-    """A view of the stored tensor, where it need not be dequantized; nothing of it is read."""
+    """A view of the stored tensor, if it need not be dequantized; nothing of it is read."""
     match recipe:
         case W():
             assert recipe.type.fmt is None, f"{recipe.name} is stored as {recipe.type.fmt}: refuse_packed comes first"

@@ -1,4 +1,4 @@
-"""Round a weight's columns in plan, which make up for earlier errors (GPTQ).
+"""GPTQ: quantize columns in order, folding each rounding error into the remaining columns.
 
     plan = plan_order(moment, num_tokens)                       # once for all weights that multiply the same input
     numbers = round_in_order(weight, scales, plan, nearest)     # fp32[O, I], in units of their blocks' scales
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MIN_SHARE = 0.01  # of the mean importance, that a column has at least
+MIN_SHARE = 0.01  # lower bound of a column's importance, as a share of the mean
 SHRINKAGE = 0.35  # of correlations between few columns
-AT_ONCE = 128  # columns, behind which the others are changed
+AT_ONCE = 128  # columns that are rounded before the remaining ones are updated
 
 
 class ColumnOrder(NamedTuple):
@@ -32,7 +32,10 @@ class ColumnOrder(NamedTuple):
 
 
 def plan_order(moment: Tensor, num_tokens: int) -> ColumnOrder | None:
-    """moment fp32[I, I]: the mean of x xᵀ over so many tokens; None where it is not finite."""
+    """The order of the columns, and how errors are folded into later ones; None if the moment is not finite.
+
+    moment: fp32[I, I], the mean of x xᵀ over num_tokens tokens.
+    """
     diagonal = moment.diagonal()
     importance = diagonal + MIN_SHARE * diagonal.mean()
     importance = torch.where(importance > 0, importance, 1)

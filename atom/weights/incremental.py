@@ -37,7 +37,7 @@ class ArrivedCheckpoint(Checkpoint):
     def __init__(self) -> None:
         self.config, self.generation_config = {}, {}
         self.tensors: dict[str, StoredTensor] = {}
-        self._of: dict[str, Checkpoint] = {}  # where a tensor is a part of one that has arrived
+        self._of: dict[str, Checkpoint] = {}  # of each tensor that is a part of one that has arrived
 
     def add(self, checkpoint: Checkpoint) -> None:
         self.tensors |= checkpoint.tensors
@@ -97,8 +97,11 @@ def load_incremental(
 ) -> Iterator[tuple[Recipe, Loaded]]:
     """Each recipe with what is loaded of it to the device, in the order in which they can be made.
 
-    stacked: see `unstack`. coordinates: of the rank whose parts are loaded; None: there is one rank. ignore: patterns
-    of tensors that nothing reads. CheckpointError where one is missing, surplus, or of another shape.
+    stacked: see `unstack`.
+    coordinates: of the rank whose parts are loaded; None: there is one rank.
+    ignore: patterns of tensors that nothing reads.
+
+    CheckpointError if one is missing, surplus, or of another shape.
     """
     own: dict[Recipe, list[Recipe]] = {}  # what this rank has, and the recipes that it is of
     names: set[str] = set()  # that some rank reads

@@ -1,9 +1,9 @@
-"""Localize recipes: what one rank of a mesh has of a weight.
+"""Localize recipes: one rank's part of each weight.
 
     localize(Share(W("o_proj.weight", bf16[576, 576]), "tensor", 3, dim=1), mesh.coordinates(1))
     # slice(W("o_proj.weight", bf16[576, 576]), 192, 384, dim=1)
 
-The text is the same for all ranks; a rank enters here alone.
+The text is the same for all ranks; only here does a rank enter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from atom.graph.recipes import Constant
 
 
 def localize(recipe: Recipe, coordinates: Mapping[str, int]) -> Recipe:
-    """The recipe of one rank, which reads no more than its part. coordinates: of the rank, by axis"""
+    """The recipe of one rank, which reads no more than its part.
+
+    coordinates: of the rank, by axis.
+    """
     if isinstance(recipe, Offset):
         return Full(coordinates[recipe.axis] * recipe.size, recipe.type)
     if isinstance(recipe, Cat):

@@ -69,7 +69,7 @@ class LoraWeights:
     def read(self, path: str) -> AdapterFiles:
         """Read an adapter, its modules by their names here. CheckpointError or UnsupportedError say what is wrong.
 
-        PEFT's differ where the text model is within another, or has no head around it.
+        PEFT's differ if the text model is within another, or has no head around it.
         """
         adapter = read_adapter(Path(path))
         adapter.factors = {self._named(name): factors for name, factors in adapter.factors.items()}
@@ -81,7 +81,7 @@ class LoraWeights:
         return next((name for name in names if name in self.modules), module)
 
     def check(self, adapter: AdapterFiles) -> None:
-        """Raise CheckpointError or ConfigError, which name the tensor, where an adapter does not fit the model."""
+        """Raise CheckpointError or ConfigError, which name the tensor, if an adapter does not fit the model."""
         for module, factors in adapter.factors.items():
             if (sizes := self.modules.get(module)) is None:
                 raise CheckpointError(
@@ -93,7 +93,7 @@ class LoraWeights:
         for module, parts in adapter.experts.items():
             first = parts[0].factors
             if (sizes := self.modules.get(module)) is None:
-                has = "has no room: set serve.lora_experts=true, where the model has experts"
+                has = "has no room: set serve.lora_experts=true, if the model has experts"
                 raise ConfigError(f"{adapter.path}: tensor {first.a.name} is of experts, whose adapter {has}")
             assert sizes.experts is not None
             self._check_rank(rank_of(parts), first, adapter.path)
@@ -105,8 +105,8 @@ class LoraWeights:
                 else:
                     outputs //= num_halves
                     if part.expert >= sizes.experts:
-                        stated = f"is of expert {part.expert}, the model has {sizes.experts}"
-                        raise CheckpointError(f"{adapter.path}: tensor {factors.a.name} {stated}")
+                        fault = f"is of expert {part.expert}, the model has {sizes.experts}"
+                        raise CheckpointError(f"{adapter.path}: tensor {factors.a.name} {fault}")
                 self._check(factors, (rank, sizes.inputs), (outputs, rank), adapter.path)
 
     def _check(self, factors: Factors, a: tuple[int, int], b: tuple[int, int], path: str) -> None:
@@ -156,9 +156,9 @@ def take(recipe: Recipe, factor: Tensor) -> Tensor:
 
 
 def rank_of(parts: Sequence[ExpertFactors]) -> int:
-    """The rank of the parts of experts' adapters together: those of gates and of ups stand side by side."""
-    most = {half: max((part.factors.rank for part in parts if part.half == half), default=0) for half in (0, 1)}
-    return sum(most.values())
+    """The rank of the parts of experts' adapters together: the gate's and the up projection's stand side by side."""
+    ranks = {half: max((part.factors.rank for part in parts if part.half == half), default=0) for half in (0, 1)}
+    return sum(ranks.values())
 
 
 def join_experts(parts: Sequence[ExpertFactors], sizes: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Make the tensors of recipes from a source of values.
 
-    made = make_all(recipes, source, "cuda")        # CapacityError where they do not fit
+    made = make_all(recipes, source, "cuda")        # CapacityError if they do not fit
 
 A tensor is allocated here, and the source fills its parts (`evaluate.py`). A weight that is packed or laid out while it
 loads is made in memory first.
@@ -34,7 +34,7 @@ from atom.graph import (
 from atom.graph.formats import block_of, parse_format
 from atom.graph.gguf_blocks import TYPES, fit_factors
 from atom.graph.parts import parts_of
-from atom.graph.recipe_contents import held_bytes, lora_stack_of, packed_while_loading, shuffled_alone
+from atom.graph.recipe_contents import held_bytes, layout_units, lora_stack_of, packed_while_loading
 from atom.graph.recipes import Measured
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, Place, split_recipe
@@ -48,7 +48,10 @@ LARGE = 256 << 20  # bytes of a plain tensor whose memory is given back once it 
 def make_all(
     recipes: Sequence[Recipe], source: WeightSource, device: str, place: Place | None = None
 ) -> dict[Recipe, Loaded]:
-    """Make the tensors of recipes from a source. CapacityError where they do not fit. place: as in `load`"""
+    """Make the tensors of recipes from a source. CapacityError if they do not fit.
+
+    place: as in `load`.
+    """
 
     def make(recipe: Recipe) -> Loaded:
         made = _make(recipe, source, device)
@@ -63,7 +66,7 @@ def make_all(
 
 @contextmanager
 def _within_memory(recipes: Iterable[Recipe], device: str) -> Iterator[None]:
-    """Raise a CapacityError with the sizes where the device runs out of memory."""
+    """Raise a CapacityError with the sizes if the device runs out of memory."""
     has = "the system has less"
     if device != "cpu":
         free, total = torch.cuda.mem_get_info(device)
@@ -146,7 +149,7 @@ def _joined(recipe: Cat | Regroup | Slice, made: Sequence[PackedWeight]) -> Pack
 
 def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     """Make a tensor in a kernel's layout, part by part, so that not all experts are in memory twice."""
-    part, parts = recipe.part, shuffled_alone(recipe)
+    part, parts = recipe.part, layout_units(recipe)
     is_whole = len(part.type.shape) == 2 or parts[0] is part
     made: list[Tensor | LaidOut | PackedWeight] = []
     if part.type.fmt is not None:
@@ -187,7 +190,7 @@ def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
 
 
 def _rounded(recipe: Recipe, source: WeightSource, device: str) -> Tensor | None:
-    """A plain tensor, or a range of one, that is packed and unpacked again; None where a recipe is none."""
+    """A plain tensor, or a range of one, that is packed and unpacked again; None if a recipe is none."""
     if isinstance(recipe, Dequantize) and any(packed_while_loading(recipe.part)):
         packed = _packed(recipe.part, source, device)
         source.flush()

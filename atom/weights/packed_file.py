@@ -2,11 +2,11 @@
 
     file = PackedFile([part for parts in every for part in parts.values()], cache, key, about)
     checkpoint = file.open()                                 # None: it is not kept, or damaged
-    file.begin()                                             # OSError where there is no room
+    file.begin()                                             # OSError if there is no room
     file.write({"0.values": values, "0.scales": scales})     # several threads may, in any order
     file.publish()                                           # or file.discard()
 
-A config.json is put beside it, so that the folder is opened as a checkpoint.
+A config.json is put next to it, so that the folder is opened as a checkpoint.
 
 Each part has a checksum, made of it in memory and compared at each start, since a bit that differs would be a wrong
 token that nothing else notices. It is XXH3, at the speed of memory where the manifest's SHA-256 would take minutes; the
@@ -42,7 +42,9 @@ ALIGNMENT = 64  # bytes, of the first tensor; panels come first, and most have a
 
 class PackedFile:
     def __init__(self, parts: Sequence[W], cache: Cache, key: str, about: Mapping[str, Any]) -> None:
-        """parts: all that the file has. about: of the entry"""
+        """parts: all that the file has.
+        about: of the entry.
+        """
         self._cache, self._key, self._about = cache, key, about
         self._header, self._places, self._num_bytes = _lay_out(parts)
         self._sizes = {part.name: part.type.num_bytes for part in parts}
@@ -51,7 +53,7 @@ class PackedFile:
         self._file = -1
 
     def open(self) -> Checkpoint | None:
-        """What an earlier start has kept, compared with its checksums; None without it, or where it is damaged."""
+        """What an earlier start has kept, compared with its checksums; None without it, or if it is damaged."""
         found, entry = self._cache.find(WEIGHTS, self._key, unread={FILE}), self._cache.describe(WEIGHTS, self._key)
         if found is None or entry is None:
             return None
@@ -61,13 +63,15 @@ class PackedFile:
             kept = open_checkpoint(str(found)) if is_ours else None
         except (CheckpointError, OSError):
             kept = None
-        stated = entry.about.get("checksums")
-        if kept is None or not isinstance(stated, dict):
+        expected = entry.about.get("checksums")
+        if kept is None or not isinstance(expected, dict):
             self._cache.distrust(WEIGHTS, self._key, f"the header of {FILE} is damaged")
             return None
         with ThreadPoolExecutor(NUM_CHECKERS, "checksums of weights") as threads:
             checksums = threads.map(xxh3_128_hexdigest, map(kept.read, self._places))
-            damaged = [name for name, actual in zip(self._places, checksums, strict=True) if stated.get(name) != actual]
+            damaged = [
+                name for name, actual in zip(self._places, checksums, strict=True) if expected.get(name) != actual
+            ]
         if damaged:
             self._cache.distrust(WEIGHTS, self._key, f"the checksum of {damaged[0]} in {FILE} is wrong")
             kept.close()
@@ -75,9 +79,9 @@ class PackedFile:
         return kept
 
     def begin(self) -> bool:
-        """Start the file, with places for all parts; False where the cache takes no entries, which its warnings say.
+        """Start the file, with places for all parts; False if the cache takes no entries, which its warnings say.
 
-        OSError where the disk has less than twice as much free
+        OSError if the disk has less than twice as much free
         """
         self._folder = self._cache.begin(WEIGHTS)
         if self._folder is None:
@@ -102,7 +106,7 @@ class PackedFile:
                 content, start = content[count:], start + count
 
     def publish(self) -> None:
-        """Give the file, of which all is written, to the cache; OSError where that fails."""
+        """Give the file, of which all is written, to the cache; OSError if that fails."""
         assert self._folder is not None, "it is begun"
         os.close(self._file)
         self._file = -1

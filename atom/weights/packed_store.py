@@ -1,6 +1,6 @@
-"""Keep weights that were packed or laid out while loading for the next start.
+"""Cache weights that were packed or laid out while loading, for the next start.
 
-    with PackedStore(recipes, checkpoint, cache) as store:     # store.checkpoint has what is kept beside the rest
+    with PackedStore(recipes, checkpoint, cache) as store:     # store.checkpoint has what is kept and the rest
         parts = store.find(recipe)                             # recipes of what is kept; None: it has to be made,
         store.write(recipe, weight.parts)                      # and is written then
         weight = store.map(recipe)                             # on a CPU, one in a kernel's layout: it is mapped
@@ -23,7 +23,7 @@ from torch import Tensor
 from atom.cache import Cache, digest, key_of
 from atom.checkpoint import Checkpoint, JoinedCheckpoint
 from atom.graph import LaidOut, Quantize, Recipe, Shuffle, Type, W
-from atom.graph.recipe_contents import packed_while_loading, shuffled_alone
+from atom.graph.recipe_contents import layout_units, packed_while_loading
 from atom.kernels import layout_type
 from atom.process.messages import say
 from atom.weights.evaluate import view
@@ -48,7 +48,7 @@ class PackedStore:
         is_elsewhere: whether another file has a weight that is packed while it loads
         """
         laid_out = _laid_out(recipes) if device == "cpu" else {}
-        others = (recipe for recipe in recipes if not laid_out.keys() & {*_alone(recipe)})
+        others = (recipe for recipe in recipes if not laid_out.keys() & {*_units_of(recipe)})
         made = {part for recipe in others for part in packed_while_loading(recipe)}
         quantized = sorted((part for part in made if not is_elsewhere(part)), key=repr)
         packed: list[Shuffle | Quantize] = [*laid_out, *quantized]
@@ -94,11 +94,11 @@ class PackedStore:
 
     def has_laid_out(self, recipe: Recipe) -> bool:
         """Whether the file has a weight in its kernel's layout."""
-        every = _alone(recipe)
+        every = _units_of(recipe)
         return self.is_kept and bool(every) and self._parts.keys() >= {*every}
 
     def map(self, recipe: Shuffle) -> LaidOut | None:
-        """A weight in a kernel's layout, in the mapped file; None where it has to be made."""
+        """A weight in a kernel's layout, in the mapped file; None if it has to be made."""
         if not self.is_kept or recipe not in self._parts:
             return None
         return LaidOut(recipe.type, view(self._parts[recipe][""], self.checkpoint))
@@ -125,18 +125,18 @@ class PackedStore:
         self._has_failed = True
 
 
-def _alone(recipe: Recipe) -> list[Shuffle]:
+def _units_of(recipe: Recipe) -> list[Shuffle]:
     """What is put into a kernel's layout as one, of a packed weight that is; [] of others."""
     if not isinstance(recipe, Shuffle) or recipe.type.fmt is None:
         return []
-    return [Shuffle(part, recipe.layout) for part in shuffled_alone(recipe)]
+    return [Shuffle(part, recipe.layout) for part in layout_units(recipe)]
 
 
 def _laid_out(recipes: Sequence[Recipe]) -> dict[Shuffle, Type]:
     """The weights in a layout that a file can hold, with the types of their tensors, in a fixed order."""
-    every = {alone for recipe in recipes for alone in _alone(recipe)}
-    found = ((alone, layout_type(alone.type, alone.layout)) for alone in sorted(every, key=repr))
-    return {alone: type for alone, type in found if type is not None}
+    every = {weight for recipe in recipes for weight in _units_of(recipe)}
+    found = ((weight, layout_type(weight.type, weight.layout)) for weight in sorted(every, key=repr))
+    return {weight: type for weight, type in found if type is not None}
 
 
 def describe_file(path: Path) -> str:

@@ -5,10 +5,10 @@ parts = quantize("int4[1, 128]", weight, importance)    # columns of larger impo
 parts = quantize("int4[1, 128]", weight, plan)         # and errors are made up for in other columns
 
 Numbers are rounded to the nearest that the format has. A block's scale takes its largest number to the format's
-largest; of 4 bits, which are few, other scales are tried too, and that with the least squared error is kept. The
+largest; of 4 bits, which are few, other scales are tried too, and the one with the smallest squared error is kept. The
 importance of a column weights its squared errors: with the mean square of what the column is multiplied with
 (`calibration.py`), their sum is about that of the linear's outputs. Integers' scales are then fitted by least squares
-too; without importance that gains nothing, since it clips the largest numbers. With plan, which know how columns
+too; without importance that gains nothing, since it clips the largest numbers. With a plan, which knows how columns
 depend on each other, numbers are rounded again by these scales as `gptq.py` does.
 """
 
@@ -42,14 +42,14 @@ Rule = Callable[[Tensor, Tensor | None, int, int, Tensor | None, torch.dtype], P
 
 def is_calibrated(fmt: str, calibration: str) -> bool:
     """Whether numbers of a format are rounded by what they are multiplied with: `quant.calibration` says so of all
-    formats by naming a text, and else of those of 4 bits alone."""
+    formats by naming a text, and else only of those of 4 bits."""
     return calibration != "none" and (calibration != "auto" or parse_format(fmt).kind in FOUR_BITS)
 
 
 def quantize(fmt: str, weight: Tensor, importance: Tensor | ColumnOrder | None = None) -> Parts:
     """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them
 
-    importance: fp32[..., 1, I] from 0, of columns, or the plan of a matrix's; None: all are equal
+    importance: fp32[..., 1, I] from 0, of columns, or the plan of a matrix; None: all are equal
     """
     known = parse_format(fmt)
     parts = {
@@ -181,7 +181,10 @@ def pack_mxfp4(weight: Tensor, importance: Tensor | None = None) -> Parts:
 
 
 def _round_in_order(weight: Tensor, parts: Parts, plan: ColumnOrder, kind: str, rows: int) -> None:
-    """Round a matrix again by the scales of its parts, column by column. rows: of a block"""
+    """Round a matrix again by the scales of its parts, column by column.
+
+    rows: of a block.
+    """
     values, scales = parts["values"], parts["scales"]
     if kind == "scaled":
         by_row = scales.repeat_interleave(rows, 0)[: len(weight)]

@@ -28,7 +28,7 @@ class WeightSource(ABC):
     is_random = False  # whether parts of packed weights have no values of their own
 
     def find(self, recipe: Recipe) -> Mapping[str, Recipe] | None:
-        """The parts of a weight that is packed while it loads; None where it has to be made."""
+        """The parts of a weight that is packed while it loads; None if it has to be made."""
         parts = self.packed.find(recipe) if self.packed else None
         return self.calibration.find(recipe) if parts is None and self.calibration else parts
 

@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
     """One read from a file and its copy to the device: of a part of a recipe, or of a portion of one."""
 
     part: Recipe
-    target: Tensor  # the view that it fills; u8[num_bytes] where the file's bytes are used as they are
+    target: Tensor  # the view that it fills; u8[num_bytes] if the file's bytes are used as they are
     file: FileIO | None = None  # None: the tensor must be dequantized
     start: int = 0  # byte of the file
     num_bytes: int = 0
@@ -102,7 +102,7 @@ class StreamedSource(WeightSource):
         return made
 
     def fill(self, part: Recipe, target: Tensor) -> None:
-        """Have it read; waits where no buffer is free."""
+        """Have it read; waits if no buffer is free."""
         for transfer in self._cut_transfers(part, target):
             self._todo.put((transfer, self._take_buffer()))
 

@@ -126,14 +126,14 @@ def test_a_bundle_is_on_disk_before_it_has_its_name(cache: Cache, tmp_path: Path
 
 
 def test_an_entry_has_its_ingredients_files_and_builder(cache: Cache, entry: Path):
-    told = cache.describe("pieces", KEY)
-    assert told is not None
-    assert (told.kind, told.key, told.about, told.fault) == ("pieces", KEY, ABOUT, None)
-    assert told.files == {"piece.so": 5124, "piece.json": 2}
-    assert told.size == 5126 + (entry / "manifest.json").stat().st_size
-    assert abs(told.created.timestamp() - time.time()) < 60 and told.used >= told.created.replace(microsecond=0)
-    assert "@" in told.built_by
-    assert cache.entries() == cache.entries("pieces") == [told] and cache.entries("artifacts") == []
+    found = cache.describe("pieces", KEY)
+    assert found is not None
+    assert (found.kind, found.key, found.about, found.fault) == ("pieces", KEY, ABOUT, None)
+    assert found.files == {"piece.so": 5124, "piece.json": 2}
+    assert found.size == 5126 + (entry / "manifest.json").stat().st_size
+    assert abs(found.created.timestamp() - time.time()) < 60 and found.used >= found.created.replace(microsecond=0)
+    assert "@" in found.built_by
+    assert cache.entries() == cache.entries("pieces") == [found] and cache.entries("artifacts") == []
     assert cache.describe("pieces", OTHER) is None
     assert cache.holds("pieces", KEY) and not cache.holds("pieces", OTHER) and not cache.holds("artifacts", KEY)
 
@@ -308,9 +308,9 @@ def test_a_damaged_entry_is_not_found_and_is_built_anew(damage: Callable[[Path],
 
 def test_what_only_listing_can_see_is_a_fault_of_entries(cache: Cache, entry: Path):
     damage_truncated(entry)
-    (told,) = cache.entries()
+    (found,) = cache.entries()
     assert cache.holds("pieces", KEY), "whether it is trusted or not"
-    assert told.fault == "piece.so has 100 bytes instead of 5,124" and told.about == {}
+    assert found.fault == "piece.so has 100 bytes instead of 5,124" and found.about == {}
     assert cache.describe("pieces", KEY) is None
 
 
@@ -363,7 +363,7 @@ def test_a_user_takes_what_root_made_and_not_what_another_user_made(entry: Path)
         cache = Cache(Path(sys.argv[1]))
         print(cache.find("pieces", "ab" * 32) is not None, cache.describe("pieces", "ab" * 32) is not None, cache.warnings)
     """
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are root's alone
+    with tempfile.TemporaryDirectory() as folder:  # only root can read pytest's own folders
         top = Path(folder) / "cache"
         shutil.copytree(entry.parents[1], top)
         for path in [top.parent, *top.parent.rglob("*")]:
@@ -426,7 +426,7 @@ def test_the_private_folder_goes_with_the_process(tmp_path: Path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("call", ["mkdir", "open", "fsync", "rename"])
-def test_a_refused_write_leaves_nothing_behind(
+def test_a_refused_write_leaves_nothing(
     call: str, code: int, cache: Cache, entry: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of a full disk, a read-only file system, a missing permission: os itself refuses, below the cache folder only."""
@@ -631,9 +631,9 @@ def test_unfinished_folders_of_the_living_stay_for_an_hour(cache: Cache, entry: 
 
 
 def test_a_removed_entry_is_gone_at_once_and_twice_is_no_error(cache: Cache, entry: Path):
-    (told,) = cache.entries()
-    cache.remove(told)
-    cache.remove(told)
+    (found,) = cache.entries()
+    cache.remove(found)
+    cache.remove(found)
     assert os.listdir(entry.parent) == [] and cache.find("pieces", KEY) is None and cache.warnings == []
 
 

@@ -40,8 +40,8 @@ def backend() -> tokenizers.Tokenizer:
 def save(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> Path:
     backend().save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
-    for name, stated in {"config": {}, "tokenizer_config": config, **files}.items():
-        (folder / f"{name}.json").write_text(json.dumps(stated))
+    for name, content in {"config": {}, "tokenizer_config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
 
 
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "a single word": ({"added_tokens_decoder": {"260": {"content": "<plain>", "single_word": True}}}, {}),
     "a token that only the config lists": ({"added_tokens_decoder": {"900": NEW}}, {}),
-    "a list beside a map that is then ignored": (
+    "a list next to a map that is then ignored": (
         {"added_tokens_decoder": {"900": NEW}}, {"special_tokens_map": {"eos_token": "<special>"}}
     ),
     "a map": ({}, {"special_tokens_map": {"eos_token": {"content": "<new>", "lstrip": True, "rstrip": False}}}),
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"extra_special_tokens": ["<new>"]}, {"special_tokens_map": {"additional_special_tokens": ["<image>"]}}
     ),
     "added_tokens.json": ({"additional_special_tokens": ["<new>"]}, {"added_tokens": {"<new>": 261, "<image>": 262}}),
-    "added_tokens.json beside a list": (
+    "added_tokens.json next to a list": (
         {"added_tokens_decoder": {"900": NEW}}, {"added_tokens": {"<image>": 262}}
     ),
     "a list of special tokens": ({"additional_special_tokens": ["<new>", "<plain>"]}, {}),

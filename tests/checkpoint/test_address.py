@@ -169,5 +169,5 @@ def test_the_files_of_a_repository_are_those_of_the_cache_where_there_is_no_hub(
 
 
 @pytest.mark.parametrize("word", [PAGE, "a/b-GGUF:Q4_K_M", "a/b"])
-def test_a_word_alone_is_taken_for_a_checkpoint(word: str) -> None:
+def test_a_single_word_is_taken_for_a_checkpoint(word: str) -> None:
     assert may_be_checkpoint(word)

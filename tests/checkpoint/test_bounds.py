@@ -200,7 +200,7 @@ def test_an_ordinary_tokenizer_needs_no_process_for_ordinary_texts(tmp_path: Pat
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (decoders.Sequence([decoders.Replace("a", "aa")] * 5), "may make 32 bytes of one, the most are 16"),
+        (decoders.Sequence([decoders.Replace("a", "aa")] * 5), "may make 32 bytes of one, the maximum is 16"),
         (decoders.Replace(Regex("(a|aa)+$"), ""), "has a regular expression that may take for ever"),
     ],
 )
@@ -221,7 +221,7 @@ def test_the_usual_decoders_are_taken() -> None:
 
 def test_a_token_of_a_megabyte_is_refused(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a" * (1 << 20): 0}, unk_token="a"))
-    with pytest.raises(CheckpointError, match="a token of its vocabulary has 1048576 characters, the most are 1024"):
+    with pytest.raises(CheckpointError, match="a token of its vocabulary has 1048576 characters, the maximum is 1024"):
         tokenizer_of(backend, tmp_path)
 
 

@@ -12,7 +12,7 @@ from atom.checkpoint import open_checkpoint
 from atom.checkpoint.files import MAX_DESCRIPTION, MAX_INDEX, MAX_TOKENIZER, read_file
 from atom.errors import CheckpointError
 
-FILES = {  # by name: what is there beside it
+FILES = {  # by name: what is there next to it
     "config.json": [],
     "generation_config.json": ["config.json"],
     "model.safetensors": ["config.json"],
@@ -46,8 +46,8 @@ def open_all(folder: Path) -> None:
 
 
 def make(folder: Path, name: str, put: Callable[[Path], object]) -> Path:
-    for beside in FILES[name]:
-        (folder / beside).write_text(json.dumps(TOKENIZER) if beside == "tokenizer.json" else "{}")
+    for other in FILES[name]:
+        (folder / other).write_text(json.dumps(TOKENIZER) if other == "tokenizer.json" else "{}")
     put(folder / name)
     return folder
 

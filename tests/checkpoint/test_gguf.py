@@ -128,7 +128,7 @@ SCALED = {"blk.1.ffn_down": (HIDDEN, 128), "blk.1.ffn_down_exps": (4, HIDDEN, 12
 
 
 @pytest.mark.parametrize("kind", [Type.NVFP4, Type.Q4_1, Type.BF16], ids=lambda kind: kind.name)
-def test_a_weight_is_multiplied_by_the_scale_beside_it(tmp_path: Path, kind: Any) -> None:
+def test_a_weight_is_multiplied_by_the_scale_next_to_it(tmp_path: Path, kind: Any) -> None:
     """One number, or one for each expert: ggml has NVFP4's second scale outside its blocks."""
     expected, draw = {}, np.random.default_rng(0)
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "tiny")
@@ -310,11 +310,11 @@ def test_interleaved_rows_come_back_in_the_order_of_the_hub(tmp_path: Path, kind
     assert np.array_equal(as_array(checkpoint.read("model.layers.0.self_attn.q_proj.bias")), bias)
 
 
-@pytest.mark.parametrize("stated", [["llama", "qwen2"], 7, [1, 2]], ids=str)
-def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path, stated: Any) -> None:
+@pytest.mark.parametrize("name", [["llama", "qwen2"], 7, [1, 2]], ids=str)
+def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path, name: Any) -> None:
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "tiny")
     del writer.kv_data[0]["general.architecture"]
-    add(writer, "general.architecture", stated)
+    add(writer, "general.architecture", name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -322,9 +322,9 @@ def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path, stated: Any)
         open_checkpoint(str(tmp_path / "tiny.gguf"))
 
 
-@pytest.mark.parametrize("stated", [["a", "b"], "two", [1.5]], ids=str)
-def test_a_size_that_is_no_number_is_refused(tmp_path: Path, stated: Any) -> None:
-    path = write(tmp_path / "tiny.gguf", {}, sizes={"block_count": stated})
+@pytest.mark.parametrize("size", [["a", "b"], "two", [1.5]], ids=str)
+def test_a_size_that_is_no_number_is_refused(tmp_path: Path, size: Any) -> None:
+    path = write(tmp_path / "tiny.gguf", {}, sizes={"block_count": size})
     with pytest.raises(CheckpointError, match=r"block_count is .* not a whole number"):
         open_checkpoint(str(path))
 
@@ -375,13 +375,13 @@ def test_the_config_has_the_values_of_the_metadata(tmp_path: Path) -> None:
 
 def test_sampling_values_of_the_metadata_are_those_of_a_generation_config(tmp_path: Path) -> None:
     names, keys = gguf.Keys.General, gguf.Keys.Tokenizer
-    stated = {
+    tokens = {
         names.SAMPLING_TEMP: 0.75,
         names.SAMPLING_TOP_K: 40,
         names.SAMPLING_TOP_P: 0.5,
         names.SAMPLING_MIN_P: 0.25,
     }
-    metadata = {keys.EOS_ID: 2, **stated, names.SAMPLING_PENALTY_REPEAT: 1.5, names.SAMPLING_MIROSTAT: 0}
+    metadata = {keys.EOS_ID: 2, **tokens, names.SAMPLING_PENALTY_REPEAT: 1.5, names.SAMPLING_MIROSTAT: 0}
     checkpoint = open_checkpoint(str(write(tmp_path / "tiny.gguf", layer_tensors(), metadata=metadata)))
     assert checkpoint.generation_config == {
         "eos_token_id": [2],

@@ -128,7 +128,7 @@ def test_an_unknown_pre_tokenizer_is_named_with_the_way_to_add_it() -> None:
 
 @settings(max_examples=300)
 @given(texts)
-def test_the_digits_of_the_default_models_words_stand_alone(text: str) -> None:
+def test_the_digits_of_the_default_models_words_are_split(text: str) -> None:
     """As in its tokenizer.json: every digit by itself, then the words of ByteLevel between them."""
     ours = pre_tokenizers.Sequence(
         [

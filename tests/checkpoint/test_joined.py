@@ -1,4 +1,4 @@
-"""Two checkpoints as one, told apart by a prefix."""
+"""Two checkpoints as one, distinguished by a prefix."""
 
 from __future__ import annotations
 

@@ -133,21 +133,21 @@ def test_trouble_with_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch, error
 
 
 def test_bytes_that_are_received_and_written_are_counted_once() -> None:
-    class Told:
+    class Recorder:
         done = 0
 
         def advance(self, amount: int, /) -> None:
             self.done += amount
 
-    told = Told()
-    bar = hub.counting_bar(told)
+    task = Recorder()
+    bar = hub.counting_bar(task)
     files, received, written = bar(total=2, desc="Fetching 2 files"), bar(unit="B"), bar(unit="B", total=90)
     received.update(50)
     written.update(30)
-    assert told.done == 50
+    assert task.done == 50
     written.update(60)
     files.update(2)
-    assert told.done == 90
+    assert task.done == 90
 
 
 def test_a_full_disk_while_fetching_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,12 +193,12 @@ def test_stop_ids_are_those_of_all_three_sources(
     assert stop_ids(checkpoint, tokenizer) == expected | {2}
 
 
-@pytest.mark.parametrize("stated", [[[1]], "x", {}, 1.5, True, [None], [1, "2"]], ids=str)
+@pytest.mark.parametrize("eos", [[[1]], "x", {}, 1.5, True, [None], [1, "2"]], ids=str)
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_an_eos_that_is_no_token_id_is_named(tmp_path: Path, file: str, stated: Any) -> None:
+def test_an_eos_that_is_no_token_id_is_named(tmp_path: Path, file: str, eos: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / file).write_text(json.dumps({"eos_token_id": stated}))
-    with pytest.raises(CheckpointError, match=re.escape(f"eos_token_id={json.dumps(stated)} in its config.json or")):
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(CheckpointError, match=re.escape(f"eos_token_id={json.dumps(eos)} in its config.json or")):
         stop_ids(open_checkpoint(str(tmp_path)), None)
 
 

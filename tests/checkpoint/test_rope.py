@@ -83,7 +83,7 @@ def flat(nested: dict[str, Any]) -> dict[str, Any]:
         },
     ],
 )
-def test_full_attention_is_the_top_and_other_layer_types_are_beside(
+def test_full_attention_is_the_top_and_other_layer_types_are_next_to_it(
     kind: type[PreTrainedConfig], parameters: dict[str, Any]
 ) -> None:
     config = {"rope_parameters": parameters, **CONTEXT}

@@ -118,7 +118,7 @@ def test_tensors_of_every_size_are_cut(
     assert {name: floats(checkpoint, name) for name in checkpoint.tensors} == expected
 
 
-def test_a_name_of_which_only_a_part_fits_is_left_alone(tmp_path: Path) -> None:
+def test_a_name_of_which_only_a_part_fits_is_not_stacked(tmp_path: Path) -> None:
     names = ["xa.0.b", "a.0.bx", "a.x.b", "a..b", "a.0xb"]
     location = save(tmp_path, {name: numbers(2) for name in names})
     assert open_checkpoint(location, stacked={"a.{layer}.b": ["c"]}).tensors.keys() == set(names)
@@ -131,7 +131,7 @@ def test_a_tensor_under_its_own_name_is_no_part(tmp_path: Path, parts: list[str]
     assert checkpoint.tensors[GATE_UP.format(layer=0)].shape == (2, 3)
 
 
-def test_a_renamed_tensor_beside_its_new_name_elsewhere_is_read(tmp_path: Path) -> None:
+def test_a_renamed_tensor_next_to_its_new_name_elsewhere_is_read(tmp_path: Path) -> None:
     location = save(tmp_path, {"layers.0.old": numbers(2), "layers.1.new": numbers(3)})
     checkpoint = open_checkpoint(location, stacked={"layers.{layer}.old": ["layers.{layer}.new"]})
     assert floats(checkpoint, "layers.0.new") == [0, 1] and floats(checkpoint, "layers.1.new") == [0, 1, 2]

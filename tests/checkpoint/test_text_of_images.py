@@ -23,7 +23,7 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 
 EXPERTS = {
     "moe_intermediate_size": 20,
     "num_experts_per_tok": 2,
-}  # no matrix is square: transformers tells its sides by shape
+}  # no matrix is square: transformers distinguishes its sides by shape
 VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 48, "intermediate_size": 16}
 SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of text_config and of vision_config

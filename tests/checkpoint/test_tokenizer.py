@@ -240,7 +240,7 @@ def test_what_an_answer_begins_with_is_encoded_with_the_prompt_as_text(tmp_path:
     text, ids = tokenizer.prepare_chat(QUESTION, prefill="It is <|im_end|>")
     assert text == tokenizer.render_chat(QUESTION) + "It is <|im_end|>"
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert ids.count(tokenizer.encode("<|im_end|>")[0]) == 1, "the one behind the question"
+    assert ids.count(tokenizer.encode("<|im_end|>")[0]) == 1, "the one after the question"
 
 
 def test_the_variables_of_a_template_are_those_that_it_reads_and_does_not_set(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ NO_INGREDIENTS = (
     "runtime",
     "serve",
     "llm.py",
-    "build",
+    "assemble",
 )  # a model's text is one itself, whoever wrote it
 OVERRIDES = {  # of a checkpoint in fp32 -> what the reason calls them
     "dtype=bf16": "dtype",
@@ -130,7 +130,7 @@ def test_random_changes_miss_exactly_where_they_matter_and_are_named(
     num_changes: int, configure: Any, cache: Cache, package: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A letter of a source, an override, another torch, another CPU: each by itself, against one artifact."""
-    generator, told = random.Random(0), Counter[str]()
+    generator, reasons = random.Random(0), Counter[str]()
     overrides, parts = itertools.cycle(OVERRIDES), itertools.cycle([*SOURCES, *NO_INGREDIENTS])
     base = configure("model.layers=1")
     configs = {text: configure("model.layers=1", text) for text in OVERRIDES}
@@ -156,7 +156,7 @@ def test_random_changes_miss_exactly_where_they_matter_and_are_named(
             report = compiled(config)
             if file is not None:
                 restore(file, before)
-        told[name] += 1
+        reasons[name] += 1
         differ = "differ" if name.startswith("sources") else "differs"
         reason = f"{name} {differ} from the nearest artifact, {key[:12]} (llama)" if name else ""
         assert (report.hit, report.reason) == (not name, reason), (kind, file)
@@ -165,7 +165,7 @@ def test_random_changes_miss_exactly_where_they_matter_and_are_named(
             if entry.key != key:
                 cache.remove(entry)
     assert compiled(base).hit
-    assert set(told) == {*OVERRIDES.values(), *SOURCES.values(), "torch", "instruction set", ""}
+    assert set(reasons) == {*OVERRIDES.values(), *SOURCES.values(), "torch", "instruction set", ""}
 
 
 @pytest.mark.sampled(3)
@@ -224,7 +224,7 @@ def open_to_others(file: Path) -> str:
 def test_an_artifact_that_is_not_trusted_is_the_reason_and_is_made_anew(damage: Any, configure: Any, cache: Cache):
     config = configure()
     key = compiled(config).key
-    compiled(configure("dtype=bf16"))  # a good one beside it
+    compiled(configure("dtype=bf16"))  # a good one next to it
     fault = damage(cache.folder / "artifacts" / key / "graph.py")
     report = compile_model(config, cache=cache).report
     assert (report.hit, report.compiled) == (False, 0)

@@ -120,7 +120,7 @@ def test_compiled_pieces_in_fp16_are_as_near_to_float32_as_transformers(
 
 def test_equal_layers_share_one_piece(configure: Configure):
     graph = compile_graph(configure())
-    assert len(pieces_of(graph)) == 4, "before the first attention, between two of three, behind the last"
+    assert len(pieces_of(graph)) == 4, "before the first attention, between two of three, after the last"
     assert len({piece.text for piece in pieces_of(graph)}) == 3
 
 
@@ -195,7 +195,7 @@ def test_another_user_starts_warm_from_what_root_made_and_may_not_write(
     configure: Configure, checkpoints: Any, cache_folder: Path
 ):
     compile_model(configure("llama_biases"))
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are root's alone
+    with tempfile.TemporaryDirectory() as folder:  # only root can read pytest's own folders
         cache = shutil.copytree(cache_folder, Path(folder, "cache"), ignore=shutil.ignore_patterns("locks"))
         model = shutil.copytree(checkpoints("llama_biases"), Path(folder, "model"))
         for path in [Path(folder), *Path(folder).rglob("*")]:
@@ -229,7 +229,7 @@ def test_warnings_about_triton_s_entries_are_the_caller_s_and_later_on_stderr(
     configure: Configure, tmp_path: Path, no_code: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     """The first entry is asked for while a piece is compiled, the second by a step."""
-    monkeypatch.setattr(BinaryCache, "current", None)  # put back behind this
+    monkeypatch.setattr(BinaryCache, "current", None)  # put back after this
     monkeypatch.setattr(TritonCompiler, "load", InductorCompiler.load)
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
     for name in ("first", "second"):
@@ -287,23 +287,23 @@ def test_two_processes_at_once_compile_once(checkpoints: Any, tmp_path: Path):
                f"cache={tmp_path}", "job.output=json"]  # fmt: skip
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate() for process in both]
-    told = [json.loads(out) for out, _ in said]
-    assert sum(each["compiled"] for each in told) == 3
+    reports = [json.loads(out) for out, _ in said]
+    assert sum(each["compiled"] for each in reports) == 3
     assert sum("another process is compiling these pieces" in err for _, err in said) == 1
-    assert {each["key"] for each in told} == {told[0]["key"]}
-    assert {each["pieces"] for each in told} == {4}
+    assert {each["key"] for each in reports} == {reports[0]["key"]}
+    assert {each["pieces"] for each in reports} == {4}
 
 
 class Recorder(SilentProgress):
-    """What is told of tasks; the first of them lets go what others hold: one file at once, the rest a little later."""
+    """What is reported of tasks; the first of them lets go what others hold: one file at once, the rest a little later."""
 
     def __init__(self, held: list[IO[str]]) -> None:
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self._held = held
 
     @contextlib.contextmanager
     def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Any]:
-        self.told.append(description)
+        self.reported.append(description)
         now, later = self._held[:1], self._held[1:]
         self._held = []
         for file in now:
@@ -311,7 +311,7 @@ class Recorder(SilentProgress):
         threading.Timer(0.3, lambda: [file.close() for file in later]).start()
         with super().task(description, total) as task:
             yield task
-        self.told.append(f"end of {description}")
+        self.reported.append(f"end of {description}")
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2])
@@ -328,10 +328,10 @@ def test_waiting_for_another_process_is_shown_once(num_held: int, configure: Con
     assert compile_model(config, progress).report.compiled == 3
     waiting = ["another process is compiling these pieces", "end of another process is compiling these pieces"]
     compiling = ["compiling 3 pieces", "end of compiling 3 pieces"]
-    assert progress.told == (waiting if num_held else []) + compiling
+    assert progress.reported == (waiting if num_held else []) + compiling
     shutil.rmtree(tmp_path / "pieces" / keys[0])
     compile_model(config, progress)
-    assert progress.told[-1] == "end of compiling 1 piece"
+    assert progress.reported[-1] == "end of compiling 1 piece"
 
 
 def test_without_a_compiler_an_open_level_is_1_with_a_warning(
@@ -361,16 +361,16 @@ AT_LEVEL_2 = rf"^level=2: {WRONG}; take level=1, or have job=compile try it agai
 @pytest.fixture
 def failing(no_code: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The code of the last of some pieces is wrong. How many were to be compiled, by launch."""
-    told: list[int] = []
+    counts: list[int] = []
     compile_rightly = compiler.compile_pieces
 
     def fail(texts: list[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-        told.append(len(texts))
+        counts.append(len(texts))
         yield from compile_rightly(texts[:-1], device)
         raise PieceError(texts[-1], WRONG)
 
     monkeypatch.setattr(compiler, "compile_pieces", fail)
-    return told
+    return counts
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

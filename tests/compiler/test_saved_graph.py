@@ -1,4 +1,4 @@
-"""A saved text goes on behind the stage that it names, and what was edited in it stays."""
+"""A saved text continues after the stage that it names, and what was edited in it stays."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def configure(checkpoints: Callable[[str], Path], tmp_path: Path) -> Configure:
 
 
 def texts_by_stage(config: Config, target: Target) -> tuple[dict[str, str], Graph]:
-    """What every stage of the passes is saved as, and the graph behind all of them."""
+    """What every stage of the passes is saved as, and the graph after all of them."""
     texts = {"semantic": show(semantic_graph(config))}
     graph = compile_graph(config, lambda report: texts.update({report.name: show(report.graph)}), target)
     return texts, graph
 
 
 def renamed(graph: Graph) -> str:
-    """The text without comments, its names told by their order: their numbers depend on what a pass has removed."""
+    """The text without comments, its names numbered in their order: their numbers depend on what a pass has removed."""
     shown = []
     texts = re.split(r"^def \w+\(", show(graph), flags=re.MULTILINE)[1:]
     for program, text in zip(graph.programs.values(), texts, strict=True):
@@ -95,7 +95,7 @@ def test_a_text_that_explain_saved_names_its_stage(checkpoints: Any, capsys: Any
         assert renamed(graph) == renamed(whole)
 
 
-def test_passes_before_the_stage_leave_what_was_edited_alone(configure: Configure):
+def test_passes_before_the_stage_leave_what_was_edited_as_it_is(configure: Configure):
     """Here the gates were taken apart again, as they were before fuse_gate_up."""
     texts, whole = texts_by_stage(configure("llama", 1), TARGETS["cpu"])
     linears, gates = counts(whole, ops.linear, ops.gated_activate)
@@ -138,10 +138,10 @@ def test_a_text_of_ranks_runs_on_as_many(configure: Configure):
             ConfigError, match=r"mine.py is of other ranks, 2 along tensor: set parallel as it was saved"
         ):
             compile_graph(of_ranks(saved, tensor), target=TARGETS["cpu"])
-    alone, _ = texts_by_stage(configure("llama", 1), TARGETS["cpu"])
+    single, _ = texts_by_stage(configure("llama", 1), TARGETS["cpu"])
     with pytest.raises(ConfigError, match=r"mine.py is of one rank, and parallel.tensor=2: save it with that"):
         compile_graph(
-            of_ranks(configure("llama", 1, show_saved("fuse_qkv", alone["fuse_qkv"])), 2), target=TARGETS["cpu"]
+            of_ranks(configure("llama", 1, show_saved("fuse_qkv", single["fuse_qkv"])), 2), target=TARGETS["cpu"]
         )
 
 
@@ -162,8 +162,8 @@ def test_each_stage_takes_its_layers_of_a_text_of_all(configure: Configure):
             assert list(map(renamed, stages)) == list(map(renamed, made))
 
 
-def test_a_text_of_one_stage_and_one_behind_the_split_are_refused(configure: Configure):
-    staged, alone = (
+def test_a_text_of_one_stage_and_one_after_the_split_are_refused(configure: Configure):
+    staged, single = (
         texts_by_stage(each, TARGETS["cpu"])[0]["split_stages"]
         for each in (of_stages(configure("llama", 1), 2), configure("llama", 1))
     )
@@ -171,7 +171,7 @@ def test_a_text_of_one_stage_and_one_behind_the_split_are_refused(configure: Con
     for text, num_stages, what in (
         (staged, 2, "one pipeline stage"),
         (staged, 1, "one pipeline stage"),
-        (alone, 2, "a model without stages"),
+        (single, 2, "a model without stages"),
     ):
         config = of_stages(configure("llama", 1, show_saved("split_stages", text)), num_stages)
         with pytest.raises(ConfigError, match=f"mine.py is of {what}; {instead}"):
@@ -196,9 +196,9 @@ def test_a_text_that_drafts_runs_from_any_stage(target: str, configure: Configur
     ("written", "edited", "reason"),
     [
         ("def draft_head(", "def more(", r"mine.py: it has no function draft_head$"),
-        ("def draft(tokens", "def draft(tokens: i64[T], types", r"draft has an input types; there are: batch, hidden, "),
+        ("def draft(tokens", "def draft(tokens: i64[T], types", r"draft has an input types, which is not one of: batch, hidden, "),
         ("def draft_in(hidden: bf16[T, 48])", "def draft_in(hidden: bf16[T, 40])", r"draft_in takes rows of bf16\[40\] where body returns rows of bf16\[48\]"),
-        ("    return tokens, drafted", "    return tokens", r"draft_head returns no row of bf16\[48\] behind its tokens, with which a further "),
+        ("    return tokens, drafted", "    return tokens", r"draft_head returns no row of bf16\[48\] after its tokens, with which a further "),
     ],
 )  # fmt: skip
 def test_programs_of_a_draft_that_do_not_fit_are_refused(written: str, edited: str, reason: str, configure: Configure):

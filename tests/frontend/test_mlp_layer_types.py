@@ -21,9 +21,9 @@ TYPES = ["sparse", "dense", "sparse"]
 def test_layers_have_the_mlps_that_a_checkpoint_lists(variant: str, tmp_path: Path) -> None:
     folder, tokens = tmp_path / "checkpoint", tiny.prompt(40)
     tiny.save_changed(variant, folder, mlp_layer_types=TYPES)
-    stated = json.loads((folder / "config.json").read_text())
-    stated.pop("first_k_dense_replace", None)  # glm4_moe_lite has none
-    (folder / "config.json").write_text(json.dumps(stated))
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("first_k_dense_replace", None)  # glm4_moe_lite has none
+    (folder / "config.json").write_text(json.dumps(config))
     engine = LLMEngine(model=str(folder), level=0, dtype="fp32", kv_cache_memory=1 << 22)
     assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
     engine.close()
@@ -45,8 +45,8 @@ def test_layers_have_the_mlps_that_a_checkpoint_lists(variant: str, tmp_path: Pa
 def test_types_that_a_model_has_not_are_one_line(variant: str, types: object, message: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     tiny.save_changed(variant, folder)
-    stated = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(stated | {"mlp_layer_types": types}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mlp_layer_types": types}))
     with pytest.raises(AtomError) as error:
         load([f"checkpoint={folder}"])
     assert str(error.value) == message

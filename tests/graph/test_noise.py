@@ -12,7 +12,7 @@ WORD, LONG = 2**32 - 1, 2**64 - 1
 
 def keyed_lowbias32(key: int, token: int) -> int:
     """Chris Wellons' lowbias32 (nullprogram.com/blog/2018/07/31) of the token's golden ratio sequence from half of the key
-    on, with the other half between its two products."""
+    on, with the other half between its two multiplications."""
     x = (token * 0x9E3779B9 + key) & WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
     x ^= (key & LONG) >> 32
@@ -65,7 +65,7 @@ def test_hashes_of_neighbors_are_uniform_and_independent():
 def test_noise_is_gumbels_down_to_the_smallest_hash():
     hashes = torch.tensor([[0, 1, 1000, 2**24 + 1, 2**30, 2**31 - 1]], dtype=torch.int32)
     times = [-math.log1p(-(each + 0.5) / 2**31) for each in hashes[0].tolist()]
-    times[-1] = 24 * math.log(2)  # the largest of 128 hashes that float32 does not tell apart
+    times[-1] = 24 * math.log(2)  # the largest of 128 hashes that float32 cannot distinguish
     torch.testing.assert_close(exponential(hashes)[0], torch.tensor(times), rtol=1e-6, atol=0)
     expected = torch.tensor([-math.log(time) for time in times])
     torch.testing.assert_close(gumbel(hashes)[0], expected, rtol=1e-6, atol=1e-6)

@@ -161,7 +161,7 @@ def test_a_norm_in_parts_is_that_of_the_row():
 
 OWN = [
     op for op in ops.OPS.values() if op.body.__module__.startswith(ops.__name__)
-]  # those of plug-ins are beside them
+]  # those of plug-ins come in addition
 
 
 def test_every_op_documents_its_shapes():

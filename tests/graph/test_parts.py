@@ -187,8 +187,8 @@ def test_slices_of_every_format_are_those_of_what_is_unpacked(fmt: str, make: Ca
         elif leaf.name.endswith("g_idx"):
             tensors[leaf.name] = torch.randint(0, 8, shape, generator=generator, dtype=dtype)
         else:
-            least, most = (100, 140) if leaf.type.dtype == "u8" else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-            tensors[leaf.name] = torch.randint(least, most, shape, generator=generator, dtype=dtype)
+            low, high = (100, 140) if leaf.type.dtype == "u8" else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            tensors[leaf.name] = torch.randint(low, high, shape, generator=generator, dtype=dtype)
     checkpoint = Memory(tensors)
     plain = {leaf: evaluate(Dequantize(leaf), checkpoint) for leaf in leaves(recipe)}
     expected = compute(recipe, plain.__getitem__)
@@ -213,7 +213,7 @@ def test_slices_of_every_format_are_those_of_what_is_unpacked(fmt: str, make: Ca
         ("gptq", (8, 40), (3, 8), Slice(W("w", Type("i32", (8, 40))), 3, 8, 1)),
     ],
 )
-def test_rows_of_repacked_values_are_of_those_words_alone(
+def test_rows_of_repacked_values_are_of_those_words_only(
     words: str, stored: tuple[int, ...], rows: tuple[int, int], expected: Recipe | None
 ):
     whole = Repack(W("w", Type("i32", stored)), words, 4, Type("u8", (40, 2, 16)))
@@ -225,7 +225,7 @@ def test_rows_of_repacked_values_are_of_those_words_alone(
     )
 
 
-def test_zero_points_are_cut_between_words_alone():
+def test_zero_points_are_cut_between_words_only():
     whole = Repack(W("z", Type("i32", (5, 8))), "rows", 4, Type("u8", (40, 8)))
     assert narrow(whole, 8, 40) == Repack(Slice(whole.part, 1, 5), "rows", 4, Type("u8", (32, 8)))
     assert narrow(whole, 3, 40) == Slice(whole, 3, 40)
@@ -247,7 +247,7 @@ def weight_of(fmt: str) -> Callable[[str], W]:
         (Cat((W("w", Type("fp32", (8, 64), "gptq_int4_ordered[1, 8]")),) * 2), "cat: each tensor of .* has an order"),
         (Cat((W("w", Type("fp32", (8, 64), "ct_fp8[*, *]")),) * 2), "cat: .* ends within a block along dim 0"),
         (Shift(UP, 1.0), r"a weight stored as mxfp4 cannot be read as shift\(…\)"),
-        (W("w", Type("fp32", (4, 8), "int4z")), "the tensors of a weight stored as int4z are not known yet"),
+        (W("w", Type("fp32", (4, 8), "int4z")), "the tensors of a weight stored as int4z are not supported"),
     ],
     ids=str,
 )

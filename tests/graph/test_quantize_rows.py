@@ -50,8 +50,8 @@ def test_each_span_is_rounded_by_its_own_scale(act: str, span: int, largest: flo
 def test_what_is_no_number_is_not_lost(act: str, fault: float):
     x = torch.ones(2, 32)
     x[1, 3] = fault
-    products = ops.linear(x, torch.ones(4, 32), act=act)
-    assert products[0].isfinite().all() and products[1].isnan().all()
+    outputs = ops.linear(x, torch.ones(4, 32), act=act)
+    assert outputs[0].isfinite().all() and outputs[1].isnan().all()
 
 
 def test_a_linear_multiplies_the_rounded_rows():

@@ -206,10 +206,10 @@ def test_narrowing_twice_is_narrowing_once():
                     assert narrow(once, 0, stop - start, dim) is once
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_what_is_unpacked_can_be_narrowed_too(in_turns: bool):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_is_unpacked_can_be_narrowed_too(interleaved: bool):
     whole: Recipe = Dequantize(stored("w", 3, 4, 64, fmt="mxfp4"))
-    if in_turns:
+    if interleaved:
         whole = Cat((Slice(whole, 0, 4, 1, 2), Slice(whole, 1, 4, 1, 2)), 1)
     torch.manual_seed(0)
     blocks, scales = torch.randint(0, 256, (3, 4, 2, 16)), torch.randint(120, 130, (3, 4, 2))

@@ -22,7 +22,7 @@ def text_of(graph: Graph) -> str:
 
 
 def random_weight(recipe: Recipe) -> torch.Tensor:
-    """A tensor that depends on the stored names alone, so that fused and separate weights agree."""
+    """A tensor that depends only on the stored names, so that fused and separate weights agree."""
     if isinstance(recipe, Cat):
         return torch.cat([random_weight(part) for part in recipe.parts], recipe.dim)
     if isinstance(recipe, Slice):

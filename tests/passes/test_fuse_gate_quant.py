@@ -1,4 +1,4 @@
-"""Gates give their rows in the format of the linear behind: the text before and after, what stays, and the numbers."""
+"""Gates give their rows in the format of the linear after them: the text before and after, what stays, and the numbers."""
 
 from __future__ import annotations
 
@@ -129,5 +129,5 @@ def test_rows_that_another_op_reads_are_refused(text: str):
 
 
 def test_a_linear_without_gates_gives_no_such_rows():
-    with pytest.raises(ConfigError, match="behind gates alone"):
+    with pytest.raises(ConfigError, match="after gates only"):
         parse(NORM.replace('kind="silu"', 'gives="fp8[1, *]"'))

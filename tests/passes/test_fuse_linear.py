@@ -1,4 +1,4 @@
-"""What a linear takes in: the norm before it, and the gates behind it, where a kernel computes them as one."""
+"""What a linear takes in: the norm before it, and the gates after it, if a kernel computes them as one."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_linear_of_anything_but_a_norm_stays():
     assert_stays(fuse_norm_linear, 'def f(x: fp32[T, 8]):\n    y = linear(x, W("y", fp32[6, 8]))\n    return y')
 
 
-def test_a_linear_of_the_sum_beside_a_norm_stays():
+def test_a_linear_of_the_sum_next_to_a_norm_stays():
     text = ADD_NORM.replace("linear(h,", "linear(s,").replace("z = add(y, s)", "z = add(y, h)")
     assert_stays(fuse_norm_linear, text)
 

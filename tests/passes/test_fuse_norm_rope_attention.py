@@ -62,7 +62,7 @@ def assert_stays(text: str, target: Target = GPU, backends: tuple[str, ...] = BA
 
 
 def run(text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result for a decode behind 4 tokens and a prompt of 3, and the cache after it."""
+    """The result for a decode after 4 tokens and a prompt of 3, and the cache after it."""
     random = torch.Generator().manual_seed(0)
     inputs = {name: torch.randn(4, heads, 4, generator=random) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     angles = torch.rand(4, 2, generator=random)

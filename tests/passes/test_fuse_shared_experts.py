@@ -104,7 +104,7 @@ def test_among_ranks_and_without_such_a_kernel_it_stays():
 def packed_text(
     width: int, stored: str | None = None, made: str | None = None, act: str = "", linear_act: str = ""
 ) -> str:
-    """Four experts of 32 gates beside one of `width`, whose weights a file has packed, or which are packed as they load."""
+    """Four experts of 32 gates and one of `width`, whose weights a file has packed, or which are packed as they load."""
 
     def tensor(name: str, rows: int, columns: int) -> str:
         return f'W("{name}", fp32[{rows}, {columns}]' + (")" if stored is None else f', fmt="{stored}")')

@@ -1,4 +1,4 @@
-"""Each fusion: the text before and after, what it leaves alone, and equal numbers on the reference."""
+"""Each fusion: the text before and after, what it leaves unchanged, and equal numbers on the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters beside the linears of layers, and fused with them where a kernel takes it."""
+"""Adapters of the linears of layers, and fused with them where a kernel takes it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def head(a: fp32[R, 2, 4], adapters: i64[R]):
     logits = linear(o, W("lm_head.weight", fp32[50, 8]))
     return logits"""
 
-BESIDE = """\
+SEPARATE = """\
 def f(x: fp32[T, 8], adapters: i64[T]):
     y_1 = linear(x, W("l.y.weight", fp32[12, 8]), W("l.y.bias", fp32[12]))
     y = lora(y_1, x, lora_stack("l.y.lora_A", fp32[6, 8]), lora_stack("l.y.lora_B", fp32[12, 6]), adapters, rank=2, sizes=[12])
@@ -143,7 +143,7 @@ def test_experts_are_grouped_with_their_adapters():
     assert {name: written.get(name) for name in OF_EXPERTS} == OF_EXPERTS
 
 
-def test_experts_that_get_their_tokens_alone_get_those_of_their_adapters():
+def test_experts_that_get_only_their_tokens_get_those_of_their_adapters():
     first, meeting = 'offset("experts", 4, 2)', 'axis="data", ranks=2'
     sent = MIXTURE.replace(
         f"gather_tokens(h, weights, ids, {meeting})", f"dispatch(h, weights, ids, {first}, {meeting}, experts=2)"
@@ -170,20 +170,20 @@ def test_without_room_nothing_changes():
 
 
 def test_the_first_product_goes_into_the_linear_and_gates_into_the_second():
-    assert text_of(fuse_lora(parse(BESIDE), context=context_of(GPU, *BACKENDS))) == FUSED
+    assert text_of(fuse_lora(parse(SEPARATE), context=context_of(GPU, *BACKENDS))) == FUSED
     inputs = {"x": torch.randn(5, 8), "adapters": torch.tensor([2, -1, 0, 1, 2])}
-    torch.testing.assert_close(run(FUSED, **inputs), run(BESIDE, **inputs))
+    torch.testing.assert_close(run(FUSED, **inputs), run(SEPARATE, **inputs))
 
 
 def test_a_token_has_the_sum_of_its_own_adapter():
     x, adapters = torch.randn(3, 8), torch.tensor([1, -1, 0])
     weight, bias, a, b = (
-        random_weight(recipe) for node in parse(BESIDE).programs["f"].nodes[:2] for recipe in node.args if isinstance(recipe, Recipe)
+        random_weight(recipe) for node in parse(SEPARATE).programs["f"].nodes[:2] for recipe in node.args if isinstance(recipe, Recipe)
     )  # fmt: skip
     wanted = x @ weight.T + bias
     for token, number in ((0, 1), (2, 0)):
         wanted[token] += b[:, 2 * number : 2 * number + 2] @ a[2 * number : 2 * number + 2] @ x[token]
-    text = "\n".join(line for line in BESIDE.splitlines() if "gated" not in line).replace("return m", "return y")
+    text = "\n".join(line for line in SEPARATE.splitlines() if "gated" not in line).replace("return m", "return y")
     torch.testing.assert_close(interpret(parse(text), "f", {"x": x, "adapters": adapters}, random_weight), wanted)
 
 
@@ -191,10 +191,10 @@ def test_a_token_has_the_sum_of_its_own_adapter():
     ('W("l.y.weight", fp32[12, 8])', 'W("l.y.weight", fp32[12, 8], fmt="fp8[1, *]")'),  # a packed weight
     ("return m", "return m, y_1"),  # another reader of the linear
 ])  # fmt: skip
-def test_what_cannot_be_joined_is_left_alone(old: str, new: str):
-    text = BESIDE.replace(old, new)
+def test_what_cannot_be_joined_stays_separate(old: str, new: str):
+    text = SEPARATE.replace(old, new)
     assert text_of(fuse_lora(parse(text), context=context_of(GPU, *BACKENDS))) == text
 
 
 def test_a_kernel_has_to_take_it():
-    assert text_of(fuse_lora(parse(BESIDE), context=context_of(Target("cpu"), "reference"))) == BESIDE
+    assert text_of(fuse_lora(parse(SEPARATE), context=context_of(Target("cpu"), "reference"))) == SEPARATE

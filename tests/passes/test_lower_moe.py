@@ -90,7 +90,7 @@ def test_what_the_kernel_lacks_leaves_activations_in_their_dtype(of: str, by: st
     assert any(f"hopper: {reason}" in each for each in experts.meta["refused"]), experts.meta["refused"]
 
 
-def test_a_graph_without_experts_is_left_alone():
+def test_a_graph_without_experts_is_left_as_it_is():
     graph = lower_moe(parse("def f(x: fp32[T, 8]):\n    y = add(x, x)\n    return y\n"), CPU)
     assert graph.num_rewrites == 0
 

@@ -107,7 +107,7 @@ def test_sinks_and_interleaved_pairs_go_along():
     assert 'batch, W("sinks", fp32[2]), softcap=2.0, scale=0.5, window=3)' in lowered
 
 
-def test_a_graph_without_attention_is_left_alone():
+def test_a_graph_without_attention_is_left_as_it_is():
     text = "def f(x: fp32[T, 8]):\n    y = add(x, x)\n    return y\n"
     graph = lower_attention(parse(text))
     assert text_of(graph).strip() == text.strip()
@@ -246,7 +246,7 @@ def draft(tokens: i64[T], hidden: fp32[T, 8]):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_program_beside_body_and_head_is_lowered_as_they_are(level: int):
+def test_a_program_besides_body_and_head_is_lowered_as_they_are(level: int):
     graph = lower(parse(DRAFT), level, Target("cpu"))
     two = lower(parse(DRAFT.partition("def draft")[0]), level, Target("cpu"))
     assert show(graph).startswith(show(two)), "which it leaves as they were"

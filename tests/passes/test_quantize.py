@@ -1,4 +1,4 @@
-"""Packed weights that no kernel takes become plain ones: the text before and after, and what is left alone."""
+"""Packed weights that no kernel takes become plain ones: the text before and after, and what stays."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_second_run_changes_nothing():
     "text",
     [
         BEFORE.replace(', fmt="mxfp4"', ""),
-        BEFORE.replace("mxfp4", "int8z[1, 32]"),  # a name alone, of no tensors that are known
+        BEFORE.replace("mxfp4", "int8z[1, 32]"),  # only a name, of no tensors that are known
         'def f(x: fp32[T, 32], w: fp32[4, 32, "mxfp4"]):\n    y = linear(x, w)\n    return y',  # no recipe
     ],
 )
@@ -79,8 +79,8 @@ def test_a_weight_that_one_of_its_readers_refuses_packed_is_plain_for_all():
     weight = 'W("e", fp32[8, 32], fmt="mxfp4")'
     text = f"def f(tokens: i64[T]):\n    x = embedding(tokens, {weight})\n    y = linear(x, {weight})\n    return y"
     assert text_of(done(text, context)).strip() == text.replace(weight, f"dequantize({weight})")
-    alone = f"def f(x: fp32[T, 32]):\n    y = linear(x, {weight})\n    return y"
-    assert text_of(done(alone, context)).strip() == alone, "its only reader takes it"
+    single = f"def f(x: fp32[T, 32]):\n    y = linear(x, {weight})\n    return y"
+    assert text_of(done(single, context)).strip() == single, "its only reader takes it"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_format_of_activations_that_was_asked_for_is_left_to_the_reference():
     assert "cpp: has no products of activations in fp8[1, 128]" in node.meta["notes"]
 
 
-def test_reference_bodies_alone_round_no_activations_that_nobody_asked_for():
+def test_reference_bodies_round_only_activations_that_were_asked_for():
     assert "act" not in text_of(done(ACTS, PassContext.of(GPU, 0)))
 
 

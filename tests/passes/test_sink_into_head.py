@@ -71,12 +71,12 @@ READ = "\n\ndef draft_in(aux_0: fp32[T, 4], aux_1: fp32[T, 4]):\n    aux = join(
 STATES = BEFORE.replace("return hidden", "return hidden, x, x_1") + READ
 
 
-def test_what_a_draft_reads_of_each_token_stays_behind_that():
+def test_what_a_draft_reads_of_each_token_stays_after_that():
     graph = sink(STATES)
     assert text_of(graph).strip() == AFTER.replace("return x_1, h, a_2", "return x_1, h, a_2, x, x_1") + READ
     assert graph.num_rewrites == 1
-    behind = STATES.replace("return hidden, x, x_1", "return hidden, x, x_2")  # which the last attention is part of
-    body, head, _ = text_of(sink(behind)).strip().split("\n\n")
+    after = STATES.replace("return hidden, x, x_1", "return hidden, x, x_2")  # which the last attention is part of
+    body, head, _ = text_of(sink(after)).strip().split("\n\n")
     assert body.endswith("x_2 = add(x_1, o)\n    return h, x_2, x, x_2")
     assert head.splitlines()[1].strip().startswith("hidden, x_3 = add_rms_norm(x_2, h, ")
 
@@ -122,7 +122,7 @@ def test_chosen_rows_have_the_logits_that_all_had(text: str):
     torch.testing.assert_close(interpret(after, "head", chosen, random_weight), expected)
 
 
-def test_what_was_put_behind_the_last_attention_afterwards_is_sunk_too():
+def test_what_was_put_after_the_last_attention_later_is_sunk_too():
     text = AFTER.replace("    return x_1, h, a_2", "    x_2 = merge_heads(a_2)\n    return x_1, h, x_2")
     text = text.replace("a_2: fp32[R, 1, 4])", "a_2: fp32[R, 4])").replace(
         "a_3 = merge_heads(a_2)", "a_3 = add(a_2, h)"

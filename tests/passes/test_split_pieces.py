@@ -52,8 +52,8 @@ def piece(x0: fp32[A, 8], x1: fp32[A, 8]):
 """,
 ]
 
-ALONE = [
-    # nothing for Inductor: torch's product, and views
+WITHOUT_WORK = [
+    # nothing for Inductor: torch's matmul, and views
     """\
 def f(x: fp32[T, 8]):
     y = reference.linear(x, W("up", fp32[8, 8]))
@@ -118,8 +118,8 @@ def test_runs_share_a_text_only_if_they_are_equal_but_for_names():
     assert "eps=1e-05" in texts[6] and "mul" in texts[7] and "16" in texts[3]
 
 
-@pytest.mark.parametrize("text", ALONE)
-def test_a_run_without_work_for_inductor_is_left_alone(text: str):
+@pytest.mark.parametrize("text", WITHOUT_WORK)
+def test_a_run_without_work_for_inductor_is_no_piece(text: str):
     graph = split(parse(text))
     assert "piece" not in show(graph) and graph.num_rewrites == 0
 

@@ -72,7 +72,7 @@ def session_of(pid: int) -> list[int]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go; a compiler of ours is the first g++, beside it is where it writes its number."""
+    """Where temporary files go; a compiler of ours is the first g++, next to it is where it writes its number."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "files").mkdir()
     compiler = tmp_path / "bin" / "g++"
@@ -102,7 +102,7 @@ def test_compilers_end_with_their_parent_and_leave_no_file(place: Path, number: 
     parent = subprocess.Popen([sys.executable, "-c", PARENT, TEXTS[0]], stderr=subprocess.DEVNULL)
     wait_until(pid.exists, 60)
     session = session_of(int(pid.read_text()))
-    assert len(session) >= 2 and parent.pid not in session, "a terminal's Ctrl-C is for the parent alone"
+    assert len(session) >= 2 and parent.pid not in session, "a terminal's Ctrl-C is only for the parent"
     assert list(place.rglob("half.s"))
     parent.send_signal(number)
     assert parent.wait(120) != 0

@@ -96,8 +96,8 @@ def test_each_expert_is_rounded_by_its_own_columns(fmt: str):
     weight, importance = torch.randn(3, 8, 64, generator=random), torch.rand(3, 1, 64, generator=random) ** 4
     stacked = quantize(fmt, weight, importance)
     for expert in range(3):
-        alone = quantize(fmt, weight[expert], importance[expert])
-        assert all(torch.equal(stacked[name][expert], part) for name, part in alone.items())
+        single = quantize(fmt, weight[expert], importance[expert])
+        assert all(torch.equal(stacked[name][expert], part) for name, part in single.items())
     assert not torch.equal(quantize(fmt, weight)["values"], stacked["values"])
 
 
@@ -240,7 +240,7 @@ def test_a_tied_head_is_measured_as_the_embedding_s_tensor(tmp_path: Path):
     assert "model.embed_tokens.weight" not in measure(folder, tokens), "a plain head is not run"
 
 
-def test_wide_linears_have_mean_squares_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wide_linears_have_only_mean_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder, tokens = tiny.save("llama", tmp_path), tiny.prompt(24)
     whole = measure(folder, tokens)
     monkeypatch.setattr(calibration, "MAX_COLUMNS", 70)

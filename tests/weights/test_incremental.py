@@ -30,8 +30,8 @@ def given(
 def test_recipes_are_made_as_soon_as_their_tensors_are_there():
     asked: list[str] = []
     joined, part = Cat((Q, K)), Slice(UP, 2, 4)
-    arriving = load_incremental([joined, UP, part, RopeFreqs(4, 100.0)], given("q up k", asked=asked), {}, "cpu")
-    made = [(recipe, tensor, list(asked)) for recipe, tensor in arriving]
+    loads = load_incremental([joined, UP, part, RopeFreqs(4, 100.0)], given("q up k", asked=asked), {}, "cpu")
+    made = [(recipe, tensor, list(asked)) for recipe, tensor in loads]
     assert [(recipe, seen) for recipe, _, seen in made] == [
         (RopeFreqs(4, 100.0), []), (UP, ["q", "up"]), (part, ["q", "up"]), (joined, ["q", "up", "k"]),
     ]  # fmt: skip
@@ -41,10 +41,10 @@ def test_recipes_are_made_as_soon_as_their_tensors_are_there():
 
 
 def test_a_rank_makes_its_own_parts():
-    shared, alone = Share(Q, "tensor", 2), Full(3, Type("fp32", (1,)))
+    shared, whole = Share(Q, "tensor", 2), Full(3, Type("fp32", (1,)))
     for rank in range(2):
-        made = dict(load_incremental([shared, alone], given("q"), {}, "cpu", {"tensor": rank}))
-        assert torch.equal(made[shared], STORED["q"][3 * rank : 3 * rank + 3]) and made[alone].tolist() == [3]
+        made = dict(load_incremental([shared, whole], given("q"), {}, "cpu", {"tensor": rank}))
+        assert torch.equal(made[shared], STORED["q"][3 * rank : 3 * rank + 3]) and made[whole].tolist() == [3]
 
 
 def test_a_stacked_tensor_arrives_as_its_parts():

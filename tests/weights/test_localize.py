@@ -34,7 +34,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 def padded(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """Equal parts of a tensor with zeros behind its end."""
+    """Equal parts of a tensor with zeros past its end."""
     size = -(-whole.shape[dim] // ranks)
     shape = list(whole.shape)
     shape[dim] = size * ranks - whole.shape[dim]
@@ -55,7 +55,7 @@ EACH = torch.stack([TENSORS[f"e.{expert}"] for expert in range(5)])
 CASES: list[tuple[Recipe, Mesh, list[Tensor]]] = [
     (Share(A, "tensor", 3), Mesh(3), list(TENSORS["a"].split(4))),
     (Share(A, "tensor", 3, dim=1), Mesh(3), padded(TENSORS["a"], 3, 1)),  # 7 columns
-    (Share(B, "tensor", 5), Mesh(5), padded(TENSORS["b"], 5, 0)),  # 2 rows each: the last two have padding alone
+    (Share(B, "tensor", 5), Mesh(5), padded(TENSORS["b"], 5, 0)),  # 2 rows each: the last two have only padding
     (Share(B, "tensor", 4, copies=2), Mesh(4), [part for part in TENSORS["b"].split(3) for _ in range(2)]),
     (Once(BIAS, "tensor"), Mesh(3), [TENSORS["bias"], torch.zeros(5), torch.zeros(5)]),
     (Offset("tensor", 4, 3), Mesh(4), [torch.tensor([at]) for at in (0, 3, 6, 9)]),
@@ -85,7 +85,7 @@ def test_each_rank_has_its_part(recipe: Recipe, mesh: Mesh, expected: list[Tenso
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, expected, strict=True))
 
 
-def test_a_rank_reads_its_range_alone():
+def test_a_rank_reads_only_its_range():
     local = localize(Share(Cat((A, B)), "tensor", 3), Mesh(3).coordinates(2))
     assert local == B, "rows 12 to 18 of 18"
     assert localize(Share(A, "tensor", 3, dim=1), Mesh(3).coordinates(0)) == Slice(A, 0, 3, 1)

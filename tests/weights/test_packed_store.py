@@ -120,7 +120,7 @@ def test_experts_that_a_kernel_has_in_its_own_layout_are_kept_one_by_one(tmp_pat
     assert not are_same(first, load_experts(tmp_path / "model", 2, None))
 
 
-def test_a_gguf_file_s_other_blocks_are_read_beside_what_is_kept(tmp_path: Path):
+def test_a_gguf_file_s_other_blocks_are_read_besides_what_is_kept(tmp_path: Path):
     """The embedding's, of a second start with quant=int8."""
     path, kind = write(tmp_path / "tiny.gguf", layer_tensors(gguf.GGMLQuantizationType.Q8_0)), "q8_0"
     checkpoint = open_checkpoint(str(path))

@@ -41,22 +41,22 @@ def save(folder: Path, num_layers: int) -> int:
 
 @contextmanager
 def peak_of_process() -> Iterator[Callable[[], int]]:
-    """Gives the most bytes of the process's own that there were at a time, above those at first."""
+    """Gives the peak of the process's own bytes, above those at first."""
 
     def held() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
-    first, most, is_over = held(), [0], threading.Event()
+    first, highest, is_over = held(), [0], threading.Event()
 
     def watch() -> None:
         while not is_over.wait(0.002):
-            most[0] = max(most[0], held() - first)
+            highest[0] = max(highest[0], held() - first)
 
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        yield lambda: most[0]
+        yield lambda: highest[0]
     finally:
         is_over.set()
         watching.join()
@@ -74,7 +74,7 @@ def peak_of_gpu() -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize(
     ("device", "num_layers"),
     [pytest.param("cpu", 8, marks=pytest.mark.slow), pytest.param("cuda", 32, marks=pytest.mark.gpu)],
-)  # what a process holds tells of it only where no other test has left memory to it
+)  # what a process holds shows it only if no other test has left memory to it
 def test_it_is_the_packed_model_and_a_plain_tensor(device: str, num_layers: int, fmt: str, tmp_path: Path):
     plain = save(tmp_path, num_layers)
     options = [f"checkpoint={tmp_path}", f"device={device}", "dtype=bf16", f"quant={fmt}", f"cache={tmp_path}/cache"]
@@ -82,8 +82,8 @@ def test_it_is_the_packed_model_and_a_plain_tensor(device: str, num_layers: int,
     graph = compile_graph(config)
     with peak_of_process() if device == "cpu" else peak_of_gpu() as peak:
         tensors = load_weights(graph, open_checkpoint(str(tmp_path)), config, SILENT)
-        most = peak()
+        peak_bytes = peak()
     held = sum(tensor.nbytes for each in tensors.values() for tensor in tensors_in(each))
     assert held < 0.52 * plain
     scratch = 12 * MIB if device == "cpu" else 10 * 4 * LARGEST  # of what is rounded at a time, in float32
-    assert most < held + 2 * (2 * 2 * LARGEST) + scratch < plain
+    assert peak_bytes < held + 2 * (2 * 2 * LARGEST) + scratch < plain

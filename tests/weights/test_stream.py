@@ -188,13 +188,13 @@ def test_mxfp4_is_unpacked_on_the_way(tmp_path: Path, device: str):
     checkpoint = open_checkpoint(str(save(tmp_path, {"w_blocks": blocks, "w_scales": scales})))
     packed = W("w", Type("bf16", (3, 4, 64), "mxfp4"))
 
-    def in_turns(whole: Recipe) -> Recipe:
+    def interleave(whole: Recipe) -> Recipe:
         return Cat((Slice(whole, 0, 4, 1, 2), Slice(whole, 1, 4, 1, 2)), 1)
 
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     halves = torch.stack([blocks & 15, blocks >> 4], -1).long()
     expected = (values[halves].flatten(-2) * 2.0 ** (scales.float() - 127).unsqueeze(-1)).flatten(-2).bfloat16()
-    for recipe in (Dequantize(in_turns(packed)), in_turns(Dequantize(packed))):
+    for recipe in (Dequantize(interleave(packed)), interleave(Dequantize(packed))):
         (tensor,) = load_staged([recipe], checkpoint, device).values()
         assert_same_bits(tensor, torch.cat([expected[:, 0::2], expected[:, 1::2]], 1))
 
@@ -226,13 +226,13 @@ def test_what_no_file_holds_plain_is_read_from_the_checkpoint(
         assert_same_bits(tensors[recipe], expected)
 
 
-def count_reads(monkeypatch: pytest.MonkeyPatch, most: int | None = None) -> list[int]:
-    """The sizes of all reads from here on, each of `most` bytes at most."""
+def count_reads(monkeypatch: pytest.MonkeyPatch, max_bytes: int | None = None) -> list[int]:
+    """The sizes of all reads from here on, each of max_bytes or fewer."""
     sizes: list[int] = []
     preadv = os.preadv
 
     def read(file: int, buffers: list[memoryview], start: int) -> int:
-        sizes.append(preadv(file, [buffers[0][:most]], start))
+        sizes.append(preadv(file, [buffers[0][:max_bytes]], start))
         return sizes[-1]
 
     monkeypatch.setattr(os, "preadv", read)
@@ -259,7 +259,7 @@ def test_only_the_bytes_that_are_needed_are_read(
 
 
 def test_a_read_that_brings_less_than_asked_for_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    sizes = count_reads(monkeypatch, most=13)
+    sizes = count_reads(monkeypatch, max_bytes=13)
     recipe, expected = RECIPES["whole"]
     assert_same_bits(load_staged([recipe], open_checkpoint(str(folder)))[recipe], expected)
     assert sizes == [13] * 30 + [6]
@@ -370,7 +370,7 @@ def set_readers(monkeypatch: pytest.MonkeyPatch, num_readers: int, buffer: int) 
 def slow_transfers(monkeypatch: pytest.MonkeyPatch, num_readers: int, num_reads: int | None = None) -> list[int]:
     """The sizes of all reads from here on: 41 kB in reads of 4 bytes, each of which takes 2 ms.
 
-    After as many as `num_reads` the first of the readers fails, alone.
+    After as many as `num_reads` the first of the readers fails, and no other.
     """
     set_readers(monkeypatch, num_readers, 4)
     monkeypatch.setattr(stream, "READER_BUFFERS", 20)

@@ -56,7 +56,7 @@ def _rope(x: Type, cos: Type, sin: Type, *, interleaved: bool = False) -> Type:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [T, N, D], cos and sin fp32[T, P] -> [T, N, D] (Su et al. 2021)
 
-    Dim i is rotated with i + P, or 2 i with 2 i + 1 where they are interleaved; the dims from 2 P on stay.
+    Dim i is rotated with i + P, or 2 i with 2 i + 1 if they are interleaved; the dims from 2 P on stay.
     """
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

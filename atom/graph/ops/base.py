@@ -24,7 +24,7 @@ SEMANTIC, LOWERED = "semantic", "lowered"
 class Op:
     name: str
     body: Callable[..., Any]
-    infer: Callable[..., Type | tuple[Type, ...]]  # of the arguments' types; ValueError where they do not fit
+    infer: Callable[..., Type | tuple[Type, ...]]  # of the arguments' types; ValueError if they do not fit
     level: str | None  # the one at which it is legal; None: both are
     is_state: bool
     weights: tuple[int, ...]  # the arguments that may be packed, and laid out as a kernel wants: matrices, not norms
@@ -52,7 +52,10 @@ def op(
     infer: Callable[..., Type | tuple[Type, ...]], *, level: str | None = None, state: bool = False,
     weight: int | tuple[int, ...] = (), collective: bool = False,
 ) -> Callable[[Callable[..., Any]], Op]:  # fmt: skip
-    """Make an op from a reference body and a shape rule. weight: which argument is one, see `Op.weights`."""
+    """Make an op from a reference body and a shape rule.
+
+    weight: which argument is one, see `Op.weights`.
+    """
 
     def register(body: Callable[..., Any]) -> Op:
         weights = weight if isinstance(weight, tuple) else (weight,)
@@ -72,7 +75,7 @@ def multiply(rows: Dim, by: int) -> Dim:
 
 
 def divide_rows(rows: Dim, parts: int) -> Dim:
-    """Undo `multiply`: "4*T" by 4 is "T". ValueError where the parts are not equal."""
+    """Undo `multiply`: "4*T" by 4 is "T". ValueError if the parts are not equal."""
     if isinstance(rows, int):
         return divide(rows, parts)
     count, _, letter = rows.rpartition("*")

@@ -1,4 +1,4 @@
-"""Ops of several ranks: collectives, and what a rank computes of its part alone.
+"""Ops of several ranks: collectives, and the partial results that they combine.
 
 The body of a collective takes the tensors of the ranks along an axis of the mesh, and gives what each of them gets, so
 that one process can interpret ranks side by side. `send` and `receive` are of two ranks, whose texts differ.
@@ -11,7 +11,7 @@ Experts that are divided among ranks with tokens of their own read the tokens of
     rows, row_weights, row_ids = dispatch(h, weights, ids, first, axis="data", ranks=2, experts=4)
     y = collect(experts(rows, row_weights, row_ids, …), row_ids, first, axis="data", ranks=2, experts=4)
 
-The second sends a token's row to the ranks alone that have an expert for it. It learns which by the ids of all tokens.
+The second sends a token's row only to the ranks that have an expert for it. It learns which by the ids of all tokens.
 """
 
 from __future__ import annotations
@@ -102,8 +102,12 @@ def dispatch(
     xs: Sequence[Tensor], weights: Sequence[Tensor], ids: Sequence[Tensor], firsts: Sequence[Tensor], *, axis: str,
     ranks: int, experts: int,
 ) -> list[tuple[Tensor, ...]]:  # fmt: skip
-    """What gather_tokens gives, but that a rank needs only the rows of x of tokens that chose one of its experts, of
-    which it has so many from first i64[1] on: others need not be sent, and are zeros here"""
+    """Like gather_tokens, but only sends a rank the tokens routed to its experts [first, first + experts); other rows
+    are zero
+
+    first: i64[1], the rank's first expert.
+    experts: how many a rank has.
+    """
     rows, *chosen = gather_tokens(xs, weights, ids, axis=axis, ranks=ranks)[0]
     return [(mask_rows(rows, chooses(chosen[1], first, experts).long()), *chosen) for first in firsts]
 
@@ -118,8 +122,12 @@ def _collect(x: Type, ids: Type, first: Type, *, axis: str, ranks: int, experts:
 def collect(
     xs: Sequence[Tensor], ids: Sequence[Tensor], firsts: Sequence[Tensor], *, axis: str, ranks: int, experts: int
 ) -> list[Tensor]:
-    """x [ranks T, H], ids i64[ranks T, k] that dispatch gave, first i64[1] -> [T, H], what reduce_scatter gives of rows
-    that are zeros where a token chose none of a rank's experts: these are not sent"""
+    """Like reduce_scatter, but a rank only sends the rows of tokens routed to its experts [first, first + experts);
+    its other rows count as zero
+
+    x: [ranks T, H]; the result is [T, H].
+    ids: i64[ranks T, k], from dispatch.
+    """
     each_rank = zip(xs, ids, firsts, strict=True)
     kept = [mask_rows(x, chooses(chosen, first, experts).long()) for x, chosen, first in each_rank]
     return reduce_scatter(kept, axis=axis, ranks=ranks)  # type: ignore[no-any-return]

@@ -37,8 +37,8 @@ def linear_type(x: Type, weight: Type, bias: Type | None = None, *, act: str | N
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, act: str | None = None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]
 
-    act: the format that x is rounded to, see `quantize_rows`. Kernels of few rows, where that saves nothing, need not:
-    what they give is nearer to the product of x itself.
+    act: the format that x is rounded to, see `quantize_rows`. Kernels for few rows may skip it, since it saves them
+    nothing: their result is nearer to the matmul of x itself.
     """
     if act is None:
         return F.linear(x, plain(weight), bias)

@@ -1,6 +1,6 @@
 """Fused ops, which are faster for few rows of tokens.
 
-A linear together with the norm before it or the gates behind it; attention together with the cache write before it.
+A linear fused with the norm before it or the gates after it; attention fused with the cache write before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atom.graph.types import BatchType, Type, need
 
 
 def _check_given(gives: str | None, kind: str | None) -> None:
-    need(gives is None or kind is not None, f"rows are given in {gives} behind gates alone")
+    need(gives is None or kind is not None, f"rows are given in {gives} after gates only")
     if gives is not None:
         check_act(gives)
 
@@ -33,7 +33,7 @@ def gated_linear(x: Tensor, weight: Tensor | PackedWeight, *, kind: str, act: st
                  gives: str | None = None) -> Tensor:  # fmt: skip
     """x [T, I], weight [2 W, I] with gate before up -> gated_activate(linear(x)), [T, W]; act as in linear
 
-    gives: the act of the linears that alone read the result, whose kernel may take its rows quantized already.
+    gives: the act of the linears that read the result, if nothing else does: their kernel may take its rows quantized.
     """
     return gated_activate(linear(x, weight, act=act), kind=kind)  # type: ignore[no-any-return]
 
@@ -51,8 +51,8 @@ def _norm_linear(x: Type, norm: Type, weight: Type, bias: Type | None = None, *,
 def norm_linear(x: Tensor, norm: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, eps: float,
                 kind: str | None = None, act: str | None = None,
                 gives: str | None = None) -> Tensor:  # fmt: skip
-    """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, O is 2 W, and behind it
-    gated_activate gives [T, W]; act as in linear, gives as in gated_linear"""
+    """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, O is 2 W, and
+    gated_activate then gives [T, W]; act as in linear, gives as in gated_linear"""
     y = linear(rms_norm(x, norm, eps=eps), weight, bias, act=act)
     return y if kind is None else gated_activate(y, kind=kind)  # type: ignore[no-any-return]
 

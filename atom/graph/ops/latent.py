@@ -29,7 +29,7 @@ def latent_entry(cache_dtype: str, dtype: str, rank: int, rotated: int) -> Type:
 
 
 def find_keys(rank: int, size: int) -> int:
-    """Where the rotated key begins behind a latent in fp8, in bytes: at a multiple of its numbers' size."""
+    """The byte offset of the rotated key, which follows an fp8 latent: a multiple of its numbers' size."""
     return -(-rank // size) * size
 
 

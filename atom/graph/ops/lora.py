@@ -1,9 +1,9 @@
-"""Low-rank adapters beside a linear: each token has its own, or none.
+"""Low-rank adapters of a linear: each token has its own, or none.
 
 L adapters (Hu et al. 2022) stand side by side: a [S L r, I], rows by slice, adapter and rank, and b [O, L r], columns
 by adapter and rank. A slice is a run of the linear's outputs with an a of its own, such as q of a joined qkv.
 
-Beside the linears of experts, rows are grouped by expert and adapter, so that each group has factors of its own:
+For the linears of experts, rows are grouped by expert and adapter, so that each group has factors of its own:
 
     pairs = pair_adapters(ids, adapters, loras=8)                   # expert and adapter in one number
     grouped, order, ends = group(h, pairs, experts=72)              # of 8 experts
@@ -70,8 +70,8 @@ def _expand_lora(y: Type, b: Type, adapters: Type, *, rank: int, sizes: Sequence
 def expand_lora(
     y: Tensor, b: Tensor, adapters: Tensor, *, rank: int, sizes: Sequence[int], kind: str | None = None
 ) -> Tensor:
-    """y [T, O + S L r], the outputs of a linear and of the a behind its weight; b and adapters as in lora -> [T, O];
-    with a kind, gated_activate behind it gives [T, O / 2]"""
+    """y [T, O + S L r], the outputs of a linear whose weight is followed by each a -> [T, O]; with a kind, followed by
+    gated_activate: [T, O / 2]. b and adapters as in lora"""
     outputs = sum(sizes)
 
     def shrink(rows: Tensor, at: int, number: int) -> Tensor:
@@ -109,7 +109,7 @@ def _grouped_lora(y: Type, x: Type, a: Type, b: Type, ends: Type) -> Type:
     need(len(a.shape) == len(b.shape) == 4, f"a is {a}, b {b}")
     experts, slots, rank, inner = map(int, a.shape)
     need(b.shape == (experts, slots, y.shape[-1], rank), f"a is {a}, b {b} for {y}")
-    need(inner == x.shape[-1] and y.shape[0] == x.shape[0], f"a is {a} for {x}, beside {y}")
+    need(inner == x.shape[-1] and y.shape[0] == x.shape[0], f"a is {a} for {x} and {y}")
     need(ends.shape == (experts * slots,), f"{ends} are the ends of {experts} experts with {slots} adapters")
     need(y.dtype == x.dtype == a.dtype == b.dtype, f"{y}, {x}, {a} and {b} differ in dtype")
     return y
@@ -123,7 +123,7 @@ def grouped_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Te
     for group, last in enumerate(ends.tolist()):
         expert, slot = divmod(group, a.shape[1])
         if slot and first < last:
-            product = x[first:last].float() @ a[expert, slot].float().T @ b[expert, slot].float().T
-            out[first:last] = (y[first:last].float() + product).to(y.dtype)
+            added = x[first:last].float() @ a[expert, slot].float().T @ b[expert, slot].float().T
+            out[first:last] = (y[first:last].float() + added).to(y.dtype)
         first = last
     return out

@@ -58,7 +58,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
 
     Scores are a softmax or sigmoid of x weight + bias, in float32. greedy takes the best; group_limited_greedy those of
     the top_groups groups that hold the best experts (DeepSeek-AI 2024, section 2.2.2); noaux_tc adds the correction for
-    the choice alone and takes the groups whose two best experts are best together (Wang et al. 2024). The weights are
+    the choice only and takes the groups whose two best experts are best together (Wang et al. 2024). The weights are
     the chosen scores, brought to a sum of 1 by renormalize, times scale. Experts E to E + shared - 1, which are all
     tokens', come last with a weight of 1; there are k of both.
     """
@@ -143,7 +143,10 @@ def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias:
 def multiply_by_expert(
     linear: Callable[..., Tensor], x: Tensor, weight: Any, columns: int, ends: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """What grouped_linear gives, by a linear of one expert's rows and weight. columns: O"""
+    """What grouped_linear gives, by a linear of one expert's rows and weight.
+
+    columns: O.
+    """
     out, first = x.new_empty(len(x), columns), 0
     for expert, last in enumerate(ends.tolist()):
         if first < last:
@@ -185,8 +188,9 @@ def experts(
     """Each token through the experts that it chose, summed by their weights (Shazeer et al. 2017).
 
     x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H] with gate before up, down [E, H, W], their biases
-    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate, act as in linear. first: i64[1], the
-    first of the experts that are here, where a token may choose others, which add nothing.
+    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate, act as in linear.
+
+    first: i64[1], the rank's first expert; a token may choose others, which add nothing. None: all experts are here.
     """
     grouped, order, ends = group(x, ids, first, experts=gate_up.shape[0])
     m = gated_activate(_multiply(grouped, gate_up, ends, gate_up_bias, act), kind=kind, limit=limit, alpha=alpha)

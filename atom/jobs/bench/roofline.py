@@ -29,7 +29,7 @@ from torch.fx import Node
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
 from atom.graph.graph import call_of, node_leaves, type_of
 from atom.graph.recipe_contents import held_bytes
-from atom.graph.shares import group_of, num_parts, active_fraction
+from atom.graph.shares import active_fraction, group_of, num_parts
 from atom.graph.types import Type
 from atom.jobs.bench.workload import Step
 

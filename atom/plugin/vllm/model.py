@@ -38,8 +38,8 @@ from atom.plugin.vllm.tied_head import without_copy
 from atom.process.messages import say
 from atom.runtime.step.program import Bindings, Executable, Kernels, score
 from atom.runtime.tune import measured_kernels
-from atom.weights.incremental import load_incremental
 from atom.weights.evaluate import Loaded, overwrite
+from atom.weights.incremental import load_incremental
 
 
 class AtomForCausalLM(nn.Module):
@@ -87,13 +87,13 @@ class AtomForCausalLM(nn.Module):
         stacked, ignore = stacked_parts(self._config.model), left_out(self._config)
         tensors = without_copy(tensors, self._config.model)
         with naming_the_way_out(), defaults_of_torch():
-            arriving = load_incremental(self._graph.recipes(), tensors, stacked, self._device, self._coordinates, ignore)
+            loads = load_incremental(self._graph.recipes(), tensors, stacked, self._device, self._coordinates, ignore)
             if self._tensors:
-                for recipe, loaded in arriving:
+                for recipe, loaded in loads:
                     overwrite(self._tensors[recipe], loaded)
                 self.attention.load(self._graph, self._tensors)
             else:
-                self._bind(dict(arriving))
+                self._bind(dict(loads))
             check_kv_scales(self._tensors, self._config)
         return {name for name, _ in self.named_parameters()}
 

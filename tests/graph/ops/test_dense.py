@@ -109,6 +109,6 @@ def test_a_gated_activation_takes_its_own_attributes_only():
 
 
 def test_every_activation_that_a_model_file_may_name_is_one_of_a_gate():
-    (stated,) = (each.metadata["built"] for each in dataclasses.fields(MLPConfig) if each.name == "activation")
-    named = {*stated, *ALIASES.values(), "sigmoid"} - {"xielu"}  # sigmoid is a shared expert's, xielu of no gate
+    (declared,) = (each.metadata["built"] for each in dataclasses.fields(MLPConfig) if each.name == "activation")
+    named = {*declared, *ALIASES.values(), "sigmoid"} - {"xielu"}  # sigmoid is a shared expert's, xielu of no gate
     assert named == set(GATED_ACTIVATIONS)

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("op", [ops.gated_linear, ops.norm_linear, ops.add_norm_linear, ops.norm_rope_attention])
-def test_they_are_ops_of_a_lowered_text_alone(op: ops.Op):
+def test_they_are_ops_of_a_lowered_text_only(op: ops.Op):
     assert op.level == ops.LOWERED
 
 
@@ -78,7 +78,7 @@ def test_attention_with_the_norm_rotation_and_write_before_it_is_attention_of_no
     attributes = {"scale": 0.5, "window": 3, "softcap": 2.0}
     expected = ops.attention(*turned, v, None, sinks, **attributes)
     slots, table = torch.tensor([6, 7, 8, 3, 4]), torch.tensor([[2, 1]]).int()
-    for first, last, num_decodes in ((0, 4, 0), (4, 5, 1)):  # a prompt, and behind it a decode
+    for first, last, num_decodes in ((0, 4, 0), (4, 5, 1)):  # a prompt, and after it a decode
         some = slice(first, last)
         starts, lengths = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
         batch = Batch({layer.kind: table}, {layer.kind: slots[some]}, starts, lengths, num_decodes)

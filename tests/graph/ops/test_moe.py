@@ -205,7 +205,7 @@ def test_experts_that_no_token_chose_change_nothing():
 
 
 def test_experts_may_round_their_activations_by_columns():
-    """Ahead of both products, each 4 columns by their largest number."""
+    """Ahead of both matmuls, each 4 columns by their largest number."""
 
     def rounded(row: Tensor) -> Tensor:
         spans = row.view(-1, 4)

@@ -631,7 +631,7 @@ def test_a_format_that_nobody_knows_is_one_line(run: Any, published: Any, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, _, err = run(f"checkpoint={tmp_path}")
     assert code == 2
-    assert err.startswith("atom-run: UnsupportedError: quantization_config.bits=3 is not known yet")
+    assert err.startswith("atom-run: UnsupportedError: quantization_config.bits=3 is not supported")
 
 
 def test_layers_that_predict_further_tokens_are_left_out(explain: Any, sizes: Any, published: Any):

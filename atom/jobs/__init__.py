@@ -1,4 +1,4 @@
-"""The jobs of `atom-run`: a module each, with `run(config) -> exit code`.
+"""The jobs of `atom-run`, each with `run(config) -> exit code`.
 
 A job with numbers for sweeps has their names in OBJECTIVES, and `run(config, report)` calls `report` with them.
 """

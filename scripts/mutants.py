@@ -90,7 +90,7 @@ def run_tests(tests: Iterable[str], tree: Path, seconds: float | None = None) ->
     """pytest's exit status, None where it did not end in time; and what it printed."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=line", "-m", "not slow"]
-    with tempfile.TemporaryFile("w+") as output:  # no pipe, which what a test leaves behind would keep open
+    with tempfile.TemporaryFile("w+") as output:  # no pipe, which a process that a test leaves would keep open
         process = subprocess.Popen(
             [*command, *tests], cwd=tree, env=env, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,

@@ -62,7 +62,7 @@ def save_with_peft(model: Any, folder: Path, seed: int = 0, **fields: Any) -> Pa
 
 
 def load_with_peft(model: Any, folder: Path) -> Any:
-    """The model with an adapter beside its weights, as PEFT computes it. model: as in `save_with_peft`"""
+    """The model with an adapter next to its weights, as PEFT computes it. model: as in `save_with_peft`"""
     return peft.PeftModel.from_pretrained(model, folder).eval()
 
 

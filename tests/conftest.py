@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("atom", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are busy
 settings.load_profile("atom")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup, likewise
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored after nohup too
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 # each process that compiles pieces would first build a program of this CPU's vectors, as long as a piece takes
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
@@ -119,7 +119,7 @@ def references(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
 
 @pytest.fixture
 def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
-    """Engines on tiny variants in float32, with a small KV pool; closed behind the test."""
+    """Engines on tiny variants in float32, with a small KV pool; closed after the test."""
     from atom import LLMEngine
 
     opened: list[LLMEngine] = []

@@ -1,6 +1,6 @@
 """What doubles of drafting models share: the drafts that follow known tokens.
 
-double.drafts(tokens, 3)        # the three tokens that an engine drafts behind these
+double.drafts(tokens, 3)        # the three tokens that an engine drafts after these
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def cold(num_rows: int) -> dict[str, Tensor]:
-    """What `draft_head` takes beside rows of hidden states, where each is greedy."""
+    """What `draft_head` takes besides rows of hidden states, where each is greedy."""
     return {
         "keys": torch.zeros(num_rows, dtype=torch.int64),
         **dict.fromkeys(("temperatures", "depths"), torch.zeros(num_rows)),
@@ -28,7 +28,7 @@ class Double(Protocol):
 
 
 class LayerDouble:
-    """A layer that reads a hidden state of each position, and the token behind it."""
+    """A layer that reads a hidden state of each position, and the token after it."""
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens i64[T] -> fp32[T, H], of the model that it drafts for"""

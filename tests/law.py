@@ -38,7 +38,7 @@ def assert_fp16_as_near(ours: torch.Tensor, theirs: torch.Tensor, reference: tor
     """Logits [T, V] of the positions of many prompts, in fp16 and in float32: ours are finite wherever theirs are, and
     half of ours are at most 1.25 times as far off as half of theirs.
 
-    A median, since where two experts nearly tie either may be taken, and then a position and those behind it are far
+    A median, since where two experts nearly tie either may be taken, and then a position and those after it are far
     off: of 480 positions some are, ours or theirs. Over 7,200 the means are within 1.1 of each other too.
     """
     comparable = theirs.isfinite().all(-1)
@@ -48,7 +48,7 @@ def assert_fp16_as_near(ours: torch.Tensor, theirs: torch.Tensor, reference: tor
 
 
 def median_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """The median of ‖a - b‖ / ‖b‖ over positions, which those behind a near tie of two experts do not move."""
+    """The median of ‖a - b‖ / ‖b‖ over positions, which those after a near tie of two experts do not move."""
     return ((ours.float() - reference).norm(dim=-1) / reference.norm(dim=-1)).median().item()
 
 

@@ -2,7 +2,7 @@
 
     folder = mtp.save("deepseek_v3", tmp_path / "mtp")
     double = mtp.Double(folder)
-    hidden = double.hidden(tokens)                    # the model's own, behind its final norm
+    hidden = double.hidden(tokens)                    # the model's own, after its final norm
     drafted = double.draft(tokens[1:], hidden[:-1])   # and double.logits(drafted), of the tokens from the third one on
 
 The layer is as DeepSeek-V3's report and README_WEIGHTS.md describe it: embedding and hidden state, each normed, side by
@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-NUM_LAYERS = 3  # of the model; the one behind them predicts
+NUM_LAYERS = 3  # of the model; the one after them predicts
 AT = f"model.layers.{NUM_LAYERS}."
 
 
 class Names(NamedTuple):
-    """What a checkpoint calls the layer, and what it has beside a layer's usual tensors."""
+    """What a checkpoint calls the layer, and what it has besides a layer's usual tensors."""
 
     layer: str
     embedding_norm: str

@@ -1,4 +1,4 @@
-"""Looks inside an engine: what its own steps compute, captured ones where there are some.
+"""Looks inside an engine: what its own steps compute, captured ones if any.
 
 engine = open_engine("qwen3", level=3)
 logits_of(engine, tokens)              # [T, V] at every position, in the chunks that the scheduler makes

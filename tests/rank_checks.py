@@ -1,7 +1,7 @@
 """What ranks are asked on a CPU and on GPUs alike, and what becomes of their processes.
 
 answers = answer_beside_an_abort(engine, prompts, params)
-assert_same_answers(answers, alone)
+assert_same_answers(answers, of_one_process)
 assert_same_texts_of_a_grammar(save_with_texts("llama", folder), {"level": 0}, {"tensor_parallel_size": 2})
 assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place=0)
 assert_ranks_end_with_their_driver(folder, level=0)
@@ -160,7 +160,7 @@ def assert_goes_on_after_a_stop(engine: LLMEngine, place: int) -> None:
 
 
 def files_of(pids: list[int], temporary: Path | None = None) -> list[Path]:
-    """The files whose memory processes share, which could be left behind. temporary: their TMPDIR, if not this one's"""
+    """The files whose memory processes share, which could be left over. temporary: their TMPDIR, if not this one's"""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     files = [Path(line.split(maxsplit=5)[5].removesuffix(" (deleted)")) for line in lines if " rw-s " in line]
     folders = (Path("/dev/shm"), temporary or Path(tempfile.gettempdir()))

@@ -50,7 +50,7 @@ def post(
     headers: dict[str, str] | None = None,
     before: Callable[[Context], object] = lambda context: None,
 ) -> tuple[httpx.Response, list[Submit]]:
-    """The app's answer to a request, all of it, and what the engine was asked. before: changes what stands behind it."""
+    """The app's answer to a request, all of it, and what the engine was asked. before: changes what it reads from."""
 
     async def run() -> tuple[httpx.Response, list[Submit]]:
         ours, theirs = socket.socketpair()

@@ -98,7 +98,7 @@ def save_talker(folder: Path) -> Path:
 
 
 def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Server:
-    """A server that serves, on an engine that computes nothing where there are options for one (serve/stub_engine.py).
+    """A server that serves, on an engine that computes nothing if options for a stub are given (serve/stub_engine.py).
 
     The latter is forked (serve/stub_servers.py). Its log lies in the folder; the caller ends it. Its cache is the
     user's, which has the libraries that it loads.

@@ -36,7 +36,7 @@ INSTRUCTIONS = """
 ADD ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM HEALTHCHECK LABEL ONBUILD RUN SHELL STOPSIGNAL USER VOLUME WORKDIR
 """  # https://docs.docker.com/reference/dockerfile/
 OF_DEVICE = re.compile("torch|TORCH|NVIDIA|lock\\..*\\.txt|pip install .* '")  # in what the images may differ
-END_SECONDS = 10  # that a supervisor gives a server beside its drain
+END_SECONDS = 10  # that a supervisor gives a server besides its drain
 USER = 10001
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=ROOT / ".venv" / "bin")
 SCRAPED = {"job", "instance"}  # labels that Prometheus adds

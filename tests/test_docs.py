@@ -87,7 +87,7 @@ class Started(Exception):
 
 
 def commands(page: str) -> list[str]:
-    """The command lines of a page: in blocks of code, in code within lines, and overrides that stand there alone."""
+    """The command lines of a page: in blocks of code, in code within lines, and overrides that stand there by themselves."""
     found: list[str] = []
     fence, language = False, ""
     blocks: list[str] = []
@@ -140,7 +140,7 @@ def save_artifact(cache: Cache) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that commands run in, with what the pages speak of in it and beside it; costly jobs only start."""
+    """The folder that commands run in, with what the pages speak of in it and next to it; costly jobs only start."""
     save_talker(tmp_path / "llama", "LlamaForCausalLM")
     save_talker(tmp_path / "wide", "LlamaForCausalLM", num_attention_heads=16, num_key_value_heads=8, head_dim=16)
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}

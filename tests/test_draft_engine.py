@@ -136,7 +136,7 @@ def opened(folder: Path, **fields: Any) -> LLMEngine:
 def test_drafts_are_those_of_the_double(
     name: str, num_drafts: int, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ):
-    """At each step of an answer, whose prompt came in chunks; drafts that were accepted and rejected lie behind it."""
+    """At each step of an answer, whose prompt came in chunks; after drafts that were accepted and rejected."""
     case, draft = case_of(name), Model._draft
     found: list[tuple[int, list[int]]] = []
 
@@ -274,7 +274,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[s
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_an_end_within_accepted_tokens_is_the_end(name: str, case_of: Callable[[str], Case]):
-    """Of a token and of strings to stop at, beside answers of a grammar, for which nothing is drafted."""
+    """Of a token and of strings to stop at, next to answers of a grammar, for which nothing is drafted."""
     pytest.importorskip("llguidance")
     case, pattern, every = case_of(name), "[a-e]{3}[f-h]{2,9}", [*EVERY[:3], EVERY[0]]
     written = replace(HOT, n=2, ignore_eos=False, structured_outputs={"regex": pattern})

@@ -121,7 +121,7 @@ def test_tensors_of_a_draft_are_checked_by_name_and_shape(case: Config):
 
 
 def test_weights_of_a_draft_may_be_random(checkpoints: Callable[[str], Path], tmp_path: Path):
-    """From its config.json alone; its vocabulary is mapped to the first of the model's tokens."""
+    """Only from its config.json; its vocabulary is mapped to the first of the model's tokens."""
     eagle3.write_config(tmp_path, tiny.config("qwen3").to_dict(), draft_vocab_size=31)
     fields = {"method": "eagle3", "draft_model": str(tmp_path), "acceptance_length": 2.5, "load_dummy": True}
     engine = LLMEngine(str(checkpoints("qwen3")), dtype="fp32", device="cpu", level=1, **fields)

@@ -133,7 +133,7 @@ def test_stages_give_what_the_reference_gives(
 ):
     engine = pooling_engine(open_engine, name, pooling, pipeline_parallel_size=2, **fields)
     (answer,) = engine.prepare(PROMPTS[1], SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1))
-    engine.submit([answer])  # beside them
+    engine.submit([answer])  # next to them
     assert_near(embed(engine, pooling), references(name), pooling)
     with torch.inference_mode():
         text = references(name).generate(torch.tensor([PROMPTS[1]]), max_new_tokens=4, do_sample=False)

@@ -180,7 +180,7 @@ NAMES = {
 
 
 def with_scales(plain: Path, folder: Path, names: tuple[str, str], shape: list[int], dtype: torch.dtype) -> Path:
-    """The checkpoint with scales of keys and values beside weights in fp8, which state themselves."""
+    """The checkpoint with scales of keys and values next to weights in fp8, which state themselves."""
     tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
     for layer in range(stated["num_hidden_layers"]):
         for name, scale in zip(names, scales_of_layer(layer), strict=True):
@@ -206,7 +206,7 @@ def unpacked(plain: Path) -> Any:
 
 
 def save_with_scales(plain: Path, folder: Path, *names: str) -> Path:
-    """Save a checkpoint with scales of these names in each layer, as compressed-tensors does beside plain weights."""
+    """Save a checkpoint with scales of these names in each layer, as compressed-tensors does next to plain weights."""
     tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
     for layer in range(stated["num_hidden_layers"]):
         for name, scale in zip(names, scales_of_layer(layer), strict=False):

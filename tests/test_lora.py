@@ -1,4 +1,4 @@
-"""LoRA adapters beside the weights: tokens and logits are those of PEFT's own model, whatever runs beside them."""
+"""LoRA adapters next to the weights: tokens and logits are those of PEFT's own model, whatever else runs."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_a_draft_model_drafts_without_the_adapter_and_changes_no_token(
     checkpoints: Callable[[str], Path], open_engine: Open, references: Any, tmp_path: Path
 ):
     model = references("llama")
-    folder = adapters.save(model, tmp_path / "sql", size=0.05)  # so small that the model alone is often right
+    folder = adapters.save(model, tmp_path / "sql", size=0.05)  # so small that the plain model is often right
     engine = open_engine(
         "llama", lora_modules={"sql": str(folder)}, method="draft", draft_model=str(checkpoints("llama")),
         num_speculative_tokens=2,

@@ -101,7 +101,7 @@ def load_all(graph: Graph, config: Config, coordinates: dict[str, int] | None = 
 
 @torch.inference_mode()
 def assert_drafts(graph: Graph, config: Config, case: Case, mesh: Mesh) -> None:
-    """The text of some ranks gives what the double gives, with a second draft behind the first one."""
+    """The text of some ranks gives what the double gives, with a second draft after the first one."""
     ranks = range(mesh.num_ranks)
     tensors = [load_all(graph, config, mesh.coordinates(rank) if mesh.num_ranks > 1 else None) for rank in ranks]
 

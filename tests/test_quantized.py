@@ -40,7 +40,7 @@ from atom.errors import CheckpointError
 
 __all__ = ["thread_ranks"]
 
-Stored = dict[str, Tensor]  # by suffix behind the weight's name
+Stored = dict[str, Tensor]  # by suffix of the weight's name
 
 NAMES = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # of linears
 FP8_MAX, INT8_MAX = 448.0, 127.0

@@ -112,7 +112,7 @@ def note_preempted_drafts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
             "enable_prefix_caching": True}  # fmt: skip
-BUSY = {"max_num_seqs": 3, "max_num_batched_tokens": 10}  # prompts come in many chunks, beside decodes
+BUSY = {"max_num_seqs": 3, "max_num_batched_tokens": 10}  # prompts come in many chunks, next to decodes
 
 
 def test_ngram_gives_the_tokens_of_none(open_engine: Open):

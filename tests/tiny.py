@@ -212,7 +212,7 @@ def config(name: str) -> transformers.PreTrainedConfig:
 
 
 def num_ranks(name: str) -> int:
-    """The least number of ranks, beside one, that divides a variant's heads."""
+    """The smallest number of ranks above one that divides a variant's heads."""
     stated = config(name)
     heads, kv_heads = stated.num_attention_heads, stated.num_key_value_heads
     dividing = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)

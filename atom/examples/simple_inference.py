@@ -46,7 +46,7 @@ def answer_prompts(args: argparse.Namespace) -> int:
 
 
 def as_chat(llm: LLMEngine, prompt: str) -> str | list[int]:
-    """The prompt in the checkpoint's chat template; as it is where there is none."""
+    """The prompt in the checkpoint's chat template; as it is without one."""
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         return prompt
     return llm.tokenizer.encode_chat([{"role": "user", "content": prompt}], enable_thinking=True)

@@ -15,7 +15,7 @@ it was the spring of hope, it was the winter of despair, we had everything befor
 
 @pytest.fixture(autouse=True)
 def frozen_past(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client passes over what there was before it; what pytest holds stays frozen behind it too."""
+    """A client passes over what there was before it; what pytest holds stays frozen after it too."""
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 

@@ -47,7 +47,7 @@ def test_prompts_have_as_many_tokens_as_asked_for(tokenizer: Tokenizer, referenc
 
 
 def test_a_prompt_is_mended_until_its_length_is_right(tokenizer: Tokenizer, reference_tokenizer: Reference):
-    ids = numpy.arange(2, tokenizer.vocab_size)  # all of them, whatever they do beside each other
+    ids = numpy.arange(2, tokenizer.vocab_size)  # all of them, whatever they do next to each other
     naive = tokenizer.decode(rng().choice(ids, 499).tolist())
     assert len(reference_tokenizer.encode(naive).ids) != 500  # what makes the mending necessary
     text, num_tokens = make_prompt(rng(), PromptForm(tokenizer), ids, "", 500)

@@ -115,7 +115,7 @@ def parse(*argv: str) -> EngineArgs:
 
 
 def split(text: str) -> list[str]:
-    """A flag and, behind the first space, its value."""
+    """A flag and, after the first space, its value."""
     return text.split(" ", 1)
 
 

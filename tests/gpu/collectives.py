@@ -140,7 +140,7 @@ def two_ranks() -> Iterator[tuple[Communicator, Ranks, Callable[[str], tuple[Any
 
 
 def be_second(link: RankLink) -> None:
-    """Be the second rank, in a process that sees its GPU alone."""
+    """Be the second rank, in a process that sees only its GPU."""
     folder = Path(link.receive().decode())
     communicator = connect_rank("cuda", Rendezvous(1, MESH, "127.0.0.1", link.exchange, folder))
     while True:

@@ -23,7 +23,7 @@ def gpu_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_engine(checkpoints: Callable[[str], Path], gpu_cache: Path) -> Iterator[Callable[..., LLMEngine]]:
-    """Engines on tiny variants on the GPU, in float32 with a small KV pool; closed behind the test."""
+    """Engines on tiny variants on the GPU, in float32 with a small KV pool; closed after the test."""
     opened: list[LLMEngine] = []
 
     def open(name: str, **fields: Any) -> LLMEngine:

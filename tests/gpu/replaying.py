@@ -145,7 +145,7 @@ def capture(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def replay_among(num: int, count: int, told: Callable[[int], object] = lambda turn: None) -> list[Replayed]:
-    """What `replay` gives on each of so many ranks, which have a GPU each where there are as many, and else share one:
+    """What `replay` gives on each of so many ranks, which have a GPU each if there are as many, and else share one:
     then ranks take turns, NCCL would refuse them, and tensors are small."""
     is_shared = torch.cuda.device_count() < num
     with tempfile.TemporaryDirectory() as folder:

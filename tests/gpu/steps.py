@@ -12,5 +12,5 @@ FIELDS: dict[str, Any] = {"dtype": "fp32", "device": "cuda", "num_kvcache_blocks
 
 
 def set_depth(engine: LLMEngine, run_ahead: int) -> None:
-    """Steps that the engine may have behind the one that it waits for."""
+    """Steps that the engine may have after the one that it waits for."""
     engine._engine.runner.run_ahead = engine._engine.scheduler._run_ahead = run_ahead

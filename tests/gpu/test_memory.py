@@ -62,7 +62,7 @@ def open_large(large_vocab: dict[str, Any], gpu_cache: Path) -> Any:
 
 def test_graphs_share_memory(open_large: Any):
     """Seven smaller ones take less than a quarter of what the largest takes. With memory of their own they would take
-    1.7 times as much as that one, since it grows with rows: 888 of theirs beside its 512."""
+    1.7 times as much as that one, since it grows with rows: 888 of theirs next to its 512."""
     _, runner = open_large(level=3, max_num_seqs=512, cudagraph_capture_sizes=SIZES)
 
     def taken(is_lazy: bool) -> int:

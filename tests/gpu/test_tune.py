@@ -27,7 +27,7 @@ SHORT = [tiny.prompt(1 + seed % 8, seed=seed) for seed in range(40)]  # each a s
 
 
 class Start(NamedTuple):
-    answers: list[tuple[list[int], list[int]]]  # prompts, greedy tokens: of one alone, and of several together
+    answers: list[tuple[list[int], list[int]]]  # prompts, greedy tokens: of one by itself, and of several together
     logits: torch.Tensor  # of SHORT, at every position
     is_tuned: bool
     told: str

@@ -196,7 +196,7 @@ def topk_of_groups(
     gating_output: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_expert_group: int, topk_group: int,
     need_renorm: bool, is_softmax: bool = True, routed_scaling_factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """`grouped_topk_torch` beside it: groups are as good as their best expert."""
+    """`grouped_topk_torch` next to it: groups are as good as their best expert."""
     scores = gating_output.softmax(-1) if is_softmax else gating_output.sigmoid()
     grouped = scores.view(len(scores), num_expert_group, -1)
     kept = _of_groups(scores, grouped.amax(-1), topk_group)
@@ -207,7 +207,7 @@ def topk_with_correction(
     gating_output: Tensor, correction_bias: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_expert_group: int,
     topk_grp: int, need_renorm: bool, routed_scaling_factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """`biased_grouped_topk_torch` beside it: groups are as good as their two best experts together."""
+    """`biased_grouped_topk_torch` next to it: groups are as good as their two best experts together."""
     assert correction_bias.dtype is gating_output.dtype, "as its C++ checks"
     scores = gating_output.sigmoid()
     ranks = scores + correction_bias
@@ -245,7 +245,7 @@ def experts(
     expert_mask: Tensor | None = None, quant_type: Any = QuantType.No, w1_scale: Tensor | None = None,
     w2_scale: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """`torch_moe_stage1` and `torch_moe_stage2` beside it, of shuffled weights, as its op tests call it."""
+    """`torch_moe_stage1` and `torch_moe_stage2` next to it, of shuffled weights, as its op tests call it."""
     assert w1.is_shuffled and w2.is_shuffled, "newer versions read other weights as stored"  # type: ignore[attr-defined]
     assert topk_ids.dtype is torch.int32 and topk_weight.dtype is torch.float32
     quant, (num, hidden, width) = quant_type.name, w2.shape
@@ -375,7 +375,7 @@ def expert_tiles(**given: Any) -> SimpleNamespace:
 
 
 def routing_data(**given: Any) -> SimpleNamespace:
-    """AITER's RoutingData, which holds what is documented beside `block_pid_map` and `n_blocks`."""
+    """AITER's RoutingData, which holds what is documented besides `block_pid_map` and `n_blocks`."""
     experts, block_m, data = given["n_expts_tot"], given["block_m"], given["expt_data"]
     rows, tiles = data.hist.tolist(), []
     for expert, count in enumerate(rows):
@@ -391,7 +391,7 @@ def routing_data(**given: Any) -> SimpleNamespace:
 def expert_products(
     x: Tensor, w: Tensor, x_scales: None, w_scales: Tensor, bias: Tensor | None = None, routing_data: Any = None, **_: Any
 ) -> Tensor:  # fmt: skip
-    """`moe_gemm_torch` beside it: sorted rows by their expert's weights; rows in no tile are not written."""
+    """`moe_gemm_torch` next to it: sorted rows by their expert's weights; rows in no tile are not written."""
     data, (rows, inner), (experts, _, out) = routing_data.expt_data, x.shape, w.shape
     least, blocks = routing_data.block_m, len(data.block_pid_map)
     # as RoutingData.n_blocks counts the programs that read a tile's number

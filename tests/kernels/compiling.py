@@ -1,4 +1,4 @@
-"""Programs that have Triton compile where there is no GPU, each in a process of its own, without Triton's interpreter.
+"""Programs that have Triton compile without a GPU, each in a process of its own, without Triton's interpreter.
 
 done = run_program(PROGRAM, "sm_90", TRITON_CACHE_DIR=str(tmp_path))     # done.stdout
 done = compile_for_hopper(PROGRAM)                                       # which calls use_hopper; it must succeed

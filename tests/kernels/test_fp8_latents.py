@@ -1,4 +1,4 @@
-"""Attention over latents in fp8_e4m3 beside rotated keys that are not, of every backend, against plain torch."""
+"""Attention over latents in fp8_e4m3 next to rotated keys that are not, of every backend, against plain torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_latents_are_divided_by_their_scale_and_rotated_keys_are_kept_whole(
     random = torch.Generator().manual_seed(rank)
     q_rope = torch.randn(9, 33, 3 + rotated, generator=random).to(dtype)[..., 3:]
     latents, k_rope = torch.randn(9, rank + rotated, generator=random).to(dtype).split([rank, rotated], dim=1)
-    latents[3] *= 1e4  # beyond 448, where there is no norm
+    latents[3] *= 1e4  # beyond 448 if there is no norm
     cos, sin = ops.rotary.body(torch.arange(9) + 7, torch.rand(rotated // 2)) if has_rope else (None, None)
     norm = 50 * torch.rand(rank, generator=random).to(dtype) if has_norm else None
     slots = torch.tensor([9, 3, 12, 0, 14, 1, 2, 13, 5])

@@ -18,7 +18,7 @@ from atom.kernels.triton.step.prepare_inputs import ENTRIES, TOKENS
 from atom.runtime.step.input import BatchShape, PackedRows
 from atom.runtime.step.request_state import RequestState
 
-NUM_SLOTS = 11  # of which the last, behind these, is nobody's
+NUM_SLOTS = 11  # after which comes the slot of padding
 KINDS = ("full", "window_5", "latent")
 UNWRITTEN = -7
 

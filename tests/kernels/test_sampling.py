@@ -194,7 +194,7 @@ def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobo
     logits[2:, :4] = torch.tensor(
         [[1.0, nan, 3.0, 2.0], [1.0, 2.0, inf, inf], [nan, -inf, -inf, -9.0], [nan, -inf, nan, -inf], [1.0, 4, -inf, 2]]
     )
-    penalty = {"top_p": 0.5, "presence_penalty": 2.0}  # it does not count where there is no distribution
+    penalty = {"top_p": 0.5, "presence_penalty": 2.0}  # it does not count without a distribution
     for params in ({"temperature": 0}, {}, {"top_k": 2, "min_p": 0.1}, penalty):
         rows = [sequence(seed, output=[2], num_prompt=1, **params) for seed in range(7)]
         tokens = sample(place, logits, rows)

@@ -149,7 +149,7 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
 def test_draws_behind_drafts_follow_the_models_distribution(
     place: Place, kind: str, params: dict[str, Any], most: float
 ):
-    """Chi-square over 60,000 seeds: of the draws at the newest tokens, and of those behind the drafts that were right.
+    """Chi-square over 60,000 seeds: of the draws at the newest tokens, and of those after the drafts that were right.
 
     most: its 99.9th percentile, by as many degrees of freedom as tokens can be drawn, or more
     """

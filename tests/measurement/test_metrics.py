@@ -68,7 +68,7 @@ def test_latencies_are_milliseconds(metrics):
 
 
 def test_goodput_counts_the_requests_that_meet_every_objective(metrics):
-    assert metrics.request_goodput == 0.5  # the third alone, which has no TPOT to miss, in 2 s
+    assert metrics.request_goodput == 0.5  # only the third, which has no TPOT to miss, in 2 s
     for goal, met in [({"ttft": 100.0}, 1), ({"tpot": 6.0}, 2), ({"e2el": 200.0}, 2), ({"e2el": 0.0}, 0)]:
         made = outputs()
         finish_outputs(made, None)

@@ -88,7 +88,7 @@ def logits_of(model: Any, prompts: list[list[int]], chunk: int = 7) -> list[Tens
         rows = [row for row, prompt in enumerate(prompts) if done[row] < len(prompt)]
         counts = [
             min(chunk if row % 2 == 0 else 1, len(prompts[row]) - done[row]) for row in rows
-        ]  # prompts beside decodes
+        ]  # prompts next to decodes
         lengths = [done[row] + count for row, count in zip(rows, counts, strict=True)]
         vllm.context.step = vllm.Step([tables[row] for row in rows], lengths, counts)
         tokens = [

@@ -3,7 +3,7 @@
     requested = read_signature_request(fields, request_components(scope, fields), key_id)
     send = SigningSend(send, key, requested)
 
-A signature covers what is asked for, and always the status and the digest of the whole body. Behind a stream of events,
+A signature covers what is asked for, and always the status and the digest of the whole body. After a stream of events,
 whose digest is known at its end, the fields of the signature are comments, the last of the body: there they stand for
 trailers, which few clients can read, so that the digest is covered as `"content-digest";tr`.
 """

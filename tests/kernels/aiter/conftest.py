@@ -1,4 +1,4 @@
-"""AITER's sources, where there are any."""
+"""AITER's sources, if any."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 They run in Triton's interpreter, or on this machine's GPU, whichever vendor's. The package itself is not imported, since
 that looks for ROCm: of it only these kernels' modules are, and what they ask of the GPU is answered here. Launch options
-that Triton has for AMD's GPUs alone are left out on others.
+that Triton has only for AMD's GPUs are left out on others.
 """
 
 from __future__ import annotations

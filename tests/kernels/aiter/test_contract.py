@@ -97,7 +97,7 @@ def test_experts_are_multiplied_as_the_recorded_version_names_it():
 
 
 def read_quant_types(sources: Path) -> list[str] | None:
-    """The members of the C++ enum behind QuantType; None where there is no C++ beside the package."""
+    """The members of QuantType's C++ enum; None without C++ sources next to the package."""
     headers = [sources / each / "include" / "aiter_enum.h" for each in ("aiter_meta/csrc", "csrc")]
     for header in headers:
         if header.is_file():

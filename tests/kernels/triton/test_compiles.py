@@ -57,7 +57,7 @@ class Compile:
         print(kernel.__name__)
 
 for module in (decode, few_experts, grouped_linear, grouping, prepare_inputs, linear, lora, matrix, packed, quantized,
-               row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, words):
+               row_kernels, moe, mxfp4, router, prefill, rope, sampling, speculation, vector, kquant_gemv):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES.get(module.__name__.rpartition(".")[2], "").split():
@@ -161,7 +161,7 @@ NAMES = {
     "prepare_inputs": "_prepare _prepare_draft _extend",
     "matrix": "_matrix_kernel",
     "vector": "_vector_kernel",
-    "words": "_kquant_gemv_kernel",
+    "kquant_gemv": "_kquant_gemv_kernel",
     "lora": "_expand_kernel",
     "packed": "_unpack_kernel",
     "quantized": "_scale_kernel",

@@ -12,7 +12,7 @@ import "./vendor/purify.min.js";  // defines DOMPurify
 
 const MAX_DEPTH = 8;  // lists and quotes in each other, and emphasis
 const MAX_LENGTH = 200_000;  // characters of a text
-const MAX_INLINE = 10_000;  // characters of a paragraph: marked takes quadratic time for some
+const MAX_INLINE = 10_000;  // characters of a paragraph whose inline text is parsed
 const ADDRESS = /^(?:https?|mailto):/i;
 const ALLOWED = {
   ALLOWED_TAGS: [

@@ -46,7 +46,7 @@ from serving import free_port
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, assemble
-from atom.assemble.kv_blocks import cache_kinds, plan_kv, take_least
+from atom.assemble.kv_blocks import cache_kinds, plan_kv
 from atom.assemble.rank_process import find_running
 from atom.assemble.ranks import check_same_weights, config_of, sample_weights, start_processes
 from atom.checkpoint import Progress, SilentProgress
@@ -434,11 +434,6 @@ def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
             ranks = Ranks(start_processes(load([*fields, *stated]), replica, started), [b"", b""])
             assert [ranks.receive(rank) for rank in (1, 2)] == expected
             ranks.close()
-
-
-def test_all_ranks_have_the_blocks_of_the_one_with_the_least_room():
-    plans = [{"full": 9, "window": 4}, {"full": 7, "window": 6}, {"latent": 3}]
-    assert take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
 
 
 def test_memory_that_is_too_little_is_refused_with_what_all_ranks_need(checkpoints: Callable[[str], Path]):

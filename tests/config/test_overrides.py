@@ -158,7 +158,7 @@ def test_other_keys_are_left_to_hydra():
     assert rewrite(texts) == texts
 
 
-def test_the_other_name_of_block_size():
+def test_other_spellings_of_a_field_are_taken_and_two_of_one_refused():
     assert rewrite(["serve.kv_cache_block_size=32"]) == ["serve.block_size=32"]
     sizes = ["serve.tensor_parallel_size=2", "serve.pipeline_parallel_size=3", "serve.data_parallel_size=4"]
     assert rewrite(sizes) == ["parallel.tensor=2", "parallel.pipeline=3", "parallel.replicas=4"]

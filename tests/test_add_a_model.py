@@ -105,7 +105,7 @@ def test_what_the_file_assumes_is_held(nanochat: tuple[Path, Any]):
     path = folder / "checkpoint" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_bias": True}))
     with pytest.raises(
-        UnsupportedError, match=r"attention_bias=true in its config\.json is not built; there is: false"
+        UnsupportedError, match=r"attention_bias=true in its config\.json is not supported \(supported: false"
     ):
         load([f"checkpoint={folder}/checkpoint"], config_dirs=[str(folder / "conf")])
 

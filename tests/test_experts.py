@@ -109,8 +109,8 @@ def test_a_wrong_expert_weight_is_named(checkpoints: Checkpoints, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "kind", "error"),
     [
-        ({"topk_method": "coin_toss"}, UnsupportedError, r"model\.mlp\.0\.router\.method=coin_toss is not built yet; there is: greedy, group_limited_greedy, noaux_tc"),
-        ({"scoring_func": "tanh"}, UnsupportedError, r"model\.mlp\.0\.router\.score=tanh is not built yet; there is: null, softmax, sigmoid"),
+        ({"topk_method": "coin_toss"}, UnsupportedError, r"model\.mlp\.0\.router\.method=coin_toss is not supported \(supported: greedy, group_limited_greedy, noaux_tc"),
+        ({"scoring_func": "tanh"}, UnsupportedError, r"model\.mlp\.0\.router\.score=tanh is not supported \(supported: null, softmax, sigmoid"),
         ({"n_group": 3}, ConfigError, r"model\.mlp\.0\.router\.groups=3: 16 experts do not divide into them"),
         ({"topk_group": 5}, ConfigError, r"model\.mlp\.0\.router\.top_groups=5 is more than its groups=4"),
         ({"num_experts_per_tok": 9}, ConfigError, r"model\.mlp\.0\.top_k=9 is more than the 8 experts that a token may choose from"),

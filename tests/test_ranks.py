@@ -507,15 +507,15 @@ def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
 @pytest.mark.parametrize(
     ("name", "fields", "error", "reason"),
     [
-        ("llama", {"tensor_parallel_size": 3}, UnsupportedError, "parallel.tensor=3 does not divide 4 heads with 2 of keys and values; there is: 1, 2, 4"),
+        ("llama", {"tensor_parallel_size": 3}, UnsupportedError, r"parallel.tensor=3 does not divide 4 heads with 2 of keys and values \(supported: 1, 2, 4"),
         ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "tensor_parallel_size and parallel.tensor are the same option; give one"),
         ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "pipeline_parallel_size and parallel.pipeline are the same option"),
         ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),
         ("llama", {"pipeline_parallel_size": 2, "method": "eagle3"}, UnsupportedError, "parallel.pipeline=2 with serve.method=eagle3: it reads hidden states of several stages; set serve.method to mtp, draft or ngram, or divide each layer with parallel.tensor"),
         ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
         ("llama", {"parallel.data": 2}, ConfigError, "parallel.data=2: the model has no experts that groups could share"),
-        ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 3}, ConfigError, r"parallel.experts=3 must divide the 2 ranks of parallel.tensor \* parallel.data; there is: 1, 2$"),
-        ("qwen3_moe", {"parallel.tensor": 4, "parallel.experts": 3}, ConfigError, "parallel.experts=3 must divide the 4 ranks of parallel.tensor; there is: 1, 2, 4$"),
+        ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 3}, ConfigError, r"parallel.experts=3 must divide the 2 ranks of parallel.tensor \* parallel.data \(supported: 1, 2\)$"),
+        ("qwen3_moe", {"parallel.tensor": 4, "parallel.experts": 3}, ConfigError, r"parallel.experts=3 must divide the 4 ranks of parallel.tensor \(supported: 1, 2, 4\)$"),
     ],
 )  # fmt: skip
 def test_what_does_not_divide_is_refused_with_what_does(

@@ -60,7 +60,7 @@ def refuse_act(graph: Graph, config: Config) -> None:
 def left_plain(graph: Graph, config: Config) -> list[str]:
     """What quant.act asks for and experts do not get, in words: their kernels multiply fp8 in blocks of 128 x 128."""
     nodes = (node for program in graph.programs.values() for node in program.nodes)
-    return [*dict.fromkeys(filter(None, map(leaves_act, nodes)))] if config.quant.asks_act else []
+    return [*dict.fromkeys(filter(None, map(leaves_act, nodes)))] if config.quant.requires_act else []
 
 
 def digest_of(graph: Graph) -> str:

@@ -57,7 +57,7 @@ def compile_graph(
         level=level,
         target=target,
         watch=watch,
-        keeps_act=config.quant.asks_act,
+        keeps_act=config.quant.requires_act,
         mesh=mesh_of(config),
         stage=stage,
         max_loras=max_loras_of(config),

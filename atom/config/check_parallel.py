@@ -22,11 +22,13 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         if model.attention.kind == "gqa":
             heads += f" with {model.attention.kv_heads} of keys and values"
         listed = ", ".join(map(str, fitting))
-        raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads}; there is: {listed}")
+        raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads} (supported: {listed})")
     if ranks * data % experts:
         of = "parallel.tensor" if data == 1 else "parallel.tensor * parallel.data"
         there = ", ".join(str(each) for each in range(1, ranks * data + 1) if ranks * data % each == 0)
-        raise ConfigError(f"parallel.experts={experts} must divide the {ranks * data} ranks of {of}; there is: {there}")
+        raise ConfigError(
+            f"parallel.experts={experts} must divide the {ranks * data} ranks of {of} (supported: {there})"
+        )
     stated = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
     fewest = min((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
     if data > 1 and not fewest:
@@ -48,7 +50,7 @@ def check_devices(config: Config, device: str) -> None:
     if parallel.collectives in unfit:
         there = "auto, gloo" if device == "cpu" else "auto, peers, nccl"
         raise UnsupportedError(
-            f"parallel.collectives={parallel.collectives} is not for device={device}; there is: {there}"
+            f"parallel.collectives={parallel.collectives} is not for device={device} (supported: {there})"
         )
     num_devices = parallel.num_ranks * parallel.replicas
     if num_devices == 1 or device == "cpu" or config.job.kind not in ENGINE_JOBS:

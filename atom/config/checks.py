@@ -29,7 +29,7 @@ def check(value: Any, at: str = "") -> None:
         if "built" in limits and item not in limits["built"]:
             built = [spelled(choice) for choice in limits["built"]]
             if item in limits["later"] or key.startswith("model."):
-                raise UnsupportedError(f"{key}={spelled(item)} is not built yet; there is: {', '.join(built)}")
+                raise UnsupportedError(f"{key}={spelled(item)} is not supported (supported: {', '.join(built)})")
             hint = did_you_mean(str(item), built)
             raise ConfigError(f"{key}={item}: there is no such choice{hint}; choices: {', '.join(built)}")
         if "low" in limits and item is not None and (fault := out_of_range(item, limits)):
@@ -50,7 +50,7 @@ def check_device(config: Config, device: str) -> None:
     enforces_eager = config.serve.enforce_eager
     if config.level == 3 and (device == "cpu" or enforces_eager):
         why = "serve.enforce_eager=true" if enforces_eager else f"device={device}"
-        raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
+        raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none (supported: 0, 1, 2)")
 
 
 def check_rocm(config: Config) -> None:
@@ -129,9 +129,9 @@ def check_sleep(config: Config) -> None:
     """Check that what sleeps is one rank, whose KV can be dropped."""
     serve, stated = config.serve, "serve.enable_sleep_mode=true"
     if serve.enable_sleep_mode and (num_ranks := config.parallel.num_ranks) > 1:
-        raise UnsupportedError(f"{stated} with {num_ranks} ranks is not built yet; leave it out, or use one GPU")
+        raise UnsupportedError(f"{stated} with {num_ranks} ranks is not supported; leave it out, or use one GPU")
     if serve.enable_sleep_mode and serve.swap_space:
-        raise UnsupportedError(f"{stated} drops KV, and serve.swap_space keeps it: this is not built yet, set one")
+        raise UnsupportedError(f"{stated} drops KV, and serve.swap_space keeps it: set one of them")
 
 
 def check_speculation(config: Config) -> None:

@@ -226,7 +226,7 @@ def look_up_same(key: str, *, _root_: DictConfig, _node_: Any) -> Any:
         return value
     if any(each != value[0] for each in value):
         where = _root_.checkpoint or "the embedded checkpoint"
-        raise UnsupportedError(f"{where}: {key} in its config.json differs between layers, which is not built")
+        raise UnsupportedError(f"{where}: {key} in its config.json differs between layers, which is not supported")
     return value[0]
 
 

@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from atom.config.overrides import BYTES, UNITS, no_model
 from atom.config.schema import SET_BY_LOAD
 from atom.config.schema_keys import keys
+from atom.config.shorthand import may_be_checkpoint
 from atom.config.spelling import ALIASES, MOVED, did_you_mean
 from atom.config.transformers_words import HINTS
-from atom.config.words import may_be_checkpoint
 from atom.errors import AtomError, ConfigError, one_line
 
 PLUGINS = {  # of Hydra, which run sweeps here: config group -> choice -> the package that brings it

@@ -135,7 +135,7 @@ def naming_model_file(source: Source) -> Iterator[None]:
         found = next(((file, value) for file in source.files if (value := file.states(named[1])) is not None), None)
         if found is None or found[0].is_shipped or re.search(r"\$\{(hf|same|stated):", str(found[1])):
             raise
-        if choice := re.fullmatch(r"(.*)=(.*) is not built yet; there is: (.*)", str(error)):
+        if choice := re.fullmatch(r"(.*)=(.*) is not supported \(supported: (.*)\)", str(error)):
             hint = did_you_mean(choice[2], choice[3].split(", "))
             fault = f"{choice[1]}={choice[2]}: there is no such choice{hint}; choices: {choice[3]}"
             raise ConfigError(f"{found[0].shown}: {fault}") from None

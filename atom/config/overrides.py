@@ -26,9 +26,9 @@ from atom.config.folders import CONF, check_config_dirs
 from atom.config.recipes import format_recipe, read_recipe
 from atom.config.schema import Config
 from atom.config.schema_keys import blocks, types_of
+from atom.config.shorthand import as_overrides
 from atom.config.spelling import ALIASES, HIDDEN, is_secret, override, spell
 from atom.config.typed_json import parse_values
-from atom.config.words import as_overrides
 from atom.errors import ConfigError, one_line
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words")

@@ -53,9 +53,9 @@ def check_model(config: Config) -> None:
         )
     for key, value in model.assumes.items():
         if (stated := config.hf.get(key)) not in (None, value):
-            known = f"there is: {spelled(value)}"
+            known = f"(supported: {spelled(value)})"
             raise UnsupportedError(
-                f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not built; {known}"
+                f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not supported {known}"
             )
     if model.layers * max((mlp.experts or 0 for mlp in model.mlp), default=0) > MAX_EXPERTS:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
@@ -108,7 +108,8 @@ def check_layer_lists(attention: AttentionConfig, num_layers: int, at: str) -> N
             raise ConfigError(f"{at}.{name} names only {len(listed)} layers, the model has {num_layers}")
     for kind in attention.layer_types or ():
         if kind not in LAYER_TYPES:
-            raise UnsupportedError(f"{at}.layer_types: {kind} is not built yet; there is: {', '.join(LAYER_TYPES)}")
+            supported = ", ".join(LAYER_TYPES)
+            raise UnsupportedError(f"{at}.layer_types: layer type {kind} is not supported (supported: {supported})")
 
 
 def gqa_head_dim(model: ModelConfig) -> int:
@@ -126,7 +127,7 @@ def mla_head_dim(attention: AttentionConfig) -> int:
     for name, value in (("qk_norm", "none"), ("sinks", False), ("window", None), ("softcap", None)):
         if getattr(attention, name) != value:
             raise UnsupportedError(
-                f"model.attention.{name}={spelled(getattr(attention, name))} is not built for kind mla"
+                f"model.attention.{name}={spelled(getattr(attention, name))} is not supported for kind mla"
             )
     assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
     return attention.nope_dim + attention.rope_dim
@@ -179,7 +180,7 @@ def rope_mscale(rope: RopeConfig) -> float:
 
 def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
     if (only := {"swigluoai": "moe", "xielu": "plain"}.get(mlp.activation, mlp.kind)) != mlp.kind:
-        raise UnsupportedError(f"{at}.activation={mlp.activation} is not built for kind {mlp.kind}; there is: {only}")
+        raise UnsupportedError(f"{at}.activation={mlp.activation} is for kind {only}, not for kind {mlp.kind}")
     if mlp.kind != "moe":
         return mlp
     for name in ("experts", "top_k"):

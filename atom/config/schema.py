@@ -22,7 +22,7 @@ SET_BY_LOAD = ("job.kind", "hf", "generation", "overrides", "draft")  # keys tha
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
-    """A field of these values, the first by default; the values of `later` are known and not built yet."""
+    """A field of these values, the first by default; the values of `later` are known and not supported."""
     return field(default=built[0], metadata={"built": built, "later": later})
 
 
@@ -245,8 +245,8 @@ class QuantConfig:
     method: str | None = None  # quant_method that a packed checkpoint must have; a plain one is packed to it
 
     @property
-    def asks_act(self) -> bool:
-        """Whether a format of activations is asked for, and so refused where there is no product in it."""
+    def requires_act(self) -> bool:
+        """True if an activation format was set explicitly, so an unsupported one is an error."""
         return self.act not in ("auto", "none")
 
 

@@ -189,7 +189,7 @@ def read_keys(kind: type, values: Any, at: str) -> dict[str, Any]:
     types = {each.name: str(each.type) for each in fields(kind)}
     if unknown := next((key for key in values if key not in types), None):
         known = ", ".join(types)
-        raise ConfigError(f"{at}: there is no key {unknown}{did_you_mean(str(unknown), types)}; there is: {known}")
+        raise ConfigError(f"{at}: there is no key {unknown}{did_you_mean(str(unknown), types)}; keys: {known}")
     needed = [each.name for each in fields(kind) if each.default is MISSING]
     if missing := [name for name in needed if name not in values]:
         raise ConfigError(f"{at}: {', '.join(missing)} is missing")

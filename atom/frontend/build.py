@@ -52,6 +52,6 @@ def build(
         write_pool(writer(POOL))
     if method in WRITERS and (draft is not None or not METHODS[method].model_file):
         WRITERS[method](writer, draft or model, graph.programs[BODY].results[1:])
-    if quant.asks_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
+    if quant.requires_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
         raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
     return graph

@@ -83,7 +83,7 @@ class Writer:
         quant, fmt = self.quant, weight.type.fmt
         own = None if fmt is None else act_of(fmt)
         kind = own and own.partition("[")[0]
-        if quant.asks_act and fmt is not None and kind != quant.act:
+        if quant.requires_act and fmt is not None and kind != quant.act:
             acts = f"activations in {kind} only" if kind else "none but plain activations"
             stored = f"{self.prefix}{module} is stored as {fmt}, which is multiplied with {acts}"
             raise ConfigError(f"quant.act={quant.act}: {stored}; leave quant.act out")

@@ -12,7 +12,7 @@ from hydra._internal.utils import get_args_parser
 
 from atom.config.schema import SET_BY_LOAD, Config
 from atom.config.schema_keys import keys
-from atom.config.words import as_overrides, may_be_checkpoint
+from atom.config.shorthand import as_overrides, may_be_checkpoint
 from atom.errors import ConfigError
 
 LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an environment variable; nothing at all

@@ -13,7 +13,7 @@ from huggingface_hub import errors
 from atom.checkpoint import hub, open_checkpoint
 from atom.checkpoint.address import Address, choose_gguf, parse_address, short_name
 from atom.config.load import load
-from atom.config.words import may_be_checkpoint
+from atom.config.shorthand import may_be_checkpoint
 from atom.errors import CheckpointError
 
 PAGE = "https://huggingface.co/Qwen/Qwen3-8B"

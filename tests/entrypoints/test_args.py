@@ -79,9 +79,9 @@ DEFAULTS = {
 }
 
 REFUSED = {
-    "-tp 2": "parallel.tensor=2 does not divide 9 heads with 3 of keys and values; there is: 1, 3, 9",
-    "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",
-    "--level 3": "level=3 captures CUDA graphs, device=cpu has none; there is: 0, 1, 2",
+    "-tp 2": "parallel.tensor=2 does not divide 9 heads with 3 of keys and values (supported: 1, 3, 9",
+    "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not supported (supported: auto, bf16, fp16, fp32, fp8",
+    "--level 3": "level=3 captures CUDA graphs, device=cpu has none (supported: 0, 1, 2",
 }
 
 WRONG = {

@@ -144,7 +144,7 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
         ),
         ("--dtype fp7", "atom-run: ConfigError: --dtype=fp7: there is no such choice; choices: auto, bf16"),
         ("--model /nowhere", "atom-run: CheckpointError: no checkpoint '/nowhere'"),
-        ("--kv_cache_dtype fp8_e5m2 -tp 3", "atom-run: UnsupportedError: --kv-cache-dtype=fp8_e5m2 is not built yet"),
+        ("--kv_cache_dtype fp8_e5m2 -tp 3", "atom-run: UnsupportedError: --kv-cache-dtype=fp8_e5m2 is not supported"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv: str, line: str, serve: Any, capsys: pytest.CaptureFixture[str]):

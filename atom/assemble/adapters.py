@@ -1,4 +1,4 @@
-"""Make room for LoRA adapters beside the weights, and load those of the configuration."""
+"""Reserve memory for LoRA adapters, and load those of the configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atom.weights.lora import LoraWeights
 def open_adapters(
     graph: Graph, tensors: Mapping[Recipe, Loaded], serve: ServeConfig, mesh: Mesh, rank: int = 0
 ) -> LoraWeights | None:
-    """A rank's room for adapters; None if the model is served without any."""
+    """A rank's memory for adapters; None if the model is served without any."""
     if not serve.enable_lora:
         return None
     coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None

@@ -73,12 +73,13 @@ def open_engine(
 ) -> Engine:
     """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives.
 
-    replica: its number; each draws tokens of its own where a request has no seed. clock: has the phases before this one
+    replica: its number; each draws tokens of its own if a request has no seed
+    clock: the clock that has timed the phases before this one
     opens_grammars: a thread makes the compiler of grammars meanwhile; else the first request that needs it does
     """
     clock, serve, mesh = clock or PhaseClock(), config.serve, mesh_of(config)
     for path in (serve.lora_modules or {}).values():
-        read_adapter(Path(path))  # a wrong folder is told before anything is compiled
+        read_adapter(Path(path))  # a wrong folder is refused before anything is compiled
     with ExitStack() as started:
         placement = place_ranks(config, started)
         processes = start_processes(config, replica, started)  # which import torch meanwhile
@@ -150,7 +151,9 @@ def load_model(
 ) -> LoadedModel:
     """Compile the model unless it is, have the other ranks load their weights, and load this rank's.
 
-    placed, started: as `start_ranks` has them; opens_grammars: as `open_engine` has it
+    placed: the other ranks, as `start_ranks` takes them
+    started: ends them
+    opens_grammars: as in `open_engine`
     """
     with ExitStack() as opened:
         is_first = is_here(config) or config.checkpoint is None  # the embedded one is small; others are downloaded last
@@ -220,7 +223,7 @@ def open_runners(
 
 
 def identify_kv(graph: Graph, stored: Sequence[str], scales: Mapping[str, float], block_size: int) -> bytes:
-    """A digest of all that KV depends on beside tokens: the text, which has dtypes and layouts, and the weights.
+    """A digest of all that KV depends on besides tokens: the text, which has dtypes and layouts, and the weights.
 
     stored: descriptions of the weights' files
     """

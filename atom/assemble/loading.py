@@ -59,7 +59,8 @@ def load_weights(
 ) -> dict[Recipe, Loaded]:
     """Load a rank's tensors of the graph's recipes, stored or random.
 
-    place: as `weights.load` has it. tokenizer: the checkpoint's, if it is open already
+    place: as in `weights.load`
+    tokenizer: the checkpoint's, if it is open already
     """
     mesh = mesh_of(config)
     coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None

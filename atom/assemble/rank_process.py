@@ -1,7 +1,7 @@
-"""The process of a rank beside the one that drives.
+"""The process of a rank that does not drive.
 
-`build.ranks.start_ranks` starts it, or on another host a supervisor does (`runtime.remote_ranks`). It opens the model
-that the driver has compiled, with its own parts of the weights, and takes the driver's steps.
+`assemble.ranks.start_ranks` starts it, or on another host a supervisor does (`runtime.ranks.remote`). It opens the
+model that the driver has compiled, with its own parts of the weights, and takes the driver's steps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def find_running(steps: Iterable[Pending]) -> list[Pending]:
 
 
 def answer(link: RankLink, started: queue.SimpleQueue[Pending]) -> None:
-    """Tell the driver what steps sample, one after the other."""
+    """Send the driver what steps sample, one after the other."""
     try:
         while True:
             link.answer(msgspec.msgpack.encode(started.get().wait()))
@@ -91,7 +91,7 @@ def answer(link: RankLink, started: queue.SimpleQueue[Pending]) -> None:
 
 
 def fail(link: RankLink, error: Exception) -> NoReturn:
-    """Tell the driver of an error, and end this process, whatever a device waits for."""
+    """Report an error to the driver, and end this process, whatever a device waits for."""
     if not isinstance(error, AtomError):
         traceback.print_exc()
     link.fail(error)
@@ -110,40 +110,42 @@ class Rank:
     pending: deque[Pending] = field(default_factory=deque)  # steps that were not started to their end
 
     def take(self, body: bytes) -> Pending | None:
-        """Do what the driver tells: take a step or copies, finish the oldest step, start or stop the profiler, or load
-        an adapter. Gives the step that was started to its end."""
+        """Handle a message of the driver: a step, copies, a wait, a profiler's start or stop, or an adapter.
+
+        Returns the step that was started to its end, if any.
+        """
         match None if body == WAIT else DECODER.decode(body):
             case BlockCopies() as copies:
                 self.runner.copy(copies)
                 return None
-            case Profile() as told:
-                profile(self.profiler, told)
+            case Profile() as message:
+                profile(self.profiler, message)
                 return None
-            case LoadAdapter() as told:
-                self.done(self._load(told))
+            case LoadAdapter() as message:
+                self.done(self._load(message))
                 return None
             case StepInput() as step:
                 self.pending.append(self.runner.execute(step))
         return self.pending.popleft().finished() if self.runner.model.defers_logits == (body == WAIT) else None
 
-    def _load(self, told: LoadAdapter) -> str:
+    def _load(self, message: LoadAdapter) -> str:
         """Load an adapter; why it is refused, if it is. The driver has checked what its files say."""
         assert self.adapters is not None, "the driver has adapters"
         try:
-            files = self.adapters.read(told.path)
+            files = self.adapters.read(message.path)
             files.hash()
         except AtomError as error:
             return str(error)
-        if files.digest != told.digest:
-            return f"{told.path} has other files than on the host that drives; copy the same ones to all hosts"
-        self.adapters.write(told.number, files)
+        if files.digest != message.digest:
+            return f"{message.path} has other files than on the host that drives; copy the same ones to all hosts"
+        self.adapters.write(message.number, files)
         return ""
 
 
-def profile(profiler: Profiler, told: Profile) -> None:
+def profile(profiler: Profiler, message: Profile) -> None:
     """Start or stop the profiler; a trace that cannot be written, on a host of its own, ends no engine."""
     try:
-        profiler.start() if told.starts else profiler.stop()
+        profiler.start() if message.starts else profiler.stop()
     except (ConfigError, RequestError) as error:
         say(f"a rank has no trace: {error}")
 
@@ -158,7 +160,7 @@ def open_rank(link: RankLink) -> tuple[Rank, bool]:
     config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)
     if opening.num_threads is not None:
         torch.set_num_threads(opening.num_threads)
-    with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
+    with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has printed the same
         checkpoint = open_checked(config, progress, opened)
         compiled = compile_with(config, progress, checkpoint, mesh.stage(opening.rank))
         if digest_of(compiled.graph) != opening.text:
@@ -178,7 +180,7 @@ def open_rank(link: RankLink) -> tuple[Rank, bool]:
     communicator = connect_rank(config.device, rendezvous)
     scales = KVScales(compiled.graph, tensors)
     measure = set_kv_scales(scales, msgspec.msgpack.decode(plan, type=ScalePlan), mesh, communicator)
-    with contextlib.redirect_stderr(io.StringIO()):  # likewise
+    with contextlib.redirect_stderr(io.StringIO()):  # the driver has printed the same
         runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of, link.exchange)
     gather_kv_scales(scales, link.exchange)
     settle()

@@ -41,7 +41,7 @@ class RankOpening(msgspec.Struct):
 
 
 class RankModel(msgspec.Struct):
-    """What a rank tells all others of its model."""
+    """What a rank sends all others about its model."""
 
     weights: bytes  # a digest of samples
     kinds: list[CacheKind]  # of its layers
@@ -62,7 +62,7 @@ def place_ranks(config: Config, started: ExitStack) -> Placement | None:
 
 
 def start_processes(config: Config, replica: int, started: ExitStack) -> list[RankProcess]:
-    """Start the processes of the other ranks beside this one, unless others do. The stack ends them."""
+    """Start the processes of the other ranks, unless others do. The stack ends them."""
     if config.parallel.launcher != "local":
         return []
     processes = []
@@ -74,7 +74,7 @@ def start_processes(config: Config, replica: int, started: ExitStack) -> list[Ra
 
 
 def check_placed(placed: Placement | Sequence[RankProcess]) -> None:
-    """EngineDeadError where a rank that waits for the driver to compile cannot come any more."""
+    """Raise EngineDeadError if a rank that waits for the driver to compile has ended."""
     if isinstance(placed, Placement):
         return placed.check()
     for rank, process in enumerate(placed, 1):
@@ -119,7 +119,7 @@ def start_ranks(
 def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
     """The configuration of a rank that others have started: the driver's, with the folders of its own host.
 
-    ConfigError where its command line says anything else, which the rank is told too.
+    ConfigError if its command line differs, which is sent to the rank too.
     """
     config = without_secrets(config)
     if not channel.hello:

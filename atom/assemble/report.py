@@ -21,7 +21,7 @@ def report_engine(
     if host is not None:
         say(_describe_host(host, config.serve.block_size))
     if "vision_config" in config.hf:
-        say(f"{config.checkpoint} also reads images; here its text model runs alone")
+        say(f"{config.checkpoint} also reads images; here only its text model runs")
     for text in (_describe_unread_rope(config), _describe_sampling(config)):
         if text:
             say(text)

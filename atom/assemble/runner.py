@@ -47,8 +47,10 @@ def open_runner(
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
-    measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline.
+    measure: called with the model before anything is captured
+    kinds_of: the cache kinds of each stage of a pipeline; None: there is one stage
     exchange: that of all ranks, which do all of this in step: they meet in each step that is rehearsed or captured
+    kv_memory: the KV pool's memory on a GPU with sleep mode
     """
     is_cpu, clock = config.device == "cpu", clock or PhaseClock()
     kinds_of = kinds_of or [cache_kinds(compiled.graph)]
@@ -112,7 +114,7 @@ def prepare_gpu(
     runner.bind(dict.fromkeys(model.kinds, 2))  # for steps of padding
     use_parameters(model, config, progress, exchange)
     clock.stop("runner")
-    # a stage that waits for the logits of its step waits for what is sent behind its graph
+    # a stage that waits for the logits of its step waits for what is sent after its graph
     has_graphs = compiled.level == 3 and (not has_stages or config.stages_overlap)
     sizes = memory.capture_sizes(serve) if has_graphs else []
     with progress.task("compiling kernels"):
@@ -129,7 +131,7 @@ def prepare_gpu(
     clock.stop("memory")
     with progress.task("capturing CUDA graphs"):
         # a server captures all before it is ready; a run of some prompts needs only few sizes. A stage cannot
-        # capture beside steps that are not finished
+        # capture while steps are unfinished
         runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate" and not has_stages)
     measure_costs(runner)
     clock.stop("CUDA graphs")

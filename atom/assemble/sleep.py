@@ -35,7 +35,10 @@ def open_sleeper(
     memory: StableMemory | None,
     kv_memory: StableMemory | None,
 ) -> Sleeper | None:
-    """The sleeper of an engine; None without serve.enable_sleep_mode. memory, kv_memory: of a GPU"""
+    """The sleeper of an engine; None without serve.enable_sleep_mode.
+
+    memory, kv_memory: of a GPU, for weights and for KV; None on a CPU
+    """
     if not config.serve.enable_sleep_mode:
         return None
 

@@ -92,7 +92,7 @@ def check_files(config: Config) -> None:
     parallel = config.parallel
     for name in ("tensor", "pipeline", "data"):
         if config.serve.kv_cache_dir is not None and (size := getattr(parallel, name)) > 1:
-            instead = "serve.swap_space alone keeps it in the memory of each rank's host; parallel.replicas have files"
+            instead = "serve.swap_space keeps it in the memory of each rank's host; parallel.replicas have files"
             raise UnsupportedError(f"parallel.{name}={size} with serve.kv_cache_dir: no rank has all KV; {instead}")
 
 

@@ -15,8 +15,8 @@ from atom.errors import ConfigError, UnsupportedError
 from atom.plugins import PASSES, check_module, naming
 from atom.sampling_params import out_of_range
 
-NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
-LOOKED_UP = 2, 4  # last tokens that ngram looks up, likewise
+NUM_DRAFTED = 3  # tokens of a draft, if none is set
+LOOKED_UP = 2, 4  # the fewest and the most last tokens that ngram looks up, if none is set
 
 
 def check(value: Any, at: str = "") -> None:

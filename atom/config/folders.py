@@ -16,7 +16,7 @@ GROUPS = ("job", "model", "parallel", "quant", "serve")  # the folders of conf/ 
 
 
 def project_folder(name: str) -> Path:
-    """conf/ or recipes/: beside the package in a checkout, inside it in a wheel."""
+    """conf/ or recipes/: next to the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return package / name if (package / name).is_dir() else package.parent / name
 
@@ -25,7 +25,7 @@ CONF = project_folder("conf")
 
 
 def check_config_dirs(folders: Sequence[str]) -> None:
-    """Raise ConfigError where there is no such folder; warn, once a process, of one that nothing is read from."""
+    """Raise ConfigError if the folder does not exist; warn, once a process, of one that nothing is read from."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"config dir {folder}: there is no such folder")

@@ -58,7 +58,7 @@ def help_text() -> str:
     files = sorted(CONF.glob("*/*.yaml"))
     groups = {file.parent.name: [each.stem for each in files if each.parent == file.parent] for file in files}
     gpus = groups.pop("gpu")  # not a Hydra group: job.gpu names one
-    groups.pop("tool_calls")  # likewise serve.http.tool_calls
+    groups.pop("tool_calls")  # serve.http.tool_calls names one
     lines = [f"  {group}: {', '.join(names)}" for group, names in groups.items()]
     shown = [textwrap.fill(line, 120, subsequent_indent="    ") for line in lines]
     return HELP.format(groups="\n".join(shown), gpus=", ".join(gpus), fields=describe_fields())

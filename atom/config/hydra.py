@@ -49,7 +49,7 @@ def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) 
 def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
     """Compose conf/ and the overrides with Hydra, also within a job of a sweep, where Hydra runs already.
 
-    Hydra composes the choices of groups, those of conf/ alone once a process; values are set afterwards. Nor could it
+    Hydra composes the choices of groups, those of conf/ only once a process; values are set afterwards. Nor could it
     set all of them: it takes a plain field for a group where a config dir has a folder of that name, and cannot fill
     blocks that may be null.
     """
@@ -110,7 +110,7 @@ def check_files(overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
 
 @functools.lru_cache(256)
 def compose_once(schema: Any, *choices: str) -> DictConfig:
-    """A composition of conf/ alone, which is to be copied before it is changed."""
+    """A composition of conf/ only, which is to be copied before it is changed."""
     return compose_choices(schema, choices)
 
 
@@ -215,7 +215,7 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
 
 
 def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
-    """`${stated:key,default}`: the value that config.json states at its top, null included; the default without one."""
+    """`${stated:key,default}`: the value at the top of config.json, null included; the default without one."""
     return (OmegaConf.get_cache(_root_).get("hf") or {}).get(key, default)
 
 

@@ -47,7 +47,7 @@ ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: 
 
 
 def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> Config:
-    """Load the configuration of these overrides; `config_dirs` hold the user's files beside conf/.
+    """Load the configuration of these overrides; `config_dirs` hold the user's files, besides conf/.
 
     Of a hub id, only the description is downloaded. Raises ConfigError, CheckpointError, UnsupportedError, and
     RequestError for a sampling value.

@@ -65,7 +65,7 @@ class ModelFile(NamedTuple):
         """config.json of the model file's own checkpoint, `embedded`, or `usual`."""
         stated = self.spec[key]
         if not isinstance(stated, dict) or not isinstance(stated.get("config"), str):
-            raise ConfigError(f"{self.path}: {key}.config has no value; name the config.json beside this file")
+            raise ConfigError(f"{self.path}: {key}.config has no value; name the config.json next to this file")
         config: dict[str, Any] = json.loads((self.path.parent / stated["config"]).read_text("utf-8"))
         return config
 

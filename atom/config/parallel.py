@@ -25,7 +25,7 @@ ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others st
 MIN_KEY_BYTES = 16
 WORTH_COUNTING = 0.75  # of all rows between hosts, below which it is worth while to count those that are needed
 MAX_MASTER_PORT = 65534  # the driver listens at the next one
-UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whose it is
+UNIX = "unix:"  # and a name: an abstract socket, whose owner the kernel reports
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"
 
 
@@ -212,7 +212,7 @@ def is_unspecified(host: str) -> bool:
     """Whether a host is an address that means all interfaces, however it is written: 0, 0x0, ::ffff:0.0.0.0."""
     try:
         address = ip_address(host)
-    except ValueError:  # a name, or a form that the C library reads alone
+    except ValueError:  # a name, or a form that only the C library reads
         with contextlib.suppress(OSError, ValueError):
             return socket.inet_aton(host) == bytes(4)
         return False

@@ -89,7 +89,7 @@ def recipe_folders(config_dirs: Sequence[str]) -> list[Path]:
 
 
 def name_unread(name: str, config_dirs: Sequence[str]) -> str:
-    """What to do about what is not read; empty where there is no such thing.
+    """What to do about what is not read; empty if nothing is unread.
 
     It is a folder recipe/ of a config dir, which is named like a group of conf/, or a file that ends in .yml.
     """

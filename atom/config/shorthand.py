@@ -11,7 +11,7 @@ from atom.config.folders import CONF
 
 
 def as_overrides(words: Sequence[str]) -> list[str]:
-    """Words without a key as overrides: a job; a checkpoint, which may have any name behind a job; a prompt."""
+    """Words without a key as overrides: a job; a checkpoint, which may have any name after a job; a prompt."""
     if words[:1] == ["run"] and len(words) in (2, 3):  # as in Ollama's `run MODEL` and `run MODEL PROMPT`
         prompts = [f"prompts={shlex.quote(each)}" for each in words[2:]]
         return ["job.chat=true" if prompts else "job=chat", f"checkpoint={words[1]}", *prompts]

@@ -19,7 +19,7 @@ def stored_name(model: ModelConfig, role: str, layer: int | None) -> str:
 
 
 def name_of_mtp(model: ModelConfig, name: str) -> str:
-    """A name with {layer} as it is in the layers behind the body's."""
+    """A name with {layer} as it is in the layers after the body's."""
     return name if model.mtp_layer is None else name.replace(model.weights["layer"], model.mtp_layer)
 
 

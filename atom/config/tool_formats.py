@@ -39,11 +39,11 @@ class Channels:
     start: str  # before the role of a message
     channel: str  # before the name of its channel
     body: str  # between header and body
-    end: tuple[str, ...]  # any of them is behind a body
+    end: tuple[str, ...]  # any of them follows a body
     prompt: str  # how a prompt opens the answer's first message
     reasoning: str  # the channel of what is thought; others are content
     content: str  # the channel of a constrained answer
-    recipient: str  # in the header of a call, behind to=, with {name} in it
+    recipient: str  # in the header of a call, after to=, with {name} in it
     constrain: str = ""  # what a call's header may end with: the type of its body
 
 
@@ -53,10 +53,10 @@ class ToolFormat:
 
     begin: tuple[str, ...] = ()  # any of them is before the calls; "": nothing
     call: tuple[str, ...] = ()  # one call; the first of them that reads it counts
-    end: tuple[str, ...] = ()  # any of them may be behind the calls
+    end: tuple[str, ...] = ()  # any of them may follow the calls
     parameter: str = ""  # one of {parameters}
     id: tuple[str, ...] = ()  # what {id} consists of, where the name is in it
-    separator: str = ""  # characters that may be between the calls of a block, beside space
+    separator: str = ""  # characters that may be between the calls of a block, besides space
     bare: bool = False  # an answer may begin with a call in JSON or a list, without begin
     tokens: bool = False  # a marker that is a token of the checkpoint counts only as that token, not spelled out
     channels: Channels | None = None  # in place of all of these but tokens
@@ -114,7 +114,7 @@ def format_files() -> dict[str, Path]:
 
 @cache
 def read_format(name: str) -> ToolFormat:
-    """Read a format by its name, or a user's file. ConfigError where there is none, or it is no format."""
+    """Read a format by its name, or a user's file. ConfigError if it does not exist or is no format."""
     known = format_files()
     path = known.get(name) or Path(name).expanduser()
     if name not in known and path.suffix not in (".yaml", ".yml"):

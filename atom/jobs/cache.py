@@ -143,7 +143,7 @@ def _verify(cache: Cache, job: JobConfig) -> None:
 
 
 def _export(cache: Cache, job: JobConfig) -> None:
-    """Export one artifact with its pieces, chosen by job.entry where there are several."""
+    """Export one artifact with its pieces, chosen by job.entry among several."""
     if not job.export:
         raise ConfigError("job.export= names no file; write job.export=FILE")
     artifacts = cache.entries("artifacts")

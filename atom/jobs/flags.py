@@ -42,7 +42,7 @@ LLAMA_CPP = {  # flags that mean the same -> what to write: {} is the value; an 
     "-fa --flash-attn -cb --cont-batching --jinja --mlock --no-mmap --no-warmup --metrics -b --batch-size": "",
 }
 LLAMA_CPP_FLAGS = {flag: write for flags, write in LLAMA_CPP.items() for flag in flags.split()}
-OTHER_FLAGS = {  # of vLLM alone or of several programs, where the field has another name
+OTHER_FLAGS = {  # of vLLM only or of several programs, if the field has another name
     "-tp": "parallel.tensor={}",
     "-pp": "parallel.pipeline={}",
     "-dp": "parallel.replicas={}",

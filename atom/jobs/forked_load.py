@@ -52,7 +52,7 @@ def run_apart(argv: Sequence[str]) -> int | None:
         if loaded is None or loaded.config.job.kind != kind:
             return None
         if engine is not None:
-            engine.configure(loaded.config)  # and imports the server beside the engine's start
+            engine.configure(loaded.config)  # and imports the server while the engine starts
         job = module_of(kind)
         print(loaded.said, end="", file=sys.stderr)
         code: int = job.run(loaded.config) if engine is None else job.run(loaded.config, engine)
@@ -114,7 +114,7 @@ def load_apart(argv: Sequence[str], *, has_engine: bool = False) -> Callable[[],
 
 def end_with(parent: int) -> None:
     """Have this process end when its parent does, though it is downloading a checkpoint."""
-    with contextlib.suppress(AttributeError, OSError):  # of Linux alone
+    with contextlib.suppress(AttributeError, OSError):  # of Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)

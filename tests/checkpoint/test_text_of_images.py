@@ -76,7 +76,7 @@ def test_the_text_half_gives_the_logits_of_the_whole(
     elif "Moe" in name:
         fields.append("model=qwen3_moe")
     engine = LLMEngine.from_config(load([f"checkpoint={tmp_path}", *fields]))
-    assert f"{tmp_path} also reads images; here its text model runs alone" in capsys.readouterr().err
+    assert f"{tmp_path} also reads images; here only its text model runs" in capsys.readouterr().err
     tokens = tiny.prompt(24)
     assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
     engine.close()

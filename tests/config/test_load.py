@@ -1199,7 +1199,7 @@ def test_numbers_of_drafts_are_refused_where_nothing_drafts(stated: str):
 @pytest.mark.parametrize("method", ["null", "mtp"])
 @pytest.mark.parametrize("stated", ["prompt_lookup_min=3", "prompt_lookup_max=3"])
 def test_what_is_looked_up_is_refused_where_nothing_is(stated: str, method: str):
-    with pytest.raises(ConfigError, match=rf"^serve.{stated} is read by serve.method=ngram alone; set that, or leave"):
+    with pytest.raises(ConfigError, match=rf"^serve.{stated} is read only by serve.method=ngram; set that, or leave"):
         load([f"serve.method={method}", f"serve.{stated}", "device=cpu"])
 
 

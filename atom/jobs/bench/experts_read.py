@@ -1,4 +1,4 @@
-"""Count the experts that decode steps read, beside those of uniform routing.
+"""Count the experts that decode steps read, and those of uniform routing.
 
 The limits assume uniform routing: a router that sends all tokens to the same few experts makes a mixture look faster
 than it is.
@@ -41,7 +41,7 @@ class ExpertCounts:
     calls: int = 0
     rows: int = 0  # tokens
     read: int = 0  # distinct experts
-    expected: float = 0.0  # likewise, had each token chosen uniformly
+    expected: float = 0.0  # the same, had each token chosen uniformly
 
     @property
     def share(self) -> float:

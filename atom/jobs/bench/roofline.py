@@ -122,7 +122,7 @@ class Attention(NamedTuple):
     window: int | None  # tokens that a query sees, itself included
     num_bytes: int  # of KV, a token
     decode_flops: int  # of a query and a token that it sees
-    prefill_flops: int  # likewise, in a prompt
+    prefill_flops: int  # the same, in a prompt
     weight: Product | None = None  # a further weight that it multiplies with
 
     def work(self, step: Step) -> Work:

@@ -50,7 +50,7 @@ class Step(NamedTuple):
     chunks: list[tuple[int, int]]  # the other rows, of prompts: first position and number of tokens
     num_sampled: int
     num_drafts: int = 0  # that were verified
-    groups: tuple[Step, ...] = ()  # what each data group computed, where there are several
+    groups: tuple[Step, ...] = ()  # what each of several data groups computed
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ Reads no weights, compiles nothing.
 
 atom-run job=explain                                  # each pass: changes, time, diff of the text; then sizes
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
-atom-run job=explain job.gpu=h200                     # the sizes beside a GPU of conf/gpu
+atom-run job=explain job.gpu=h200                     # the sizes, and whether a GPU of conf/gpu fits
 atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text; without a GPU here job.gpu is h200 by default
 atom-run job=explain job.gpu=mi300x device=rocm       # of AMD's as well, by AITER
 atom-run job=explain parallel=tp4                     # the text and the sizes of each of 4 ranks

@@ -33,7 +33,7 @@ from atom.kernels import Target
 from atom.runtime.kv.plan import num_blocks_needed
 from atom.runtime.types import CacheKind
 
-NUM_GPUS = (2, 4, 8, 16)  # that are shown beside one
+NUM_GPUS = (2, 4, 8, 16)  # that are shown besides one
 ON_A_HOST = 8  # of these; more are shown where no fewer are enough
 NUM_REQUESTS = (1, 32)  # whose limits are shown
 CONTEXT = 1024  # tokens that each of these sees

@@ -20,7 +20,12 @@ def make_page(
     lines: Sequence[tuple[str, str]],
     config: Config,
 ) -> str:
-    """passes: what each one did, and its diff. texts: before all of them, and behind. lines: the sizes in words."""
+    """The page of a model.
+
+    passes: what each one did, and its diff
+    texts: before all of them, and after
+    lines: the sizes in words
+    """
     parts = [page.table([("", ""), *(each for each in lines if any(each))], has_text=True)]
     parts += [page.heading("Memory of each rank" if "ranks" in result else "Memory"), memory(result)]
     if gpu := result.get("gpu"):

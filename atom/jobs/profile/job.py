@@ -7,7 +7,7 @@ atom-run job=profile load_dummy=true job.num_steps=8 serve.torch_profiler_dir=tr
 atom-run job=profile job.output=json | jq .phases.decode.rows
 atom-run job=profile job.output=html > page.html     # the timeline of a step, kernels against their limit
 
-Prefill steps are one trace, and the decode steps behind them another.
+Prefill steps are one trace, and the decode steps after them another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(config: Config) -> int:
     """Print a table for each phase or, with job.output=json, an object with all rows."""
     draw, compiled, costs, limits, engine = open_warm(config)
     graph, num_stages = compiled.graph, config.parallel.pipeline
-    if num_stages > 1:  # the trace is of the first one alone
+    if num_stages > 1:  # the trace is of the first one only
         costs = read_costs(graph)
     pieces = prepare_names(engine, graph, config.device)
     phases: dict[str, Any] = {}
@@ -275,7 +275,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"{result['model']}, {result['dtype']}, level {result['level']}, on {result['hardware']}")
     if "stages" in result:
         console.print(
-            f"the first of {result['stages']} stages; each rank has traces in a folder of its own beside these"
+            f"the first of {result['stages']} stages; each rank has traces in a folder of its own next to these"
         )
     for phase, about in result["phases"].items():
         per_step = about["timeline_seconds"] / about["steps"] * 1e3

@@ -277,7 +277,7 @@ def find_done(folder: Path, key: str) -> Result | None:
 
 
 def read_result(path: Path) -> Result | None:
-    """Read a result; None where there is none, or none of this version."""
+    """Read a result; None if it is missing or of another version."""
     try:
         return Result(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):

@@ -35,7 +35,7 @@ COLUMNS = (  # of the table, where the jobs have them
     *("fits", "kv_tokens", "kv_sequences", "weights_bytes", "active_weights_bytes"),
 )
 FITS = "fits"  # 1 or 0
-PER_GPU = "_per_gpu"  # numbers that equal others where there is one
+PER_GPU = "_per_gpu"  # numbers that equal others on one GPU
 LOAD = "job.num_prompts"  # the points of a line differ in it
 LENGTHS = ("job.input_len", "job.output_len")  # plots differ in them
 
@@ -77,7 +77,7 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
 
 
 def table_numbers(results: Sequence[Result]) -> list[str]:
-    """The names of the numbers in the table: the objective, where none is stated a throughput, and others."""
+    """The names of the numbers in the table: the objective, or a throughput if none is set, and others."""
     stated = [result.objective_name for result in results if result.objective_name]
     has_ranks = any(result.num_ranks > 1 for result in results)
     columns = [name for name in COLUMNS if has_ranks or not name.endswith(PER_GPU)]

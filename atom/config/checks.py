@@ -157,7 +157,7 @@ def check_speculation(config: Config) -> None:
     for method, name in [(method, name) for method, each in METHODS.items() for name in each.options]:
         if serve.method != method and (number := getattr(serve, name)) is not None:
             raise ConfigError(
-                f"serve.{name}={number} is read by serve.method={method} alone; set that, or leave it out"
+                f"serve.{name}={number} is read only by serve.method={method}; set that, or leave it out"
             )
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
     if least is not None and most is not None and least > most:

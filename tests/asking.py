@@ -80,7 +80,7 @@ def stream(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
 
 @contextmanager
 def begin(server: Server, path: str, body: dict[str, Any]) -> Iterator[None]:
-    """A stream that has begun, and whose client leaves after the block."""
+    """A stream that has begun, whose client leaves after the block."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=SECONDS)
     connection.request("POST", path, json.dumps(body | {"stream": True}), JSON)
     response = connection.getresponse()

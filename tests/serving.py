@@ -98,10 +98,12 @@ def save_talker(folder: Path) -> Path:
 
 
 def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Server:
-    """A server that serves, on an engine that computes nothing if options for a stub are given (serve/stub_engine.py).
+    """Start a server and wait until it serves; the caller ends it. Its log is in the folder.
 
-    The latter is forked (serve/stub_servers.py). Its log lies in the folder; the caller ends it. Its cache is the
-    user's, which has the libraries that it loads.
+    Its cache is the user's, which has the libraries that it loads.
+
+    stub: options of an engine that computes nothing (serve/stub_engine.py), in a server that is forked
+        (serve/stub_servers.py); None: a real one.
     """
     server = launch(checkpoint, folder, *overrides, stub=stub)
     return server._replace(url=wait_for_url(server))

@@ -360,7 +360,7 @@ def test_the_servers_model_is_taken_where_none_is_named(tokenizer_folder: Path, 
         assert main(["--base-url", stub.url, "--dataset-name", "random", *SMALL]) == 0
         asked = [each.json() for each in stub.of("POST")]
         assert stub.asked[0].path == "/v1/models" and {each["model"] for each in asked} == {"served"}
-        assert all(isinstance(each["prompt"], str) for each in asked)  # ids without a tokenizer
+        assert all(isinstance(each["prompt"], str) for each in asked)  # ids, if there is no tokenizer
     with serving(answer) as stub:
         assert main(["--base-url", stub.url, "--dataset-name", "random", *SMALL]) == 1
     assert "/v1/models names no model (HTTP 404); is the server up" in capsys.readouterr().err

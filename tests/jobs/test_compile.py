@@ -147,7 +147,7 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
     run: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """Here the GPU is made up, and what opens it notes what it is given."""
-    monkeypatch.setattr("atom.kernels.triton.compile.binary_cache.BinaryCache.current", None)  # put back behind this
+    monkeypatch.setattr("atom.kernels.triton.compile.binary_cache.BinaryCache.current", None)  # put back after this
     opened: list[tuple[Compiled, dict[Recipe, torch.Tensor]]] = []
     read: list[str] = []
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
@@ -167,7 +167,7 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
 
 
 def test_for_a_gpu_what_does_not_fit_is_refused_before_anything_is_compiled(run: Any, cache: Cache, monkeypatch: Any):
-    monkeypatch.setattr("atom.kernels.triton.compile.binary_cache.BinaryCache.current", None)  # put back behind this
+    monkeypatch.setattr("atom.kernels.triton.compile.binary_cache.BinaryCache.current", None)  # put back after this
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 10, 1 << 30))
     code, out, err = run("device=cuda")

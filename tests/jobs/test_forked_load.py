@@ -115,7 +115,7 @@ def test_a_server_imports_neither_torch_nor_hydra(module: str, flags: str, check
     lines = [*itertools.takewhile(lambda line: "Ctrl-C" not in line, server.stderr)]
     engines = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
     server.send_signal(signal.SIGTERM)
-    lines += server.stderr.readlines()  # a thread relays those of the engine, some behind that line
+    lines += server.stderr.readlines()  # a thread relays those of the engine, some after that line
     said, _ = server.communicate(timeout=60)
     assert (server.returncode, said) == (0, "[]\n"), lines
     assert len(engines) == 1 and any("opened in" in line for line in lines)

@@ -16,7 +16,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts a server of the talker with overrides; all are ended behind the session."""
+    """Starts a server of the talker with overrides; all end with the session."""
     folder = tmp_path_factory.mktemp("servers")
     servers: list[Server] = []
 

@@ -2,7 +2,7 @@
 
     python tests/serve/stub_engine.py '{"step_seconds": 0.02}' checkpoint=FOLDER serve.http.port=0
 
-Only the engine is a stub: it stands inside atom.serve.engine.worker, behind the real protocol, HTTP server and processes. A
+Only the engine is a stub: it runs in atom.serve.engine.worker, with the real protocol, HTTP server and processes. A
 prompt may steer it: token 1 in front makes each step raise that this request is in, 2 computes in Python for 10 s, 3
 for 10 s in C without the interpreter's lock, 4 lacks memory, 5 ends the process, 6 cannot be prepared, 7 sleeps with
 the lock held, 8 computes with it held.

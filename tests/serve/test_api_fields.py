@@ -209,7 +209,7 @@ def reaches_log(path: str, base: dict[str, Any]) -> Row:
 
 
 def salts(path: str, base: dict[str, Any]) -> Row:
-    """What is cached under one salt is found under that alone."""
+    """What is cached under one salt is found under that one only."""
 
     def check(server: Server) -> None:
         def cached(salt: str) -> bool:
@@ -467,7 +467,7 @@ def assert_served(server: Server, path: str, body: dict[str, Any]) -> None:
 
 def long_prompt(path: str) -> dict[str, Any]:
     """Of some blocks, and no other test's."""
-    said = f"A text of several blocks that is sent to {path} alone. " * 3
+    said = f"A text of several blocks that is sent only to {path}. " * 3
     return {"prompt": said} if path == COMPLETIONS else {"messages": [{"role": "user", "content": said}]}
 
 

@@ -86,7 +86,7 @@ def test_a_special_token_that_a_client_writes_is_text_wherever_it_stands(talker:
     )
     for special in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
         assert special in told.text
-    assert max(told.tokens) < 256, "bytes alone"
+    assert max(told.tokens) < 256, "only bytes"
 
 
 def test_parts_of_a_text_are_lines(tokenizer: Tokenizer):
@@ -194,7 +194,7 @@ def test_arguments_are_text_where_a_template_joins_them_to_other_texts(tokenizer
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     told, tokens = tokenizer.with_template(written).prepare_chat([message])
     assert told == '<{"city": "Zürich <|im_end|>"}>'
-    assert max(tokens) < 256, "bytes alone"
+    assert max(tokens) < 256, "only bytes"
     kept = tokenizer.with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}").prepare_chat(
         [message]
     )

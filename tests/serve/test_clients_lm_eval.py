@@ -15,7 +15,7 @@ import torch
 import transformers
 from serving import Server, Start
 
-pytestmark = pytest.mark.slow  # its imports alone take longer than the tests of a route
+pytestmark = pytest.mark.slow  # its imports take longer than the tests of a route
 
 DOCS = [
     {"question": "The sky is", "choices": ["blue", "a fish", "7"], "answer": 0},

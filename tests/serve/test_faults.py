@@ -1,4 +1,4 @@
-"""Real processes behind a real socket; the engine is a stub inside the real worker, protocol and server."""
+"""Faults of real processes on a real socket; the engine is a stub inside the real worker, protocol and server."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def spoken(name: str) -> str:
 
 
 async def send_back(config: Config, text: str, asked: Iterable[tuple[int, int, bool]]) -> int:
-    """Send answers back, each alone, with results of its calls, and with the user's next message.
+    """Send answers back, each by itself, with results of its calls, and with the user's next message.
 
     asked: the API, where the answer is cut off, and whether it is streamed
     returns: how many answers have calls

@@ -92,7 +92,7 @@ def processes(server: Server) -> dict[str, int]:
 @pytest.mark.timeout(SECONDS + 300)
 def test_memory_stays_what_it_was_after_the_warm_up(start_server: Start, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("llguidance")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # beside other work threads would wait for each other
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other work would have threads wait for each other
     server = start_server(f"serve.kv_cache_memory={4 << 30}")
     pids = processes(server)
     samples: dict[str, list[float]] = {name: [resident(pid)] for name, pid in pids.items()}

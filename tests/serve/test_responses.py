@@ -212,8 +212,8 @@ def test_log_probabilities_are_those_of_the_same_chat(client: openai.OpenAI, mor
 def test_log_probabilities_come_where_they_are_asked_for(client: openai.OpenAI):
     assert client.responses.create(**ASK).top_logprobs == 0
     assert scores(client.responses.create(**ASK)) == []
-    alone = scores(client.responses.create(**ASK, include=SCORED["include"]))
-    assert len(alone) == 16 and not any(each["top_logprobs"] for each in alone)
+    chosen = scores(client.responses.create(**ASK, include=SCORED["include"]))
+    assert len(chosen) == 16 and not any(each["top_logprobs"] for each in chosen)
     for more, fault in (
         ({"top_logprobs": 2}, 'top_logprobs needs include=\\["message.output_text.logprobs"\\]'),
         (SCORED | {"top_logprobs": 21}, "top_logprobs=21 is more than 20"),
@@ -252,8 +252,8 @@ def test_the_tools_that_a_choice_allows_are_those_of_a_chat(configure: Callable[
     )
     (call,) = answer.json()["output"]
     assert (call["name"], answer.json()["tool_choice"]) == ("other", choice)
-    _, (alone,) = scripted.post(configure(), Said(["[]"]), body | {"tools": [other], "tool_choice": "required"}, PATH)
-    assert (seen.prompt, seen.params) == (alone.prompt, alone.params)
+    _, (plain,) = scripted.post(configure(), Said(["[]"]), body | {"tools": [other], "tool_choice": "required"}, PATH)
+    assert (seen.prompt, seen.params) == (plain.prompt, plain.params)
     missing = body | {"tool_choice": choice | {"tools": [{"type": "function", "name": "third"}]}}
     error = scripted.post(configure(), Said(["Hi"]), missing, PATH)[0].json()["error"]
     assert error["message"] == "tool_choice: there is no function third in tools (known: look_up, other)"
@@ -313,7 +313,7 @@ def test_log_probabilities_are_of_the_text_alone(configure: Callable[..., Config
     whole = Response.model_validate(scripted.post(configure(), play, body, PATH)[0].json())
     events = read_events(scripted.post(configure(), play, body | {"stream": True}, PATH)[0].text)
     assert [submit.params.logprobs for submit in asked] == [1, 1]
-    num_before = sum(map(len, tokens[:3])) + 1  # and the line end behind the reasoning
+    num_before = sum(map(len, tokens[:3])) + 1  # and the line end after the reasoning
     for thought, message, call in (whole.output, Response.model_validate(events[-1]["response"]).output):
         assert (thought.type, call.type) == ("reasoning", "function_call")
         assert "logprobs" not in thought.model_dump()["content"][0]

@@ -25,7 +25,7 @@ def server(request: Any, checkpoints: Callable[[str], Path], tmp_path_factory: A
         checkpoints("llama"), tmp_path_factory.mktemp("server"), "serve.enable_sleep_mode=true", f"serve.http.api_keys=@{keys}",
         f"parallel.replicas={request.param}",
     )  # fmt: skip
-    wire.wait_until(lambda: are_ready(started.url))  # each engine, where there are two
+    wire.wait_until(lambda: are_ready(started.url))  # each of two engines
     yield started.url
     started.process.kill()
     started.process.wait()

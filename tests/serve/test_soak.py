@@ -41,7 +41,7 @@ def test_what_is_lost_or_changed_would_be_found(engine: LLMEngine, monkeypatch: 
     def commit_other(*args: Any) -> list[Sequence]:
         ended: list[Sequence] = commit(*args)
         for sequence in ended:
-            sequence.output[-1] ^= scheduler.num_running > 0  # where others run beside it
+            sequence.output[-1] ^= scheduler.num_running > 0  # if others run too
         return ended
 
     monkeypatch.setattr(scheduler, "commit", commit_other)
@@ -55,7 +55,7 @@ def test_what_is_lost_or_changed_would_be_found(engine: LLMEngine, monkeypatch: 
 def test_a_server_whose_clients_leave_at_random_holds_nothing_afterwards(
     start_server: Start, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # beside other work threads would wait for each other
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other work would have threads wait for each other
     server = start_server(*soak_cpu.OVERRIDES)
     assert soak_cpu.soak_server(server.url, server.process.pid, random.Random(7), 24, 12) == []
     assert "traceback" not in server.log.read_text()

@@ -397,5 +397,5 @@ def test_the_page_draws_every_latency(run: Any, checkpoints: Any):
     for label in ("Time to First Token", "Time per Output Token", "Inter-token Latency", "End-to-end Latency"):
         assert f"<h2>{label}" in out
     points = [len(each.split()) - 1 for each in re.findall(r'<polyline points="([^"]*)"', out)]
-    assert points == [3, 3, 3 * 4, 3], "requests, and tokens behind the first"
+    assert points == [3, 3, 3 * 4, 3], "requests, and tokens after the first"
     assert "% of the limit</text>" in out

@@ -87,7 +87,7 @@ def test_the_bytes_and_operations_of_a_decode_by_hand(costs_of: Any):
 def test_a_head_is_read_where_a_row_samples_and_a_tied_one_like_any_other(costs_of: Any):
     costs = costs_of(QWEN3_06B)
     inside, last = (step_work(costs, Step(0.0, array("q"), [(0, 100)], sampled)) for sampled in (0, 1))
-    matrices = 1024 * 2048 + 3 * 1024 * 3072 + 151936 * 1024  # behind the last attention
+    matrices = 1024 * 2048 + 3 * 1024 * 3072 + 151936 * 1024  # after the last attention
     vectors = 2 * 1024
     assert last["matrix"].bytes - inside["matrix"].bytes == 2 * (matrices + vectors)
     assert last["matrix"].flops - inside["matrix"].flops == 2 * matrices

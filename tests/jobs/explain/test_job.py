@@ -504,18 +504,18 @@ def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     model, gpu, layers = (published("qwen3_30b_a3b"), "model.layers=8"), load_gpu("h200"), 8
     kv_bytes = KV_BYTES["qwen3_30b_a3b"]["full"] * layers // 48
     result = explain(*model, "job.gpu=h200")
-    fit, behind = result["gpu"], gpu.memory - result["weights_bytes"]
+    fit, free = result["gpu"], gpu.memory - result["weights_bytes"]
     assert (fit["name"], fit["memory_bytes"], fit["weights_fit"], fit["fits"]) == ("h200", gpu.memory, True, True)
     assert (fit["gpus_for_weights"], fit["kv_longest_sequence"]) == (1, 40960)
-    blocks = behind // (16 * kv_bytes)
+    blocks = free // (16 * kv_bytes)
     assert fit["kv_tokens"] == {"full": (blocks - 1) * 16}
     read = result["active_weights_bytes"] + 1024 * kv_bytes
     one, many = fit["decode"]
     assert one == {"requests": 1, "tokens_per_second": pytest.approx(gpu.bandwidth / read), "collective_seconds": 0}
     assert many["requests"] == 32 and 32 * 0.05 < many["tokens_per_second"] / one["tokens_per_second"] < 32 * 0.2
-    # what follows the last attention is computed of sampled rows alone
-    qkv, behind = (4096 + 2 * 512) * 2048, 2048 * 4096 + 128 * 2048 + 8 * 3 * 768 * 2048
-    assert fit["prefill_tokens_per_second"] == pytest.approx(804e12 / 2 / (layers * qkv + (layers - 1) * behind))
+    # what follows the last attention is computed for sampled rows only
+    qkv, rest = (4096 + 2 * 512) * 2048, 2048 * 4096 + 128 * 2048 + 8 * 3 * 768 * 2048
+    assert fit["prefill_tokens_per_second"] == pytest.approx(804e12 / 2 / (layers * qkv + (layers - 1) * rest))
     _, out, _ = run(*model, "job.gpu=h200")
     share = result["weights_bytes"] / gpu.memory
     assert f"\n  weights   fit: {share:.1%} of its memory\n" in out
@@ -538,10 +538,10 @@ def test_the_pool_of_a_gpu_is_what_its_memory_leaves_unless_it_is_set(run: Any, 
 
 def test_prompts_of_products_in_fp8_are_limited_by_its_rate(explain: Any, published: Any):
     given = (published("qwen3_8b"), "job.gpu=h200", "device=cuda", "model.layers=2")
-    qkv, behind = (4096 + 2 * 1024) * 4096, 4096 * 4096 + 3 * 12288 * 4096
+    qkv, rest = (4096 + 2 * 1024) * 4096, 4096 * 4096 + 3 * 12288 * 4096
     for quant, rate in (("fp8", 1411e12), ("int4", 804e12), ("none", 804e12)):
         fit = explain(*given, f"quant={quant}")["gpu"]
-        assert fit["prefill_tokens_per_second"] == pytest.approx(rate / 2 / (2 * qkv + behind))
+        assert fit["prefill_tokens_per_second"] == pytest.approx(rate / 2 / (2 * qkv + rest))
 
 
 def test_a_gpu_that_does_not(explain: Any, published: Any):
@@ -701,8 +701,8 @@ def test_each_stage_of_a_pipeline_is_explained(explain: Any, run: Any, published
     assert first["collectives"]["send"] == last["collectives"]["receive"] == {"times": 1, "bytes_per_token": row}
     assert last["collectives"]["send"] == first["collectives"]["receive"] == {"times": 1, "bytes_per_token": logits}
     assert first["gpu"] == last["gpu"] and first["kv_tokens"] == last["kv_tokens"]
-    slower, alone = (each["gpu"]["decode"][0]["tokens_per_second"] for each in (first, whole))
-    assert 0.9 * alone < slower < alone, "a step passes all stages"
+    slower, single = (each["gpu"]["decode"][0]["tokens_per_second"] for each in (first, whole))
+    assert 0.9 * single < slower < single, "a step passes all stages"
     code, out, _ = run(*one, "parallel=pp2", "job.gpu=h200")
     assert code == 0 and re.search(r"^  stage 0 +2 layers, .* a token; the one that is shown$", out, re.MULTILINE)
     code, _, err = run(*one, "parallel=pp2", "job.pipeline_rank=2")
@@ -713,7 +713,7 @@ def test_each_stage_of_a_pipeline_is_explained(explain: Any, run: Any, published
 
 
 def test_drafts_are_explained_by_the_stage_that_has_them(run: Any, published: Any):
-    """The last stage alone reads weights to draft; both send and get what is drafted."""
+    """Only the last stage reads weights to draft; both send and get what is drafted."""
     model = (published("deepseek_v3"), "model.layers=4", "model.mtp_layers=1", "serve.method=mtp", "parallel=tp2_pp2")
     texts = {}
     for stage in range(2):

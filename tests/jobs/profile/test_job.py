@@ -86,7 +86,7 @@ def test_kernels_of_pieces_name_their_piece_and_are_compared_with_what_it_reads(
     steps = [step(3), step(9, num_sampled=0)]
     norms, start, other = describe(Summary("device", 71.0, rows, 0, 0.0, []), steps, COSTS, LIMITS, pieces)["rows"]
     assert [(row["name"], row["kind"]) for row in (norms, start)] == [(titles[1], "piece"), (titles[0], "piece")]
-    weight, row = 4 * 48, 2 * 48  # bytes; two norms behind the first layer's products, and two behind the last one's
+    weight, row = 4 * 48, 2 * 48  # bytes; two norms after the first layer's matmuls, and two after the last one's
     assert norms["limit_seconds"] == pytest.approx((4 * (weight + 3 * row) + 2 * (weight + 9 * row)) / LIMITS.bandwidth)
     token = 8 + 8 + 2 * 48  # its number, its position and its row of the embedding
     assert start["limit_seconds"] == pytest.approx((2 * 4 * 8 + (3 + 9) * token) / LIMITS.bandwidth)
@@ -175,11 +175,11 @@ def test_calls_have_the_names_of_the_text_and_equal_pieces_one_number(checkpoint
     assert name_calls(program, len(named), {}) == named
     numbers = {"the text of another": 0}
     assert name_calls(program, len(named), numbers)[0] == "piece 1" and len(numbers) == 3
-    alone = name_calls(program, len(program.nodes), {})
-    assert len(alone) == len(program.nodes) and not any(name.startswith("piece") for name in alone), (
+    names = name_calls(program, len(program.nodes), {})
+    assert len(names) == len(program.nodes) and not any(name.startswith("piece") for name in names), (
         "without a compiler each call runs by itself"
     )
-    assert [name for name in alone if name in layer] == layer * 3
+    assert [name for name in names if name in layer] == layer * 3
 
 
 def test_without_decodes_there_is_one_phase(run: Any, checkpoints: Any, tmp_path: Path):

@@ -368,7 +368,7 @@ def test_launchers_of_processes_run_all_jobs(launcher: str, run: Any, checkpoint
 
 
 def test_a_sweep_goes_on_where_its_like_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    """Of the same overrides, but for the choices that are swept; a later sweep of others is left alone."""
+    """Of the same overrides, but for the choices that are swept; a later sweep of others stays as it is."""
     monkeypatch.chdir(tmp_path)
     mine, others = ["job=bench", "level=1,2", "seed=1"], ["job=bench", "level=1,2", "seed=2"]
     for day, texts in ((1, mine), (2, others)):

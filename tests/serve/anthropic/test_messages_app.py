@@ -318,7 +318,7 @@ def test_a_model_that_does_not_think_may_be_told_to_as_far_as_it_is_of_use(ask: 
     assert response.json()["content"] == [{"type": "text", "text": "Hi"}]
 
 
-# what Claude Code sends beside the conversation
+# what Claude Code sends besides the conversation
 CLAUDE_CODE: dict[str, Any] = {
     "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
     "tools": [{**TOOL, "eager_input_streaming": True, "strict": True}],

@@ -296,7 +296,7 @@ def test_replicas_share_the_cores(num_replicas: int, expected: int, monkeypatch:
 
 
 def test_replicas_share_the_artifact():
-    alone, several = (load([f"parallel={name}", "device=cpu"]) for name in ("tp1", "dp8"))
+    single, several = (load([f"parallel={name}", "device=cpu"]) for name in ("tp1", "dp8"))
     target = find_target("cpu")
-    assert launch_ingredients(alone, target) == launch_ingredients(several, target)
-    assert recipe_of(alone) == recipe_of(several)
+    assert launch_ingredients(single, target) == launch_ingredients(several, target)
+    assert recipe_of(single) == recipe_of(several)

@@ -158,7 +158,7 @@ def test_vllms_board_finds_its_metrics_by_model(doubled: Server):
 
 
 def test_vllms_metrics_have_vllms_buckets(doubled: Server):
-    """As vLLM 0.26 has them: vllm/v1/metrics/loggers.py; those of 0.33 are the same (buckets.py beside it)."""
+    """As vLLM 0.26 has them: vllm/v1/metrics/loggers.py; those of 0.33 are the same (buckets.py next to it)."""
     latency = (
         "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0 +Inf"
     )

@@ -74,7 +74,7 @@ def read(tool_format: str | None, pieces: list[str], **options: Any) -> tuple[st
             "",
             [("f", "{}"), ("f", '{"a": 1}')],
         ),
-        # behind the python tag, or bare
+        # after the python tag, or bare
         ("python_tag", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
         ("python_tag", 'I look.<|python_tag|>{"name": "f", "parameters": {}}', "I look.", [("f", "{}")]),
         ("python_tag", '{"name": "f", "parameters": {}}', "", [("f", "{}")]),

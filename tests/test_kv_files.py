@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from slowness import slowness
 from test_host_blocks import NUM_TALKS, SIZES, load_always, talk
 
 from atom import LLMEngine

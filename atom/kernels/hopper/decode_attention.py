@@ -1,12 +1,12 @@
 """Decode attention on NVIDIA's Hopper, in Gluon.
 
-It computes what decode.py does, and cuts sequences up in the same way.
+It computes what triton/attention/decode.py does, and cuts sequences up in the same way.
 
     args = q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap
     decode(*args, newest, query_len, memory_of)
 
-Keys and values come by TMA, some tiles ahead and, but for the newest, while the kernel ahead still runs. A tile's keys
-are the left operand of one product and its values, transposed, that of the other, so that a tile of few queries wastes
+Keys and values come by TMA, some tiles ahead and, but for the newest, while the preceding kernel still runs. A tile's
+keys are the left operand of one MMA and its values, transposed, that of the other, so that a tile of few queries wastes
 nothing. The tensor cores take both from shared memory; where entries are in fp8, from registers, where they become
 bf16. Which column is which is free in a sum over columns, and which row in what is stored in the end: so a thread takes
 neighbouring bytes, of keys those of its columns, and of values those of its rows at each of its positions.
@@ -99,7 +99,7 @@ def _find_column(place, IS_FP8: gl.constexpr):
 
 @jit
 def _find_dim(row, IS_FP8: gl.constexpr):
-    """The column of values that is a row of the transposed product."""
+    """The column of values that is a row of the transposed result."""
     return row // 16 % 4 * 32 + row % 8 * 4 + row // 64 * 2 + row // 8 % 2 if IS_FP8 else row
 
 
@@ -132,7 +132,7 @@ def _clear_values(values, position, oldest, stop, DIM: gl.constexpr):
 
 @jit
 def _find_span(lengths, sequence, before, NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr):
-    """The end of a sequence's tiles, their first position, and the tile behind them, which come from `before` on."""
+    """The end of a sequence's tiles, their first position, and the tile after them, which come from `before` on."""
     length = gl.load(lengths + sequence)
     start = 0
     if WINDOW is not None:
@@ -143,7 +143,7 @@ def _find_span(lengths, sequence, before, NEWEST: gl.constexpr, WINDOW: gl.const
 @jit
 def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr,
           DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """Send for the keys and values of a tile."""
+    """Fetch the keys and values of a tile."""
     keys, values, ready = memory
     rows = ()
     for piece in gl.static_range(PIECES):
@@ -164,10 +164,10 @@ def _send(pieces, blocks, position, stop, head, slot, memory, BLOCK_SIZE: gl.con
 def _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory, MAY_WAIT: gl.constexpr,
                NEWEST: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
                HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """Send for the keys and values of the next tile; the cursor of the tile behind it.
+    """Fetch the keys and values of the next tile; the cursor of the tile after it.
 
     cursor: the next tile, the sequence of the last one sent for, the tiles before that sequence, and its `_find_span`.
-    MAY_WAIT: for the kernel ahead, which writes the newest keys and values, where the tile has them.
+    MAY_WAIT: for the preceding kernel, which writes the newest keys and values, where the tile has them.
     """
     tile, sequence, before, stop, start, after = cursor
     if tile >= after:
@@ -292,7 +292,7 @@ def _decode(
     HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, DIM: gl.constexpr, PROGRAMS: gl.constexpr,
     BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As decode.py's: one program, a run of tiles of the kv head program_id(0)."""
+    """As the kernel of triton/attention/decode.py: one program, a run of tiles of the kv head program_id(0)."""
     ROWS: gl.constexpr = GROUP * QUERIES
     NEWEST: gl.constexpr = 0 if k is None else 1  # positions that are in no tile
     dtype: gl.constexpr = q.dtype.element_ty

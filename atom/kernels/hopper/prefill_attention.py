@@ -1,6 +1,6 @@
 """Prefill attention on NVIDIA's Hopper, in Gluon.
 
-It computes what prefill.py does, for many tokens a third faster, and latent attention of prompts.
+It computes what triton/attention/prefill.py does, for many tokens a third faster, and latent attention of prompts.
 
     args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap
     prefill(*args, tickets)
@@ -100,7 +100,7 @@ def read_plan(plan, which: gl.constexpr):
 
 @jit
 def fill_piece(rows, begin, start, length, values, slot, ROW: gl.constexpr, VALUE_DIM: gl.constexpr):
-    """The values from position `begin` on, `rows` of the cache, with zeros before `start` and behind the end: what is
+    """The values from position `begin` on, `rows` of the cache, with zeros before `start` and after the end: what is
     there may be no number, and as such would not vanish under a weight of 0."""
     lines = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_LINES))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PIECE_LINES))
@@ -219,7 +219,9 @@ def produce(cache, pieces, queries, rotated, table, plan, starts, lengths, ticke
                 first_tile = start // POSITIONS
             num_tiles = gl.maximum(gl.cdiv(stop, POSITIONS) - first_tile, 1)
             write_plan(plans.index(side), num_tiles, oldest, head, first + place, end, first_tile)
-            mbarrier.expect(q_ready.index(side), ROWS * (KEY_DIM + ROTATED) * 2)  # behind the plan, which it tells of
+            mbarrier.expect(
+                q_ready.index(side), ROWS * (KEY_DIM + ROTATED) * 2
+            )  # after the plan, whose arrival it signals too
 
             produce_tile(cache, pieces, blocks, start, length, stop, head, num_tiles, first_tile, base, memory, WINDOW,
                          BLOCK_SIZE, ROW, HEAD_ROW, FIRST_VALUE, KEY_DIM, VALUE_DIM)  # fmt: skip
@@ -239,7 +241,7 @@ def produce(cache, pieces, queries, rotated, table, plan, starts, lengths, ticke
 @jit
 def soften(scores, best, total, position, newest, k_scale, SCALE: gl.constexpr, SOFTCAP: gl.constexpr,
            WINDOW: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
-    """Products of queries and keys from `position` on -> their weights, and the softmax so far."""
+    """Scores of queries and keys from `position` on -> their weights, and the softmax so far."""
     factor = score_factor(k_scale, SCALE, SOFTCAP)
     scores = cap_scores(scores, k_scale, SCALE, SOFTCAP)
     if MASKED:
@@ -269,7 +271,7 @@ def multiply_keys(queries, keys, slot, LAYOUT: gl.constexpr):
 def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, k_scale,
               SCALE: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
               WHO: gl.constexpr):  # fmt: skip
-    """The product with the keys of this turn, and beside it the one of the last turn's weights with its values."""
+    """The MMA with the keys of this turn, and next to it the one of the last turn's weights with its values."""
     _, _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
     slot, last = turn % STAGES, (turn - 1) % STAGES
     mbarrier.wait(k_ready.index(slot), turn // STAGES & 1)
@@ -422,10 +424,10 @@ def _prefill(
 ):  # fmt: skip
     """Tiles of ROWS // GROUP queries by the GROUP heads of one of HEADS kv heads; `together` of these before the next.
 
-    Tokens behind the last sequence are one more, which sees nothing and gives zeros. tickets i32[2]: of tiles and of
+    Tokens after the last sequence are one more, which sees nothing and gives zeros. tickets i32[2]: of tiles and of
     programs that are done; the last of these leaves zeros. plan: of context.py, where the cache is what it unpacked;
     sequences that are not there are left out. In a position's row the key of a head begins at HEAD_ROW times its
-    number, its value FIRST_VALUE behind. rotated: COLUMNS more dims of queries; keys have them behind KEY_DIM others.
+    number, its value FIRST_VALUE later. rotated: COLUMNS more dims of queries; keys have them after KEY_DIM others.
     """
     wait_for_inputs(True)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -528,7 +530,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
             plan: Tensor | None = None) -> None:  # fmt: skip
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention.
 
-    tickets: i32[2] of zeros, which are zeros again behind it: calls that have the same must run one after another.
+    tickets: i32[2] of zeros, which are zeros again after it: calls that have the same must run one after another.
     plan: of context.py, where the cache and table are what it unpacked from fp8 of k_scale and v_scale.
     """
     _, _, _, kv_heads, dim = cache.shape

@@ -189,7 +189,7 @@ def _language() -> Any:
 
 
 def _garbage(dtype: torch.dtype, shape: list[int]) -> Tensor:
-    """What memory holds before it is written: NaN where there is one."""
+    """What memory holds before it is written: NaN if there is one."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else 0x7F, dtype=dtype)
 
 

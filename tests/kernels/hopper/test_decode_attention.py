@@ -106,7 +106,7 @@ IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cu
 
 
 def run(case: Case, query_len: int = 1, scales: torch.Tensor | None = None, **attributes: Any) -> torch.Tensor:
-    """Decodes alone, three times with the same memory; scales: of keys and values, where entries are in fp8."""
+    """Decodes only, three times with the same memory; scales: of keys and values, if entries are in fp8."""
     blocks = case.cache.blocks if scales is None else (case.cache.blocks / scales.view(2, 1, 1)).to(FP8)
     case = change(case, blocks, num_decodes=len(case.batch.lengths), query_len=query_len)
     attend, pair = PagedAttention(), (None, None) if scales is None else scales.split(1)

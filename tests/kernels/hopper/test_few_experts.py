@@ -194,7 +194,7 @@ def test_each_token_goes_through_its_experts(fmt: str | None, kind: str, sizes: 
 def check_experts(
     fmt: str | None, kind: str, sizes: tuple[int, ...], kernels: Any, device: str, cases: tuple[tuple[int, bool], ...]
 ) -> None:
-    """Gates and ups alone, and downs alone, which are not further off than their rounding.
+    """The gate/up projection, and the down projection, are not further off than their rounding.
 
     sizes: experts, their width, the hidden size, and how many a token chooses. cases: tokens, and whether they choose
     the same.

@@ -1,4 +1,4 @@
-"""Products of many rows by experts on Hopper: that they compile, and on such a GPU what they compute."""
+"""Grouped GEMMs of many rows on Hopper: that they compile, and on such a GPU what they compute."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class TestOnHopper:
 
 
 def scaled(fmt: str, *shape: int) -> PackedWeight:
-    """A weight whose products are of about 1."""
+    """A weight whose results are of about 1."""
     weight = draw(fmt, *shape, device="cuda")
     scales = weight.parts["scales"]
     scales.copy_(scales - 8 if fmt == "mxfp4" else scales / 256)

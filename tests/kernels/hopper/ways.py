@@ -1,8 +1,8 @@
 """Watch by which kernels experts are multiplied on Hopper.
 
 taken = watch_ways(monkeypatch)
-products.experts(x, weights, ids, gate_up, down, kind="silu")
-assert taken == ["few", "few"]          # gates and downs
+experts.experts(x, weights, ids, gate_up, down, kind="silu")
+assert taken == ["few", "few"]          # gate/up and down projections
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS: tuple[tuple[str, Any, str], ...] = (
 
 
 def watch_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ways of all products by experts from here on, in order."""
+    """The ways of all GEMMs of experts from here on, in order."""
     taken: list[str] = []
 
     def watch(way: str, module: Any, name: str) -> None:

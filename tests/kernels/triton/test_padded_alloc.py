@@ -1,4 +1,4 @@
-"""Rows with memory behind them: how much there is, and how much of it is read."""
+"""Activations padded to a tile: how much memory there is, and how much of it is read."""
 
 from __future__ import annotations
 

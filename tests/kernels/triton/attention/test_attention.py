@@ -111,12 +111,12 @@ def test_how_the_work_is_cut_changes_only_roundings(triton_device):
     case = make_case([60, 33], kv_heads=2, heads=4, dim=16)
     together = run(case, triton_device, PagedAttention(SMALL_PARTS), scale=0.3)
     for row in range(2):
-        alone = change(
+        single = change(
             case,
             q=case.q[row : row + 1], table=case.batch.tables[KIND][row : row + 1], lengths=case.batch.lengths[row : row + 1],
             starts=case.batch.starts[:2], num_decodes=1,
         )  # fmt: skip
-        assert_equal(run(alone, triton_device, PagedAttention(SMALL_PARTS), scale=0.3), together[row : row + 1])
+        assert_equal(run(single, triton_device, PagedAttention(SMALL_PARTS), scale=0.3), together[row : row + 1])
 
 
 @pytest.mark.parametrize(("foreign", "softcap"), [(math.nan, None), (math.nan, 1.5), (math.inf, None), (1e30, 1.5)])
@@ -126,7 +126,7 @@ def test_what_lies_in_memory_of_others_changes_nothing(triton_device, foreign, s
         stale = torch.full_like(case.cache.blocks[:1], foreign)
         table = torch.where(
             case.batch.tables[KIND] == 0, len(case.cache.blocks), case.batch.tables[KIND]
-        )  # behind the window, behind the end
+        )  # before the window, after the end
         case = change(case, blocks=torch.cat((case.cache.blocks, stale)), table=table.int())
         return run(case, triton_device, scale=0.3, window=30, softcap=softcap)
 

@@ -33,7 +33,7 @@ def test_whole_sequences_are_unpacked_while_there_is_room(
         own = cache[table[sequence].long()].flatten(0, 1)[:length]
         there = blocks[places[0, first : first + -(-length // PIECE)].long()].flatten(0, 1).cpu()
         assert torch.equal(there[:length], own.to(dtype))
-        assert not there[length:].any(), "behind the end are zeros"
+        assert not there[length:].any(), "after the end are zeros"
     assert context.unpack(*args).blocks is blocks
     few = context.unpack(args[0][:2], args[1] % 2, args[2].clamp(max=9), *args[3:])
     assert few.blocks is blocks, "as large for few blocks, with which a start measures a step"

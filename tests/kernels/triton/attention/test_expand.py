@@ -67,7 +67,7 @@ def test_whole_sequences_for_which_it_pays_are_expanded_while_there_is_room(
         assert first == sum(NUM_TILES[:each]) * TILE // PIECE
         there = blocks[places[0, first : first + NUM_TILES[each] * TILE // PIECE].long()].flatten(0, 1)
         torch.testing.assert_close(there[:length], expanded_by_torch(case, 2 + each), rtol=1e-4, atol=1e-5)
-        assert not there[length:].any(), "behind the end are zeros"
+        assert not there[length:].any(), "after the end are zeros"
     assert expand(case, expansion).blocks is blocks
 
 

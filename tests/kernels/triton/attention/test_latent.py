@@ -102,11 +102,11 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
 
 
 @pytest.mark.sampled(18, gpu=2)
-@pytest.mark.parametrize("behind", [[], [(9, 12)]])
+@pytest.mark.parametrize("prompts", [[], [(9, 12)]])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (4, 7), (2, 16), (3, 20)])
-def test_leading_sequences_of_several_queries_each(query_len, heads, behind, splits, triton_device):
+def test_leading_sequences_of_several_queries_each(query_len, heads, prompts, splits, triton_device):
     lengths = (query_len, query_len + 1, 33, 70)
-    case = make_latent_case([], [(query_len, length) for length in lengths] + behind, heads=heads)
+    case = make_latent_case([], [(query_len, length) for length in lengths] + prompts, heads=heads)
     check(change(case, num_decodes=len(lengths), query_len=query_len), triton_device)
 
 
@@ -304,5 +304,5 @@ def test_kernels_compile_and_copy_entries_by_as_many_bytes_as_each_is_aligned_to
     done = run_program(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     widest = [max(map(int, line.split())) for line in done.stdout.splitlines()]
-    # of entries of 36 bytes, of 144, and of 640 in fp8, for a prompt, for a decode and for one beside expanded ones
+    # of entries of 36 bytes, of 144, and of 640 in fp8, for a prompt, for a decode and for one next to expanded ones
     assert widest == [4, 16, 16, 16, 16]

@@ -58,10 +58,10 @@ sys.path.insert(0, "tests")
 from kernels.triton.compile.test_binary_cache import build
 for line in sys.stdin:
     try:
-        told = build(*json.loads(line))
+        outcome = build(*json.loads(line))
     except Exception as error:
-        told = {"error": repr(error)}
-    print(json.dumps(told), flush=True)
+        outcome = {"error": repr(error)}
+    print(json.dumps(outcome), flush=True)
 """
 
 PTXAS = """\
@@ -117,8 +117,8 @@ def builder(files: Path, **variables: str) -> Iterator[Build]:
         def run(*args: Path) -> dict[str, Any]:
             print(json.dumps(list(map(str, args))), file=process.stdin, flush=True)
             lines = iter(process.stdout.readline, "")  # Triton prints what ptxas has complained of
-            told: dict[str, Any] = json.loads(next(line for line in lines if line.startswith('{"')))
-            return told
+            outcome: dict[str, Any] = json.loads(next(line for line in lines if line.startswith('{"')))
+            return outcome
 
         yield run
         process.stdin.close()
@@ -164,9 +164,9 @@ def test_processes_that_start_at_the_same_time_compile_each_entry_once(built: An
             folder.mkdir()
         runs = [started.enter_context(builder(folder)) for folder in folders]
         list(pool.map(lambda run: run(tmp_path / "other", source), runs))  # what they import and read takes time
-        told = list(pool.map(lambda run: run(tmp_path / "cache", source), runs))
-    assert sum(each["compiled"] for each in told) == 3
-    for each in told:
+        outcome = list(pool.map(lambda run: run(tmp_path / "cache", source), runs))
+    assert sum(each["compiled"] for each in outcome) == 3
+    for each in outcome:
         assert each["binaries"] == first["binaries"] and each["used"] == first["used"] and each["answer"] == 42
 
 
@@ -179,21 +179,21 @@ def test_a_folder_that_was_copied_needs_no_compiler(built: Any, copy: Path, tmp_
     tool.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
     tool.chmod(0o755)
     with builder(tmp_path / "files", TRITON_PTXAS_PATH=str(tool), CC="/bin/false") as run:
-        told = run(copy, source)
-        assert (told["binaries"], told["compiled"], told["warnings"]) == (first["binaries"], 0, [])
+        outcome = run(copy, source)
+        assert (outcome["binaries"], outcome["compiled"], outcome["warnings"]) == (first["binaries"], 0, [])
         assert run(tmp_path / "empty", source)["error"], "without its entries it does not get by"
 
 
 def test_an_entry_holds_what_a_launch_reads_and_no_path(built: Any):
-    folder, _, told = built
+    folder, _, outcome = built
     entries = Cache(folder).entries("binaries")
-    assert sorted(entry.key for entry in entries) == sorted(told["used"])
+    assert sorted(entry.key for entry in entries) == sorted(outcome["used"])
     files = sorted(re.sub(r"\..*\.", ".", name) for entry in entries for name in entry.files)
     assert files == ["answers.so", "double.cubin", "double.hsaco", "double.json", "double.json"]
     assert sorted(entry.about["name"].partition(".")[0] for entry in entries) == ["answers", "double", "double"]
     for entry in entries:
-        stated = json.dumps(entry.about["ingredients"], sort_keys=True)
-        assert entry.key == hashlib.sha256(stated.encode()).hexdigest()[:32]
+        described = json.dumps(entry.about["ingredients"], sort_keys=True)
+        assert entry.key == hashlib.sha256(described.encode()).hexdigest()[:32]
     for path in folder.glob("binaries/*/*.json"):
         assert str(folder) not in path.read_text()
 
@@ -208,28 +208,30 @@ def test_an_entry_that_is_not_to_be_trusted_is_built_anew(built: Any, copy: Path
         path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     else:
         path.chmod(0o666)
-    told = process(copy, source)
-    assert told["compiled"] == 1
-    assert (told["binaries"], told["answer"]) == (first["binaries"], 42)
-    (warning,) = told["warnings"]
+    outcome = process(copy, source)
+    assert outcome["compiled"] == 1
+    assert (outcome["binaries"], outcome["answer"]) == (first["binaries"], 42)
+    (warning,) = outcome["warnings"]
     assert str(path.parent) in warning
     assert ("checksum" if harm == "a byte" else "writable by others") in warning
-    assert [process(copy, source)[told] for told in ("compiled", "warnings")] == [0, []]
+    assert [process(copy, source)[outcome] for outcome in ("compiled", "warnings")] == [0, []]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_an_entry_of_another_user_is_not_used(built: Any, copy: Path, process: Build):
     path = next(copy.glob("binaries/*/double.cubin"))
     os.chown(path, 65534, 65534)
-    told = process(copy, built[1])
-    assert told["compiled"] == 1 and "is owned by" in told["warnings"][0]
+    outcome = process(copy, built[1])
+    assert outcome["compiled"] == 1 and "is owned by" in outcome["warnings"][0]
 
 
 def test_a_folder_that_takes_nothing_stops_no_run(built: Any, process: Build, tmp_path: Path):
     (tmp_path / "cache").write_text("this is no folder")
-    told = process(tmp_path / "cache", built[1])
-    assert (told["answer"], told["compiled"]) == (42, 3)
-    assert told["warnings"] and all("what is built is not kept for the next run" in line for line in told["warnings"])
+    outcome = process(tmp_path / "cache", built[1])
+    assert (outcome["answer"], outcome["compiled"]) == (42, 3)
+    assert outcome["warnings"] and all(
+        "what is built is not kept for the next run" in line for line in outcome["warnings"]
+    )
     assert (tmp_path / "cache").read_text() == "this is no folder"
 
 
@@ -289,8 +291,8 @@ def test_another_triton_has_other_entries_whether_or_not_its_files_were_listed(
     record.parent.mkdir(parents=True)
     for listed in ("", "triton/_C/libtriton.so,sha256=one,1\n", "triton/_C/libtriton.so,sha256=another,1\n"):
         record.write_text(listed)
-        told = process(copy, source, tmp_path / "site")
-        assert told["compiled"] == 2, "all but the module, which Triton has no part in"
+        outcome = process(copy, source, tmp_path / "site")
+        assert outcome["compiled"] == 2, "all but the module, which Triton has no part in"
         assert process(copy, source, tmp_path / "site")["compiled"] == 0
-        used.append(told["used"])
+        used.append(outcome["used"])
     assert len({key for keys in used for key in keys}) == 1 + 2 * len(used)

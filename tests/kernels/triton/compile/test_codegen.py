@@ -40,7 +40,7 @@ def piece(x0: i64[A], x1: i64[A], w0: fp32[8], w1: {0}[101, 48], w2: fp32[48]):
     return rotary, rotary_1, scale, rms_norm
 """,
     "a sum and its norm": ADD_NORM,
-    "a norm behind a norm": """\
+    "a norm after a norm": """\
 def piece(x0: {0}[A, 37], x1: {0}[A, 37], w0: fp32[37], w1: {0}[37]):
     rms_norm = generated.rms_norm(x0, w0, eps=1e-05)
     add_rms_norm, add_rms_norm_1 = generated.add_rms_norm(x1, rms_norm, w1, eps=1e-05)

@@ -1,4 +1,4 @@
-"""Processes that compile kernels: what they give is what this process compiles, and they leave nothing behind."""
+"""Processes that compile kernels: what they give is what this process compiles, and they leave no files and processes."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ def launch(hook=None):
         by_triton.clear()
     return counts
 first, again = launch(), launch()
-told = []
-hook = lambda metadata: told.append(1)
+noted = []
+hook = lambda metadata: noted.append(1)
 knobs.runtime.launch_enter_hook.add(hook)
 hooked = launch()
 knobs.runtime.launch_enter_hook.remove(hook)
@@ -141,7 +141,7 @@ def test_only_the_first_launch_of_a_kind_is_by_triton(run: Any):  # noqa: F811
     first, again, hooked, is_same, launched = run(AGAIN)
     assert first == [1, 1, 1, 0, 1, 1, 1], "the fourth is of the kind of the first"
     assert again == [0] * 7
-    assert hooked == [1] * 7, "a hook is told of what Triton launches"
+    assert hooked == [1] * 7, "a hook is called for what Triton launches"
     assert is_same, "the same binaries, grids and arguments"
     assert [each[3] for each in launched] == [
         [3, 1, 1],

@@ -223,7 +223,7 @@ print(json.dumps([*outcomes, len(compiled), len(launched)]))
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Any]:
-    """Runs a script behind DEVICE: what it prints last."""
+    """Runs a script after DEVICE: what it prints last."""
 
     def run(script: str, *args: str) -> Any:
         done = run_program(DEVICE + script, *args, TRITON_CACHE_DIR=str(tmp_path / "triton"))
@@ -238,10 +238,10 @@ def walk(tmp_path: Path, checkpoints: Any, run: Callable[..., Any]) -> Callable[
     """Runs STEPS on a tiny variant's config.json, with heads that the kernels of long prompts take."""
 
     def walk(name: str, sizes: list[int], fields: dict[str, Any] | None = None, **changed: Any) -> Any:
-        stated = {**json.loads((checkpoints(name) / "config.json").read_text()), **changed}
-        if "head_dim" in stated:
-            stated["head_dim"] = 64
-        (tmp_path / "config.json").write_text(json.dumps(stated))
+        described = {**json.loads((checkpoints(name) / "config.json").read_text()), **changed}
+        if "head_dim" in described:
+            described["head_dim"] = 64
+        (tmp_path / "config.json").write_text(json.dumps(described))
         return run(STEPS, str(tmp_path), json.dumps(sizes), json.dumps(fields or {}))
 
     return walk

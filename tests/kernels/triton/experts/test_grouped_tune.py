@@ -1,4 +1,4 @@
-"""Tiles of products by experts: those that are tried fit and give the product, and measured ones go before the rule."""
+"""Tiles of grouped GEMMs: those that are tried fit and give the result, and measured ones go before the rule."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_text_s_products_are_those_of_its_kernels_the_largest_first():
 
 def test_calls_are_recorded_by_their_product_and_repeated_with_other_tiles(triton_device: str):
     x, weight, _ = make(None, [0, 0, 7], 24, 16, torch.float16)
-    ends = torch.tensor([2, 2, 5])  # two rows behind them are of no expert that is here
+    ends = torch.tensor([2, 2, 5])  # two rows after them are of no expert that is here
     recording = Recording()
     run = recording.kernels[ops.grouped_linear, "triton"]
     y = run(x.to(triton_device), weight.to(triton_device), ends.to(triton_device))

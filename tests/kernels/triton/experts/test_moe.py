@@ -226,7 +226,7 @@ def test_tiles_fit_in_shared_memory(element_size, shared_bytes):
 
 
 def choices(tokens: int, top_k: int, experts: int) -> torch.Tensor:
-    """Ids of different experts a token; the last expert is chosen by no one where there is another."""
+    """Ids of different experts a token; nobody chooses the last expert if there is another."""
     usable = max(top_k, experts - 1)
     return torch.stack([torch.randperm(usable)[:top_k] for _ in range(tokens)])
 

@@ -1,4 +1,4 @@
-"""Norms and gates that quantize what they give: the numbers of a norm or gates, and of `quantize_rows` behind."""
+"""Norms and gates that quantize what they give: the numbers of a norm or gates, and of `quantize_rows` after it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_nan_stays_a_nan(triton_device, exact_fp8):
 @pytest.mark.parametrize("fmt", ["fp8[1, *]", "fp8[128, 128]"])
 @pytest.mark.parametrize("is_shuffled", [False, True])
 def test_the_rows_of_gates_reach_the_next_linear_quantized(triton_device, exact_fp8, monkeypatch, fmt, is_shuffled):
-    """Of more than MAX_ROWS rows; where there is no such GPU, the library's product is computed of the same numbers."""
+    """Of more than MAX_ROWS rows; without such a GPU the library's result is computed from the same numbers."""
     given: list[int] = []
 
     def multiply(x: QuantizedRows, weight: PackedWeight) -> torch.Tensor:

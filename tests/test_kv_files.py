@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from slowness import slowness
 from test_host_blocks import NUM_TALKS, SIZES, load_always, talk
 
 from atom import LLMEngine

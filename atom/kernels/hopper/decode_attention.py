@@ -166,7 +166,7 @@ def _send_next(cursor, pieces, table, lengths, table_stride, head, slot, memory,
                HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
     """Fetch the keys and values of the next tile; the cursor of the tile after it.
 
-    cursor: the next tile, the sequence of the last one sent for, the tiles before that sequence, and its `_find_span`.
+    cursor: the next tile, the sequence of the last one fetched, the tiles before that sequence, and its `_find_span`
     MAY_WAIT: for the preceding kernel, which writes the newest keys and values, where the tile has them.
     """
     tile, sequence, before, stop, start, after = cursor
@@ -464,7 +464,11 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
            k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
            softcap: float | None, newest: tuple[Any, ...] | None, query_len: int, find_memory: Callable[[int], Any],
            tiling: Tiling | None = None) -> None:  # fmt: skip
-    """As `decode.Decode`; find_memory: of so many programs for each kv head; newest: not of entries in fp8"""
+    """As `decode.Decode`.
+
+    newest: None for entries in fp8
+    find_memory: finds the memory of so many programs for each kv head
+    """
     num_blocks, block_size, _, kv_heads, dim = cache.shape
     group, row = q.shape[1] // kv_heads, 2 * kv_heads * dim
     per_unit, stages, max_registers = tiling or choose(cache.element_size())

@@ -91,8 +91,9 @@ def box_bytes(encoding: WeightEncoding) -> int:
 @jit
 def _send(x, weight, x_row, starts, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
           PARTS: gl.constexpr, BOXES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """Send for a stage: the weight's boxes, those of x, or both. starts: where the parts of a box begin in the weight
+    """Fetch a stage: the weight's boxes, those of x, or both.
 
+    starts: where the parts of a box begin in the weight
     PARTS: that a box has, each of neighbouring rows; None: gate and up projections, alternating by 8.
     """
     x_boxes, weight_boxes, ready = memory

@@ -338,7 +338,11 @@ def _multiply(
     BY_ROW: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BLOCK_R: gl.constexpr,
     BOXES: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """OUT: of one expert, gate and up projections. BY_ROW: see `_find_tile`."""
+    """A tile of the result.
+
+    OUT: of one expert, gate and up projections
+    BY_ROW: see `_find_tile`
+    """
     COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     if BLOCK_R == 8:
@@ -434,8 +438,10 @@ _gated_descriptors = TensorDescriptors((BLOCK_O.value // 16, 2, 8, BOX.value), G
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: Gate | None, counters: Tensor,
              tiles: Wgmma) -> Tensor:  # fmt: skip
-    """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with a gate. counters: of
-    `matrix.make_counters`; calls that share them must run one after another."""
+    """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with a gate.
+
+    counters: of `matrix.make_counters`; calls that share them must run one after another
+    """
     return _launch(x, weight, None, bias, gate, counters, tiles)
 
 
@@ -444,7 +450,10 @@ def multiply_grouped(
     tiles: Wgmma,
 ) -> Tensor:  # fmt: skip
     """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O], or [P, O / 2] with
-    gates; counters: as in `multiply`"""
+    a gate.
+
+    counters: as in `multiply`
+    """
     return _launch(x, weight, ends, bias, gate, counters, tiles)
 
 

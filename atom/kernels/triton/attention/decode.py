@@ -75,7 +75,11 @@ class Newest(NamedTuple):
 
 
 def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters:
-    """element_size: of what is multiplied, in bytes; entry_size: of what the cache keeps"""
+    """Choose the tiles.
+
+    element_size: bytes of a number that is multiplied
+    entry_size: bytes of a number in the cache
+    """
     if element_size == 4 or gpu.shared_memory < 99 << 10:
         return Parameters(tile_bytes=8192, num_stages=2)
     if entry_size < element_size:

@@ -50,8 +50,10 @@ def choose_tiles(
 ) -> Tiles:
     """Choose tiles for sequences of so many rows, with up to 3 stages, as fit next to the queries in shared memory.
 
-    entry: padded dims of a cache entry. queries: of each decode. takes_64: whether tiles of 64 rows fit; for
-    Blackwell's tensor cores Triton keeps further copies of them in shared memory, 345 KiB in all
+    entry: padded dims of a cache entry
+    queries: of each decode
+    takes_64: whether tiles of 64 rows fit; for Blackwell's tensor cores Triton keeps further copies of them in shared
+        memory, 345 KiB in all
     """
     if element_size == 4:
         tile = 16, 16, 4

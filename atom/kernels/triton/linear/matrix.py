@@ -48,8 +48,10 @@ def make_counters(device: torch.device) -> Tensor:
 
 def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None, counters: Tensor,
                     parameters: Matrix) -> Tensor:  # fmt: skip
-    """multiply for up to MAX_ROWS normed rows x [T, I]. TileError where split columns have too many tiles.
-    counters: of `make_counters`; calls that share them must run one after another."""
+    """multiply for up to MAX_ROWS normed rows x [T, I]. TileError if split columns have too many tiles.
+
+    counters: of `make_counters`; calls that share them must run one after another
+    """
     (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
     operand = operand_of(weight)
     tile = parameters.as_run(num_rows, gpu, operand.encoding)

@@ -3,13 +3,16 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from atom.errors import UnsupportedError
 from atom.graph import Type, ops
 from atom.kernels import (
+    Backend,
     Kernel,
     LoadContext,
     Target,
@@ -21,6 +24,7 @@ from atom.kernels import (
     find_versions,
     generated,
     hopper,
+    registry,
 )
 from atom.kernels import triton as backend
 from atom.kernels.reference import COMPILED
@@ -192,3 +196,16 @@ def test_code_for_a_device_depends_on_the_libraries_of_its_backends():
     assert list(find_versions("cpu")) == ["torch", "instruction set", "libraries"]
     pytest.importorskip("triton")
     assert list(find_versions("cuda")) == ["torch", "triton"]
+
+
+def test_the_first_backend_that_tunes_a_table_does_so_for_those_after_it(monkeypatch: pytest.MonkeyPatch):
+    """As hopper's, which tunes triton's kernels too."""
+    ours, theirs, others = (
+        SimpleNamespace(table=table, of=at) for at, table in enumerate(("linear", "linear", "experts"))
+    )
+    backends = (
+        Backend("one", (), find_tuners=lambda _: [ours]),
+        Backend("two", (), find_tuners=lambda _: [theirs, others]),
+    )
+    monkeypatch.setattr(registry, "backends_of", lambda _: backends)
+    assert registry.find_tuners("cuda", torch.device("cpu")) == [ours, others]

@@ -1,4 +1,7 @@
-"""The backend `reference`: the ops' own bodies, which accept every call. It is last in every order."""
+"""The backend `reference`: the ops' own bodies, which accept every call.
+
+It is last in every order.
+"""
 
 from __future__ import annotations
 

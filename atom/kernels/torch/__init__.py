@@ -1,4 +1,6 @@
-"""The backend `torch`: CPU kernels in eager torch, faster than the ops' reference bodies, without a compiler.
+"""The backend `torch`: CPU kernels in eager torch.
+
+They are faster than the ops' reference bodies, and need no compiler.
 
     for kernel in BACKEND.kernels:
         reason = kernel.accepts(Target("cpu"))     # None: yes

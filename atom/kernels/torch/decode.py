@@ -1,4 +1,4 @@
-"""Decode attention on a CPU: all sequences at once, contexts in parts, in bounded memory.
+"""Decode attention on a CPU: all sequences at once, contexts in parts.
 
     decodes = Decodes(workspace, budget, cache, value_dim, table, lengths, heads, window)    # once a step
     out = decodes.attend(q, cache, rule)                                                     # each layer

@@ -1,4 +1,6 @@
-"""RMS norms on a CPU in float32: fewer calls of torch than the reference, one temporary, one rounding.
+"""RMS norms on a CPU in float32.
+
+They take fewer calls of torch than the reference, one temporary and one rounding.
 
     y = rms_norm(x, weight, eps=1e-6)
     y, total = add_rms_norm(a, b, weight, eps=1e-6)

@@ -1,4 +1,6 @@
-"""Prefill attention on a CPU, in tiles of one sequence's queries that read only the keys they see.
+"""Prefill attention on a CPU, in tiles of one sequence's queries.
+
+A tile reads only the keys that it sees.
 
     prefill = Prefill(workspace, cache, value_dim, table, tokens, length, window)    # once a step
     reader = prefill.reader

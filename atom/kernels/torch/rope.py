@@ -1,4 +1,4 @@
-"""Norm, rope and cache write on a CPU, in one pass; rotates in place in float32.
+"""Norm, rope and cache write on a CPU, in one pass, in float32.
 
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
     q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)

@@ -1,4 +1,4 @@
-"""Workspace memory kept from step to step, into which a paged cache is read in float32.
+"""Workspace memory kept from step to step, and float32 reads of a cache.
 
     workspace = Workspace()
     reader = Reader(workspace, cache, value_dim, slots)    # once a step

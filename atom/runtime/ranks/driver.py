@@ -1,4 +1,4 @@
-"""Send each step to all ranks of an engine, and collect what their data groups sample.
+"""Send each step to all ranks, and collect what data groups sample.
 
     runner = Driver(runner, ranks, Mesh(tensor=2, data=2))
     pending = runner.execute(step)                  # of the first data group; step.others: of the others

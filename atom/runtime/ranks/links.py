@@ -1,4 +1,4 @@
-"""Messages between the driver of an engine and its other ranks, and how each notices that the other ended.
+"""Carry messages between the driver and its ranks, and notice when either ends.
 
 The driver takes each step itself, and sends it to the others first.
 

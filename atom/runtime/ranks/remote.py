@@ -1,4 +1,4 @@
-"""Drive, join and supervise ranks that torchrun or Ray starts, on one host or several.
+"""Join and supervise ranks that torchrun or Ray starts, on several hosts.
 
 In the process that drives:
 

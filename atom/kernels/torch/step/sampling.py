@@ -1,4 +1,6 @@
-"""Sample tokens from logits on a CPU. What a slot draws does not depend on its batch.
+"""Sample tokens from logits on a CPU.
+
+What a slot draws does not depend on its batch.
 
     sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
     score_drawn(logits, asked, out, totals, chosen, ranks)     # of drawn tokens; `atom.kernels.logprobs` has the others

@@ -156,9 +156,7 @@ def check_speculation(config: Config) -> None:
             raise ConfigError(f"serve.{name}={number} drafts nothing by itself; set serve.method, or leave it out")
     for method, name in [(method, name) for method, each in METHODS.items() for name in each.options]:
         if serve.method != method and (number := getattr(serve, name)) is not None:
-            raise ConfigError(
-                f"serve.{name}={number} is read only by serve.method={method}; set that, or leave it out"
-            )
+            raise ConfigError(f"serve.{name}={number} is read only by serve.method={method}; set that, or leave it out")
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
     if least is not None and most is not None and least > most:
         raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")

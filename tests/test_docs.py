@@ -390,6 +390,67 @@ def test_headings_have_the_anchors_of_github():
     assert anchors(page) == {"tool-calls", "in-c-no-2-whats-new", "a-link--max_tokens", "tool-calls-1"}
 
 
+@pytest.mark.parametrize("page", [*PAGES, *LAB], ids=lambda path: path.name)
+def test_every_file_of_the_repo_that_a_page_names_is_there(page: Path):
+    spans = re.findall(r"`((?:atom|conf|docs|tests|scripts|recipes|deploy|findings)/[\w./-]+)`", page.read_text())
+    missing = [span for span in spans if "NAME" not in span and not (ROOT / span).exists()]
+    assert [span for span in missing if span != "conf/model/stablelm.yaml"] == []  # which the reader writes
+
+
+def test_every_path_and_name_of_the_architecture_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    paths = list(paths_of(page))
+    assert len(paths) > 250
+    assert [path for path, file, names in paths if not is_there(file, names)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| a path | `runtime/nowhere.py` |",
+        "| a folder | `runtime/nowhere/` |",
+        "| a name | `runtime/kv/plan.py: plan_nothing` |",
+        "| the last of several names | `runtime/kv/cache.py: KVCache.take_nothing` |",
+        "| a bare name, of another folder | `runtime/kv/plan.py`, `scheduler.py` |",
+        "| a glob | `kernels/*/prepare_nothing.py` |",
+        "    a path in a drawing    kernels/nowhere.py",
+    ],
+)
+def test_a_path_that_is_stale_would_be_noticed(line: str):
+    assert not all(is_there(file, names) for _, file, names in paths_of(f"# A page\n{line}\n"))
+
+
+def paths_of(page: str) -> Iterator[tuple[str, Path | None, list[str]]]:
+    """The paths of docs/architecture.md as they stand there, the file that each means, and the names in that file.
+
+    A path is relative to atom/, to a folder in the heading above it, or to the repo; a bare file name is in the folder
+    of the path before it in its row, item or paragraph, or in that of the heading.
+    """
+    above: list[Path] = []
+    before: Path | None = None
+    for line in page.splitlines():
+        if line.startswith("#"):
+            above = [ROOT / folder for folder in re.findall(r"`([\w/]+/)`", line)]
+        if re.match(r"#|\||\s*$| *(-|\d+\.) ", line):  # a row, an item or a paragraph begins
+            before = None
+        is_drawing = before is None and line.startswith("    ")
+        for span in re.findall(r"\w[\w/]+/\w+\.py\b" if is_drawing else r"`([\w.][\w./*-]*(?:: [\w., ]+)?)`", line):
+            path, _, names = span.partition(": ")
+            if not re.search(r"^scripts/|/$|\.(py|js|yaml)$", path):
+                continue
+            folders = [*above, ROOT / "atom", ROOT] if "/" in path else [*above, before or ROOT / "atom"]
+            file = next((file for folder in folders for file in folder.glob(path.rstrip("/"))), None)
+            yield span, file, names.split(", ") if names else []
+            before = before if file is None else file if file.is_dir() else file.parent
+
+
+def is_there(file: Path | None, names: list[str]) -> bool:
+    """Whether the file is there and defines all of these, `Class.method` by each part."""
+    defined = [rf"^ *(?:(?:async def|def|class) {part}\b|{part} *[:=])" for name in names for part in name.split(".")]
+    text = file.read_text() if file is not None and names else ""
+    return file is not None and all(re.search(each, text, re.MULTILINE) for each in defined)
+
+
 def test_the_map_of_the_docs_has_every_page():
     assert linked_pages(ROOT / "docs" / "index.md") == {*PAGES, ROOT / "docs" / "lab" / "index.md"}
     assert linked_pages(ROOT / "docs" / "lab" / "index.md") == {*LAB, ROOT / "docs" / "performance.md"}

@@ -24,7 +24,8 @@ WORDS = {
     r"\bwhere there (?:is|are)\b": "if there is",
 }
 ALLOWED = re.compile(
-    r"\bbehind (?:nginx|one port|a (?:reverse )?proxy|a load balancer)\b|\bleft alone\b|\bstand-alone\b"
+    r"\bbehind[ -](?:nginx|one port|a (?:reverse )?proxy|a load balancer)\b|\bleft alone\b|\bstand-alone\b",
+    re.IGNORECASE,
 )
 
 

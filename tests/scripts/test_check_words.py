@@ -42,5 +42,5 @@ def test_a_word_makes_the_check_fail_and_names_the_line(page: Path, capsys: pyte
 
 def test_every_line_of_a_markdown_page_is_read(tmp_path: Path):
     page = tmp_path / "page.md"
-    page.write_text("A server behind nginx.\n\nA server behind a wall.\n")
+    page.write_text("## Behind nginx\nA server [behind nginx](x.md#behind-nginx).\nA server behind a wall.\n")
     assert [(line, word) for line, word, _ in find_words(page)] == [(3, "behind")]

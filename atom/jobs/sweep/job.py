@@ -43,11 +43,11 @@ from atom.process.messages import PREFIX
 
 PACKAGE = Path(__file__).parents[2]
 # values that no number of a job follows from
-UNRELATED = ("overrides", "recipe", "cache")
+UNRELATED = ("overrides", "recipe", "cache", "advanced")
 UNRELATED_OF = {
     "job": ("objective", "resume", "output", "output_file", "save_recipe"),
     "serve": ("http", "torch_profiler_dir"),
-    "parallel": ("visible_devices", "torchrun"),
+    "parallel": ("visible_devices",),
 }
 OF_SWEEP = ("job.objective", "job.resume")  # fields that are not of a job
 KEY_DIGITS = 16  # hex, of a name of files

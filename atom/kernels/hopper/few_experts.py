@@ -1,4 +1,4 @@
-"""Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon: gate/up, then down projection.
+"""Experts of few tokens in two launches on NVIDIA's Hopper, in Gluon.
 
     if suits_few(x, ids, gate_up):
         y = multiply_few(x, weights, ids, (gate_up, down), biases, Gate("silu"), counters)      # as the op `experts`

@@ -1,4 +1,4 @@
-"""Grouped GEMM of many rows an expert by packed weights on NVIDIA's Hopper, in Gluon.
+"""Grouped GEMM of many rows by packed experts on NVIDIA's Hopper, in Gluon.
 
     plan = plan_tiles(ends, len(x))         # shared by GEMMs of the same rows
     y = multiply(x, weight, plan, bias)     # x [P, I], sorted by expert, a shuffled weight [E, O, I] -> [P, O]

@@ -1,4 +1,4 @@
-"""Latent attention on NVIDIA's Hopper: many tokens of prompts attend to expanded keys and values.
+"""Latent attention on NVIDIA's Hopper: long prompts attend to expanded keys and values.
 
     attend = PagedLatentAttention()    # one object for all layers: it owns the memory that prompts are expanded to
     out = attend(q_nope, q_rope, kv_b, cache, batch, scale=0.1)

@@ -1,4 +1,4 @@
-"""Linears on NVIDIA's Hopper: Gluon kernels where they are faster, else Triton's and the library.
+"""Linears on NVIDIA's Hopper: Gluon kernels where they are faster, else Triton's.
 
 linears = Linears()                             # of one model
 y = linears.linear(x, shuffle(weight))          # few rows by a weight in the layout wgmma: packed_linear.py

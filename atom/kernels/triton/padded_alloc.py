@@ -1,4 +1,4 @@
-"""Allocate activations padded to a full TMA tile, so edge tiles need no zero fill.
+"""Allocate activations padded to full TMA tiles, so edges need no zero fill.
 
     y = new_rows(x, 40, 4096)                                       # [40, 4096], with memory for 64 rows
     descriptors.find(y, (readable_rows(y, 64), 4096), y.stride())   # 64 rows: a tile is read, whatever lies after 40

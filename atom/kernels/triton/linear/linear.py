@@ -1,4 +1,4 @@
-"""Linears of few rows, fused with the norm before them and the gated activation after them.
+"""Linears of few rows, fused with the norm before and the gated activation after.
 
 They cost the reading of the weight and little else.
 

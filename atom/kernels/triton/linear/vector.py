@@ -1,4 +1,4 @@
-"""Multiply one row by a weight, with the norm before and the gated activation after.
+"""Multiply one row by a weight, fused with a norm and a gated activation.
 
     y, total = multiply_vector(a, b, norm, weight, bias, 1e-6, "silu", Vector(4, 8, 5, 1))
 

@@ -1,4 +1,4 @@
-"""serve.draft_model: another checkpoint's configuration beside the model's own."""
+"""serve.draft_model: another checkpoint's configuration next to the model's own."""
 
 from __future__ import annotations
 

@@ -618,7 +618,7 @@ def test_exaone_4_has_full_attention_where_its_pattern_says_so(write: Write):
     attention = load([f"checkpoint={write(**stated, sliding_window_pattern=3)}"]).model.attention
     windows = ["full_attention" if window_of(attention, layer) is None else "sliding_attention" for layer in range(7)]
     assert windows == reference.layer_types
-    types = ["sliding_attention"] * 7  # which count where a pattern in another form is beside them
+    types = ["sliding_attention"] * 7  # which count if a pattern in another form is next to them
     assert load([f"checkpoint={write(**stated, layer_types=types, sliding_window_pattern='LLLG')}"]).model.layers == 7
 
 

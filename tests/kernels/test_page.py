@@ -21,7 +21,7 @@ from atom.kernels import backends_of, candidates, find_backend
 from atom.kernels.backend import Backend, Kernel, LoadContext, OnDevice
 from atom.kernels.gloo import GlooCommunicator
 from atom.kernels.nccl import NcclCommunicator
-from atom.kernels.registry import ORDER
+from atom.kernels.registry import MODULES, ORDER
 
 COMMUNICATORS = {"nccl": NcclCommunicator, "gloo": GlooCommunicator}
 DEVICES = {"cuda": "GPU", "cpu": "CPU"}
@@ -79,8 +79,8 @@ def rows_of(device: str) -> Iterator[tuple[str, ...]]:
 
 def describe(backend: Backend) -> tuple[str, ...]:
     """A backend with the first line of its module, and the feature of GPUs that it is for."""
-    first = str(importlib.import_module(f"atom.kernels.{backend.name}").__doc__).partition("\n")[0]
-    first = first.partition(": ")[2].rstrip(".")
+    module = importlib.import_module(f"atom.kernels.{MODULES.get(backend.name, backend.name)}")
+    first = str(module.__doc__).partition("\n")[0].partition(": ")[2].rstrip(".")
     assert first, f"{backend.name}: its module begins with: The backend `{backend.name}`: …"
     return f"`{backend.name}`", f"`{backend.vendor}`" if backend.vendor else "", first
 

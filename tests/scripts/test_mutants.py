@@ -118,11 +118,17 @@ def test_unknown_names_and_tests_end_it(tree: Path):
 
 @cache
 def functions_of(path: Path) -> set[str]:
-    return {
-        node.name
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    """A file's functions, and the methods of its classes as `Class::method`."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    body = ast.parse(path.read_text()).body
+    methods = {
+        f"{each.name}::{node.name}"
+        for each in body
+        if isinstance(each, ast.ClassDef)
+        for node in each.body
+        if isinstance(node, functions)
     }
+    return methods | {node.name for node in body if isinstance(node, functions)}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / FOLDER).iterdir()), ids=lambda path: path.stem)

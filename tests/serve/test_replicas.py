@@ -1,4 +1,4 @@
-"""Several engines behind one server: real processes and HTTP; most engines are stubs whose tokens name the replica."""
+"""Several engines of one server: real processes and HTTP; most engines are stubs whose tokens name the replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Take systemd's socket and report the server's state to it, as sd_listen_fds(3) and sd_notify(3) do.
+"""Take systemd's socket and report the server's state to it.
+
+As sd_listen_fds(3) and sd_notify(3) do:
 
     listening = adopt(num_sockets=1, pid=4711)                # None where another process is meant
     notify(config.advanced.notify_socket, "READY=1")

@@ -83,7 +83,7 @@ def tab(browser: Browser) -> Page:
 
 @pytest.fixture
 def visit(browser: Browser, tab: Page) -> Iterator[Open]:
-    """Opens a page that no test has seen before. Behind the test it may have asked nobody but the server."""
+    """Opens a page that no test has seen before. After the test it may have asked nobody but the server."""
     visits: list[tuple[str, Visit, dict[Any, Any]]] = []
 
     def open(url: str, *, ready: bool = True, **options: Any) -> Visit:

@@ -1,4 +1,4 @@
-"""What a model may do in a chat beside talking."""
+"""What a model may do in a chat besides talking."""
 
 from __future__ import annotations
 

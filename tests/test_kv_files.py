@@ -295,6 +295,6 @@ def test_folders_of_others_and_what_is_not_built_are_refused(checkpoints: Any, t
     with pytest.raises(ConfigError, match=r"serve.kv_cache_dir=/kv keeps .* set serve.swap_space too"):
         load(base)
     with pytest.raises(
-        UnsupportedError, match=r"parallel.tensor=2 with serve.kv_cache_dir: .*; serve.swap_space alone"
+        UnsupportedError, match=r"parallel.tensor=2 with serve.kv_cache_dir: .*; serve.swap_space keeps"
     ):
         load([*base, "serve.swap_space=1000000", "parallel.tensor=2", "device=cpu"])

@@ -593,7 +593,7 @@ def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_printed(
         "sampling.ignore_eos": True,
     }
     engine = LLMEngine(**fields)
-    told = "sampling as the checkpoint says: temperature 0.7, top_k 1, max_tokens 5; sampling.defaults=none leaves it out\n"
+    told = "sampling as the checkpoint says: temperature 0.7, max_tokens 5, top_k 1; sampling.defaults=none leaves it out\n"
     assert told in capsys.readouterr().err
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     (default,), (expected,) = engine.generate([[1, 2, 3]]), engine.generate([[1, 2, 3]], greedy)

@@ -545,8 +545,8 @@ def test_attention_by_request_divides_the_ranks_into_groups(
 
 
 def test_groups_must_divide_the_ranks(checkpoints: Callable[[str], Path]):
-    fix = r"set serve\.tensor_parallel_size \(-tp\) to a multiple of 3"
-    with pytest.raises(ConfigError, match=rf"3 groups \(serve.data_parallel_size\) do not divide the 4 ranks; {fix}"):
+    fix = r"set parallel\.tensor \(-tp\) to a multiple of 3"
+    with pytest.raises(ConfigError, match=rf"3 groups \(parallel.replicas, -dp\) do not divide the 4 ranks; {fix}"):
         LLMEngine(str(checkpoints("qwen3_moe")), tensor_parallel_size=4, data_parallel_size=3, enable_dp_attention=True)
 
 

@@ -1158,7 +1158,7 @@ def test_a_head_of_keys_and_values_is_not_divided_and_is_on_equally_many_ranks(w
     folder = f"checkpoint={write(num_attention_heads=6, num_key_value_heads=3)}"
     for ranks in (3, 6):
         assert load([folder, "device=cpu", f"parallel.tensor={ranks}"]).parallel.tensor == ranks
-    reason = r"parallel.tensor=2 does not divide 6 heads with 3 of keys and values \(supported: 1, 3, 6"
+    reason = r"parallel.tensor=2 does not divide 6 heads with 3 of keys and values \(supported: 1, 3, 6\)"
     with pytest.raises(UnsupportedError, match=f"^{reason}$"):
         load([folder, "device=cpu", "parallel.tensor=2"])
 

@@ -79,7 +79,7 @@ def test_the_checkpoint_s_sampling_counts_where_nobody_else_sets_it(run: Any, ch
     given = [f"checkpoint={folder}", "prompts=[[1,2]]", "job.output=json", "level=1", "sampling.ignore_eos=true"]
     code, out, err = run(*given)
     assert (code, json.loads(out)["num_tokens_output"]) == (0, 4)
-    assert "sampling as the checkpoint says: temperature 0.6, top_k 1, max_tokens 4; sampling.defaults=none" in err
+    assert "sampling as the checkpoint says: temperature 0.6, max_tokens 4, top_k 1; sampling.defaults=none" in err
     assert "though it changes answers in transformers: num_beams 4, suppress_tokens\n" in err
     code, out, err = run(*given, "sampling.max_tokens=3")
     assert (code, json.loads(out)["num_tokens_output"]) == (0, 3)

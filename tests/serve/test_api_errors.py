@@ -295,7 +295,7 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
         (ChatRequest, {"functions": [{"name": "f"}]},
          'functions: this is not supported here; send tools, as in [{"type": "function", "function": {"name": "f"}}]'),
         (ChatRequest, {"function_call": "auto"},
-         "function_call: this is not supported here; send tool_choice, beside tools"),
+         "function_call: this is not supported here; send tool_choice, with tools"),
         (ChatRequest, {"audio": {"format": "wav", "voice": "ash"}},
          "audio: answers are only text here; leave it out"),
         (ChatRequest, {"modalities": ["text", "audio"]},
@@ -319,7 +319,7 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
         (ChatRequest, {"tool_choice": {"type": "custom", "custom": {"name": "f"}}},
          "tool_choice: custom choices are not supported here (supported: none, auto, required, function, allowed_tools)"),
         (ResponsesRequest, {"tool_choice": {"type": "web_search_preview"}},
-         "tool_choice: web_search_preview choices are not supported here; "
+         "tool_choice: web_search_preview choices are not supported here "
          "(supported: none, auto, required, function, allowed_tools)"),
         (ResponsesRequest, {"text": {"format": {"type": "grammar", "definition": "a"}}},
          "text.format: grammar formats are not supported here (supported: text, json_object, json_schema)"),

@@ -49,7 +49,7 @@ def test_what_is_lost_or_changed_would_be_found(engine: LLMEngine, monkeypatch: 
     scheduler._slots.append(slot)
     pool.release(block)
     assert any("1 blocks of full" in fault for fault in faults) and any("1 slots" in fault for fault in faults)
-    assert any("alone" in fault for fault in faults)
+    assert any("by itself" in fault for fault in faults)
 
 
 def test_a_server_whose_clients_leave_at_random_holds_nothing_afterwards(

@@ -800,7 +800,7 @@ def test_the_page_has_passes_sizes_kernels_and_their_reasons(run: Any, published
     assert ("sink_into_head", "1") in folded and ": 1 changes" not in out
     assert ("fuse_qkv", "6") in folded and "split_pieces" not in dict(folded), "a pass without a diff has no fold"
     assert re.search(r'<span class="add">\+ +qkv = linear\(h, cat', out)
-    assert re.search(r"<td>experts</td><td>triton</td><td>6</td>", out)
+    assert re.search(r"<td>experts</td><td>hopper</td><td>6</td>", out)
     assert "at most 1,363,118 tokens/s" in page and "The line is where the GPU's memory ends: 139.80 GiB." in page
 
 

@@ -299,8 +299,8 @@ import triton.language as tl
 from atom.kernels.triton.activations import activation, gated, tanh, xielu
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.attention.rope import find_angle, find_partner, rotate
-from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.compile.jit import jit
+from atom.kernels.triton.gpu import find_gpu
 
 
 @jit

@@ -39,7 +39,7 @@ class LLMEngine:
 
     With parallel.launcher=torchrun, a script is run by each rank: in all but the first, this serves as one and exits.
 
-    Raises the errors of `atom.errors`; a value that is not built yet is an UnsupportedError.
+    Raises the errors of `atom.errors`; a value that is not supported is an UnsupportedError.
     """
 
     def __init__(self, model: str | None = None, *, config_dirs: List[str] = (), **fields: Any) -> None:

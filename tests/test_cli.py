@@ -156,7 +156,7 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
             "atom-run: ConfigError: 'Tell me a joke' is not an override; write prompts='Tell me a joke'\n",
         ),
         (["-tp2"], "atom-run: ConfigError: -tp as in vLLM: write parallel.tensor=2, or start python -m atom.entry"),
-        (["--bogus"], "atom-run: ConfigError: unrecognized arguments: --bogus; atom-run --help shows what there is"),
+        (["--bogus"], "atom-run: ConfigError: unrecognized arguments: --bogus; see atom-run --help"),
         (["--cfg", "job", "-m"], "atom-run: ConfigError: only one of"),
         (["--cfg", "nope"], "atom-run: ConfigError: argument --cfg/-c: invalid choice"),
         (["-cn", "x"], "atom-run: ConfigError: --config-name"),

@@ -71,7 +71,7 @@ class FlagParser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; {self.prog} --help shows what there is")
+        raise UsageError(f"{message}; see {self.prog} --help")
 
     def _spell(self, text: str) -> str:
         name, equals, value = text.partition("=")

@@ -90,7 +90,7 @@ def check_tune(config: Config, device: str) -> None:
     if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
         why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
         why = f"device={device} has none" if device == "cpu" else why
-        raise ConfigError(f"tune=true measures matrix products on a GPU, {why}; leave tune out")
+        raise ConfigError(f"tune=true measures matmuls on a GPU, {why}; leave tune out")
 
 
 def check_capture_sizes(serve: ServeConfig) -> None:

@@ -33,7 +33,7 @@ def check_eagle3(location: str, hf: Mapping[str, Any]) -> None:
     if not is_eagle3(hf):
         raise UnsupportedError(
             f"{location} is not a draft of EAGLE-3: its config.json has the architecture {architectures(hf)} and no "
-            "draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa and others are not built"
+            "draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa and others are not supported"
         )
 
 

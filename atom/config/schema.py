@@ -446,7 +446,7 @@ class GPUConfig:
 
     memory: int = number(0, 1, MAX_BYTES)  # bytes
     bandwidth: float = number(0.0, 0, above=True)  # bytes/s read
-    rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of matrix products, dense
+    rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of dense matmuls
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)  # ranks -> bytes of a tensor -> seconds
     features: list[str] = field(default_factory=list)  # that kernels ask for: vendor and architecture; none: any
 
@@ -482,7 +482,7 @@ class Config:
     device: str = one_of("auto", "cpu", "cuda", "rocm")  # cuda: a GPU, AMD's too; rocm: AMD's; auto: a GPU where one is
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)  # of what is drawn: tokens, random weights and prompts
     level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
-    tune: bool = False  # measure this model's matrix products on this GPU, once, and keep the fastest ways in the cache
+    tune: bool = False  # measure this model's matmuls on this GPU, once, and keep the fastest parameters in the cache
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = of("generate", None)  # a prompt, a list of prompts, @FILE, or null for stdin
     recipe: str | None = None  # name, file or org/repo:file.yaml of overrides that go before the others

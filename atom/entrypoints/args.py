@@ -361,7 +361,7 @@ class Parser(argparse.ArgumentParser):
         swapped = [each for each in names if sorted(each) == sorted(name)]
         near = difflib.get_close_matches(name, names, 1, 0.85) or swapped
         hint = f" (did you mean --{near[0]}?)" if near else ""
-        raise ConfigError(f"{message}{hint}; {self.prog} --help shows what there is")
+        raise ConfigError(f"{message}{hint}; see {self.prog} --help")
 
 
 def group_of(flag: Flag) -> str:

@@ -278,7 +278,7 @@ class ArgumentParser(Parser):
         try:
             super().error(message)
         except ConfigError as error:
-            about = str(error).removesuffix(f"; {self.prog} --help shows what there is")
+            about = str(error).removesuffix(f"; see {self.prog} --help")
             raise ConfigError(f"{about}; docs/from-vllm.md lists them") from None
 
 

@@ -52,7 +52,7 @@ VLLM_REFUSED = {
         attention-backend attention-config -ac disable-cascade-attn override-attention-dtype moe-backend linear-backend
         kernel-config ir-op-priority enable-bf16x3-router-gemm monokernel sparse-indexer-topk-backend""",
     "kernels and CUDA graphs are chosen by the size of a step; leave it out": "performance-mode",
-    "FlashInfer is not used; atom-run job=compile tune=true measures a model's matrix products, once": """
+    "FlashInfer is not used; atom-run job=compile tune=true measures a model's matmuls, once": """
         enable-flashinfer-autotune""",
     "compiling is shown at the start, and job=compile does it ahead of one; leave it out": """
         jit-monitor-mode jit-monitor-verbose""",

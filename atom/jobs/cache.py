@@ -227,7 +227,7 @@ def _chosen(entries: Sequence[Entry], prefix: str, cache: Cache) -> Entry:
     if len(matching) == 1:
         return matching[0]
     if not matching:
-        raise ConfigError(f"job.entry={prefix}: {cache.folder} holds no such entry; job=cache lists what there is")
+        raise ConfigError(f"job.entry={prefix}: {cache.folder} holds no such entry; job=cache lists all entries")
     names = ", ".join(f"{entry.kind}/{entry.key[:12]}" for entry in matching[:4]) + (", …" if len(matching) > 4 else "")
     raise ConfigError(f"job.entry={prefix} may be {len(matching)} entries ({names}): write more of the key")
 

@@ -67,7 +67,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. ConfigError for what is no flag, with the field that may be meant."""
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; atom-run --help shows what there is")
+        raise ConfigError(f"{message}; see atom-run --help")
 
     parser: argparse.ArgumentParser = get_args_parser()
     own = parser.add_argument_group(conflict_handler="resolve")

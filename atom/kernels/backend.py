@@ -233,7 +233,7 @@ class PieceCompiler(ABC):
 
 
 class Tuner(Protocol):
-    """Tunes matrix products: measures the fastest kernel parameters for a GPU in a model's own steps."""
+    """Tunes matmuls: measures the fastest kernel parameters for a GPU in a model's own steps."""
 
     gpu: str  # the GPU's name in files of parameters
     table: str  # the table of these kernels in such a file: one of `tuned.FITS`

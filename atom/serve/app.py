@@ -106,7 +106,7 @@ def instead_of(path: str) -> str:
     plain = re.sub("^(/v1)+(?=/v1/)", "", re.sub("/+", "/", path))  # clients add their own /v1 to a base URL's
     if plain != path:
         return f"write {shown(plain)}: the base URL has /v1 once, and no slash after it"
-    return instead_of_route(path) or "/docs lists what there is"
+    return instead_of_route(path) or "/docs lists the routes"
 
 
 def explain(request: Request, error: HTTPException) -> str:

@@ -1109,16 +1109,16 @@ def test_a_value_that_is_not_built_yet_is_refused(text: str):
 
 def test_linears_are_measured_where_a_model_is_opened_on_a_gpu():
     with pytest.raises(
-        ConfigError, match=r"^tune=true measures matrix products on a GPU, device=cpu has none; leave tune out$"
+        ConfigError, match=r"^tune=true measures matmuls on a GPU, device=cpu has none; leave tune out$"
     ):
         load(["tune=true", "device=cpu"])
     with pytest.raises(
-        ConfigError, match=r"^tune=true measures matrix products on a GPU, level=0 has no kernels for them; le"
+        ConfigError, match=r"^tune=true measures matmuls on a GPU, level=0 has no kernels for them; le"
     ):
         load(["tune=true", "device=cuda", "level=0"])
     for job in ("explain", "cache"):
         with pytest.raises(
-            ConfigError, match=f"^tune=true measures matrix products on a GPU, job={job} opens no model; leave"
+            ConfigError, match=f"^tune=true measures matmuls on a GPU, job={job} opens no model; leave"
         ):
             load(["tune=true", "device=cuda", f"job={job}"])
     for job in ("serve", "generate", "bench", "compile", "profile"):

@@ -312,7 +312,7 @@ def test_the_guides_keyword_arguments_of_the_engine_are_taken(checkpoints: Any):
 
 
 def test_a_parser_names_the_command_to_ask():
-    with pytest.raises(ConfigError, match="python -m x --help shows what there is"):
+    with pytest.raises(ConfigError, match="; see python -m x --help"):
         Parser("python -m x", "").error("no")
 
 

@@ -133,7 +133,7 @@ def test_an_entry_is_explained(run: Any):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["job.entry=ff"], "holds no such entry; job=cache lists what there is"),
+        (["job.entry=ff"], "holds no such entry; job=cache lists all entries"),
         (
             ["job.entry=pieces"],
             "job.entry=pieces may be 2 entries (pieces/abababababab, pieces/cdcdcdcdcdcd): write more",

@@ -97,7 +97,7 @@ def served() -> set[str]:
 
 def test_every_route_of_vllm_and_rocm_atom_is_served_or_refused_with_what_works_instead(served: set[str]):
     names = [*ROUTES.split(), *ROCM_ROUTES.split(), "/v1/colours"]
-    left = [path for path in names if path not in served and instead_of(path) == "/docs lists what there is"]
+    left = [path for path in names if path not in served and instead_of(path) == "/docs lists the routes"]
     assert left == ["/v1/colours"]
 
 

@@ -249,6 +249,6 @@ def show(result: dict[str, Any]) -> None:
     limits = result["limits"]
     console.print(
         f"limits measured in this run: {limits['bandwidth'] / 1e9:,.1f} GB/s read, "
-        f"{limits['flops'] / 1e12:,.2f} TFLOP/s of matrix products"
+        f"{limits['flops'] / 1e12:,.2f} TFLOP/s of matmuls"
         + "".join(f", {limits[act] / 1e12:,.2f} in {act}" for act in PRODUCTS if act in limits)
     )

@@ -3,7 +3,7 @@
 What a step has to read and to multiply is divided by these rates.
 
     costs = read_costs(compile_graph(config))
-    limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matrix products
+    limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matmuls
     work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
     least_seconds(costs, step, limits)                      # no step of these rows takes less
 
@@ -61,7 +61,7 @@ def total(works: Iterable[Work]) -> Work:
 @dataclass(frozen=True)
 class Limits:
     bandwidth: float  # bytes/s read
-    flops: float  # FLOP/s of matrix products, in the dtype of the run or, on a CPU, in float32 where that is faster
+    flops: float  # FLOP/s of matmuls, in the dtype of the run or, on a CPU, in float32 where that is faster
     fp8: float | None = None  # the same of such numbers; None: as those of the run's dtype
     int8: float | None = None
 

@@ -45,7 +45,7 @@ class Summary(NamedTuple):
     rows: list[Row]  # longest first
     num_gaps: int
     gap_seconds: float  # when no event ran
-    products: list[float]  # seconds of each matrix product, in order
+    products: list[float]  # seconds of each matmul, in order
 
 
 class Event(NamedTuple):

@@ -74,7 +74,7 @@ class AsyncLLMEngine:
         adapter: the name of a LoRA adapter of serve.lora_modules.
 
         text and token_ids are all so far, finish_reason is None until the end; the last dict of an answer is that of
-        `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError where the engine has ended.
+        `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError if the engine has ended.
         """
         params = SamplingParams(**self.config.sampling.values()) if sampling_params is None else sampling_params
         content, salt = prompt_of(prompt)
@@ -126,7 +126,7 @@ class AsyncLLMEngine:
         return similarities(await self._pool([*first, *second]), len(first))
 
     async def load_lora_adapter(self, name: str, path: str) -> None:
-        """Load the LoRA adapter of a folder under a name. CheckpointError where it is not of this model."""
+        """Load the LoRA adapter of a folder under a name. CheckpointError if it is not of this model."""
         loras = self._engine.loras
         files = await asyncio.to_thread(loras.read, path)
         await self._do(lambda: loras.load(name, files))
@@ -160,7 +160,7 @@ class AsyncLLMEngine:
         return self._engine.vocabulary.tokenizer
 
     def check_health(self) -> None:
-        """EngineDeadError where the engine has ended."""
+        """EngineDeadError if the engine has ended."""
         if self._fault is not None:
             raise self._fault
 

@@ -21,7 +21,7 @@ POOLED = SamplingParams(max_tokens=1, temperature=0)  # of a prompt that is embe
 
 
 def pooling_of(config: Config) -> str:
-    """Which tokens an embedding is made of. RequestError where the model makes none."""
+    """Which tokens an embedding is made of. RequestError if the model makes none."""
     pooling = config.serve.pooler_config.pooling_type
     if pooling is None:
         raise RequestError("this model makes no embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")

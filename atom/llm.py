@@ -139,7 +139,7 @@ class LLMEngine:
     def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
         """The cosine similarity of embeddings: of one prompt with each of a list, or of two equally long lists.
 
-        Embeddings are those of serve.pooler_config.pooling_type; RequestError where it is not set.
+        Embeddings are those of serve.pooler_config.pooling_type; RequestError if it is not set.
         """
         first, second = scored_prompts(data_1, data_2)
         return similarities(self._pool([*first, *second]), len(first))
@@ -149,7 +149,7 @@ class LLMEngine:
     ) -> list[dict[str, Any]]:
         """The embedding of each prompt, or of one text or mapping, by the name of vLLM's `LLM.embed`.
 
-        Embeddings are those of serve.pooler_config; RequestError where no pooling_type is set. A dict for each prompt:
+        Embeddings are those of serve.pooler_config; RequestError if no pooling_type is set. A dict for each prompt:
         embedding (a list of as many numbers as the model is wide) and num_tokens_input. adapters: as in generate.
         """
         return [describe_embedding(each, self.config) for each in self._pool(prompts_of(prompts), adapters)]
@@ -258,7 +258,7 @@ class LLMEngine:
         return list(self._engine.loras.names)
 
     def load_lora_adapter(self, name: str, path: str) -> None:
-        """Load the LoRA adapter of a folder under a name. CheckpointError where it is not of this model."""
+        """Load the LoRA adapter of a folder under a name. CheckpointError if it is not of this model."""
         loras = self._engine.loras
         loras.load(name, loras.read(path))
 
@@ -291,7 +291,7 @@ class LLMEngine:
         self._engine.start_profile()
 
     def stop_profile(self) -> Path:
-        """End the trace and write it; its file. RequestError where none runs."""
+        """End the trace and write it; its file. RequestError if none runs."""
         return self._engine.stop_profile()
 
     def print_mtp_statistics(self) -> None:

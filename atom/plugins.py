@@ -86,7 +86,7 @@ def find_value(name: str, group: str) -> Any:
 
 
 def package_folders() -> list[Path]:
-    """The folders like conf/ that installed packages plug in. ConfigError where one is missing or has no YAML files."""
+    """The folders like conf/ that installed packages plug in. ConfigError if one is missing or has no YAML files."""
     return [find_folder(name, package) for name, package in named(CONF).items()]
 
 

@@ -61,7 +61,7 @@ def encode_conversations(
 def scored_prompts(
     data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]
 ) -> tuple[list[SaltedPrompt], list[SaltedPrompt]]:
-    """The prompts of `LLMEngine.score`. RequestError where they make no pairs."""
+    """The prompts of `LLMEngine.score`. RequestError if they make no pairs."""
     first, second = prompts_of(data_1), prompts_of(data_2)
     if not second or len(first) not in (1, len(second)):
         raise RequestError(f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none")
@@ -69,7 +69,7 @@ def scored_prompts(
 
 
 def adapters_of(adapters: str | List[str | None] | None, num_prompts: int) -> list[str | None]:
-    """The adapter of each prompt. RequestError where they are not as many."""
+    """The adapter of each prompt. RequestError if they are not as many."""
     names = [adapters] * num_prompts if isinstance(adapters, str | None) else list(adapters)
     if len(names) != num_prompts:
         raise RequestError(f"{len(names)} adapters for {num_prompts} prompts; give one, or one for each")

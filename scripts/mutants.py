@@ -87,7 +87,7 @@ def copy_tree(root: Path, copy: Path) -> None:
 
 
 def run_tests(tests: Iterable[str], tree: Path, seconds: float | None = None) -> tuple[int | None, str]:
-    """pytest's exit status, None where it did not end in time; and what it printed."""
+    """pytest's exit status, None if it did not end in time; and what it printed."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=line", "-m", "not slow"]
     with tempfile.TemporaryFile("w+") as output:  # no pipe, which a process that a test leaves would keep open

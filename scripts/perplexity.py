@@ -153,7 +153,7 @@ def read_text(name: str, cache: Path, progress: Progress) -> str:
 
 
 def cut_windows(texts: Mapping[str, list[int]], size: int, num_tokens: int) -> list[Window]:
-    """Windows of the texts in turns, as many as score `num_tokens`; AtomError where the texts are too short."""
+    """Windows of the texts in turns, as many as score `num_tokens`; AtomError if the texts are too short."""
     windows = [
         [Window(name, tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size)]
         for name, tokens in texts.items()

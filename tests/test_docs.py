@@ -218,7 +218,7 @@ def made_small(config: Config, folder: Path) -> Config:
 
 
 def run_line(line: str, here: Path) -> None:
-    """Run a command line; AssertionError where it fails, or writes nothing into the file that it is to write."""
+    """Run a command line; AssertionError if it fails, or writes nothing into the file that it is to write."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|>")
     lexer.whitespace_split = True
     *before, command = split_list(list(lexer), "|")[:2]

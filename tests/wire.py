@@ -63,7 +63,7 @@ def read_answer(file: Any, *, has_body: bool = True) -> Answer:
 
 
 def read_chunk(file: Any) -> bytes:
-    """The next chunk, b"" at the end. ConnectionError where the connection ends before."""
+    """The next chunk, b"" at the end. ConnectionError if the connection ends before."""
     line = file.readline()
     if not line:
         raise ConnectionError("the stream broke off")

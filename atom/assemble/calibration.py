@@ -82,7 +82,7 @@ def plain_graph(config: Config) -> Graph:
 
 
 def read_calibration_text(config: Config) -> str:
-    """The text that quant.calibration names. ConfigError where it cannot be read."""
+    """The text that quant.calibration names. ConfigError if it cannot be read."""
     path = config.quant.calibration
     if path in ("auto", "prompt"):
         return PROMPT + "\n" + read_built_in_text()

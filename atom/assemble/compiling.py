@@ -50,7 +50,7 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
 
 
 def refuse_act(graph: Graph, config: Config) -> None:
-    """Raise UnsupportedError where no kernel multiplies activations in the format that quant.act asks for."""
+    """Raise UnsupportedError if no kernel multiplies activations in the format that quant.act asks for."""
     for node in (node for program in graph.programs.values() for node in program.nodes):
         if "act" in node.kwargs and node.meta.get("kernel") == "reference" and config.level != 0:
             reasons = "; ".join(dict.fromkeys(node.meta["notes"]))

@@ -49,7 +49,7 @@ class RankModel(msgspec.Struct):
 
 
 def place_ranks(config: Config, started: ExitStack) -> Placement | None:
-    """Wait for ranks that others start, or have Ray start them; None where this process does. The stack ends them."""
+    """Wait for ranks that others start, or have Ray start them; None if this process does. The stack ends them."""
     parallel, num_ranks = config.parallel, mesh_of(config).num_ranks
     if parallel.launcher == "local":
         return None
@@ -164,7 +164,7 @@ def sample_weights(tensors: Mapping[Recipe, Loaded]) -> bytes:
 
 
 def check_same_weights(samples: Sequence[bytes], first: int = 0) -> None:
-    """Raise CheckpointError where a rank, on a host of its own, has other weights than the first of its stage."""
+    """Raise CheckpointError if a rank, on a host of its own, has other weights than the first of its stage."""
     others = ", ".join(str(rank) for rank, sample in enumerate(samples, first) if sample != samples[0])
     if others:
         raise CheckpointError(f"rank {others} has other weights than rank {first}: each host needs the same files")

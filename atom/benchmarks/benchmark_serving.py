@@ -84,7 +84,7 @@ def with_served_model(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """Load the tokenizer; None where it is missing and not needed, since random prompts can be token ids."""
+    """Load the tokenizer; None if it is missing and not needed, since random prompts can be token ids."""
     is_file = args.dataset_name not in SYNTHETIC
     is_needed = args.tokenizer or is_file or args.use_chat_template or args.backend in TEXT_ONLY
     try:
@@ -196,7 +196,7 @@ def describe_range(lengths: Sequence[int]) -> str:
 
 
 def report_failures(outputs: Sequence[RequestFuncOutput]) -> None:
-    """BenchmarkError where every request failed."""
+    """BenchmarkError if every request failed."""
     errors = [output.error for output in outputs if not output.success]
     if len(errors) == len(outputs):
         raise BenchmarkError(f"all {len(outputs)} requests failed; the first error: {errors[0]}")

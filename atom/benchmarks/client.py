@@ -64,7 +64,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
 async def measure(
     args: argparse.Namespace, requests: Sequence[RequestFuncInput], warmups: Sequence[RequestFuncInput]
 ) -> Measurement:
-    """BenchmarkError where the server does not answer a warm-up. warmups: one at least; not all need be sent."""
+    """BenchmarkError if the server does not answer a warm-up. warmups: one at least; not all need be sent."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     request_func = ASYNC_REQUEST_FUNCS[args.backend]
@@ -163,7 +163,7 @@ async def warm_up(requests: Sequence[RequestFuncInput], send: Send) -> None:
 
 
 async def send_test(request: RequestFuncInput, send: Send) -> None:
-    """BenchmarkError where this request fails."""
+    """BenchmarkError if this request fails."""
     output = await send(request)
     if not output.success:
         raise BenchmarkError(
@@ -237,7 +237,7 @@ def untracked_past() -> Iterator[None]:
 
 
 def allow_connections(num: int) -> None:
-    """Raise this process's limit of open files as far as allowed. BenchmarkError where that is too low."""
+    """Raise this process's limit of open files as far as allowed. BenchmarkError if that is too low."""
     if sys.platform == "win32":
         return
     import resource

@@ -113,7 +113,7 @@ def read_results(where: str) -> Results:
 
 
 def read_result(path: Path, *, is_named: bool) -> Mapping[str, Any] | None:
-    """Read a result file; None for another JSON file of a folder. UsageError where it cannot be read."""
+    """Read a result file; None for another JSON file of a folder. UsageError if it cannot be read."""
     try:
         result = json.loads(path.read_bytes())
     except ValueError as error:

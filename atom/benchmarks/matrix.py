@@ -205,7 +205,7 @@ def path_of(args: argparse.Namespace, case: Case) -> Path:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result file; empty where it is missing or incomplete."""
+    """Read a result file; empty if it is missing or incomplete."""
     try:
         result = json.loads(path.read_bytes())
     except (OSError, ValueError):

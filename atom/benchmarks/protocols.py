@@ -6,7 +6,7 @@
     state.output_tokens                                                                    # 7
 
 A reader decodes only the fields that it needs, and counts tokens and notes the end in a `StreamState`. It raises
-ProtocolError where the server reports an error, and msgspec.MsgspecError or UnicodeDecodeError where an event is no
+ProtocolError if the server reports an error, and msgspec.MsgspecError or UnicodeDecodeError if an event is no
 JSON or has another form.
 """
 

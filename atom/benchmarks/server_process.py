@@ -63,7 +63,7 @@ def running_server(
 ) -> Iterator[Server]:
     """Run a server and wait until it is ready. Its output goes to the file `log`.
 
-    health_timeout: seconds until /health has to answer 200. BenchmarkError where it does not, or the server dies first.
+    health_timeout: seconds until /health has to answer 200. BenchmarkError if it does not, or the server dies first.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     say(f"starting {shlex.join(command)}; its output goes to {log}")

@@ -52,7 +52,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Load a tokenizer. name: a folder or a hub id. UsageError where it has no tokenizer or cannot be downloaded."""
+    """Load a tokenizer. name: a folder or a hub id. UsageError if it has no tokenizer or cannot be downloaded."""
     folder = find_folder(name)
     if not any((folder / file).exists() for file in FILES):
         raise UsageError(f"{name} has no tokenizer: it has none of {', '.join(FILES)}; name another with --tokenizer")

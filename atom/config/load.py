@@ -263,7 +263,7 @@ def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, 
 
 
 def check_names(kind: Any, value: Any, at: str = "") -> None:
-    """Raise ConfigError where a name was added, by +name=…, that no dataclass of the type `kind` has."""
+    """Raise ConfigError if a name was added, by +name=…, that no dataclass of the type `kind` has."""
     if not is_dataclass(kind) or not isinstance(value, Mapping):
         return
     kinds, prefix = types_of(kind), f"{at}." if at else ""

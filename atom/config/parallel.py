@@ -220,7 +220,7 @@ def is_unspecified(host: str) -> bool:
 
 
 def read_key(path: str) -> bytes:
-    """The secret in a key file. ConfigError where others may read it, or it is short."""
+    """The secret in a key file. ConfigError if others may read it, or it is short."""
     file, at = Path(path).expanduser(), f"parallel.key_file={path}"
     try:
         status = file.stat()

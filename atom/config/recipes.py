@@ -152,7 +152,7 @@ def leaf_keys() -> frozenset[str]:
 
 
 def check_shared(overrides: Iterable[str], name: str) -> None:
-    """Raise ConfigError where a recipe from the hub sets more than how a model runs."""
+    """Raise ConfigError if a recipe from the hub sets more than how a model runs."""
     for text in overrides:
         key = text.partition("=")[0]
         if not SHARED.fullmatch(text):

@@ -85,7 +85,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
 
 
 def cache_folder(stated: str | None) -> str:
-    """The cache folder; ConfigError where it would be in the home of a user that has none."""
+    """The cache folder; ConfigError if it would be in the home of a user that has none."""
     try:
         return str(Path(stated or "~/.cache/atom-run").expanduser())
     except RuntimeError:

@@ -39,7 +39,7 @@ def fields_along(key: str) -> Iterator[Field[Any]]:
 
 
 def jobs_of(key: str) -> Jobs | None:
-    """The jobs that a key is for; None where it is for all jobs, or does not exist."""
+    """The jobs that a key is for; None if it is for all jobs, or does not exist."""
     return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)
 
 
@@ -74,7 +74,7 @@ def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
 
 
 def block_of(kind: Any) -> Any:
-    """The class of a block, of one that may be null, or of the entries of a list; None where a type is no block."""
+    """The class of a block, of one that may be null, or of the entries of a list; None if a type is no block."""
     while get_origin(kind) in (UnionType, list):
         kind = get_args(kind)[0]
     return kind if is_dataclass(kind) else None

@@ -1,8 +1,8 @@
 """Read the formats of tool calls, which are YAML files.
 
     read_format("kimi_k2").call          # ("<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}…",)
-    read_format("mine.yaml")             # a user's own; ConfigError where it is no format
-    detect_format(chat_template)         # "kimi_k2"; None where the template has the markers of none
+    read_format("mine.yaml")             # a user's own; ConfigError if it is no format
+    detect_format(chat_template)         # "kimi_k2"; None if the template has the markers of none
 
 A call is a text with fields in braces: `<invoke name="{name}"> {parameters} </invoke>`. A space in it stands for any
 space or none. docs/tool-calls.md explains the keys.

@@ -48,7 +48,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def read_object(name: str, text: str) -> dict[str, Any]:
-    """The JSON object that a flag or a file has. ConfigError where it is none."""
+    """The JSON object that a flag or a file has. ConfigError if it is none."""
     try:
         found = parse_value(name.partition("=")[0], text)
     except ValueError as error:

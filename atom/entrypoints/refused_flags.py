@@ -201,7 +201,7 @@ REFUSED = dict(refused(VLLM_REFUSED)) | dict(refused(ROCM_REFUSED))
 
 
 def refusal_of(text: str) -> str | None:
-    """Why a word of a command line is refused, as --preemption-mode=swap or -O3; None where it is not."""
+    """Why a word of a command line is refused, as --preemption-mode=swap or -O3; None if it is not."""
     match = re.match(r"--(?:no-)?([\w-]+)|(-[A-Za-z]+)(?=$|[\W\d])", text)
     return None if match is None else REFUSED.get(match[2] or match[1].replace("_", "-"))
 

@@ -205,7 +205,7 @@ def _show_measured(counts: Mapping[str, int], job: JobConfig) -> None:
 
 
 def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
-    """Raise ArtifactError where entries do not match their keys, ConfigError where no launch here would use them."""
+    """Raise ArtifactError if entries do not match their keys, ConfigError if no launch here would use them."""
     from atom.compiler.artifact import differences_here, ingredients_of
 
     for entry in entries:

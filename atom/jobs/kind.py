@@ -21,7 +21,7 @@ DEFAULT = "serve"  # of conf/config.yaml
 
 
 def find_job(overrides: Sequence[str]) -> str | None:
-    """The job of these overrides; None where that is a mistake, or is said elsewhere than in files of this machine."""
+    """The job of these overrides; None if that is a mistake, or is said elsewhere than in files of this machine."""
     try:
         for texts in (overrides, open_recipes(overrides)):
             if (job := named_job(texts) or implied_job(keys_of(texts))) is not None:
@@ -32,7 +32,7 @@ def find_job(overrides: Sequence[str]) -> str | None:
 
 
 def open_recipes(overrides: Sequence[str]) -> list[str]:
-    """The overrides of the recipes that these name. FileNotFoundError where one is not on this machine."""
+    """The overrides of the recipes that these name. FileNotFoundError if one is not on this machine."""
     names = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("recipe=")]
     if not names:
         return []
@@ -50,7 +50,7 @@ def named_job(overrides: Iterable[str]) -> str | None:
 
 
 def implied_job(keys: Iterable[str]) -> str | None:
-    """The job that fields imply; ConfigError where they imply two."""
+    """The job that fields imply; ConfigError if they imply two."""
     own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.implied is not None]
     only = {jobs.implied: key for key, jobs in own if len(jobs.names) == 1}
     if len(only) > 1:

@@ -68,7 +68,7 @@ def read_prompts(prompts: Any, *, is_chat: bool = False) -> list[Entry]:
 def without_answered(entries: Sequence[Entry], path: Path, num_answers: int) -> list[Entry]:
     """The entries for which a file has no num_answers answers yet. A last line that was cut off leaves the file.
 
-    Equal entries count one by one; an answer with `error` counts as none. ConfigError where a line is no answer.
+    Equal entries count one by one; an answer with `error` counts as none. ConfigError if a line is no answer.
     """
     if not path.exists():
         return list(entries)

@@ -65,7 +65,7 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
 
 
 def check_html(kind: str, is_sweep: bool) -> None:
-    """Raise ConfigError where a job writes no page, or a terminal would show its text."""
+    """Raise ConfigError if a job writes no page, or a terminal would show its text."""
     if kind not in WITH_PAGE:
         raise ConfigError(f"job.output=html: job={kind} has no page; {', '.join(WITH_PAGE)} have one")
     if is_sweep:
@@ -81,7 +81,7 @@ def has_objectives(job: str) -> bool:
 
 
 def check_objective(name: str, job: str) -> None:
-    """Raise ConfigError where a job has no number of this name."""
+    """Raise ConfigError if a job has no number of this name."""
     if has_objectives(job) and name not in (names := module_of(job).OBJECTIVES):
         which = f"job={job} reports no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")

@@ -213,18 +213,18 @@ class PieceCompiler(ABC):
 
     @abstractmethod
     def compile(self, text: str) -> dict[str, bytes]:
-        """Compile a piece for open dims from 1 on; the files of its code. PassError where its ops assume more."""
+        """Compile a piece for open dims from 1 on; the files of its code. PassError if its ops assume more."""
 
     @abstractmethod
     def load(self, folder: Path) -> PieceCode:
-        """Load the code in a folder, without a compiler. ArtifactError where that fails."""
+        """Load the code in a folder, without a compiler. ArtifactError if that fails."""
 
     @abstractmethod
     def ingredients(self, target: Target) -> dict[str, str]:
         """What the code depends on besides the piece's text, our sources and the backends' versions, in words."""
 
     def kernel_names(self, text: str) -> list[str]:
-        """The names of a piece's kernels in a profiler trace; empty where a piece is no kernel of a device."""
+        """The names of a piece's kernels in a profiler trace; empty if a piece is no kernel of a device."""
         return []
 
     def find_missing(self) -> str | None:
@@ -284,7 +284,7 @@ class Backend:
     kernels: tuple[Kernel, ...]
     layouts: Mapping[str, Callable[[Any], ShuffledWeight]] = field(default_factory=dict)  # of weights, by name
     map_layouts: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # of those that a file can hold: the
-    # type that a packed weight's tensor has; None where this machine does not make it
+    # type that a packed weight's tensor has; None if this machine does not make it
     find_features: Callable[[], frozenset[str]] = frozenset  # of this machine's device; UnsupportedError without one
     find_versions: Callable[[], dict[str, str]] = dict  # libraries of this machine that its code depends on
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces

@@ -115,7 +115,7 @@ def building_kernels(graph: Graph) -> Iterator[None]:
 
 
 def find_target(device: str) -> Target:
-    """This machine as a target. UnsupportedError where it has no such device."""
+    """This machine as a target. UnsupportedError if it has no such device."""
     return Target(device, frozenset().union(*(backend.find_features() for backend in backends_of(device))))
 
 
@@ -157,7 +157,7 @@ def _backend_of(layout: str) -> Backend:
 
 
 def layout_type(weight: Type, layout: str) -> Type | None:
-    """The type of a packed weight's one tensor in a kernel's layout; None where a file cannot hold that."""
+    """The type of a packed weight's one tensor in a kernel's layout; None if a file cannot hold that."""
     find_type = _backend_of(layout).map_layouts.get(layout)
     return None if find_type is None else find_type(weight)
 

@@ -23,7 +23,7 @@ class CoreSeconds(NamedTuple):
     waited: float
 
     def share_waited(self, before: CoreSeconds) -> float | None:
-        """The share of waiting since then; None where nothing was counted."""
+        """The share of waiting since then; None if nothing was counted."""
         ran, waited = max(0.0, self.ran - before.ran), max(0.0, self.waited - before.waited)
         return waited / (ran + waited) if ran else None
 

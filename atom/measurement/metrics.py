@@ -33,18 +33,18 @@ class RequestFuncOutput:
     success: bool = False
     started: float = 0.0  # when it was sent, in seconds of time.perf_counter
     latency: float = 0.0  # seconds from sending to the end of the answer
-    ttft: float | None = None  # seconds from sending to the first token; None where the protocol does not stream
+    ttft: float | None = None  # seconds from sending to the first token; None if the protocol does not stream
     itl: list[float] = field(default_factory=list)  # seconds between the arrivals of tokens
     tpot: float | None = None  # seconds a token after the first, once these are counted; None with fewer than two
     prompt_len: int = 0  # tokens, as the server counts them where it says so
-    output_tokens: int | None = None  # as the server counts them; None where it does not say
+    output_tokens: int | None = None  # as the server counts them; None if it does not say
     cached_tokens: int = 0  # of the prompt, which the server had in its prefix cache, as it says
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Latency:
-    """In milliseconds; None where nothing was measured."""
+    """In milliseconds; None if nothing was measured."""
 
     mean: float | None
     median: float | None

@@ -37,7 +37,7 @@ class PhaseClock:
 
 
 def seconds_since_exec() -> float:
-    """How long ago this process began, to about 0.01 s; 0 where the system does not say."""
+    """How long ago this process began, to about 0.01 s; 0 if the system does not say."""
     try:
         started = int(STAT.read_text().rpartition(")")[2].split()[START_TIME]) / os.sysconf("SC_CLK_TCK")
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)

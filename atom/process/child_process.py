@@ -125,7 +125,7 @@ def fork(work: Callable[[], int], *, is_piped: bool) -> ForkedProcess:
 
 
 def exit_status(process: Process, flags: int = 0) -> int | None:
-    """Wait for a child: its exit code or the signal that ended it; None where flags=os.WNOHANG and it runs.
+    """Wait for a child: its exit code or the signal that ended it; None if flags=os.WNOHANG and it runs.
 
     It is not reaped: its pid is not used again before `end` has ended its group.
     """

@@ -174,7 +174,7 @@ class Engine:
         return sequences
 
     def submit(self, sequences: list[Sequence], callback: StreamCallback | None = None) -> str:
-        """Queue the sequences of `prepare`; the request's id. RequestError where another request runs under it."""
+        """Queue the sequences of `prepare`; the request's id. RequestError if another request runs under it."""
         first = sequences[0]
         if first.request_id in self._requests:
             raise RequestError(f"the request id {first.request_id} is in use, choose another")

@@ -41,7 +41,7 @@ def capture_sizes(serve: ServeConfig) -> list[int]:
 def left_for_kv(graph: Graph, serve: ServeConfig) -> int:
     """Bytes of the GPU's share that weights and penalty counts leave, computed before they are loaded.
 
-    CapacityError where they do not fit.
+    CapacityError if they do not fit.
     """
     free, total = torch.cuda.mem_get_info()
     share, max_num_seqs = serve.gpu_memory_utilization, serve.max_num_seqs

@@ -45,7 +45,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
     """Create the app. tenants: who has a key; empty disables authentication.
 
-    ConfigError where the key that signs answers cannot be read.
+    ConfigError if the key that signs answers cannot be read.
     """
     http = context.config.serve.http
     signing_key = load_signing_key(http.signing_key)

@@ -42,7 +42,7 @@ def encode_conversation(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> Conversation:
-    """Render and tokenize a chat. RequestError where the checkpoint's template is missing or refuses these messages.
+    """Render and tokenize a chat. RequestError if the checkpoint's template is missing or refuses these messages.
 
     truncate: only that many of the last tokens are used; more may be returned. continue_final_message: the prompt ends
     where the last message does, as in transformers' apply_chat_template.

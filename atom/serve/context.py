@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 class Context:
     def __init__(self, config: Config, engines: Replicas, metrics: Metrics) -> None:
-        """ConfigError where traces cannot be sent."""
+        """ConfigError if traces cannot be sent."""
         self.config = config
         self.engines = engines
         self.metrics = metrics
@@ -95,7 +95,7 @@ class Context:
 
     @property
     def length_option(self) -> str:
-        """The option that limits prompts, as it was set; empty where none was and the model limits them."""
+        """The option that limits prompts, as it was set; empty if none was and the model limits them."""
         serve, model, http = self.config.serve, self.config.model, self.config.serve.http
         assert serve.max_model_len is not None, "config.load resolves it"
         if (http.max_input_length or self.max_total_tokens) < self.max_total_tokens:
@@ -120,7 +120,7 @@ class Context:
         return [name for name in self.names if tenant.models is None or name in tenant.models]
 
     def model_for(self, tenant: Tenant, model: str | None) -> str:
-        """The name of the model that a request asks for. ModelNotFoundError where it is not served to this tenant."""
+        """The name of the model that a request asks for. ModelNotFoundError if it is not served to this tenant."""
         names = self.names_for(tenant)
         means_any = model in ANY_MODEL and model not in names and not self.engines.adapters
         if names and (model is None or means_any):
@@ -136,7 +136,7 @@ class Context:
         return work() if is_short else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run slow work in a thread. RequestError where it takes too long."""
+        """Run slow work in a thread. RequestError if it takes too long."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._threads, work), TEMPLATE_SECONDS)
@@ -151,7 +151,7 @@ class Context:
     def cut(self, text: str, truncate: int | None = None) -> str:
         """Cut a prompt before it is encoded, to its end where only its last `truncate` tokens are used.
 
-        FieldError where it has more characters than the allowed tokens can have: encoding it would take seconds.
+        FieldError if it has more characters than the allowed tokens can have: encoding it would take seconds.
         """
         most = self.max_input_length
         if len(text) <= most:
@@ -170,7 +170,7 @@ class Context:
         return self.need_tokenizer().encode(text, add_special_tokens=add_special_tokens, check=self.check_count)
 
     def check_count(self, num_tokens: int) -> None:
-        """Raise FieldError where a text has more tokens than a body may hold."""
+        """Raise FieldError if a text has more tokens than a body may hold."""
         most = self.config.advanced.max_values
         if num_tokens > most:
             limit = f"this server takes {most} values (advanced.max_values)"

@@ -145,7 +145,7 @@ class Server:
         self._code = 0
 
     async def run(self) -> int:
-        """Serve until a signal or the engines' death; return the exit code. AtomError where none can start."""
+        """Serve until a signal or the engines' death; return the exit code. AtomError if none can start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
@@ -420,7 +420,7 @@ def address_fault(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def check_certificate(http: HTTPConfig) -> None:
-    """ConfigError where the files of HTTPS cannot be used."""
+    """ConfigError if the files of HTTPS cannot be used."""
     if http.ssl_certfile is None:
         return
     try:

@@ -30,7 +30,7 @@ def check_variables(tokenizer: Tokenizer, kwargs: Mapping[str, Any] | None) -> N
 
 
 def effort_variables(tokenizer: Tokenizer, effort: str | None) -> dict[str, Any]:
-    """The template's variables for an effort: its nearest level, or its switch for none; empty where it has neither."""
+    """The template's variables for an effort: its nearest level, or its switch for none; empty if it has neither."""
     if effort is None:
         return {}
     variables, levels = tokenizer.template_variables(), tokenizer.effort_levels()

@@ -51,7 +51,7 @@ class ScriptedEngine(StubEngine):
         if params.structured_outputs is not None:
             matcher = self.compiler.compile(params.structured_outputs, params.reasoning, params.tool_calls)
             for token in self.tokenizer.encode(self.choose(prompt), add_special_tokens=False):
-                matcher.push(token)  # RequestError where the text breaks off from the grammar
+                matcher.push(token)  # RequestError if the text breaks off from the grammar
         return [Sequence(f"{request_id}-0", prompt, params, request_id=request_id)]
 
     def _obey(self, token: int) -> None:

@@ -296,7 +296,7 @@ def measure_products(device: str, dtype: torch.dtype, multiply: Callable[[Tensor
 
 
 def measure_act(device: str, act: str) -> float:
-    """Measure FLOP/s of products in a format of 8 bits; 0 where torch has none, as 2.11 for fp8 on a CPU."""
+    """Measure FLOP/s of products in a format of 8 bits; 0 if torch has none, as 2.11 for fp8 on a CPU."""
     try:
         return measure_products(device, *PRODUCTS[act])
     except NotImplementedError:

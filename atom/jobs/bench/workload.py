@@ -125,7 +125,7 @@ def together(groups: list[Step], at: float) -> Step:
 
 
 def submit(engine: Engine, requests: list[WorkloadRequest], config: Config) -> list[str]:
-    """Submit the requests; their ids. RequestError where one cannot be served."""
+    """Submit the requests; their ids. RequestError if one cannot be served."""
     values = config.sampling.values()
     every = [SamplingParams(**{**values, "max_tokens": request.output_len}) for request in requests]
     prepared = [engine.prepare(request.prompt, params) for request, params in zip(requests, every, strict=True)]
@@ -143,7 +143,7 @@ def open_workload(config: Config) -> Draw:
 
 
 def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
-    """Draw the tokens of each prompt and answer, uniform over the ranges. ConfigError where the model takes fewer."""
+    """Draw the tokens of each prompt and answer, uniform over the ranges. ConfigError if the model takes fewer."""
     job, limit = config.job, config.serve.max_model_len
     assert limit is not None, "config.load resolves it"
     inputs = parse_range("job.input_len", job.input_len)

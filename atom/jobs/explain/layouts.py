@@ -120,7 +120,7 @@ def limits_of(gpu: GPUConfig) -> Limits:
 def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
     """The most tokens a second that some requests get, by number; with it, the seconds of a step's collectives.
 
-    The latter are None where the GPU's file has no times for as many ranks; then they do not count. graphs: of all
+    The latter are None if the GPU's file has no times for as many ranks; then they do not count. graphs: of all
     stages, which take a step one after the other
     """
     limits = limits_of(gpu)
@@ -137,7 +137,7 @@ def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[d
 
 
 def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float | None:
-    """The most tokens a second of long prompts, by the products of layers; None where the GPU states no rate.
+    """The most tokens a second of long prompts, by the products of layers; None if the GPU states no rate.
 
     A weight's product counts at the rate of its 8-bit numbers, where the GPU states one. Attention, the head and
     reading do not count. graphs: of all stages, one after the other
@@ -156,7 +156,7 @@ def rate_of(product: Product, gpu: GPUConfig) -> float:
 
 
 def collective_seconds(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:
-    """The seconds of the collectives of a step with so many rows; None where they are not known."""
+    """The seconds of the collectives of a step with so many rows; None if they are not known."""
     seconds = 0.0
     programs = (program for graph in graphs for program in graph.programs.values())
     nodes = (node for program in programs for node in program.nodes if node.target.is_collective)

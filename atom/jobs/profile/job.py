@@ -117,7 +117,7 @@ def trace_phases(engine: Engine, record: Record, config: Config) -> Iterator[tup
 
 
 def check_ahead(num_steps: int, run_ahead: int) -> None:
-    """Raise ConfigError where decodes without events may all have run before their trace began."""
+    """Raise ConfigError if decodes without events may all have run before their trace began."""
     if num_steps <= run_ahead + 1:
         steps = "the one decode step" if num_steps == 1 else f"all {num_steps} decode steps"
         raise ConfigError(f"{steps} had run before the trace began, since steps run ahead of it: raise job.output_len")

@@ -93,7 +93,7 @@ class Result:
 
     @property
     def objective(self) -> float | None:
-        """The number that the sweep compares; None where none is asked for, or the job failed."""
+        """The number that the sweep compares; None if none is asked for, or the job failed."""
         return None if self.objective_name is None else self.numbers.get(self.objective_name)
 
 

@@ -168,7 +168,7 @@ def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Pa
 
 
 def fixed_part(texts: Iterable[str]) -> dict[str, str | None]:
-    """What distinguishes sweeps: their overrides by key, None where choices are swept, which may become more."""
+    """What distinguishes sweeps: their overrides by key, None if choices are swept, which may become more."""
     parsed = {each.get_key_element(): each for each in map(parse, texts)}
     told = sorted(parsed.keys() - {"hydra.sweep.dir", "cache", *(f"job.{name}" for name in UNRELATED_OF["job"])})
     return {key: None if parsed[key].is_sweep_override() else parsed[key].input_line for key in told}
@@ -196,7 +196,7 @@ def open_hydra(paths: Sequence[str]) -> Iterator[Hydra]:
 
 
 def choices(texts: Sequence[str], hydra: Hydra) -> list[list[str]]:
-    """The overrides of each job of Hydra's own sweeper. ConfigError where an override has no choices."""
+    """The overrides of each job of Hydra's own sweeper. ConfigError if an override has no choices."""
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides(list(texts))
     own = [each for each in parsed if not each.is_hydra_override()]
     for each in own:
@@ -214,7 +214,7 @@ def choices(texts: Sequence[str], hydra: Hydra) -> list[list[str]]:
 
 
 def check_fixed(texts: Sequence[str], dirs: Sequence[str], sweeper: str) -> None:
-    """Raise ConfigError where a sweeper that compares jobs would get no objective of them."""
+    """Raise ConfigError if a sweeper that compares jobs would get no objective of them."""
     fixed = [text for text in texts if "=" in text and not parse(text).is_sweep_override()]
     parsed = map(parse, rewrite(choose_job(fixed, dirs), config_dirs=dirs))
     values = {each.key_or_group: each.value() for each in parsed if not each.is_hydra_override()}

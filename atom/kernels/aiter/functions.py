@@ -252,7 +252,7 @@ class Aiter:
         self._found: dict[str, Callable[..., Any]] = {}
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        """UnsupportedError where this version has no such function."""
+        """UnsupportedError if this version has no such function."""
         if name not in self._found:
             answer = Refused(MISSING) if self._root is None else find_place(FUNCTIONS[name], self._root)
             if isinstance(answer, Refused):

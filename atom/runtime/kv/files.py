@@ -96,7 +96,7 @@ class KVFiles:
     """The files and their thread. One thread calls the public methods, any `stop`."""
 
     def __init__(self, folder: Path, max_bytes: int, sizes: Mapping[str, int], pin_memory: bool = False) -> None:
-        """ConfigError where the folder cannot be made, or others can write to it."""
+        """ConfigError if the folder cannot be made, or others can write to it."""
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)
             check_owner(folder, is_folder=True)

@@ -4,7 +4,7 @@ The pools own the blocks.
 
     prefixes = PrefixCache()
     root = prefixes.extend(None, b"salt")              # all else that the KV depends on
-    first = prefixes.extend(root, pack(tokens[:16]))   # the prefix of one block; None where its hash is taken
+    first = prefixes.extend(root, pack(tokens[:16]))   # the prefix of one block; None if its hash is taken
     first.blocks["full"] = 7                           # block 7 of that kind holds its last 16 tokens
     prefixes.find(root, pack(tokens[:16])) is first
 

@@ -55,7 +55,7 @@ class GrammarMatcher:
         self._state = state  # an LLMatcher
 
     def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
-        """bool[vocab]: the tokens allowed next. RequestError where the grammar is too complex."""
+        """bool[vocab]: the tokens allowed next. RequestError if the grammar is too complex."""
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         self._check()
         found = np.unpackbits(bits, count=vocab, bitorder="little").view(np.bool_)
@@ -64,7 +64,7 @@ class GrammarMatcher:
         return found
 
     def push(self, token: int) -> bool:
-        """Take the sampled token; whether the answer is complete. RequestError where the token is not allowed."""
+        """Take the sampled token; whether the answer is complete. RequestError if the token is not allowed."""
         self._state.consume_token(token)
         self._check()
         return bool(self._state.is_stopped())
@@ -120,7 +120,7 @@ class ReasoningMatcher:
         return found
 
     def push(self, token: int) -> bool:
-        """Take the sampled token; whether the answer is complete. RequestError where the token is not allowed."""
+        """Take the sampled token; whether the answer is complete. RequestError if the token is not allowed."""
         opener, self._opener = self._opener, None
         if self._forced:
             if token != self._forced[0]:

@@ -45,7 +45,7 @@ def find_shaping(rows: Iterable[tuple[int, Sequence, int]], vocab: int) -> Shapi
 
 
 def find_allowed(sequence: Sequence, vocab: int) -> npt.NDArray[np.bool_] | None:
-    """bool[vocab]: the tokens that the grammar or allowed_token_ids let come next; None where all may."""
+    """bool[vocab]: the tokens that the grammar or allowed_token_ids let come next; None if all may."""
     if sequence.matcher is not None:
         return sequence.matcher.allowed(vocab)
     ids = sequence.params.allowed_token_ids

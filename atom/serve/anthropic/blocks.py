@@ -2,7 +2,7 @@
 
     content_blocks(answer)                       # [{"type": "text", "text": "Hello"}]
     blocks = BlockStream()
-    data = blocks.push(delta)                    # the bytes of events; b"" where nothing is new
+    data = blocks.push(delta)                    # the bytes of events; b"" if nothing is new
     data = blocks.close()                        # at the end
 
 A block has an index and ends before the next one begins.

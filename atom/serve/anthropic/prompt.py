@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(context: Context, body: CountRequest) -> Prepared:
-    """Prepare the prompt of a request. FieldError, or another RequestError, where that fails."""
+    """Prepare the prompt of a request. FieldError, or another RequestError, if that fails."""
     choice = body.tool_choice
     is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
     tools = [openai_tool(tool) for tool in body.tools or () if isinstance(tool, MessageTool)]
@@ -84,7 +84,7 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
 
 
 def leave_out(context: Context, body: CountRequest) -> None:
-    """Leave out the tools that Anthropic defines or runs. FieldError where nothing else can be called, and must be."""
+    """Leave out the tools that Anthropic defines or runs. FieldError if nothing else can be called, and must be."""
     hosted = [tool for tool in body.tools or () if isinstance(tool, HostedTool)]
     choice = body.tool_choice
     for tool in hosted:

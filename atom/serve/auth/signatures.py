@@ -101,7 +101,7 @@ class Fields:
 
 
 def parse_dictionary(name: str, value: str) -> dict[str, Any]:
-    """A dictionary of structured fields (RFC 9651): members with their parameters. SignatureError where it is none."""
+    """A dictionary of structured fields (RFC 9651): members with their parameters. SignatureError if it is none."""
     from http_sf import parse
 
     def refuse(key: str, context: str) -> None:
@@ -130,7 +130,7 @@ def parse_components(label: str, member: Any) -> tuple[list[Component], Paramete
 
 
 def find_signatures(fields: Fields) -> list[Signature]:
-    """The signatures of a message. SignatureError where they are malformed."""
+    """The signatures of a message. SignatureError if they are malformed."""
     inputs = parse_dictionary("signature-input", fields.get("signature-input") or "")
     values = parse_dictionary("signature", fields.get("signature") or "")
     if len(inputs) > MAX_SIGNATURES:
@@ -214,7 +214,7 @@ class Verifier:
         raise faults[0] if faults else SignatureError("the request has no signature")
 
     def note(self, signature: Signature) -> None:
-        """Have a signature count no more. SignatureError where it has been noted before."""
+        """Have a signature count no more. SignatureError if it has been noted before."""
         now, name = self._clock(), (signature.parameters["keyid"], signature.parameters["nonce"])
         while self._nonces and next(iter(self._nonces.values())) < now:
             del self._nonces[next(iter(self._nonces))]
@@ -254,7 +254,7 @@ class Verifier:
 
 
 def check_covered(components: list[Component], resolve: Resolve) -> None:
-    """SignatureError where a request could be changed, or sent elsewhere, without changing what is signed."""
+    """SignatureError if a request could be changed, or sent elsewhere, without changing what is signed."""
     names = {each.name for each in components if not each.parameters}
     needed = {"@method", "@authority", "@path", "@query"}
     if "@target-uri" in names:
@@ -275,7 +275,7 @@ class BodyDigest:
     """The digest of a body that comes in parts, held against Content-Digest."""
 
     def __init__(self, given: str) -> None:
-        """SignatureError where the field has no digest of a kind that counts, or is malformed."""
+        """SignatureError if the field has no digest of a kind that counts, or is malformed."""
         members = parse_dictionary("content-digest", given)
         self._expected = {kind: members[kind][0] for kind in HASHES if kind in members}
         if not self._expected or not all(isinstance(each, bytes) for each in self._expected.values()):
@@ -307,7 +307,7 @@ def sign(
 
 
 def load_public_key(at: str, text: str) -> Ed25519PublicKey:
-    """An Ed25519 key, written as OpenSSH or PEM does. at: where it is written, for ConfigError where it is none."""
+    """An Ed25519 key, written as OpenSSH or PEM does. at: where it is written, for ConfigError if it is none."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -325,7 +325,7 @@ def load_public_key(at: str, text: str) -> Ed25519PublicKey:
 
 
 def load_signing_key(given: str | None) -> Ed25519PrivateKey | None:
-    """The key of serve.http.signing_key. ConfigError where it cannot be read."""
+    """The key of serve.http.signing_key. ConfigError if it cannot be read."""
     if given is None:
         return None
     at = f"serve.http.signing_key={given}"

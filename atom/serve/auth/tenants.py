@@ -74,7 +74,7 @@ class Bucket:
         self._level, self._at = self._most, clock()
 
     def wait(self, amount: float) -> float:
-        """Seconds until so much is there; 0 where it is."""
+        """Seconds until so much is there; 0 if it is."""
         now = self._clock()
         self._level = min(self._level + (now - self._at) * self._rate, self._most)
         self._at = now
@@ -86,7 +86,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class Tenant:
-    """Whose request it is; "" where nobody needs a key."""
+    """Whose request it is; "" if nobody needs a key."""
 
     name: str = ""
     limits: Limits = Limits()

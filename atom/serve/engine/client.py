@@ -140,7 +140,7 @@ class EngineClient(asyncio.Protocol):
         """Send a request, params for each of its prompts.
 
         QueueFullError beyond max_queue, RequestError for a request that exceeds it by itself or whose id is in use,
-        EngineDeadError where the engine is dead.
+        EngineDeadError if the engine is dead.
         """
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
@@ -178,19 +178,19 @@ class EngineClient(asyncio.Protocol):
             self._send(Abort(id))
 
     async def profile(self, *, starts: bool) -> str:
-        """Start or stop the profiler; return the path of the trace. RequestError where that fails."""
+        """Start or stop the profiler; return the path of the trace. RequestError if that fails."""
         return await self._ask(lambda id: Profile(id, starts))
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter. RequestError where that fails."""
+        """Load a LoRA adapter. RequestError if that fails."""
         await self._ask(lambda id: LoadAdapter(id, name, path))
 
     async def unload_adapter(self, name: str) -> None:
-        """Drop a LoRA adapter; requests that have it go on. RequestError where that fails."""
+        """Drop a LoRA adapter; requests that have it go on. RequestError if that fails."""
         await self._ask(lambda id: UnloadAdapter(id, name))
 
     async def sleep(self, level: int, mode: str) -> None:
-        """Have the engine give up its memory; requests wait there meanwhile. RequestError where it cannot."""
+        """Have the engine give up its memory; requests wait there meanwhile. RequestError if it cannot."""
         await self._ask(lambda id: Sleep(id, level, mode))
 
     async def wake_up(self, tags: list[str] | None) -> None:

@@ -42,7 +42,7 @@ class Frames(Generic[T]):
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """Add bytes, and return the messages that they complete. ValueError where they are no valid frames."""
+        """Add bytes, and return the messages that they complete. ValueError if they are no valid frames."""
         self._data += data
         start, held, messages = 0, self._data, []
         with memoryview(held) as view:

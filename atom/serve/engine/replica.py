@@ -78,7 +78,7 @@ class Replica:
         self._config = replace(self._config, serve=replace(self._config.serve, lora_modules=dict(adapters)))
 
     async def start(self) -> None:
-        """Start the process, or take the one that has been started if it suits. OSError where the system cannot."""
+        """Start the process, or take the one that has been started if it suits. OSError if the system cannot."""
         relay = self._relay()
         started, self._started = self._started, None
         if started is not None and started.is_piped != (relay is not None):

@@ -83,7 +83,7 @@ class Replicas:
         return "; ".join(dict.fromkeys(filter(None, (each.client.reason for each in self))))
 
     async def start(self) -> None:
-        """Start all at once: the cache's locks let one of them compile. OSError where the system cannot."""
+        """Start all at once: the cache's locks let one of them compile. OSError if the system cannot."""
         for each in self:
             await each.start()
         self._watching = [asyncio.create_task(self._watch(each)) for each in self]
@@ -130,7 +130,7 @@ class Replicas:
         return int(header)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in all engines, or in none. RequestError where that fails."""
+        """Load a LoRA adapter in all engines, or in none. RequestError if that fails."""
         async with self._updating:
             serving = self._find_all_serving()
             done = await asyncio.gather(*(each.load_adapter(name, path) for each in serving), return_exceptions=True)
@@ -142,7 +142,7 @@ class Replicas:
             self._set_adapters(self.adapters | {name: path})
 
     async def unload_adapter(self, name: str) -> None:
-        """Drop a LoRA adapter in all engines; requests that have it go on. RequestError where that fails."""
+        """Drop a LoRA adapter in all engines; requests that have it go on. RequestError if that fails."""
         async with self._updating:
             serving = self._find_all_serving()
             self._set_adapters({each: path for each, path in self.adapters.items() if each != name})
@@ -167,7 +167,7 @@ class Replicas:
             each.set_adapters(adapters)
 
     async def profile(self, *, starts: bool) -> list[str]:
-        """Start or stop the profiler of all that serve; the paths of the traces. RequestError where that fails."""
+        """Start or stop the profiler of all that serve; the paths of the traces. RequestError if that fails."""
         profiling = (each.client.profile(starts=starts) for each in self._find_serving())
         done = await asyncio.gather(*profiling, return_exceptions=True)
         traces = [each for each in done if isinstance(each, str)]
@@ -177,7 +177,7 @@ class Replicas:
         return traces
 
     async def sleep(self, level: int, mode: str) -> None:
-        """Have all engines give up their memory. RequestError where one cannot; the others sleep."""
+        """Have all engines give up their memory. RequestError if one cannot; the others sleep."""
         await self._ask_all(lambda client: client.sleep(level, mode))
 
     async def wake_up(self, tags: list[str] | None) -> None:
@@ -245,7 +245,7 @@ class Replicas:
     def _find_loads(self, num_sequences: int, tenant: str) -> dict[int, Load]:
         """The loads of replicas that serve; of those that are not stopped, if any; of those awake; of those with room.
 
-        EngineDeadError where none serves.
+        EngineDeadError if none serves.
         """
         serving = self._find_serving()
         going = [each for each in serving if not each.client.stopped] or serving

@@ -52,7 +52,7 @@ class RequestStream:
     async def next(self, seconds: float | None = None) -> list[Output]:
         """Wait for new outputs; an empty list after so many seconds of silence.
 
-        RequestError where the engine refuses the request, EngineDeadError where it dies.
+        RequestError if the engine refuses the request, EngineDeadError if it dies.
         """
         if not self._outputs and self._error is None:
             loop = asyncio.get_running_loop()

@@ -130,7 +130,7 @@ def is_json(kind: str) -> bool:
 
 
 def check_size(data: bytes, limits: AdvancedConfig) -> None:
-    """Raise RequestError where a JSON text has more values or items than the limits."""
+    """Raise RequestError if a JSON text has more values or items than the limits."""
     num_quotes = num_opened = num_commas = 0
     for chunk in unescaped(data):
         parts = chunk.split(b'"')

@@ -134,7 +134,7 @@ class Guard:
                 self._traces.record(scope["state"], headers, seconds)
 
     def _record_end(self, scope: Scope, status: int, seconds: float, *, is_polled: bool) -> None:
-        """Count an answered request and write its log line. status: 0 where the client left before the answer"""
+        """Count an answered request and write its log line. status: 0 if the client left before the answer"""
         path = getattr(scope.get("route"), "path", None) or "other"  # the path of a route, so that labels are bounded
         self._metrics.http.labels(path, str(status or "left")).inc()
         if is_polled:
@@ -178,7 +178,7 @@ class Guard:
     async def _find_tenant(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
     ) -> tuple[Tenant | None, Receive]:
-        """Whose request it is, and what receives its body. SignatureError where its signature does not count."""
+        """Whose request it is, and what receives its body. SignatureError if its signature does not count."""
         found = self._everybody or self.find_key_holder(headers)
         if found is not None or self._verifier is None or b"signature-input" not in headers:
             return found, receive
@@ -249,7 +249,7 @@ def find_authorized(header: bytes) -> bytes:
 
 
 async def read_digested(receive: Receive, digest: BodyDigest | None) -> Receive:
-    """Receive a body, and give it again once it has its digest. SignatureError where it has not."""
+    """Receive a body, and give it again once it has its digest. SignatureError if it has not."""
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(message := await receive())

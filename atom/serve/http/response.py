@@ -94,13 +94,13 @@ class ActiveResponse:
     async def begin(self, receive: Receive) -> None:
         """Wait for the first outputs, for comment_seconds at most; `collect` or `outputs` returns them later.
 
-        AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves.
+        AtomError if the engine refuses the request or dies, ClientDisconnect if the client leaves.
         """
         silence = self._context.config.advanced.comment_seconds
         self._first_outputs = await until_gone(receive, self._next(silence))
 
     async def collect(self) -> list[Choice]:
-        """Wait for all choices. AtomError where the engine refuses the request or dies."""
+        """Wait for all choices. AtomError if the engine refuses the request or dies."""
         while self._first_outputs is not None or not self._stream.is_done:
             for output in await self._next():
                 choice = self._record(output)
@@ -113,7 +113,7 @@ class ActiveResponse:
         return self.choices
 
     async def outputs(self) -> AsyncIterator[tuple[Choice, Output] | None]:
-        """Each output with its choice; None where nothing has come for comment_seconds."""
+        """Each output with its choice; None if nothing has come for comment_seconds."""
         stream, silence = self._stream, self._context.config.advanced.comment_seconds
         while self._first_outputs is not None or not stream.is_done:
             outputs = await self._next(silence)
@@ -251,7 +251,7 @@ class Responder(ABC):
 
     @abstractmethod
     def make_request(self) -> EngineRequest:
-        """Make the engine's request. RequestError where the body cannot be served."""
+        """Make the engine's request. RequestError if the body cannot be served."""
 
     @abstractmethod
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Responder(ABC):
         return event(body)
 
     def delta(self, choice: Choice, output: Output) -> bytes:
-        """The event of an output; empty where all of it is held back."""
+        """The event of an output; empty if all of it is held back."""
         return b""
 
     def close(self, usage: dict[str, Any]) -> Iterable[bytes]:

@@ -77,7 +77,7 @@ class Embeddings(Responder):
         return list(vector.tolist())
 
     def _fit(self, given: str | list[int]) -> list[int]:
-        """The tokens of an input, cut where the body says so. FieldError where they are too many, or none."""
+        """The tokens of an input, cut where the body says so. FieldError if they are too many, or none."""
         context = self.context
         most = min(context.config.serve.http.max_input_length or context.max_total_tokens, context.max_total_tokens)
         asked = self._body.truncate_prompt_tokens

@@ -37,7 +37,7 @@ def token_text(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
-    """The bytes of a token, which may be part of a character; None where the tokenizer does not say."""
+    """The bytes of a token, which may be part of a character; None if the tokenizer does not say."""
     if tokenizer is None:
         return None
     text = tokenizer.decode([token], skip_special_tokens=False)

@@ -1,7 +1,7 @@
 """Output items of the Responses API: reasoning, message, function call, whole or streamed.
 
     items = ItemStream()
-    data = items.push(delta, logprobs)           # the bytes of events; b"" where nothing is new
+    data = items.push(delta, logprobs)           # the bytes of events; b"" if nothing is new
     yield from items.close("completed")          # at the end: one event at a time, since each may be long
     items.done                                   # [{"type": "message", "content": [...], ...}]
 

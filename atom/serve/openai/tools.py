@@ -18,7 +18,7 @@ from atom.serve.openai.schema import AllowedChoice, NamedTool, OtherTool, Tool
 def offered_tools(
     context: Context, tools: Sequence[Tool | OtherTool] | None, choice: str | NamedTool | AllowedChoice | None = None
 ) -> list[Tool]:
-    """The functions among a request's tools. FieldError where a choice forces a call, and allows no function."""
+    """The functions among a request's tools. FieldError if a choice forces a call, and allows no function."""
     allowed = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else tools or ()
     kinds = sorted({each.type for each in (*(tools or ()), *allowed) if isinstance(each, OtherTool)})
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice

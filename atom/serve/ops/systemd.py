@@ -2,7 +2,7 @@
 
 As sd_listen_fds(3) and sd_notify(3) do:
 
-    listening = adopt(num_sockets=1, pid=4711)                # None where another process is meant
+    listening = adopt(num_sockets=1, pid=4711)                # None if another process is meant
     notify(config.advanced.notify_socket, "READY=1")
 
 A unit with `Type=notify` counts as started at READY=1; its dependents wait for it.

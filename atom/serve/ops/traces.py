@@ -31,7 +31,7 @@ PARENT_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 
 class Traces:
     def __init__(self, endpoint: str) -> None:
-        """endpoint: serve.http.otlp_traces_endpoint. ConfigError where it is none, or traces cannot be sent."""
+        """endpoint: serve.http.otlp_traces_endpoint. ConfigError if it is none, or traces cannot be sent."""
         url = traces_url(endpoint)
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -95,7 +95,7 @@ def open_traces(endpoint: str | None) -> Traces | None:
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL that spans are posted to. ConfigError where it is not one of HTTP."""
+    """The URL that spans are posted to. ConfigError if it is not one of HTTP."""
     try:
         url = urlsplit(endpoint)
         is_http = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0

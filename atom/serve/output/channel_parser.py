@@ -83,7 +83,7 @@ class ChannelReader(CallReader):
                 return
 
     def _read_header(self) -> Reading[str | None]:
-        """Read up to the body's marker; None where no message begins here."""
+        """Read up to the body's marker; None if no message begins here."""
         text, marks = self._text, self._channels
         start = text.at
         marker = yield from text.starts_with_any((marks.start, marks.channel, "to="))

@@ -248,13 +248,13 @@ def unescape(match: re.Match[str]) -> str:
 
 
 def validate_json(text: str) -> str:
-    """A text that is one JSON value, with the control characters in its strings escaped. ParseError where it is not."""
+    """A text that is one JSON value, with the control characters in its strings escaped. ParseError if it is not."""
     buffer, _ = read_whole(text, read_json)
     return json_text(buffer, 0)
 
 
 def read_whole(text: str, read: Callable[[TextBuffer], Reading[T]]) -> tuple[TextBuffer, T]:
-    """Read a text that is one value. ParseError where it is not."""
+    """Read a text that is one value. ParseError if it is not."""
     buffer = TextBuffer()
     buffer.push(text)
     buffer.is_ended = True

@@ -145,7 +145,7 @@ class TextBuffer:
 
 
 def check_unicode(text: str) -> str:
-    """The text. ParseError where it has half of a surrogate pair, which cannot be encoded."""
+    """The text. ParseError if it has half of a surrogate pair, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

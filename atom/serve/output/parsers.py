@@ -94,7 +94,7 @@ class ChatParsers:
         has_called: bool = False,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """FieldError where the model has no tool call format, or a tool is invalid.
+        """FieldError if the model has no tool call format, or a tool is invalid.
 
         has_called: the messages have calls or results. Without a format they are of a forced call, after which the
         model answers in words.
@@ -165,7 +165,7 @@ class ChatParsers:
         return replace(params, visible_tokens=self._visible, mark_visible_tokens=self._is_marked)
 
     def _reasoning_before(self, prompt: str) -> dict[str, str] | None:
-        """What comes before a constrained answer; None where it begins with the answer."""
+        """What comes before a constrained answer; None if it begins with the answer."""
         if self._channels and (each := self._channels.channels):
             header = f"{each.channel}{{}}{each.body}"
             parts = {"begin": header.format(each.reasoning), "end": each.end[0]}
@@ -190,7 +190,7 @@ class ChatParsers:
         return ids[0] if len(ids) == 1 else None
 
     def parser(self, prompt: str) -> OutputParser | None:
-        """The parser of an answer to a rendered prompt, streamed or whole; None where all of it is content."""
+        """The parser of an answer to a rendered prompt, streamed or whole; None if all of it is content."""
         splitter: ReasoningSplitter | ChannelSplitter | None = None
         reader: CallReader | None = None
         if self._channels:
@@ -238,7 +238,7 @@ class ChatParsers:
         return answer._replace(calls=calls, has_whole_calls=parser.has_whole_calls)
 
     def next(self, parser: OutputParser | None, text: str, *, is_last: bool) -> Delta:
-        """Parse the next text; the new part of the answer. parser: None where all of it is content"""
+        """Parse the next text; the new part of the answer. parser: None if all of it is content"""
         if parser is None:
             return Delta(text, "", [])
         delta = parser.push(text)
@@ -265,7 +265,7 @@ class ChatParsers:
 
 
 def allowed_tools(tools: Sequence[Tool], choice: AllowedChoice) -> list[Tool]:
-    """The tools that a choice allows. FieldError where it names one that there is not."""
+    """The tools that a choice allows. FieldError if it names one that there is not."""
     known, names = (
         [tool.function.name for tool in tools],
         {each.function.name for each in choice.allowed_tools.tools if isinstance(each, NamedTool)},

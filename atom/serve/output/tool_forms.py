@@ -86,7 +86,7 @@ def split_form(text: str) -> list[Piece]:
 
 
 def read_pieces(text: TextBuffer, pieces: Iterable[Piece]) -> Reading[None]:
-    """Skip the texts and spaces of a form. ParseError where they are not next."""
+    """Skip the texts and spaces of a form. ParseError if they are not next."""
     for piece in pieces:
         if piece.kind == "space":
             yield from text.skip(SPACE)

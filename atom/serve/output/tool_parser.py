@@ -420,7 +420,7 @@ class CallReader:
 
 
 def object_json(text: str) -> str:
-    """A text that is the JSON of an object, or nothing. ParseError where it is of anything else."""
+    """A text that is the JSON of an object, or nothing. ParseError if it is of anything else."""
     if text.strip()[:1] not in ("{", ""):
         raise ParseError
     return check_unicode(validate_json(text.strip() or "{}"))

@@ -6,7 +6,7 @@ from atom.serve.output.incremental_text import SPACE, Excerpt, Reading, TextBuff
 
 
 def run(reading: Reading[object]) -> object:
-    """What a reader returns, or None where it waits for more."""
+    """What a reader returns, or None if it waits for more."""
     try:
         next(reading)
     except StopIteration as end:

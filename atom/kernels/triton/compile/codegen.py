@@ -54,7 +54,7 @@ SCALAR = _Tile("")
 
 
 def write_source(text: str) -> str:
-    """Write the module of a piece. PassError where one of its ops does not work row by row."""
+    """Write the module of a piece. PassError if one of its ops does not work row by row."""
     program = parse(text, "piece").programs["piece"]
     views = {node: _view(node) for node in program.results if _is_view(node)}
     computed = _computed(program)

@@ -189,7 +189,7 @@ class _Compilation(msgspec.Struct):
 
 
 def encode(src: ASTSource, target: GPUTarget, options: dict[str, Any]) -> bytes | None:
-    """What a process is sent; None where something cannot be encoded, or Proton changes what is compiled."""
+    """What a process is sent; None if something cannot be encoded, or Proton changes what is compiled."""
     if options.get("instrumentation_mode"):
         return None
     constants = []

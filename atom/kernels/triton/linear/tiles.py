@@ -159,7 +159,7 @@ def fills_library(rows: int, out: int, gpu: Gpu) -> bool:
 
 
 def choose_vector(shape: Shape, gpu: Gpu) -> Vector | None:
-    """`choose` for one row by a plain weight; None where a row is too large, or where padding it wastes too much."""
+    """`choose` for one row by a plain weight; None if a row is too large, or where padding it wastes too much."""
     _, out, inner, gates, element_size, _ = shape
     columns = next_power_of_2(inner)
     row_size = columns * element_size

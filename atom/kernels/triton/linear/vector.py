@@ -35,7 +35,7 @@ def multiply_vector(
     a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float,
     kind: str | None, parameters: Vector,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """multiply for one row: a and b [1, I]. TileError where scales are of columns that are no power of 2."""
+    """multiply for one row: a and b [1, I]. TileError if scales are of columns that are no power of 2."""
     (rows, inner), gates = weight.shape, 1 if kind is None else 2
     operand = operand_of(weight)
     _check_columns(operand.encoding)

@@ -61,7 +61,7 @@ def _launch(
     block_size: int,
     inputs: Inputs,
 ) -> None:
-    """rows: None where all are decodes"""
+    """rows: None if all are decodes"""
     drafts, stride, num_drafts = None, 0, inputs.batch.query_len - 1
     if num_drafts:
         assert state.drafts is not None

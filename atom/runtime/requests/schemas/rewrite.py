@@ -31,7 +31,7 @@ class Rewritten(NamedTuple):
 
 
 def rewrite_schema(document: Mapping[str, Any]) -> Rewritten:
-    """Rewrite a schema. RequestError where its meaning cannot be kept."""
+    """Rewrite a schema. RequestError if its meaning cannot be kept."""
     rewriter = Rewriter(document)
     place = Place("#", document, "")
     schema = rewriter.rewrite(read_forms(document, place), place)

@@ -218,7 +218,7 @@ def test_a_device_without_the_product_refuses_by_name_and_explain_answers(
     folder = tiny.save("qwen3", tmp_path / "plain")
     overrides = ["quant=fp8", "quant.act=fp8"]
     with pytest.raises(
-        UnsupportedError, match=r"^quant\.act=fp8: cpp: has no products of activations in fp8\[1, \*\];"
+        UnsupportedError, match=r"^quant\.act=fp8: cpp: has no matmuls of activations in fp8\[1, \*\];"
     ) as error:
         logits(folder, *overrides)
     assert "\n" not in str(error.value)

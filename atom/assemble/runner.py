@@ -162,7 +162,7 @@ def use_parameters(model: Model, config: Config, progress: Progress, exchange: E
     tuners, cache = find_tuners(config.device, model.device), config.cache_folder
     use_measured(model, tuners, cache, say)
     if config.tune:
-        fitting = [each for each in tuners if each.products(model.graph)]
+        fitting = [each for each in tuners if each.matmuls(model.graph)]
         for tuner in fitting or tuners[:1]:  # without products, the first one says so
             tune(model, tuner, cache, progress, say, exchange=exchange)
     if tuners and config.chooses_drafts:

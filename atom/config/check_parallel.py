@@ -63,7 +63,7 @@ def check_devices(config: Config, device: str) -> None:
     if config.tune and parallel.pipeline > 1:
         instead = "tune without stages once, if need be with few layers (model.layers, load_dummy=true)"
         raise UnsupportedError(
-            f"tune=true with parallel.pipeline={parallel.pipeline}: stages have other products each; {instead}: what "
+            f"tune=true with parallel.pipeline={parallel.pipeline}: stages have other matmuls each; {instead}: what "
             "is measured is kept by shape, and stages use it"
         )
 

@@ -86,7 +86,7 @@ def check_kept(serve: ServeConfig) -> None:
 
 
 def check_tune(config: Config, device: str) -> None:
-    """Check that there are products to measure."""
+    """Check that there are matmuls to measure."""
     if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
         why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
         why = f"device={device} has none" if device == "cpu" else why

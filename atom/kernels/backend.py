@@ -172,7 +172,7 @@ class OnDevice:
 
     def __call__(self, target: Target, *types: Any, **attributes: Any) -> str | None:
         if (act := attributes.get("act")) is not None and act.partition("[")[0] not in self.acts:
-            return f"has no products of activations in {act}"
+            return f"has no matmuls of activations in {act}"
         if (given := attributes.get("gives")) is not None and given.partition("[")[0] not in self.gives:
             return f"gives no rows in {given}"
         for type in types:
@@ -237,13 +237,13 @@ class Tuner(Protocol):
 
     gpu: str  # the GPU's name in files of parameters
     table: str  # the table of these kernels in such a file: one of `tuned.FITS`
-    what: str  # the products, as a line for the user names them
+    what: str  # the matmuls, as a line for the user names them
 
-    def products(self, graph: Graph) -> Sequence[Any]:
-        """The products of a text, those that read most first; each has out, inner and num_calls."""
+    def matmuls(self, graph: Graph) -> Sequence[Any]:
+        """The matmuls of a text, those that read most first; each has out, inner and num_calls."""
 
-    def key(self, rows: int, product: Any) -> str:
-        """The key of such a product's parameters in a table."""
+    def key(self, rows: int, matmul: Any) -> str:
+        """The key of such a matmul's parameters in a table."""
 
     def known(self, table: Mapping[str, Sequence[Any]]) -> Any:
         """A lookup of parameters: in a table, else by the kernel's rule."""
@@ -254,11 +254,11 @@ class Tuner(Protocol):
     def kernels(self, find: Any) -> Mapping[tuple[Op, str], Callable[..., Any]]:
         """Kernels by op and backend that use this lookup."""
 
-    def options(self, rows: int, product: Any, find: Any) -> tuple[Any, Sequence[Any]]:
+    def options(self, rows: int, matmul: Any, find: Any) -> tuple[Any, Sequence[Any]]:
         """The parameters of this lookup, and candidates that may be faster."""
 
     def recording(self) -> Any:
-        """Kernels that record their calls; `calls_of(product)`, if any, repeat them with other parameters."""
+        """Kernels that record their calls; `calls_of(matmul)`, if any, repeat them with other parameters."""
 
     def agrees(self, call: Any, parameters: Any) -> bool:
         """Whether a call with these parameters gives the right result."""

@@ -48,7 +48,7 @@ def _refusal(kernel: Kernel, context: PassContext, node: Node, readers: Mapping[
         if others and layout not in _shared_layouts(readers[weight], context):
             return f"its weight is read by {', '.join(sorted(others))} too"
         if layout is not None and not others and weight.type.fmt is None and node.target is ops.embedding:
-            return "its weight is read by no product"
+            return "no matmul reads its weight"
     return _answer(kernel, context, node)
 
 

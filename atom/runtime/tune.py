@@ -90,7 +90,7 @@ def tune(
     What is found for a GEMM is kept before the next one is tried. The model's slots, tables and KV are used, and are
     cleared afterwards. CapacityError if memory does not suffice for the steps.
     """
-    gemms, max_rows = tuner.products(model.graph), model.limits.max_decodes
+    gemms, max_rows = tuner.matmuls(model.graph), model.limits.max_decodes
     known = _known_of_first(tuner, tuner.table, cache, exchange)
     unknown = {size: [each for each in gemms if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
     unknown = {size: missing for size, missing in unknown.items() if missing}

@@ -1112,14 +1112,10 @@ def test_linears_are_measured_where_a_model_is_opened_on_a_gpu():
         ConfigError, match=r"^tune=true measures matmuls on a GPU, device=cpu has none; leave tune out$"
     ):
         load(["tune=true", "device=cpu"])
-    with pytest.raises(
-        ConfigError, match=r"^tune=true measures matmuls on a GPU, level=0 has no kernels for them; le"
-    ):
+    with pytest.raises(ConfigError, match=r"^tune=true measures matmuls on a GPU, level=0 has no kernels for them; le"):
         load(["tune=true", "device=cuda", "level=0"])
     for job in ("explain", "cache"):
-        with pytest.raises(
-            ConfigError, match=f"^tune=true measures matmuls on a GPU, job={job} opens no model; leave"
-        ):
+        with pytest.raises(ConfigError, match=f"^tune=true measures matmuls on a GPU, job={job} opens no model; leave"):
             load(["tune=true", "device=cuda", f"job={job}"])
     for job in ("serve", "generate", "bench", "compile", "profile"):
         assert load(["tune=true", "device=cuda", f"job={job}"]).tune

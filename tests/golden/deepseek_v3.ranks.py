@@ -1,6 +1,6 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(8, 10000.0, kind="yarn", factor=4.0, original_max_position=32), scale=1.0126366731955934)    # fp32[T, 4], fp32[T, 4]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: no matmul reads its weight
     h = torch.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48]
     qkv_a = torch.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_a_proj.weight", bf16[20, 48]), W("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", bf16[26, 48])]), "onednn"))    # bf16[T, 46]; cpp: 46 rows are no block
     q_a, kv_a = reference.split(qkv_a, sizes=[20, 26])    # bf16[T, 20], bf16[T, 26]

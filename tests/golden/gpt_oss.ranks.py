@@ -1,6 +1,6 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(16, 150000.0, kind="yarn", factor=32.0, original_max_position=4096, truncate=False), scale=1.3465735902799727)    # fp32[T, 8], fp32[T, 8]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: no matmul reads its weight
     h = torch.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
     qkv = torch.linear(h, shuffle(cat([share(W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), "tensor", 4), share(W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), "tensor", 4, copies=2), share(W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48]), "tensor", 4, copies=2)]), "onednn"), cat([share(W("model.layers.0.self_attn.q_proj.bias", bf16[64]), "tensor", 4), share(W("model.layers.0.self_attn.k_proj.bias", bf16[32]), "tensor", 4, copies=2), share(W("model.layers.0.self_attn.v_proj.bias", bf16[32]), "tensor", 4, copies=2)]))    # bf16[T, 48]; cpp: 48 rows are no block
     q, k, v = reference.split(qkv, sizes=[16, 16, 16])    # bf16[T, 16], bf16[T, 16], bf16[T, 16]

@@ -1,6 +1,6 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(12, 10000.0))    # fp32[T, 6], fp32[T, 6]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: no matmul reads its weight
     q = torch.linear(x, shuffle(share(W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), "tensor", 2), "onednn"))    # bf16[T, 24]; cpp: 24 rows are no block
     k = torch.linear(x, shuffle(share(W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), "tensor", 2), "onednn"))    # bf16[T, 12]; cpp: 12 rows are no block
     v = torch.linear(x, shuffle(share(W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48]), "tensor", 2), "onednn"))    # bf16[T, 12]; cpp: 12 rows are no block

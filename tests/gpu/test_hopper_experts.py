@@ -47,7 +47,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 class Opened(NamedTuple):
     engine: LLMEngine
     level: int
-    taken: list[str]  # the ways of all products since before it was opened, captured ones too
+    taken: list[str]  # the ways of all matmuls since before it was opened, captured ones too
     exact: Any  # transformers' model in float32
     half: Any  # and in bf16
 

@@ -9,5 +9,5 @@ def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     from atom.jobs.bench import roofline
 
     monkeypatch.setattr(roofline, "READ_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(roofline, "PRODUCT_SIZES", [64])
+    monkeypatch.setattr(roofline, "MATMUL_SIZES", [64])
     monkeypatch.setattr(roofline, "BATCH_SECONDS", 1e-4)

@@ -66,7 +66,7 @@ def library(root: Path, functions: dict[str, str], calls: list[str] | None = Non
         def run(given: dict[str, Any]) -> Any:
             if calls is not None:
                 calls.append(names[place])
-            if names[place] not in ("rope_and_write", "attention", "expert_products"):  # which take strides
+            if names[place] not in ("rope_and_write", "attention", "expert_matmuls"):  # which take strides
                 assert all(each.is_contiguous() for each in given.values() if isinstance(each, Tensor)), place
             return body(**{key: value for key, value in given.items() if value is not ...})
 
@@ -388,7 +388,7 @@ def routing_data(**given: Any) -> SimpleNamespace:
     return SimpleNamespace(**given)
 
 
-def expert_products(
+def expert_matmuls(
     x: Tensor, w: Tensor, x_scales: None, w_scales: Tensor, bias: Tensor | None = None, routing_data: Any = None, **_: Any
 ) -> Tensor:  # fmt: skip
     """`moe_gemm_torch` next to it: sorted rows by their expert's weights; rows in no tile are not written."""
@@ -415,6 +415,6 @@ DOUBLES: dict[str, Callable[..., Any]] = {
         rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize, silu_and_mul, quantize_tokens,
         quantize_spans, linear, linear_by_token, linear_by_block, rope_and_write, attention, topk_softmax,
         topk_of_groups, topk_with_correction, experts, latent_decode, latent_prefill,
-        expert_tiles, routing_data, expert_products,
+        expert_tiles, routing_data, expert_matmuls,
     )
 }  # fmt: skip

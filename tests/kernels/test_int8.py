@@ -83,7 +83,7 @@ def test_a_row_that_has_no_number_gives_none():
         ("int8[1, *]", ACT, Target("cpu"), "this CPU has no int8 dot products"),
         ("int8[1, *]", ACT, Target("cuda"), "runs on cpu, not on cuda"),
         ("int8[1, 32]", "int8[1, 32]", CPU, "activations in int8[1, 32] are not multiplied by weights in int8[1, 32]"),
-        ("fp8[1, *]", "fp8[1, *]", CPU, "has no products of activations in fp8[1, *]"),
+        ("fp8[1, *]", "fp8[1, *]", CPU, "has no matmuls of activations in fp8[1, *]"),
         ("fp8[1, *]", ACT, CPU, "activations in int8[1, *] are not multiplied by weights in fp8[1, *]"),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_format_of_activations_that_was_asked_for_is_left_to_the_reference():
     context = PassContext.of(Target("cpu"), 1, keeps_act=True)
     node = select_kernels(done(ACTS, context), context).program("f").nodes[0]
     assert node.kwargs["act"] == "fp8[1, 128]" and node.meta["kernel"] == "reference"
-    assert "cpp: has no products of activations in fp8[1, 128]" in node.meta["notes"]
+    assert "cpp: has no matmuls of activations in fp8[1, 128]" in node.meta["notes"]
 
 
 def test_reference_bodies_round_only_activations_that_were_asked_for():

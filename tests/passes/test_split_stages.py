@@ -151,13 +151,13 @@ def test_a_layer_that_reads_two_values_of_an_earlier_one_is_refused():
 def test_stages_multiply_in_no_shape_that_the_whole_model_does_not(checkpoints: Callable[[str], Path]):
     """So that what `tune=true` measures without stages, even of a few layers, is all that stages look up."""
     pytest.importorskip("triton")
-    from atom.kernels.triton.experts.grouped_tune import products_of as products_of_experts
-    from atom.kernels.triton.linear.tune import products_of
+    from atom.kernels.triton.experts.grouped_tune import matmuls_of as matmuls_of_experts
+    from atom.kernels.triton.linear.tune import matmuls_of
 
     def shapes(*fields: str, stage: int = 0) -> set[Any]:
         config = load([f"checkpoint={checkpoints('qwen3_moe')}", "device=cpu", "dtype=bf16", "level=1", *fields])
         graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})), stage=stage)
-        return {each._replace(num_calls=0) for each in (*products_of(graph), *products_of_experts(graph))}
+        return {each._replace(num_calls=0) for each in (*matmuls_of(graph), *matmuls_of_experts(graph))}
 
     known = shapes("parallel=tp2", "model.layers=1")
     of_stages = [shapes("parallel=tp2_pp2", stage=stage) for stage in range(2)]

@@ -81,9 +81,9 @@ def tune(model: Model, graph: Graph, cache: Path, max_rows: int, *args: Any) -> 
 
 
 def used(model: Model, graph: Graph, rows: int) -> Parameters:
-    """The parameters of the text's first product, for so many rows."""
+    """The parameters of the text's first matmul, for so many rows."""
     find = model._bindings.kernels[ops.linear, "triton"].__self__._parameters
-    return find(linear_tune.products_of(graph)[0].shape(rows), GPU)
+    return find(linear_tune.matmuls_of(graph)[0].shape(rows), GPU)
 
 
 def use_measured(model: Model, *args: Any) -> None:
@@ -91,7 +91,7 @@ def use_measured(model: Model, *args: Any) -> None:
 
 
 class Steps:
-    """A step of 1 ms, of which each product that is FAST takes 10% off, and one that is SLOW adds 10%."""
+    """A step of 1 ms, of which each matmul that is FAST takes 10% off, and one that is SLOW adds 10%."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -156,12 +156,12 @@ def test_a_model_with_an_fp8_cache_is_measured(checkpoints: Callable[[str], Path
     assert len(json.loads((tmp_path / "tuned" / "test_gpu.json").read_text())["linear"]) == 5
 
 
-def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened: Any, tmp_path: Path):
+def test_the_matmuls_of_a_step_are_measured_kept_and_known_the_next_time(opened: Any, tmp_path: Path):
     model, graph = opened
     steps, shown, lines = Steps(model), Shown(), []
     tune(model, graph, tmp_path, 8, shown, lines.append, steps.capture)
-    products = linear_tune.products_of(graph)
-    shapes = [f"{out} {inner} {gates}" for out, inner, gates, *_ in products]
+    matmuls = linear_tune.matmuls_of(graph)
+    shapes = [f"{out} {inner} {gates}" for out, inner, gates, *_ in matmuls]
     file = tmp_path / "tuned" / "test_gpu.json"
     written = json.loads(file.read_text())
     assert written["linear"] == {f"{size} {shape}": ["matrix", 64, 128, 1, 3, 1, 1, 0, 128]
@@ -170,7 +170,7 @@ def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened
     assert [path.name for path in file.parent.iterdir()] == ["test_gpu.json"]
     assert len(shapes) == 5, "qkv, o, gate_up, down, head"
     titles = [f"tuning {rows} rows of {inner} → {out}, {at + 1} of 5"
-              for rows in (1, 8) for at, (out, inner, *_) in enumerate(products)]  # fmt: skip
+              for rows in (1, 8) for at, (out, inner, *_) in enumerate(matmuls)]  # fmt: skip
     assert list(shown.tasks) == titles
     assert all(total == counted for total, counted in shown.tasks.values())
     reported = [line for line in lines if "differs" not in line]
@@ -277,13 +277,13 @@ def test_what_was_found_before_an_interruption_is_kept(opened: Any, tmp_path: Pa
     steps = Steps(model)
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
-        if steps.num_captured == 7:  # one at the start, three for each product
+        if steps.num_captured == 7:  # one at the start, three for each matmul
             raise KeyboardInterrupt
         return steps.capture(run)
 
     with pytest.raises(KeyboardInterrupt):
         tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, capture)
-    first = linear_tune.products_of(graph)[0]
+    first = linear_tune.matmuls_of(graph)[0]
     assert next(iter(tuned.read("Test GPU", tmp_path)["linear"])) == f"1 {first.out} {first.inner} {first.gates}"
     known = len(tuned.read("Test GPU", tmp_path)["linear"])
     shown = Shown()
@@ -302,7 +302,7 @@ def test_a_folder_that_takes_nothing_is_logged_once_and_what_was_found_is_used(o
 
 def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):
     model, graph = opened
-    out, inner, gates, *_ = linear_tune.products_of(graph)[0]
+    out, inner, gates, *_ = linear_tune.matmuls_of(graph)[0]
     use_measured(model, tmp_path, pytest.fail)
     assert model._bindings.kernels == {}
     tuned.save("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
@@ -313,7 +313,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(linear, "multiply_matrix", lambda *args: launched.append(args[-1]) or multiply(*args))
         model.decode(torch.tensor([0, 1], dtype=torch.int32))
-    assert launched.count(SLOW) == 1, "the product that was measured"
+    assert launched.count(SLOW) == 1, "the matmul that was measured"
 
 
 def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
@@ -357,7 +357,7 @@ def test_gemms_of_experts_are_measured_besides_linears(
     find = model.kernels[ops.experts, "triton"].__self__._parameters  # type: ignore[attr-defined]
     assert find(grouped_tiles.Shape(11, 8, 160, 48, 2, 2, PLAIN), GPU) == fast
     tuning.tune(model, tuners[1], tmp_path, SilentProgress(), lines.append, capture)
-    assert lines[-1] == "tune=true knows all 2 products by experts of this model on Test GPU: nothing is measured"
+    assert lines[-1] == "tune=true knows all 2 matmuls of experts of this model on Test GPU: nothing is measured"
 
 
 def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(

@@ -30,7 +30,7 @@ from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.jobs.bench.experts_read import count_experts, describe_experts
 from atom.jobs.bench.page import make_page
-from atom.jobs.bench.roofline import PRODUCTS, Costs, Limits, acts_of, least_seconds, measure_limits, read_costs
+from atom.jobs.bench.roofline import MATMULS, Costs, Limits, acts_of, least_seconds, measure_limits, read_costs
 from atom.jobs.bench.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
 from atom.jobs.tables import make_table
 from atom.measurement.cores import core_seconds, warn_of
@@ -250,5 +250,5 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"limits measured in this run: {limits['bandwidth'] / 1e9:,.1f} GB/s read, "
         f"{limits['flops'] / 1e12:,.2f} TFLOP/s of matmuls"
-        + "".join(f", {limits[act] / 1e12:,.2f} in {act}" for act in PRODUCTS if act in limits)
+        + "".join(f", {limits[act] / 1e12:,.2f} in {act}" for act in MATMULS if act in limits)
     )

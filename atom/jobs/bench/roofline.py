@@ -36,12 +36,12 @@ from atom.jobs.bench.workload import Step
 ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention)
 READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
 OTHER_READ_BYTES = 2 << 30
-BATCH_SECONDS = 0.02  # least seconds of a measurement
+BATCH_SECONDS = 0.02  # min seconds of a measurement
 NUM_BATCHES = 5  # batches, of which the fastest counts
-PRODUCT_SECONDS = 0.005  # least seconds of a product that is large enough
+MATMUL_SECONDS = 0.005  # min seconds of a matmul that is large enough
 ALL_READ = 0.99  # expected share of experts above which parts do not differ
 NUM_DRAWS = 200  # of choices of experts, over which the busiest part is averaged
-PRODUCT_SIZES = [1 << power for power in range(9, 15)]
+MATMUL_SIZES = [1 << power for power in range(9, 15)]
 
 
 class Work(NamedTuple):
@@ -79,7 +79,7 @@ class Limits:
         return {name: rate for name, rate in vars(self).items() if rate is not None}
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """A call that multiplies rows with a weight."""
 
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class Product(NamedTuple):
     fmt: str | None = None  # of the weight, where it stays packed
 
     def work(self, num_rows: int) -> Work:
-        """The work of a product; of experts, the expected share that some row needs is read."""
+        """The work of a matmul; of experts, the expected share that some row needs is read."""
         num_rows *= self.groups
         num_bytes = self.num_bytes * share_read(self.share, self.shape[0] * self.parts, self.parts, num_rows)
         return Work(num_bytes, **{self.act: 2.0 * num_rows * self.num_elements * self.share})
@@ -123,7 +123,7 @@ class Attention(NamedTuple):
     num_bytes: int  # of KV, a token
     decode_flops: int  # of a query and a token that it sees
     prefill_flops: int  # the same, in a prompt
-    weight: Product | None = None  # a further weight that it multiplies with
+    weight: Matmul | None = None  # a further weight that it multiplies with
 
     def work(self, step: Step) -> Work:
         window = self.window or 1 << 62
@@ -140,16 +140,16 @@ class Attention(NamedTuple):
 class Costs:
     """The costs of one run of a program: what it reads and computes."""
 
-    num_bytes: int = 0  # of weights that are in no product: norms
-    products: list[Product] = field(default_factory=list)  # in order
+    num_bytes: int = 0  # of weights that are in no matmul: norms
+    matmuls: list[Matmul] = field(default_factory=list)  # in order
     attention: list[Attention] = field(default_factory=list)  # in order
 
     def work(self, num_rows: int) -> Work:
         """The work without attention; none without rows."""
         if not num_rows:
             return Work()
-        products = (product.work(num_rows).times(count) for product, count in Counter(self.products).items())
-        return total([Work(self.num_bytes), *products])
+        matmuls = (matmul.work(num_rows).times(count) for matmul, count in Counter(self.matmuls).items())
+        return total([Work(self.num_bytes), *matmuls])
 
 
 def read_costs(graph: Graph) -> dict[str, Costs]:
@@ -158,8 +158,8 @@ def read_costs(graph: Graph) -> dict[str, Costs]:
 
 
 def acts_of(costs: Mapping[str, Costs]) -> set[str]:
-    """The formats of 8 bits of the activations that products multiply."""
-    return {product.act for each in costs.values() for product in each.products} & PRODUCTS.keys()
+    """The formats of 8 bits of the activations that matmuls multiply."""
+    return {matmul.act for each in costs.values() for matmul in each.matmuls} & MATMULS.keys()
 
 
 def program_costs(program: Program) -> Costs:
@@ -169,23 +169,23 @@ def program_costs(program: Program) -> Costs:
         if node.target is ops.embedding:  # a token takes one row of it
             continue
         weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
-        products = find_products(node, weights)
+        matmuls = find_matmuls(node, weights)
         if node.target in ATTENTION:
             (cache,) = (arg for arg in node.args if isinstance(arg, KV))
-            costs.attention.append(attention_costs(node, cache, products[0] if products else None))
+            costs.attention.append(attention_costs(node, cache, matmuls[0] if matmuls else None))
         else:
-            costs.products += products
-        if not products:
+            costs.matmuls += matmuls
+        if not matmuls:
             costs.num_bytes += sum(map(held_bytes, weights))
     return costs
 
 
-def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
-    """The products of a call whose weights include a matrix or stacks of experts' matrices; none of others."""
+def find_matmuls(node: Node, weights: Sequence[Recipe]) -> list[Matmul]:
+    """The matmuls of a call whose weights include a matrix or stacks of experts' matrices; none of others."""
     if not node.target.weights:
         return []
     if node.target is ops.experts:
-        return [product for place in node.target.weights for product in expert_products(node, place)]
+        return [matmul for place in node.target.weights for matmul in expert_matmuls(node, place)]
     matrix = type_of(node.args[node.target.weight])
     shape = tuple(int(size) for size in matrix.shape)
     parts = groups = 1
@@ -195,11 +195,11 @@ def find_products(node: Node, weights: Sequence[Recipe]) -> list[Product]:
         groups = _num_groups(group.args[0])
     act = str(node.kwargs.get("act", "flops")).partition("[")[0]
     num_bytes, share = sum(map(held_bytes, weights)), float(active_fraction(node))
-    return [Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act, matrix.fmt)]
+    return [Matmul(shape, num_bytes, matrix.num_elements, share, parts, groups, act, matrix.fmt)]
 
 
-def expert_products(node: Node, place: int) -> list[Product]:
-    """The products of `experts` with the weight at a place: with those chosen, and with those of all tokens."""
+def expert_matmuls(node: Node, place: int) -> list[Matmul]:
+    """The matmuls of `experts` with the weight at a place: with those chosen, and with those of all tokens."""
     weight, bias = node.args[place], node.args[place + 2] if len(node.args) > place + 2 else None
     num_bytes = held_bytes(weight) + (0 if bias is None else held_bytes(bias))
     experts, *rest = (int(size) for size in weight.type.shape)
@@ -208,7 +208,7 @@ def expert_products(node: Node, place: int) -> list[Product]:
     parts, act = num_parts(node), str(node.kwargs.get("act", "flops")).partition("[")[0]
     sizes = ((experts - shared, (top_k - shared) / ((experts - shared) * parts)), (shared, 1.0))
     return [
-        Product(
+        Matmul(
             (num, *rest), num_bytes * num // experts, weight.type.num_elements * num // experts, share,
             parts, _num_groups(node.args[0]), act, weight.type.fmt,
         )
@@ -222,7 +222,7 @@ def _num_groups(rows: Node) -> int:
     return int(rows.meta["type"].bytes_per_token // rows.meta["type"].row.num_bytes)
 
 
-def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
+def attention_costs(node: Node, cache: KV, weight: Matmul | None) -> Attention:
     query: Type = node.args[0].meta["type"]  # [T, N, D]
     heads, dim = (int(size) for size in query.shape[1:])
     if weight is None:
@@ -235,7 +235,7 @@ def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
 
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
-    """The work of a step: in products with weights, and in attention."""
+    """The work of a step: in matmuls with weights, and in attention."""
     rows = step.num_rows(costs)
     layers = Counter(layer for name in rows for layer in costs[name].attention)
     return {
@@ -259,12 +259,12 @@ def visible_pairs(start: int, num_tokens: int, window: int) -> int:
 def measure_limits(device: str, dtype: str, acts: Iterable[str] = ()) -> Limits:
     """Measure this machine's limits, which takes some seconds; all memory is freed afterwards.
 
-    acts: formats of 8 bits whose products are measured too. They take no longer than those of dtype, which such numbers
+    acts: formats of 8 bits whose matmuls are measured too. They take no longer than those of dtype, which such numbers
     can be made into; nor do those of 16 bits on a CPU take longer than those of float32.
     """
     bandwidth = measure_reads(device, TORCH_DTYPES[dtype])
     dtypes = {TORCH_DTYPES[dtype], torch.float32} if device == "cpu" else {TORCH_DTYPES[dtype]}
-    flops = max(measure_products(device, each, torch.mm) for each in dtypes)
+    flops = max(measure_matmuls(device, each, torch.mm) for each in dtypes)
     rates = {act: max(flops, measure_act(device, act)) for act in acts}
     limits = Limits(bandwidth, flops, **rates)
     if device != "cpu":
@@ -273,7 +273,7 @@ def measure_limits(device: str, dtype: str, acts: Iterable[str] = ()) -> Limits:
 
 
 def measure_reads(device: str, dtype: torch.dtype) -> float:
-    """Measure bytes/s: the best of a sum, a copy (which writes as much), and a product with a vector."""
+    """Measure bytes/s: the best of a sum, a copy (which writes as much), and a matrix-vector product."""
     num_bytes = READ_BYTES.get(device, OTHER_READ_BYTES)
     data = torch.full((num_bytes,), 0x3C, dtype=torch.uint8, device=device)  # unwritten pages would be one page
     wide, (source, target) = data.view(torch.float32), data.chunk(2)
@@ -283,22 +283,22 @@ def measure_reads(device: str, dtype: torch.dtype) -> float:
     return max(data.nbytes / fastest(read, device) for read in reads)
 
 
-def measure_products(device: str, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """Measure FLOP/s of products of square matrices, which grow until one takes long enough."""
+def measure_matmuls(device: str, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """Measure FLOP/s of matmuls of square matrices, which grow until one takes long enough."""
     best = 0.0
-    for size in PRODUCT_SIZES:
+    for size in MATMUL_SIZES:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         seconds = fastest(lambda a=a, b=b: multiply(a, b.t()), device)  # type: ignore[misc]
         best = max(best, 2 * size**3 / seconds)
-        if seconds > PRODUCT_SECONDS:
+        if seconds > MATMUL_SECONDS:
             break
     return best
 
 
 def measure_act(device: str, act: str) -> float:
-    """Measure FLOP/s of products in a format of 8 bits; 0 if torch has none, as 2.11 for fp8 on a CPU."""
+    """Measure FLOP/s of matmuls in a format of 8 bits; 0 if torch has none, as 2.11 for fp8 on a CPU."""
     try:
-        return measure_products(device, *PRODUCTS[act])
+        return measure_matmuls(device, *MATMULS[act])
     except NotImplementedError:
         return 0.0
 
@@ -311,7 +311,7 @@ def multiply_fp8(a: Tensor, b: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-PRODUCTS: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor]]] = {
+MATMULS: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor]]] = {
     "fp8": (torch.float8_e4m3fn, multiply_fp8),
     "int8": (torch.int8, torch._int_mm),
 }

@@ -27,7 +27,7 @@ from atom.graph import BODY, Graph, Mesh, ops
 from atom.graph.formats import act_of
 from atom.graph.graph import results_of
 from atom.graph.recipe_contents import held_bytes
-from atom.jobs.bench.roofline import PRODUCTS, Limits, Product, program_costs, read_costs, step_work, total
+from atom.jobs.bench.roofline import MATMULS, Limits, Matmul, program_costs, read_costs, step_work, total
 from atom.jobs.bench.workload import Step
 from atom.kernels import Target
 from atom.runtime.kv.plan import num_blocks_needed
@@ -113,8 +113,8 @@ def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, An
 
 
 def limits_of(gpu: GPUConfig) -> Limits:
-    """The rates of a GPU's file; products that it has none for take no time."""
-    return Limits(gpu.bandwidth, gpu.rates.get("bf16", inf), **{act: gpu.rates.get(act) for act in PRODUCTS})
+    """The rates of a GPU's file; matmuls that it has none for take no time."""
+    return Limits(gpu.bandwidth, gpu.rates.get("bf16", inf), **{act: gpu.rates.get(act) for act in MATMULS})
 
 
 def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
@@ -137,22 +137,22 @@ def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[d
 
 
 def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float | None:
-    """The most tokens a second of long prompts, by the products of layers; None if the GPU states no rate.
+    """The most tokens a second of long prompts, by the matmuls of layers; None if the GPU states no rate.
 
-    A weight's product counts at the rate of its 8-bit numbers, where the GPU states one. Attention, the head and
+    A weight's matmul counts at the rate of its 8-bit numbers, where the GPU states one. Attention, the head and
     reading do not count. graphs: of all stages, one after the other
     """
     if "bf16" not in gpu.rates:
         return None
-    products = [product for graph in graphs for product in program_costs(graph.programs[BODY]).products]
-    seconds = sum(sum(product.work(1)[1:]) / rate_of(product, gpu) for product in products)
+    matmuls = [matmul for graph in graphs for matmul in program_costs(graph.programs[BODY]).matmuls]
+    seconds = sum(sum(matmul.work(1)[1:]) / rate_of(matmul, gpu) for matmul in matmuls)
     return mesh.data / seconds
 
 
-def rate_of(product: Product, gpu: GPUConfig) -> float:
+def rate_of(matmul: Matmul, gpu: GPUConfig) -> float:
     """FLOP/s"""
-    act = act_of(product.fmt) if product.fmt else None
-    return gpu.rates.get(act.partition("[")[0] if act else product.act, gpu.rates["bf16"])
+    act = act_of(matmul.fmt) if matmul.fmt else None
+    return gpu.rates.get(act.partition("[")[0] if act else matmul.act, gpu.rates["bf16"])
 
 
 def collective_seconds(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:

@@ -203,29 +203,29 @@ def find_piece_kernels(graph: Graph, device: str) -> list[PieceKernel]:
     return list(kernels.values())
 
 
-def match_products(
+def match_matmuls(
     launches: Sequence[float], costs: Mapping[str, Costs], steps: Sequence[Step], limits: Limits
 ) -> list[tuple[str, int, float, float]]:
-    """Name, calls, seconds and limit of the products with weights of a shape, from the seconds of all in order.
+    """Name, calls, seconds and limit of the matmuls with weights of a shape, from the seconds of all in order.
 
-    Empty where kernels and products are not one to one. Steps that ran ahead may follow those that are known.
+    Empty where kernels and matmuls are not one to one. Steps that ran ahead may follow those that are known.
     """
     expected = [
-        (product, num_rows)
+        (matmul, num_rows)
         for step in steps
         for program, num_rows in step.num_rows(costs).items()
-        for product in (costs[program].products if num_rows else ())
+        for matmul in (costs[program].matmuls if num_rows else ())
     ]
     programs = {name for step in steps for name in step.num_rows(costs)}
-    num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].products) for name in programs)
+    num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].matmuls) for name in programs)
     if not programs or num_ahead < 0 or num_ahead % per_step:
         return []
     calls, seconds, least = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
-    for (product, num_rows), taken in zip(expected, launches, strict=False):
-        name = f"weight {list(product.shape)}"
+    for (matmul, num_rows), taken in zip(expected, launches, strict=False):
+        name = f"weight {list(matmul.shape)}"
         calls[name] += 1
         seconds[name] += taken
-        least[name] += limits.seconds(product.work(num_rows))
+        least[name] += limits.seconds(matmul.work(num_rows))
     return [(name, calls[name], seconds[name], least[name]) for name in calls]
 
 
@@ -253,14 +253,14 @@ def describe(
         is_known = rows and kind != OTHER
         limit = limits.seconds(total(each[kind] for each in work)) if is_known else None
         kinds.append(entry(kind, calls, seconds, limit))
-    products = match_products(summary.products, costs, own, limits)
+    matmuls = match_matmuls(summary.matmuls, costs, own, limits)
     return {
         "steps": len(steps),
         "tokens": sum(step.num_tokens for step in steps),
         "timeline": summary.timeline,
         "timeline_seconds": summary.seconds,
         "kinds": [*kinds, entry(GAP, summary.num_gaps, summary.gap_seconds)],
-        "products": [entry(*product) for product in products],
+        "products": [entry(*matmul) for matmul in matmuls],
         "rows": [
             {**entry(piece.title, row.calls, row.seconds, piece.limit(own, limits)), "kind": "piece"}
             if (piece := piece_of.get(row.name))

@@ -61,7 +61,7 @@ def make_bar(row: Mapping[str, Any], num_steps: int) -> Bar:
 
 
 def kind_of_row(row: Mapping[str, Any]) -> str:
-    """The name in COLORS of a kernel, a piece, a weight's products, or a kind itself."""
+    """The name in COLORS of a kernel, a piece, a weight's matmuls, or a kind itself."""
     name: str = row["name"]
     return row.get("kind") or (name if name in COLORS else "matrix" if name.startswith("weight ") else color_of(name))
 

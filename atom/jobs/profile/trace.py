@@ -45,7 +45,7 @@ class Summary(NamedTuple):
     rows: list[Row]  # longest first
     num_gaps: int
     gap_seconds: float  # when no event ran
-    products: list[float]  # seconds of each matmul, in order
+    matmuls: list[float]  # seconds of each matmul, in order
 
 
 class Event(NamedTuple):
@@ -149,9 +149,9 @@ def make_summary(
         end = max(end, event.stop)
     rows = [Row(name, kind_of(name), calls[name], micros[name] / 1e6) for name in calls]
     rows.sort(key=lambda row: -row.seconds)
-    of_products = sorted(event[2:] for event in with_rows if kind_of(event.name) == "matrix")
-    products = [(stop - start) / 1e6 for start, stop in of_products]
-    return Summary(timeline, (end - events[0].start) / 1e6, rows, num_gaps, gap / 1e6, products)
+    of_matmuls = sorted(event[2:] for event in with_rows if kind_of(event.name) == "matrix")
+    matmuls = [(stop - start) / 1e6 for start, stop in of_matmuls]
+    return Summary(timeline, (end - events[0].start) / 1e6, rows, num_gaps, gap / 1e6, matmuls)
 
 
 def kind_of(name: str) -> str | None:

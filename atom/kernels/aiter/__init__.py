@@ -162,7 +162,7 @@ def _accepts_experts(
             return f"weights in {gate_up.fmt} are multiplied only by activations in bf16, not in {act or x.dtype}"
         if FP4_ARCH not in target.features:
             return f"multiplies {gate_up.fmt} only on {FP4_ARCH}"
-        return refuse_target(target, "expert_products", "expert_tiles", "routing_data")
+        return refuse_target(target, "expert_matmuls", "expert_tiles", "routing_data")
     if (reason := refuse_target(target, "experts")) is not None:
         return reason
     if kind != "silu":

@@ -129,7 +129,7 @@ FUNCTIONS = {
     ),
     # x bf16[P, I] by expert, w u8[E, I / 2, O] and w_scales u8[E, I / 32, O] of which the second dim is the faster one,
     # bias fp32[E, O] -> bf16[P, O]
-    "expert_products": Function(
+    "expert_matmuls": Function(
         ("aiter.ops.triton.moe.moe_op_gemm_a16w4:moe_gemm_a16w4",),
         ("x", "w", "x_scales", "w_scales"),
         ("bias", "routing_data"),

@@ -44,7 +44,7 @@ def _multiply(aiter: Aiter, x: Tensor, weight: PackedWeight, bias: Tensor | None
     """x [P, I], sorted by expert, weight [E, O, I], bias [E, O] -> [P, O]"""
     pairs, exponents = (weight.parts[name].flatten(2).transpose(1, 2) for name in ("values", "scales"))
     wide = None if bias is None else bias.float()
-    y: Tensor = aiter["expert_products"](x, pairs, None, exponents, bias=wide, routing_data=routing)
+    y: Tensor = aiter["expert_matmuls"](x, pairs, None, exponents, bias=wide, routing_data=routing)
     return y
 
 

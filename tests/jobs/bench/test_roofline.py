@@ -24,7 +24,7 @@ from atom.jobs.bench.roofline import (
     Attention,
     Costs,
     Limits,
-    Product,
+    Matmul,
     Work,
     acts_of,
     least_seconds,
@@ -207,13 +207,13 @@ def test_of_experts_in_parts_the_busiest_counts(
 
 
 def test_a_layer_with_shared_and_chosen_experts_has_both(costs_of: Any):
-    products = [each for costs in costs_of("deepseek_v3").values() for each in costs.products]
-    chosen = [each for each in products if each.share < 1]
+    matmuls = [each for costs in costs_of("deepseek_v3").values() for each in costs.matmuls]
+    chosen = [each for each in matmuls if each.share < 1]
     assert Counter((each.shape, each.share) for each in chosen) == {
         ((256, 4096, 7168), 8 / 256): 58,
         ((256, 7168, 2048), 8 / 256): 58,
     }, "of all layers but the first three"
-    assert Counter(each.shape for each in products if each.share == 1)[(4096, 7168)] == 58, "the shared one"
+    assert Counter(each.shape for each in matmuls if each.share == 1)[(4096, 7168)] == 58, "the shared one"
 
 
 def test_latents_are_seen_absorbed_by_decodes_and_expanded_by_prompts(costs_of: Any):
@@ -230,11 +230,11 @@ def test_latents_in_fp8_are_fewer_bytes_and_as_many_operations(costs_of: Any):
     assert (packed.decode_flops, packed.prefill_flops) == (plain.decode_flops, plain.prefill_flops)
 
 
-def test_the_products_of_a_layer_are_in_the_order_of_the_text(costs_of: Any):
+def test_the_matmuls_of_a_layer_are_in_the_order_of_the_text(costs_of: Any):
     costs = costs_of(QWEN3_8B)
     layer = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
-    assert [each.shape for each in costs["body"].products] == layer * 35 + layer[:1]
-    assert [each.shape for each in costs["head"].products] == [*layer[1:], (151936, 4096)]
+    assert [each.shape for each in costs["body"].matmuls] == layer * 35 + layer[:1]
+    assert [each.shape for each in costs["head"].matmuls] == [*layer[1:], (151936, 4096)]
 
 
 def test_what_latents_are_multiplied_with_is_read_once_a_layer(costs_of: Any):
@@ -265,8 +265,8 @@ def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
 def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):
     shutil.copy(CONFIGS / "gpt_oss_20b.json", tmp_path / "config.json")
     graph = compile_graph(load([f"checkpoint={tmp_path}"]), target=Target("cuda", frozenset({"nvidia", "sm_90"})))
-    products = [product for each in read_costs(graph).values() for product in each.products]
-    up, down = ([each for each in products if each.shape == (32, rows, 2880)] for rows in (5760, 2880))
+    matmuls = [matmul for each in read_costs(graph).values() for matmul in each.matmuls]
+    up, down = ([each for each in matmuls if each.shape == (32, rows, 2880)] for rows in (5760, 2880))
     assert len(up) == len(down) == 24
     for each, rows in ((up[0], 5760), (down[0], 2880)):
         num_bytes = 32 * rows * (2880 // 2 + 2880 // 32 + 2)  # values, scales, a bias in bf16
@@ -314,7 +314,7 @@ def test_reading_and_computing_overlap():
 
 
 def test_a_program_without_rows_costs_nothing():
-    costs = Costs(num_bytes=10, products=[Product((5, 10), 100, 50), Product((4, 2, 5), 80, 40, share=1 / 4)])
+    costs = Costs(num_bytes=10, matmuls=[Matmul((5, 10), 100, 50), Matmul((4, 2, 5), 80, 40, share=1 / 4)])
     assert costs.work(0) == Work(0, 0)
     assert costs.work(1) == Work(10 + 100 + 20, 2 * (50 + 10))
     assert total([]) == Work(0, 0)
@@ -337,7 +337,7 @@ def test_a_cpu_that_is_slow_with_16_bits_multiplies_in_float32(
     dtype: str, flops: float, monkeypatch: pytest.MonkeyPatch
 ):
     rates = {torch.bfloat16: 1.0, torch.float32: 5.0, torch.float16: 7.0}
-    monkeypatch.setattr("atom.jobs.bench.roofline.measure_products", lambda device, dtype, multiply: rates[dtype])
+    monkeypatch.setattr("atom.jobs.bench.roofline.measure_matmuls", lambda device, dtype, multiply: rates[dtype])
     assert measure_limits("cpu", dtype).flops == flops
 
 

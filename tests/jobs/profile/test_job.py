@@ -18,10 +18,10 @@ from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.graph import Type, parse
-from atom.jobs.bench.roofline import Costs, Limits, Product
+from atom.jobs.bench.roofline import Costs, Limits, Matmul
 from atom.jobs.bench.workload import Step
 from atom.jobs.profile import job as profile
-from atom.jobs.profile.job import describe, find_piece_kernels, match_products, name_calls
+from atom.jobs.profile.job import describe, find_piece_kernels, match_matmuls, name_calls
 from atom.jobs.profile.page import COLORS, make_bar, make_boxes
 from atom.jobs.profile.trace import Row, Summary, middle_step
 from atom.kernels import Target
@@ -31,8 +31,8 @@ from atom.passes import lower
 SMALL = ["level=1", "serve.kv_cache_memory=4194304"]
 
 
-A, B, C = Product((8, 4), 100, 10), Product((4, 8), 50, 5), Product((9, 4), 300, 30)
-COSTS = {"body": Costs(products=[A, B, A]), "head": Costs(products=[C])}
+A, B, C = Matmul((8, 4), 100, 10), Matmul((4, 8), 50, 5), Matmul((9, 4), 300, 30)
+COSTS = {"body": Costs(matmuls=[A, B, A]), "head": Costs(matmuls=[C])}
 LIMITS = Limits(bandwidth=100.0, flops=1000.0)
 
 
@@ -48,15 +48,15 @@ def test_products_in_order_are_held_each_against_its_limit():
         ("weight [9, 4]", 2, 12.5, 3.0 + 24.0),
     ]
     steps = [step(1), step(400)]
-    assert match_products(launches, COSTS, steps, LIMITS) == expected
+    assert match_matmuls(launches, COSTS, steps, LIMITS) == expected
     ahead = launches + [9.0] * 4
-    assert match_products(ahead, COSTS, steps, LIMITS) == expected, "of a step that ran ahead"
+    assert match_matmuls(ahead, COSTS, steps, LIMITS) == expected, "of a step that ran ahead"
     for other in (launches[:-1], [*launches, 1.0]):
-        assert match_products(other, COSTS, steps, LIMITS) == [], "kernels and products are not one to one"
+        assert match_matmuls(other, COSTS, steps, LIMITS) == [], "kernels and matmuls are not one to one"
 
 
 def test_a_step_that_samples_nothing_has_no_head():
-    result = match_products([1.0, 1.0, 1.0], COSTS, [step(1, num_sampled=0)], LIMITS)
+    result = match_matmuls([1.0, 1.0, 1.0], COSTS, [step(1, num_sampled=0)], LIMITS)
     assert [(name, calls) for name, calls, *_ in result] == [("weight [8, 4]", 2), ("weight [4, 8]", 1)]
 
 
@@ -129,7 +129,7 @@ def test_each_phase_has_a_trace_and_its_time_is_all_accounted_for(run: Any, chec
         assert calls["torch.linear"] + calls["cpp.linear"] == 13 * phase["steps"]
         assert calls["torch.rms_norm"] == calls["reference.embedding"] == phase["steps"]
         matrix = next(kind for kind in phase["kinds"] if kind["name"] == "matrix")
-        assert matrix["calls"] == (3 * 4 + 1) * phase["steps"], "the products of a layer, and the head"
+        assert matrix["calls"] == (3 * 4 + 1) * phase["steps"], "the matmuls of a layer, and the head"
         assert {row["name"]: row["calls"] // phase["steps"] for row in phase["products"]} == {
             "weight [128, 48]": 3, "weight [48, 64]": 3, "weight [160, 48]": 3, "weight [48, 80]": 3, "weight [101, 48]": 1
         }  # fmt: skip
@@ -163,9 +163,9 @@ def test_the_first_of_several_stages_is_held_against_its_own_layers(run: Any, ch
     assert code == 0, err
     result = json.loads(out)
     assert result["stages"] == 2 and {path.name for path in tmp_path.iterdir()} == {"rank_0", "rank_1"}
-    products = {row["name"]: row["calls"] for row in result["phases"]["decode"]["products"]}
-    assert products.keys() == {"weight [128, 48]", "weight [48, 64]", "weight [160, 48]", "weight [48, 80]"}
-    assert {*products.values()} == {2 * result["phases"]["decode"]["steps"]}
+    matmuls = {row["name"]: row["calls"] for row in result["phases"]["decode"]["products"]}
+    assert matmuls.keys() == {"weight [128, 48]", "weight [48, 64]", "weight [160, 48]", "weight [48, 80]"}
+    assert {*matmuls.values()} == {2 * result["phases"]["decode"]["steps"]}
 
 
 def test_calls_have_the_names_of_the_text_and_equal_pieces_one_number(checkpoints: Any):

@@ -49,7 +49,7 @@ def test_a_host_counts_what_is_inside_a_call_under_the_call():
         event("cpu_op", "aten::bmm", 110, 20),
         event("cpu_op", "aten::linear", 135, 10),                  # in what is attention already
         event("user_annotation", "piece 0", 160, 100),
-        event("cpu_op", "atom::packed_linear", 170, 60),           # a product in what is none
+        event("cpu_op", "atom::packed_linear", 170, 60),           # a matmul in what is none
         event("cpu_op", "mkldnn::_linear_pointwise", 175, 50),
         event("cpu_op", "aten::empty", 180, 5),
         event("cpu_op", "aten::argmax", 300, 10),

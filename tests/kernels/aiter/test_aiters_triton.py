@@ -126,7 +126,7 @@ def test_rope_and_cache_write(aiter: Aiter, triton_device: str, interleaved: boo
 
 @pytest.mark.parametrize(("hidden", "width", "first"), [(96, 64, None), (320, 32, 2)])
 def test_experts_in_mxfp4(aiter: Aiter, sources: Path, triton_device: str, hidden: int, width: int, first: int | None):
-    need(sources, "expert_products", "expert_tiles", "routing_data")
+    need(sources, "expert_matmuls", "expert_tiles", "routing_data")
     bf16, here = torch.bfloat16, () if first is None else (torch.tensor([first]),)
     gate_up, down = mxfp4(3, 2 * width, hidden), mxfp4(3, hidden, width)
     biases = (torch.randn(3, rows).to(bf16) for rows in (2 * width, hidden))

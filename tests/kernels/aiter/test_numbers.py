@@ -193,7 +193,7 @@ def test_experts_in_mxfp4(kernels: Kernels, gate: dict[str, Any], first: int | N
         ids[:2] = torch.tensor([[1, 0], [0, 7]])
     args = x, weights, ids, gate_up, down, *biases, *here
     check(kernels[ops.experts](*args, **gate), ops.experts(*args, **gate))
-    assert kernels.calls == ["expert_tiles", "routing_data", "expert_products", "expert_products"]
+    assert kernels.calls == ["expert_tiles", "routing_data", "expert_matmuls", "expert_matmuls"]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_experts(tokens: int, act: str | None, first: int | None):
 
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_experts_in_mxfp4(tokens: int):
-    need("expert_products", "expert_tiles", "routing_data")
+    need("expert_matmuls", "expert_tiles", "routing_data")
     if find_arch() != FP4_ARCH:
         pytest.skip(f"AITER multiplies MXFP4 on {FP4_ARCH} alone")
     weights, ids = torch.rand(tokens, 4), torch.stack([torch.randperm(8)[:4] for _ in range(tokens)])

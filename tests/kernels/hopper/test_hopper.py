@@ -20,7 +20,7 @@ from atom.kernels.hopper.linear import Linears
 from atom.kernels.hopper.shuffle import GROUP, LAYOUT, shuffle
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.experts import grouped_tune
-from atom.kernels.triton.experts.grouped_tune import ExpertsTuner, Product, Recording
+from atom.kernels.triton.experts.grouped_tune import ExpertsTuner, Matmul, Recording
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear import packed, row_kernels, shuffled, tiles
 from atom.kernels.triton.linear.shuffled import Wgmma
@@ -523,9 +523,9 @@ class TestOnHopper:
         kinds = {"hopper": Experts}
         tuner, recording = ExpertsTuner(x.device, kinds), Recording(kinds)
         recording.kernels[ops.grouped_linear, "hopper"](x, shuffle(weight), ends)
-        product = Product(4, 256, 512, 1, 1, 1, encoding_of(fmt, 256, None, True))
-        calls = recording.calls_of(product)
+        matmul = Matmul(4, 256, 512, 1, 1, 1, encoding_of(fmt, 256, None, True))
+        calls = recording.calls_of(matmul)
         assert len(calls) == 1
-        options = grouped_tune.candidates(product.shape(len(x)), find_gpu(x.device))
+        options = grouped_tune.candidates(matmul.shape(len(x)), find_gpu(x.device))
         fitting = compile_options(tuner, calls, options, lambda: None)
         assert not fitting.wrong and len(fitting.right) > len(options) // 2

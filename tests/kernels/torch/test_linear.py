@@ -22,6 +22,6 @@ print(resident() - before)
 """
 
 
-def test_products_of_ever_new_numbers_of_rows_take_no_more_memory():
+def test_matmuls_of_ever_new_numbers_of_rows_take_no_more_memory():
     grown = int(subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, check=True).stdout)
     assert grown < 48 << 20  # 10 MB; 120 MB where each is kept

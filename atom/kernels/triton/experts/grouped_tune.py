@@ -42,7 +42,7 @@ FORMS = (  # outputs, columns and warps of a tile
 STAGES = (2, 3, 4, 5)
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """A grouped GEMM of a text that these kernels take."""
 
     experts: int
@@ -57,19 +57,17 @@ class Product(NamedTuple):
         return Shape(tokens * self.pairs, self.experts, self.out, self.inner, self.gates, 2, self.encoding)
 
 
-def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Product]:
+def matmuls_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Matmul]:
     """The linears of decodes with these backends' kernels and weights of 16 bits once unpacked, the largest first."""
     programs = [program for name, program in graph.programs.items() if name in (BODY, HEAD)]
     nodes = [node for program in programs for node in program.nodes if node.target in OPS]
     taken = [node for node in nodes if node.meta.get("kernel") in backends]
-    counts = Counter(product for node in taken for product in _products(node))
-    products = [product._replace(num_calls=count) for product, count in counts.items()]
-    return sorted(
-        products, key=lambda each: -each.experts * each.out * each.inner * each.num_calls * each.encoding.bits
-    )
+    counts = Counter(matmul for node in taken for matmul in _matmuls(node))
+    matmuls = [matmul._replace(num_calls=count) for matmul, count in counts.items()]
+    return sorted(matmuls, key=lambda each: -each.experts * each.out * each.inner * each.num_calls * each.encoding.bits)
 
 
-def _products(node: Node) -> Iterator[Product]:
+def _matmuls(node: Node) -> Iterator[Matmul]:
     if node.target is ops.experts:
         pairs = type_of(node.args[2]).bytes_per_token * 8 // BITS["i64"]
         weights = {node.args[3]: 2, node.args[4]: 1}
@@ -81,7 +79,7 @@ def _products(node: Node) -> Iterator[Product]:
         experts, out, inner = map(int, type.shape)
         if BITS[type.dtype] == 16:
             encoding = encoding_of(type.fmt, out, None, isinstance(weight, Shuffle))
-            yield Product(experts, out, inner, gates, int(pairs), 0, encoding)
+            yield Matmul(experts, out, inner, gates, int(pairs), 0, encoding)
 
 
 def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:
@@ -129,9 +127,9 @@ class Recording:
         self._calls: dict[tuple[Any, ...], dict[Any, Callable[..., Tensor]]] = {}
         self.kernels = _methods({backend: self._recording(kind)() for backend, kind in kinds.items()})
 
-    def calls_of(self, product: Product) -> list[Callable[..., Tensor]]:
+    def calls_of(self, matmul: Matmul) -> list[Callable[..., Tensor]]:
         """The recorded calls of a GEMM; empty if other kernels take so few rows."""
-        return [*self._calls.get((*product[:4], product.encoding), {}).values()]
+        return [*self._calls.get((*matmul[:4], matmul.encoding), {}).values()]
 
     def _recording(self, kind: type[Experts]) -> type[Experts]:
         calls = self._calls
@@ -165,7 +163,7 @@ def _methods(experts: Mapping[str, Experts]) -> dict[tuple[Op, str], Callable[..
 class ExpertsTuner(ProductTuner):
     """The `Tuner` of experts, by weights of 16 bits and packed ones."""
 
-    table, what = "experts", "products by experts"
+    table, what = "experts", "matmuls of experts"
     known, to_entry = staticmethod(grouped_tiles.finder), staticmethod(grouped_tiles.to_entry)
 
     def __init__(self, device: torch.device, kinds: Kinds = KINDS) -> None:
@@ -173,14 +171,14 @@ class ExpertsTuner(ProductTuner):
         super().__init__(device)
         self._kinds = kinds
 
-    def products(self, graph: Graph) -> list[Product]:
-        return products_of(graph, self._kinds)
+    def matmuls(self, graph: Graph) -> list[Matmul]:
+        return matmuls_of(graph, self._kinds)
 
     def recording(self) -> Recording:
         return Recording(self._kinds)
 
-    def key(self, rows: int, product: Product) -> str:
-        return key_of(product.shape(rows))
+    def key(self, rows: int, matmul: Matmul) -> str:
+        return key_of(matmul.shape(rows))
 
     def trial(self, known: Find) -> Trial:
         return Trial(known, key_of)
@@ -188,7 +186,7 @@ class ExpertsTuner(ProductTuner):
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
         return _methods({backend: kind(find) for backend, kind in self._kinds.items()})
 
-    def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
-        shape = product.shape(rows)
+    def options(self, rows: int, matmul: Matmul, find: Find) -> tuple[Parameters, list[Parameters]]:
+        shape = matmul.shape(rows)
         current = find(shape, self._gpu)
         return current, [each for each in candidates(shape, self._gpu) if each != current]

@@ -67,7 +67,7 @@ PACKED = (  # rows up to 64, of packed weights: tiles whose numbers are unpacked
 )  # fmt: skip
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """A GEMM of a text that these kernels take."""
 
     out: int
@@ -85,7 +85,7 @@ class Product(NamedTuple):
         return Shape(rows, self.out, self.inner, self.gates, encoding=self.encoding)
 
 
-def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Product]:
+def matmuls_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[Matmul]:
     """The linears of decodes with these backends' kernels and weights of 16 bits once unpacked, the largest first."""
     counts: dict[tuple[int, int, int, WeightEncoding], int] = {}
     for program in (program for name, program in graph.programs.items() if name in (BODY, HEAD)):
@@ -98,10 +98,10 @@ def products_of(graph: Graph, backends: Collection[str] = tuple(KINDS)) -> list[
                     encoding = encoding_of(type.fmt, out, node.kwargs.get("act"), is_shuffled)
                     shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, encoding
                     counts[shape] = counts.get(shape, 0) + 1
-    products = [
-        Product(out, inner, gates, num_calls, encoding) for (out, inner, gates, encoding), num_calls in counts.items()
+    matmuls = [
+        Matmul(out, inner, gates, num_calls, encoding) for (out, inner, gates, encoding), num_calls in counts.items()
     ]
-    return sorted(products, key=lambda product: -product.num_elements * product.encoding.bits)
+    return sorted(matmuls, key=lambda matmul: -matmul.num_elements * matmul.encoding.bits)
 
 
 def candidates(shape: Shape, gpu: Gpu) -> list[Parameters]:
@@ -180,8 +180,8 @@ class Recording:
         methods = _methods({backend: kind() for backend, kind in kinds.items()})
         self.kernels = {(op, backend): self._note(op, run) for (op, backend), run in methods.items()}
 
-    def calls_of(self, product: Product) -> list[Call]:
-        return [*self._calls[*product[:3], product.encoding].values()]
+    def calls_of(self, matmul: Matmul) -> list[Call]:
+        return [*self._calls[*matmul[:3], matmul.encoding].values()]
 
     def _note(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -210,14 +210,14 @@ class LinearTuner(ProductTuner):
         super().__init__(device)
         self._kinds = kinds
 
-    def products(self, graph: Graph) -> list[Product]:
-        return products_of(graph, self._kinds)
+    def matmuls(self, graph: Graph) -> list[Matmul]:
+        return matmuls_of(graph, self._kinds)
 
     def recording(self) -> Recording:
         return Recording(self._kinds)
 
-    def key(self, rows: int, product: Product) -> str:
-        return key_of(product.shape(rows))
+    def key(self, rows: int, matmul: Matmul) -> str:
+        return key_of(matmul.shape(rows))
 
     def trial(self, known: Find) -> Trial:
         return Trial(known, key_of)
@@ -225,8 +225,8 @@ class LinearTuner(ProductTuner):
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
         return _methods({backend: kind(find) for backend, kind in self._kinds.items()})
 
-    def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
-        shape = product.shape(rows)
+    def options(self, rows: int, matmul: Matmul, find: Find) -> tuple[Parameters, list[Parameters]]:
+        shape = matmul.shape(rows)
         current = find(shape, self._gpu)
         as_run = current.as_run(rows, self._gpu, shape.encoding) if isinstance(current, Matrix) else current
         return current, [each for each in candidates(shape, self._gpu) if each != as_run]

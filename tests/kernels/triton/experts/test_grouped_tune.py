@@ -18,7 +18,7 @@ from atom.graph import PackedWeight, Type, ops, parse
 from atom.kernels import tuned
 from atom.kernels.triton.experts import grouped_tiles, moe
 from atom.kernels.triton.experts.grouped_tiles import Shape, Tiles, finder, key_of, to_entry
-from atom.kernels.triton.experts.grouped_tune import ExpertsTuner, Product, Recording, candidates, products_of
+from atom.kernels.triton.experts.grouped_tune import ExpertsTuner, Matmul, Recording, candidates, matmuls_of
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import tiles as linear_tiles
 from atom.kernels.triton.linear import tune as linears
@@ -118,8 +118,8 @@ def test_what_is_tried_gives_the_product(fmt: str | None, triton_device: str):
         weight.type, {name: part.to(triton_device) for name, part in weight.parts.items()}
     )  # fmt: skip
     for tiles in tried if triton_device != "cpu" else {each._replace(num_warps=4, num_stages=1) for each in tried}:
-        products = moe.Experts(lambda *_, tiles=tiles: tiles)
-        y = products.grouped_linear(x.to(triton_device), moved, ends.to(triton_device))
+        matmuls = moe.Experts(lambda *_, tiles=tiles: tiles)
+        y = matmuls.grouped_linear(x.to(triton_device), moved, ends.to(triton_device))
         assert_as_near(y.cpu(), expected, truth.float())
 
 
@@ -158,10 +158,10 @@ def body(x: bf16[T, 2048], weights: fp32[T, 8], ids: i64[T, 8]):
 
 
 def test_a_text_s_products_are_those_of_its_kernels_the_largest_first():
-    assert products_of(parse(TEXT, "here")) == [
-        Product(128, 1536, 2048, 2, 8, 2, PLAIN),
-        Product(128, 2048, 768, 1, 8, 2, PLAIN),
-        Product(128, 64, 2048, 1, 8, 1, PLAIN),
+    assert matmuls_of(parse(TEXT, "here")) == [
+        Matmul(128, 1536, 2048, 2, 8, 2, PLAIN),
+        Matmul(128, 2048, 768, 1, 8, 2, PLAIN),
+        Matmul(128, 64, 2048, 1, 8, 1, PLAIN),
     ]
 
 
@@ -171,8 +171,8 @@ def test_calls_are_recorded_by_their_product_and_repeated_with_other_tiles(trito
     recording = Recording()
     run = recording.kernels[ops.grouped_linear, "triton"]
     y = run(x.to(triton_device), weight.to(triton_device), ends.to(triton_device))
-    (call,) = recording.calls_of(Product(3, 24, 16, 1, 2, 1, PLAIN))
-    assert recording.calls_of(Product(3, 24, 16, 2, 2, 1, PLAIN)) == []
+    (call,) = recording.calls_of(Matmul(3, 24, 16, 1, 2, 1, PLAIN))
+    assert recording.calls_of(Matmul(3, 24, 16, 2, 2, 1, PLAIN)) == []
     asked: list[Any] = []
 
     def find(*given: Any) -> Tiles:
@@ -190,4 +190,4 @@ def test_entries_are_read_as_they_are_written():
         assert grouped_tiles.from_entry(to_entry(tiles)) == tiles
     assert to_entry(Tiles(16, 64, 128, 4, 4)) == ["tiles", 16, 64, 128, 4, 4]
     tuner = ExpertsTuner(torch.device("cpu")) if not torch.cuda.is_available() else ExpertsTuner(torch.device("cuda"))
-    assert tuner.key(5, Product(128, 1536, 2048, 2, 8, 1, PLAIN)) == "64 128x1536 2048 2"
+    assert tuner.key(5, Matmul(128, 1536, 2048, 2, 8, 1, PLAIN)) == "64 128x1536 2048 2"

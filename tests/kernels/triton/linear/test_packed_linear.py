@@ -24,7 +24,7 @@ from atom.kernels.triton.linear import linear as kernels
 from atom.kernels.triton.linear import matrix, packed, quantized, row_kernels, tiles, vector
 from atom.kernels.triton.linear.split_blocks import split_blocks
 from atom.kernels.triton.linear.tiles import Matrix, Shape, Vector
-from atom.kernels.triton.linear.tune import Product, candidates
+from atom.kernels.triton.linear.tune import Matmul, candidates
 from atom.kernels.triton.linear.weight_encoding import encoding_of
 from atom.kernels.triton.search import Trial, agrees, is_unfit
 from atom.weights.quantize import quantize
@@ -335,8 +335,8 @@ def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):
     weight = make_weight(triton_device, "int4[1, 128]", 38, 384, "fp16")
     x = torch.randn(3, 384).to(triton_device, torch.float16)
     assert agrees(partial(products.linear, x, weight), MATRICES[0])
-    product = Product(38, 384, 1, 2, encoding_of("int4[1, 128]", 38))
-    assert product.num_elements == 38 * 384 * 2
+    matmul = Matmul(38, 384, 1, 2, encoding_of("int4[1, 128]", 38))
+    assert matmul.num_elements == 38 * 384 * 2
 
 
 def test_what_is_chosen_for_k_quants_keeps_a_gpu_busy():

@@ -1,4 +1,4 @@
-"""What is tried for a product can be run and gives the product; a clock that a test makes up decides which is taken."""
+"""What is tried for a matmul can be run and gives its result; a clock that a test makes up decides which is taken."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from atom.kernels import tuned
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear, matrix, tiles
 from atom.kernels.triton.linear.tiles import Matrix, Parameters, Shape, Vector
-from atom.kernels.triton.linear.tune import Product, candidates, products_of
+from atom.kernels.triton.linear.tune import Matmul, candidates, matmuls_of
 from atom.kernels.triton.linear.weight_encoding import PLAIN, WeightEncoding
 from atom.kernels.triton.search import MARGIN, Trial, agrees, search
 
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 SMALL = Gpu(128, 99 << 10, (8, 9), "small")
 AMD = Gpu(304, 64 << 10, (0, 0), "amd")
-FEW_UNITS = Gpu(2, 227 << 10, (9, 0), "few units")  # so that small products are split in several ways
+FEW_UNITS = Gpu(2, 227 << 10, (9, 0), "few units")  # so that small matmuls are split in several ways
 FP8_BLOCKS = WeightEncoding("e4m3", 128, 128, act="fp8", is_shuffled=True)
 OTHERS = WeightEncoding("e4m3", 1, None, act="fp8", is_shuffled=True), WeightEncoding("u4", 1, 128, is_shuffled=True)
-STYLES = {each.name: each for each in (PLAIN, FP8_BLOCKS, *OTHERS)}  # of the products that were measured
+STYLES = {each.name: each for each in (PLAIN, FP8_BLOCKS, *OTHERS)}  # of the matmuls that were measured
 PACKAGED = json.loads((Path(tuned.__file__).parent / "nvidia_h200.json").read_text())["linear"]
 SHAPES = [(64, 64), (1000, 77), (1024, 3072), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 1024), (576, 1536),
           (1024, 2048), (4096, 2048)]  # fmt: skip
@@ -119,11 +119,11 @@ def test_everything_that_is_tried_gives_the_product(triton_device: str, rows: in
     if triton_device == "cpu":  # the interpreter is slow: of each kind of splits, groups and heights one
         tried = list({(type(each), *each[-4:]) if isinstance(each, Matrix) else each: each for each in tried}.values())
 
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = ops.linear.body(x, weight)
         return y if kind is None else ops.gated_activate.body(y, kind=kind)
 
-    expected, truth = product(x, weight), product(x.float(), weight.float())
+    expected, truth = matmul(x, weight), matmul(x.float(), weight.float())
     num_run = 0
     for each in tried:
         try:
@@ -156,10 +156,10 @@ def head(hidden: fp32[R, 8]):
 
 
 def test_a_text_s_products_are_those_of_its_kernels_with_16_bits_and_the_largest_is_first():
-    assert products_of(parse(TEXT, "here")) == [
-        Product(32, 8, 2, num_calls=2),
-        Product(24, 8, 1, num_calls=2),
-        Product(8, 16, 1, num_calls=1),
+    assert matmuls_of(parse(TEXT, "here")) == [
+        Matmul(32, 8, 2, num_calls=2),
+        Matmul(24, 8, 1, num_calls=2),
+        Matmul(8, 16, 1, num_calls=1),
     ]
 
 

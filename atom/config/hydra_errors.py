@@ -71,6 +71,8 @@ def explain(error: BaseException, schema: Any) -> AtomError:
             return unknown_key(key, schema)
         if key and re.search(r"is not a ListConfig, list or tuple", text):
             return ConfigError(f"{key} is a list; write {key}=[…]")
+        if key and "is not a subclass of" in text:
+            return ConfigError(f"{key} is a group of fields; write {key}.NAME=…")
         if key and "does not support deletion" in text:
             return ConfigError(f"~{key}: a field cannot be removed; leave ~{key} out, or write {key}=VALUE")
         if twice := re.search(r"An item is already at '(.+?)'|Multiple values for (\S+)\. To override", text):

@@ -1088,6 +1088,7 @@ def test_a_user_without_a_home_is_asked_for_a_cache_folder(monkeypatch: pytest.M
         ("model.attention.rope.partial=1.5", "rope.partial=1.5 must be a finite number above 0 to 1"),
         ("sampling.defaults=yes", "sampling.defaults=.*: there is no such choice"),
         ("passes.extra=mine:clip", r"passes.extra is a list; write passes.extra=\[…\]"),
+        ("advanced.torchrun=5", r"advanced\.torchrun is a group of fields; write advanced\.torchrun\.NAME=…"),
     ],
 )
 def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str, message: str):

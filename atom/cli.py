@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Say what there is, or run what the flags and overrides ask for."""
+    """Print help or the version, or run what the flags and overrides ask for."""
     if "--version" in argv:
         print(f"atom-run {atom.__version__}")
         return 0

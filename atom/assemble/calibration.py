@@ -31,7 +31,7 @@ def plan_calibration(
     sources: str,
     tokenizer: Tokenizer | None = None,
 ) -> Calibration | None:
-    """Plan the calibration of weights that are packed while they load; None: there are none that it rounds."""
+    """Plan the calibration of weights that are packed while they load; None if none of them is calibrated."""
     if not find_calibrated(graph, config):
         return None
     semantic = semantic_graph(config)  # of all pipeline stages, which calibrate once

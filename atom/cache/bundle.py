@@ -50,7 +50,7 @@ class Bundle(NamedTuple):
 def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) -> list[Entry]:
     """Write an artifact and its pieces to one tar file; the entries in it, the artifact last.
 
-    It goes with all binaries of its device in the cache, since only their compiler knows which belong to it.
+    All binaries of its device in the cache go with it, since only their compiler knows which ones it needs.
     measured: included as it is. ArtifactError, with nothing written, if an entry is missing or not trusted.
     """
     is_gpu = is_for_gpu(entry)

@@ -23,7 +23,7 @@ LFS_POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in 
 
 
 def open_file(path: Path) -> FileIO:
-    """Open a regular file for reading. CheckpointError if it is none or cannot be read."""
+    """Open a regular file for reading. CheckpointError if it is not one or cannot be read."""
     try:
         file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # a pipe must not block
     except OSError as error:

@@ -114,7 +114,7 @@ class AdapterFiles:
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read a folder. CheckpointError if it is none, UnsupportedError for what is not served."""
+    """Read a folder. CheckpointError if it is not an adapter, UnsupportedError if it is not supported."""
     folder = folder.expanduser()
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder} has no {CONFIG}; give the folder that PEFT's save_pretrained has written")

@@ -106,7 +106,7 @@ class PlacedError(yaml.YAMLError):  # type: ignore[misc]  # PyYAML has no types
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse one document. yaml.YAMLError for what is none, a duplicate key, and what is beyond the bounds."""
+    """Parse one document. yaml.YAMLError for invalid YAML, a duplicate key, and what exceeds the bounds."""
     try:
         loader = BoundedLoader(text)
         try:

@@ -79,7 +79,7 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
 
 
 def check_entry(composed: DictConfig, key: str) -> None:
-    """Raise ConfigError if a key goes on after a list by what is no number of an entry."""
+    """Raise ConfigError if a key continues after a list with something other than an index."""
     node, at, parts = composed, "", key.split(".")
     for part in parts:
         if isinstance(node, ListConfig) and not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):

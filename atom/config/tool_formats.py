@@ -1,7 +1,7 @@
 """Read the formats of tool calls, which are YAML files.
 
     read_format("kimi_k2").call          # ("<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}…",)
-    read_format("mine.yaml")             # a user's own; ConfigError if it is no format
+    read_format("mine.yaml")             # a user's own; ConfigError if it is invalid
     detect_format(chat_template)         # "kimi_k2"; None if the template has the markers of none
 
 A call is a text with fields in braces: `<invoke name="{name}"> {parameters} </invoke>`. A space in it stands for any
@@ -141,7 +141,7 @@ def known_templates() -> dict[str, tuple[str, ...]]:
 
 
 def make_format(values: Any, at: str) -> ToolFormat:
-    """Check the content of a file. ConfigError, which begins with `at`, where it is no format."""
+    """Check the content of a file. ConfigError, which begins with `at`, if it is invalid."""
     made = ToolFormat(**read_keys(ToolFormat, values, at))
     if made.channels:
         if made.begin or made.call or made.end or made.parameter or "{name}" not in made.channels.recipient:

@@ -23,7 +23,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=number_keys)
 
 
 def parse_values(name: str, text: str) -> list[Any]:
-    """The values of a JSON text, with commas between them. ValueError if it is none, ConfigError if it is too deep."""
+    """The values of a JSON text, separated by commas. ValueError if it is invalid, ConfigError if it is too deep."""
     values = []
     while True:
         text = text.lstrip()
@@ -40,7 +40,7 @@ def parse_values(name: str, text: str) -> list[Any]:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """The value of a JSON text. ValueError if it is none, ConfigError if it is too deep."""
+    """The value of a JSON text. ValueError if it is invalid, ConfigError if it is too deep."""
     value, *others = parse_values(name, text)
     if others:
         raise ValueError("there is more than one value")
@@ -48,7 +48,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def read_object(name: str, text: str) -> dict[str, Any]:
-    """The JSON object that a flag or a file has. ConfigError if it is none."""
+    """The JSON object that a flag or a file has. ConfigError if it is not one."""
     try:
         found = parse_value(name.partition("=")[0], text)
     except ValueError as error:

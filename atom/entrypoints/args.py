@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 VLLM, ROCM = "vLLM", "ROCm/ATOM"
 BOTH = (VLLM, ROCM)
-Read = Callable[[str], Any]  # a value of the text that was typed; argparse's ArgumentTypeError if it is none
+Read = Callable[[str], Any]  # a value of the text that was typed; argparse's ArgumentTypeError if it is invalid
 Write = Callable[[Any], list[str]]  # the overrides of a value
 
 

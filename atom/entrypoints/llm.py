@@ -41,7 +41,7 @@ REFUSED = {  # method of vLLM's class -> what to use instead
 
 
 class RefusedMethod(UnsupportedError, AttributeError):
-    """A method of vLLM's class that there is not, so that hasattr says so."""
+    """A method of vLLM's class that is missing here, so that hasattr is False."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def read_arguments(model: str | None, arguments: Mapping[str, Any]) -> VLLMArgs:
 
 
 def asks_nothing(key: str, value: Any) -> bool:
-    """Whether an argument turns off what there is not, or asks for statistics, which `LLMEngine.metrics` always has."""
+    """Whether an argument turns off a missing feature, or asks for statistics, which `LLMEngine.metrics` always has."""
     is_statistics = key == "disable_log_stats"
     return value is False and (is_statistics or refusal_of(f"--{key.replace('_', '-')}") is not None)
 

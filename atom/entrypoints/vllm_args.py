@@ -352,7 +352,7 @@ class VLLMParser(Parser):
         self.file: Path | None = None  # of --config
         self.flags_of_file: set[str] = set()
         self.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
-        self.add_argument("--config", metavar="FILE", help="YAML with flags, which count after those of this line")
+        self.add_argument("--config", metavar="FILE", help="YAML with flags; those of the command line take precedence")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         own = list(sys.argv[1:] if argv is None else argv)

@@ -3,10 +3,10 @@
     m = gated_linear(h, W("gate_up"), kind="silu", act="fp8")  ->  m = gated_linear(…, act="fp8", gives="fp8")
     y = linear(m, W("down"), act="fp8")                            y = linear(m, W("down"), act="fp8")
 
-The kernel of many rows then writes and reads 8 bits a number, where it wrote and read 16 and a kernel of its own
-rounded them. (That of a norm ahead of a linear does so by itself, since both are one call.)
+With many rows, 8 bits per element are written and read, instead of 16 that a separate kernel quantizes. (A norm ahead
+of a linear needs no such pass, since both are one call.)
 
-It comes after the choice of kernels: only those of one backend, with weights in one layout, hand such rows to each
+It runs after the choice of kernels: only kernels of one backend, with weights in one layout, pass such rows to each
 other. Declines if another op reads the gates.
 """
 

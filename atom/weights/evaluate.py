@@ -48,7 +48,7 @@ WORD = 8  # max rows that share int32 words
 
 
 def tensors_in(loaded: Loaded) -> list[Tensor]:
-    """The tensors of what is loaded of a recipe, in order."""
+    """The tensors of a loaded weight, in order."""
     match loaded:
         case Tensor():
             return [loaded]
@@ -61,7 +61,7 @@ def tensors_in(loaded: Loaded) -> list[Tensor]:
 
 @torch.inference_mode()
 def overwrite(old: Loaded, new: Loaded) -> Loaded:
-    """Copy what is loaded of a recipe into the memory of what was, which is returned."""
+    """Copy a recipe's new tensors into the memory of its old ones; the old ones."""
     for before, after in zip(tensors_in(old), tensors_in(new), strict=True):
         before.copy_(after)
     return old

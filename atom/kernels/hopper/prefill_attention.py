@@ -9,7 +9,7 @@ It computes what triton/attention/prefill.py does, for many tokens a third faste
 
 A program on each multiprocessor takes one tile after another, by tickets, the longest of a sequence first. One of its
 warps finds the tile and loads its queries by TMA and, some positions of a block at a time, its keys and values, ahead
-of the two groups of warps that have half of a tile's rows each. These alternate: while one's products run, the other
+of the two groups of warps that have half of a tile's rows each. These alternate: while one's matmuls run, the other
 computes its softmax, or ends its tile (Shah 2024, FlashAttention-3).
 """
 
@@ -258,7 +258,7 @@ def soften(scores, best, total, position, newest, k_scale, SCALE: gl.constexpr, 
 
 @jit
 def multiply_keys(queries, keys, slot, LAYOUT: gl.constexpr):
-    """The products of queries and a stage's keys, under way; both have a second part, or None."""
+    """The matmuls of queries and a stage's keys, in flight; both have a second part, or None."""
     POSITIONS: gl.constexpr = keys[0].shape[1]
     scores = gl.zeros([HALF, POSITIONS], gl.float32, LAYOUT)
     scores = warpgroup_mma(queries[0], keys[0].index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)

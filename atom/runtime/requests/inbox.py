@@ -46,7 +46,7 @@ class Inbox:
         return not self._held and self._new.empty()
 
     def do_urgent(self) -> None:
-        """Do what has come and is urgent, within other work. EngineDeadError if the thread is to end.
+        """Do the urgent work that has come, in the middle of other work. EngineDeadError if the thread is to end.
 
         All of it keeps its turn: what an abort is to end may have come just before it.
         """

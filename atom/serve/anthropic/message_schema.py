@@ -118,7 +118,7 @@ class ServerCallBlock(Body):
 
 
 class ServerResultBlock(Body):
-    """Its result, as JSON where it is no text."""
+    """Its result, as JSON if it is not text."""
 
     type: ServerResultType
     tool_use_id: Id

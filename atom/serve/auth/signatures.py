@@ -101,7 +101,7 @@ class Fields:
 
 
 def parse_dictionary(name: str, value: str) -> dict[str, Any]:
-    """A dictionary of structured fields (RFC 9651): members with their parameters. SignatureError if it is none."""
+    """A dictionary of structured fields (RFC 9651): members with their parameters. SignatureError if malformed."""
     from http_sf import parse
 
     def refuse(key: str, context: str) -> None:
@@ -214,7 +214,7 @@ class Verifier:
         raise faults[0] if faults else SignatureError("the request has no signature")
 
     def note(self, signature: Signature) -> None:
-        """Have a signature count no more. SignatureError if it has been noted before."""
+        """Mark a signature as used. SignatureError if it was used before."""
         now, name = self._clock(), (signature.parameters["keyid"], signature.parameters["nonce"])
         while self._nonces and next(iter(self._nonces.values())) < now:
             del self._nonces[next(iter(self._nonces))]
@@ -275,7 +275,7 @@ class BodyDigest:
     """The digest of a body that comes in parts, held against Content-Digest."""
 
     def __init__(self, given: str) -> None:
-        """SignatureError if the field has no digest of a kind that counts, or is malformed."""
+        """SignatureError if the field has no digest of an accepted algorithm, or is malformed."""
         members = parse_dictionary("content-digest", given)
         self._expected = {kind: members[kind][0] for kind in HASHES if kind in members}
         if not self._expected or not all(isinstance(each, bytes) for each in self._expected.values()):
@@ -307,7 +307,7 @@ def sign(
 
 
 def load_public_key(at: str, text: str) -> Ed25519PublicKey:
-    """An Ed25519 key, written as OpenSSH or PEM does. at: where it is written, for ConfigError if it is none."""
+    """An Ed25519 key in OpenSSH or PEM form. at: its place, for the ConfigError if it is invalid."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

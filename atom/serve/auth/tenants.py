@@ -74,7 +74,7 @@ class Bucket:
         self._level, self._at = self._most, clock()
 
     def wait(self, amount: float) -> float:
-        """Seconds until so much is there; 0 if it is."""
+        """Seconds until `amount` is available; 0 if it is now."""
         now = self._clock()
         self._level = min(self._level + (now - self._at) * self._rate, self._most)
         self._at = now

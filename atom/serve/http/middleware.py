@@ -249,7 +249,7 @@ def find_authorized(header: bytes) -> bytes:
 
 
 async def read_digested(receive: Receive, digest: BodyDigest | None) -> Receive:
-    """Receive a body, and give it again once it has its digest. SignatureError if it has not."""
+    """Receive a body, and replay it if it has the signed digest; else SignatureError."""
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(message := await receive())

@@ -2,7 +2,7 @@
 
     metrics = Metrics(engines)
     metrics.ttft.observe(0.12)                # seconds
-    metrics.render(tenant)                    # the text of /metrics for who asks
+    metrics.render(tenant)                    # the text of /metrics for this tenant
 
 Counts of an engine come from its last heartbeat, those of HTTP are counted here. Of several replicas each has a sample
 with its number, `engine="0"`. What vLLM has too bears its label `model_name` and, with serve.http.vllm_metrics=true,

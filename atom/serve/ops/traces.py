@@ -31,7 +31,7 @@ PARENT_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 
 class Traces:
     def __init__(self, endpoint: str) -> None:
-        """endpoint: serve.http.otlp_traces_endpoint. ConfigError if it is none, or traces cannot be sent."""
+        """endpoint: serve.http.otlp_traces_endpoint. ConfigError if it is not a URL, or traces cannot be sent."""
         url = traces_url(endpoint)
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

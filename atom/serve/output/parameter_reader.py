@@ -42,7 +42,7 @@ class ParameterReader:
         return (yield from self._text.starts_with(self._begin))
 
     def read_key(self) -> Reading[str]:
-        """Read a parameter up to its value. ParseError if it has no key, or one that was there before."""
+        """Read a parameter up to its value. ParseError if its key is missing or repeated."""
         key = yield from self._read_header()
         self.keys.append(key)
         return key

@@ -265,7 +265,7 @@ class ChatParsers:
 
 
 def allowed_tools(tools: Sequence[Tool], choice: AllowedChoice) -> list[Tool]:
-    """The tools that a choice allows. FieldError if it names one that there is not."""
+    """The tools that a choice allows. FieldError if it names one that does not exist."""
     known, names = (
         [tool.function.name for tool in tools],
         {each.function.name for each in choice.allowed_tools.tools if isinstance(each, NamedTool)},

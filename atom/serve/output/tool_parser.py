@@ -6,9 +6,9 @@
     content, deltas = reader.push("1}}</tool_call>")
     content, deltas         # "", [ToolDelta(index=0, id=None, name=None, arguments="1}")]
 
-A call has begun once its name and the first of its arguments are there: from then on it is a call, since it was sent.
-It is whole once its arguments are complete, whatever markers lack after them. Where they break off, at the end of the
-text or at a character that cannot be theirs, the call stays incomplete, with the arguments so far, and what follows is
+A call begins once its name and the start of its arguments have been read: from then on it stays a call, since it was
+sent. It is complete once its arguments are, even if closing markers are missing. If the arguments break off, at the end
+of the text or at an invalid character, the call stays incomplete, with the arguments so far, and what follows is
 content again. Text that has not begun a call is content to the last character.
 
 An answer that is not streamed is read by the same reader, in large pieces: the two cannot differ.

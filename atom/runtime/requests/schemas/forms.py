@@ -19,7 +19,7 @@ MAX_DEPTH = 60  # of schemas in schemas: llguidance reads JSON to a depth of 128
 
 
 def read_forms(schema: Any, place: Place, depth: int = 0) -> Any:
-    """A schema without keywords that are null. RequestError if the value of one has not its form."""
+    """A schema without keywords that are null. RequestError if a value has the wrong form."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):

@@ -64,7 +64,7 @@ class EngineDeadError(AtomError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name where it has none."""
+    """The first line of an error's message, or its type's name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -73,7 +73,7 @@ def formats_made(graph: Graph) -> dict[str, None]:
 
 
 def plain_graph(config: Config) -> Graph:
-    """The model with plain weights, as the reference bodies run it; the head is left out where it is not packed."""
+    """The model with plain weights, as the reference bodies run it; the head is left out if it is not packed."""
     dtype = "fp32" if config.device == "cpu" else config.dtype  # which a CPU multiplies faster
     graph = build(config.model, dtype, dtype, QuantConfig(fmt="none"))
     if config.quant.head == "plain":

@@ -60,7 +60,7 @@ def gather_kv_scales(scales: KVScales, exchange: Callable[[bytes], list[bytes]])
 
 
 def keep_kv_scales(store: ScaleStore, values: Mapping[str, float], num_tokens: int) -> None:
-    """Keep scales that were measured over so many tokens for the next start."""
+    """Keep scales that were measured over this many tokens for the next start."""
     try:
         store.write(values)
     except ArtifactError as error:

@@ -51,7 +51,7 @@ class Measurement:
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it is installed: it costs half of asyncio's own loop."""
+    """Run on uvloop if it is installed: it costs half of asyncio's own loop."""
     factory = asyncio.new_event_loop
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop

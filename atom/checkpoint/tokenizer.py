@@ -102,7 +102,7 @@ class Tokenizer:
         return ids
 
     def encodes_here(self, length: int) -> bool:
-        """Whether a text of so many characters can be encoded in this process, in proportional time and memory."""
+        """Whether a text of this many characters can be encoded in this process, in proportional time and memory."""
         bounds = self._bounds
         return bounds is None or (bounds.is_linear and length * bounds.growth <= MAX_GROWN)
 

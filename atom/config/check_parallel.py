@@ -88,7 +88,7 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Check that one rank has all KV of an engine, where it is kept in files."""
+    """Check that one rank has all KV of an engine if KV is kept in files."""
     parallel = config.parallel
     for name in ("tensor", "pipeline", "data"):
         if config.serve.kv_cache_dir is not None and (size := getattr(parallel, name)) > 1:

@@ -22,7 +22,7 @@ def check_fits(model: ModelConfig, draft: ModelConfig) -> None:
 
 
 def find_aux_layers(eagle3: Eagle3Config, num_layers: int) -> list[int]:
-    """The layers of a model, of so many, whose input a draft reads, ascending; num_layers is what the last one gives.
+    """The layers of a model whose input a draft reads, ascending; num_layers stands for the output of the last one.
 
     A layer's input is the sum of residuals, ahead of its norm: eagle/model/modeling_llama_kv.py of SafeAILab/EAGLE,
     `aux_hidden_state_layers` of vLLM's models. SGLang counts layers by their output (`set_eagle3_layers_to_capture`).

@@ -58,7 +58,7 @@ def find_mixture(model: ModelConfig) -> MLPConfig | None:
 
 
 def sent_share(mixture: MLPConfig, parts: int) -> float:
-    """The share of tokens that choose an expert of one of so many parts, where all experts are chosen alike."""
+    """The share of tokens that choose an expert of one of this many parts, where all experts are chosen alike."""
     assert mixture.experts and mixture.top_k, "config.load checks that it has them"
     others, top_k = mixture.experts - -(-mixture.experts // parts), min(mixture.top_k, mixture.experts)
     return 1 - math.comb(others, top_k) / math.comb(mixture.experts, top_k)

@@ -40,7 +40,7 @@ from atom.errors import ConfigError
 def derive(config: Config, names: Collection[str] = ()) -> Config:
     """Replace auto and null by final values, and check all. Nothing is assigned later.
 
-    names: of a quantized checkpoint's tensors, where they are known.
+    names: of a quantized checkpoint's tensors, if they are known.
     """
     config = with_pooler(respell(config))
     check(config)

@@ -460,7 +460,7 @@ class SamplingConfig(SamplingParams):
     defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json where none is given
 
     def values(self) -> dict[str, Any]:
-        """The values of the fields of SamplingParams; without max_tokens where it is null."""
+        """The values of the fields of SamplingParams; without max_tokens if it is null."""
         values = {each.name: getattr(self, each.name) for each in fields(SamplingParams)}
         return {name: value for name, value in values.items() if name != "max_tokens" or value is not None}
 

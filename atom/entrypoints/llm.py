@@ -310,7 +310,7 @@ def asks_nothing(key: str, value: Any) -> bool:
 
 
 def spell_argument(key: str, value: Any) -> list[str]:
-    """An argument as words of a command line; none where it is None."""
+    """An argument as words of a command line; none if it is None."""
     if isinstance(value, str | int | float | bool | list | tuple | Mapping | Path | None):
         plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
         return list(spell_flag(key, plain, set()))

@@ -400,7 +400,7 @@ def flag_name(text: str) -> str:
 
 
 def spell_flag(key: str, value: Any, given: set[str]) -> Iterator[str]:
-    """A flag of a file as words of a command line; none where it is given there, or null."""
+    """A flag of a file as words of a command line; none if it is given there, or null."""
     name = key.replace("_", "-")
     if value is None or name in given:
         return

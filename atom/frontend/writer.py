@@ -112,9 +112,9 @@ class Writer:
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",
               dim: int = 0, interleaved: bool = False, num_chunks: int = 1) -> list[Recipe]:  # fmt: skip
-        """The weights of these roles, each of so many rows in `dim`.
+        """The weights of these roles, each of this many rows in `dim`.
 
-        stored: makes the recipe of a role's stored tensor, of so many rows.
+        stored: makes the recipe of a role's stored tensor, of this many rows.
         interleaved: whether the rows of the roles alternate one by one within a fused tensor.
         num_chunks: number of contiguous chunks each role is split into within a fused tensor.
         """

@@ -66,5 +66,5 @@ def _shifted(x: Tensor, by: int, bits: int) -> Tensor:
 
 
 def _signed(number: int, bits: int) -> int:
-    """The integer of so many bits that is stored alike."""
+    """The integer of this many bits that is stored alike."""
     return number - (1 << bits) if number >> (bits - 1) else number

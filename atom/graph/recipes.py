@@ -405,7 +405,7 @@ class RopeFreqs:
 
 @dataclass(frozen=True)
 class Measured:
-    """A scale fp32[1] that the checkpoint does not have: 1.0 until a start measures it, see `runtime.kv_scales`."""
+    """A scale fp32[1] that the checkpoint does not have: 1.0 until a start measures it, see `runtime.kv.scales`."""
 
     name: str
 

@@ -70,7 +70,7 @@ def run_engine(descriptor: int) -> int:
 
 
 def find_kind(argv: Sequence[str]) -> str | None:
-    """The job of a command line; None with flags, words or torchrun, or where it is none of KINDS."""
+    """The job of a command line; None with flags, words or torchrun, or if it is none of KINDS."""
     if any(text.startswith("-") or "=" not in text for text in argv):
         return None
     kind = find_job(argv)

@@ -28,7 +28,7 @@ UNMEASURED = "not measured"
 
 
 def run(config: Config) -> int:
-    """Print a table or, with job.output=json, an object a recipe; the exit code is 2 where one does not compose."""
+    """Print a table or, with job.output=json, an object a recipe; the exit code is 2 if one does not compose."""
     names, faults = config.job.recipes, []
     rows: list[dict[str, str]] = []
     for name in [path.stem for path in list_recipes()] if names is None else names:
@@ -61,7 +61,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def describe_recipe(name: str) -> dict[str, str]:
-    """What a recipe is about and sets. ConfigError, with the key, where it does not compose."""
+    """What a recipe is about and sets. ConfigError, with the key, if it does not compose."""
     recipe = read_recipe(name)
     config = load_settings([override("recipe", name)])
     about = recipe.about

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")  # that nu
 
 
 def describe_machine(root: Path = Path("/")) -> str:
-    """The GPUs of this machine or, where it has none, its CPUs. root: where /proc and /sys are."""
+    """The GPUs of this machine or, if it has none, its CPUs. root: where /proc and /sys are."""
     return describe_gpus(root) or describe_cpus(root)
 
 

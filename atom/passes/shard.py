@@ -294,7 +294,7 @@ class _Writer:
         return made
 
     def _copies(self, heads: int, weight: Recipe) -> int:
-        """The number of ranks that have the same heads, of so many heads."""
+        """The number of ranks that have the same heads, of this many heads."""
         ranks = self._mesh.tensor
         if heads % ranks and ranks % heads:
             name = next(leaf.name for leaf in leaves(weight))

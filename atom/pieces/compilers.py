@@ -70,7 +70,7 @@ class _Draw:
         self._multiplied = {node.args[ops.linear.weight] for node in program.nodes if node.target is ops.linear}
 
     def __call__(self, node: Node, rows: int = 0) -> Tensor:
-        """Draw an input of so many rows, or a weight, which has no open dims."""
+        """Draw an input of this many rows, or a weight, which has no open dims."""
         type = tensor_type(node)
         shape = [rows if isinstance(dim, str) else dim for dim in type.shape]
         if type.dtype == "i64":

@@ -151,7 +151,7 @@ def end(process: Process, reader: Thread | None = None, seconds: float | None = 
 
 
 def limit_end(seconds: float) -> Timer:
-    """Have this process killed if it has not ended in so many seconds from now."""
+    """Have this process killed if it has not ended in this many seconds from now."""
     timer = Timer(seconds, end_group)
     timer.daemon = True
     timer.start()

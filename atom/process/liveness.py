@@ -1,4 +1,4 @@
-"""Tell dead and hung processes from busy and stopped ones.
+"""Distinguish dead and hung processes from busy and stopped ones.
 
     watch = Watch(seconds=60.0)
     watch.hear()                                             # whenever the process sends anything, in any thread

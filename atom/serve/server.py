@@ -99,7 +99,7 @@ def raise_file_limit() -> None:
 
 
 def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop where it is installed, else asyncio's."""
+    """uvloop's event loop if it is installed, else asyncio's."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop

@@ -6,7 +6,7 @@ Several readers read the files, not their maps, and reuse the buffers.
     tensors = source.map(make, recipes)             # `make` calls source.fill(part, target)
 
 A reader reads the bytes of a transfer into a pinned buffer and hands it to the caller. The caller copies it to the
-device: straight to its target where the file has just the bytes that are wanted, else to a temporary, where it is cut,
+device: straight to its target if the file has just the bytes that are wanted, else to a temporary, where it is cut,
 transposed and converted. The buffer goes back to the readers with the next transfer, and is reused once it is copied.
 The readers only read, since the interpreter runs one thread at a time; but packed tensors (GGUF's blocks, MXFP4) are
 dequantized by the readers on the CPU, one part at a time for each.

@@ -1,5 +1,5 @@
 """Each backend's tokens are those of torch's sampler, row by row; how they are distributed is counted on a GPU, and for
-torch in `torch/test_sampling.py`."""
+torch in `torch/step/test_sampling.py`."""
 
 import math
 

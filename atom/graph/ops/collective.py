@@ -63,7 +63,7 @@ def _gather_tokens(x: Type, weights: Type, ids: Type, *, axis: str, ranks: int) 
 def gather_tokens(
     xs: Sequence[Tensor], weights: Sequence[Tensor], ids: Sequence[Tensor], *, axis: str, ranks: int
 ) -> list[tuple[Tensor, ...]]:
-    """What `experts` takes: x [T, H], weights fp32[T, k] and ids i64[T, k] of each of so many ranks -> [ranks T, H],
+    """What `experts` takes: x [T, H], weights fp32[T, k] and ids i64[T, k] of each rank -> [ranks T, H],
     fp32[ranks T, k], i64[ranks T, k], one below the other in the order of the ranks"""
     return [tuple(torch.cat(list(each)) for each in (xs, weights, ids))] * len(xs)
 
@@ -74,14 +74,14 @@ def _reduce_scatter(x: Type, *, axis: str, ranks: int) -> Type:
 
 @op(_reduce_scatter, collective=True)
 def reduce_scatter(xs: Sequence[Tensor], *, axis: str, ranks: int) -> list[Tensor]:
-    """x [ranks T, ...] of each of so many ranks -> [T, ...]: of their sum, in the order of the ranks, the rows that
+    """x [ranks T, ...] of each rank -> [T, ...]: of their sum, in the order of the ranks, the rows that
     gather_tokens took from this one"""
     (total, *_) = all_reduce(xs, axis=axis)
     return list(total.chunk(ranks))
 
 
 def chooses(ids: Tensor, first: Tensor, experts: int) -> Tensor:
-    """ids i64[T, k], first i64[1] -> bool[T]: whether a token chose any of so many experts from the first on"""
+    """ids i64[T, k], first i64[1] -> bool[T]: whether a token chose any of this many experts from the first on"""
     return ((ids >= first) & (ids < first + experts)).any(-1)
 
 
@@ -149,7 +149,7 @@ def _receive(like: Type, *, axis: str, source: int, columns: int | None, dtype: 
 
 
 def row_shape(columns: int | None) -> tuple[int, ...]:
-    """The shape of a row of so many columns; None: of a number."""
+    """The shape of a row of this many columns; None: of a number."""
     return () if columns is None else (columns,)
 
 
@@ -199,6 +199,6 @@ def _scale_by_rms(x: Type, squares: Type, weight: Type, *, columns: int, eps: fl
 
 @op(_scale_by_rms)
 def scale_by_rms(x: Tensor, squares: Tensor, weight: Tensor, *, columns: int, eps: float) -> Tensor:
-    """x [..., H], part of a row of so many columns whose sum of squares is fp32[..., 1], weight [H] -> [..., H], as
+    """x [..., H], part of a row of this many columns whose sum of squares is fp32[..., 1], weight [H] -> [..., H], as
     rms_norm gives of the whole row"""
     return (x.float() * torch.rsqrt(squares / columns + eps) * weight).to(x.dtype)

@@ -156,7 +156,7 @@ def rate_of(matmul: Matmul, gpu: GPUConfig) -> float:
 
 
 def collective_seconds(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:
-    """The seconds of the collectives of a step with so many rows; None if they are not known."""
+    """The seconds of the collectives of a step with this many rows; None if they are not known."""
     seconds = 0.0
     programs = (program for graph in graphs for program in graph.programs.values())
     nodes = (node for program in programs for node in program.nodes if node.target.is_collective)

@@ -98,7 +98,7 @@ class Result:
 
 
 def run_job(sweep: Sweep, number: int, overrides: Sequence[str]) -> Result:
-    """Run a job where it is not done; its result, which is then in the folder."""
+    """Run a job unless it is done; its result, which is then in the folder."""
     result, gpus = describe_job(sweep, number, overrides)
     path = sweep.folder / f"{number}-{result.key}.json"
     if sweep.is_resumed and (done := find_done(sweep.folder, result.key)):
@@ -186,7 +186,7 @@ def visible_gpus(config: Config) -> list[str]:
 
 @contextlib.contextmanager
 def pinned_gpus(folder: Path, gpus: Sequence[str], num: int) -> Iterator[dict[str, Any]]:
-    """Hold so many of these GPUs, or all of fewer, once no other job does; the environment that says so."""
+    """Hold this many of these GPUs, or all of fewer, once no other job does; the environment that says so."""
     if not gpus:
         yield {}
         return

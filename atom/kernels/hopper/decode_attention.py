@@ -467,7 +467,7 @@ def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes
     """As `decode.Decode`.
 
     newest: None for entries in fp8
-    find_memory: finds the memory of so many programs for each kv head
+    find_memory: finds the memory of this many programs for each kv head
     """
     num_blocks, block_size, _, kv_heads, dim = cache.shape
     group, row = q.shape[1] // kv_heads, 2 * kv_heads * dim

@@ -142,7 +142,7 @@ def _allocate(x, weight, PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.co
 def _sum_up(x, weight, scales, zeros, blocks, x_row, starts, begin, steps, memory, tiles, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr,
             STAGES: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """A tile of the weight by x, fp32[ROWS, TOKENS], in so many steps from `begin` on, of which some were sent for.
+    """A tile of the weight by x, fp32[ROWS, TOKENS], in this many steps from `begin` on, of which some were sent for.
 
     blocks: where the scales of each row begin, of which it has NUM.
     """
@@ -218,7 +218,7 @@ def _gate_up_kernel(
     SCALE_COLUMNS: gl.constexpr, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BOXES: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """ROWS / 2 gate and up projections of one pair of token and expert, activated, in so many steps of all splits.
+    """ROWS / 2 gate and up projections of one pair of token and expert, activated, in this many steps of all splits.
 
     OUT: gate and up projections of an expert.
     """
@@ -269,7 +269,7 @@ def _down_kernel(
     VALUES: gl.constexpr, COLUMNS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
     PARTS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """ROWS / PARTS outputs of a token, summed over its experts, in so many steps.
+    """ROWS / PARTS outputs of a token, summed over its experts, in this many steps.
 
     PARTS: a power of 2, of which TOP_K are used.
     """

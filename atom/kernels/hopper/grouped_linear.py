@@ -433,7 +433,7 @@ def _descriptors(block_rows: int, columns: int, bits: int) -> TensorDescriptors:
 
 
 def make_plan(ends: Tensor, rows: int, block_rows: int) -> Plan:
-    """Lay out tiles of so many rows; ends i64[E]: where each expert's end."""
+    """Lay out tiles of this many rows; ends i64[E]: where each expert's end."""
     experts, gpu = len(ends), find_gpu(ends.device)
     num = max_tiles(rows, experts, block_rows)
     tiles = ends.new_empty(num + 1, ENTRY.value, dtype=torch.int32)

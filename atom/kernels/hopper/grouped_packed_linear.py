@@ -4,7 +4,7 @@
     y = multiply(x, weight, plan, bias)     # x [P, I], sorted by expert, a shuffled weight [E, O, I] -> [P, O]
     m = multiply(x, weight, plan, bias, Gate("silu"))       # weight [E, 2 W, I], gate before up -> [P, W]
 
-Programs take one tile after another, as in grouped_hopper.py, of 128 rows. Each of two or three groups of warps unpacks
+Programs take one tile after another, as in grouped_linear.py, of 128 rows. Each of two or three groups of warps unpacks
 64 rows of the weight into the left operands of its MMAs, as in packed_linear.py, while the others' are multiplied.
 """
 

@@ -45,7 +45,7 @@ class PagedLatentAttention(latent.PagedLatentAttention):
 
 
 def suits(q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor, num_tokens: int) -> bool:
-    """Whether so many tokens of prompts are expanded, if it pays, for the kernel of prefill_attention.py."""
+    """Whether this many tokens of prompts are expanded, if it pays, for the kernel of prefill_attention.py."""
     (_, _, plain), rotated, value = q_nope.shape, q_rope.shape[2], weight.shape[1] - q_nope.shape[2]
     return (
         q_nope.dtype in (torch.bfloat16, torch.float16)

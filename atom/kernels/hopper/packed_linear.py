@@ -259,7 +259,7 @@ def _allocate(x, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr,
 def _sum_up(x, weight, scales, zeros, blocks, x_row, weight_row, begin, steps, memory, tiles, VALUES: gl.constexpr,
             SCALE_COLUMNS: gl.constexpr, NUM: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr,
             BOXES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
-    """A tile of the weight by x, fp32[BLOCK_O, BLOCK_R], in so many steps from `begin` on, of which some were sent
+    """A tile of the weight by x, fp32[BLOCK_O, BLOCK_R], in this many steps from `begin` on, of which some were sent
     for.
 
     blocks: where the scales of each row begin, of which it has NUM.

@@ -31,7 +31,7 @@ class Gpu(NamedTuple):
 
     @property
     def options(self) -> dict[str, bool]:
-        """Arguments of a kernel that waits for its inputs where it has PDL."""
+        """Arguments of a kernel that waits for its inputs if it has PDL."""
         return {"PDL": True, "launch_pdl": True} if self.has_dependent_launch else {"PDL": False}
 
 

@@ -60,7 +60,7 @@ def _results(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _are_near(a: Tensor, b: Tensor, roundings: int) -> bool:
-    """a and b [T, O]: no element further apart than so many roundings of the largest of its row.
+    """a and b [T, O]: no element further apart than this many roundings of the largest of its row.
 
     All is near an inf or a NaN of b, the library's own, and a NaN of a is near no number.
     """

@@ -131,7 +131,7 @@ def _times(bits, factor: tl.constexpr, dtype: tl.constexpr):
 
 @jit
 def spread(groups, SIZE: tl.constexpr):
-    """[R, G], of so many groups of neighbours -> [R, SIZE], or of one group [R, 1]"""
+    """[R, G], of this many groups of neighbours -> [R, SIZE], or of one group [R, 1]"""
     if groups.shape[1] == 1:
         return groups
     else:

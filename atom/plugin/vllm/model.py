@@ -138,7 +138,7 @@ def defaults_of_torch() -> Iterator[None]:
 
 @contextmanager
 def naming_the_way_out() -> Iterator[None]:
-    """Within this context, an error says how vLLM's own model runs, where atom refuses one or its checkpoint."""
+    """Within this context, the error of a refused model or checkpoint says how to run vLLM's own model."""
     try:
         yield
     except AtomError as error:
@@ -146,7 +146,7 @@ def naming_the_way_out() -> Iterator[None]:
 
 
 def compile_for(config: Config) -> Compiled:
-    """The lowered text and its pieces, from the cache folder where they are there."""
+    """The lowered text and its pieces, from the cache folder if they are there."""
 
     def check(graph: Graph) -> None:
         weights.refuse_packed(graph)

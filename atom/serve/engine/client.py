@@ -120,7 +120,7 @@ class EngineClient(asyncio.Protocol):
         return sum(self._num_waiting.values()) + self._num_unseen.total()
 
     def has_room(self, num_sequences: int, tenant: str = "") -> bool:
-        """Whether so many more may wait.
+        """Whether this many more may wait.
 
         A tenant may have no more of the queue than what is left of it, so that there is always room for others
         (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998).

@@ -9,7 +9,7 @@ import asyncio
 
 
 async def wait_for_any(seconds: float | None, *events: asyncio.Event) -> None:
-    """Wait for the first of some events, for so many seconds at most; None: without end."""
+    """Wait for the first of some events, for this many seconds at most; None: without end."""
     tasks = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -64,12 +64,12 @@ class Replicas:
 
     @property
     def state(self) -> EngineState:
-        """Ready where one is; dead where all are."""
+        """Ready if one is; dead if all are."""
         return min((each.client.state for each in self), key=STATES.index)
 
     @property
     def doing(self) -> str:
-        """What the starts of engines are at."""
+        """The phases that starting engines are in."""
         loading = [each.client for each in self if each.client.state is EngineState.LOADING]
         return "; ".join(dict.fromkeys(client.doing for client in loading))
 
@@ -156,7 +156,7 @@ class Replicas:
         return serving
 
     def _find_all_serving(self) -> list[EngineClient]:
-        """The clients of those that serve. EngineDeadError also where one is loading, which would miss a change."""
+        """The clients of those that serve. EngineDeadError also if one is loading, since it would miss a change."""
         if loading := next((each.name for each in self if each.client.state is EngineState.LOADING), None):
             raise EngineDeadError(f"{loading} is loading; try again once it serves")
         return [each.client for each in self._find_serving()]

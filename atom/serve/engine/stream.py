@@ -50,7 +50,7 @@ class RequestStream:
         return len(self._outputs) >= MAX_UNREAD
 
     async def next(self, seconds: float | None = None) -> list[Output]:
-        """Wait for new outputs; an empty list after so many seconds of silence.
+        """Wait for new outputs; an empty list after this many seconds of silence.
 
         RequestError if the engine refuses the request, EngineDeadError if it dies.
         """

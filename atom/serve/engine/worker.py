@@ -151,7 +151,7 @@ class Worker:
             end_group()
 
     def close(self, seconds: float) -> None:
-        """Close the engine; it may take so many seconds to write KV that is to be kept."""
+        """Close the engine; it may take this many seconds to write KV that is to be kept."""
         if self._last_step is not None:
             self._last_step.cancel()
         limit_end(seconds + GRACE_SECONDS)

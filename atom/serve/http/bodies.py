@@ -72,8 +72,8 @@ def body_route(context: Context) -> type[APIRoute]:
 def read_body(data: bytes, kind: str, model: type[BaseModel], limits: AdvancedConfig) -> BaseModel:
     """Decode and check a body. kind: its Content-Type.
 
-    RequestValidationError or HTTPException, as FastAPI raises them, where it is no JSON of this model; RequestError
-    where it has too many values.
+    RequestValidationError or HTTPException, as FastAPI raises them, if it is no JSON of this model; RequestError
+    if it has too many values.
     """
     value = None
     if data and not is_json(kind):

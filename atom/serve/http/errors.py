@@ -31,7 +31,7 @@ MAX_MESSAGE = 1000  # of an error
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """A client's text as quoted in an error or the log, cut to so many characters."""
+    """A client's text as quoted in an error or the log, cut to this many characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -2,7 +2,7 @@
 
     writer = LogWriter(2, lambda count: f"{count} lines were dropped", 1 << 20)
     writer.put("a line")                 # never blocks
-    writer.flush(2.0)                    # waits until all is written, for so many seconds at most
+    writer.flush(2.0)                    # waits until all is written, for this many seconds at most
 
 A pipe whose reader has stopped, or a terminal after Ctrl-S, blocks a write for as long as that lasts. Lines wait in
 memory meanwhile, up to a bound; later ones are dropped and counted, and a line in their place says how many.
@@ -46,7 +46,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> None:
-        """Wait until all lines are written, for so many seconds at most."""
+        """Wait until all lines are written, for this many seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting, seconds)
 

@@ -73,7 +73,7 @@ def find_types_of(schema: Any, key: str) -> set[str]:
 
 
 def find_types(schema: Any, root: Any) -> Iterator[str]:
-    """The types that a schema allows; nothing where it does not say. What references repeat is read once."""
+    """The types that a schema allows; none if it does not say. What references repeat is read once."""
     seen, waiting = set[int](), [schema]
     while waiting:
         each = waiting.pop()

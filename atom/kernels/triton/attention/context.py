@@ -80,7 +80,7 @@ class Pieces:
 
     def find(self, device: torch.device, num_sequences: int, entry: tuple[int, ...], dtype: torch.dtype,
              step: int = 1) -> Unpacked:  # fmt: skip
-        """Blocks [blocks, PIECE, *entry], a multiple of `step` of them, with room in the plan for so many sequences."""
+        """Blocks [blocks, PIECE, *entry], a multiple of `step` of them, with room in the plan for num_sequences."""
         size = step * PIECE * math.prod(entry) * dtype.itemsize
         if self._memory is None:
             self._memory = torch.empty(max(self._max_bytes, size), dtype=torch.uint8, device=device)

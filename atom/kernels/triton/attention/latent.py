@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 def choose_tiles(
     rows: int, entry: int, element_size: int, shared: int, queries: int = 1, takes_64: bool = True
 ) -> Tiles:
-    """Choose tiles for sequences of so many rows, with up to 3 stages, as fit next to the queries in shared memory.
+    """Choose tiles for sequences of this many rows, with up to 3 stages, as fit next to the queries in shared memory.
 
     entry: padded dims of a cache entry
     queries: of each decode

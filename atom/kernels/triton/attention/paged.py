@@ -6,7 +6,7 @@ attend = PagedAttention()    # one object for all layers: it owns the memory tha
 for layer in layers:
     out = attend(q, cache, batch, scale=0.125)
 
-attend = NormRopeAttention()    # with norm, rotation and cache write: one launch where all are decodes
+attend = NormRopeAttention()    # with norm, rotation and cache write: one launch if all are decodes
 out = attend(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6, scale=0.1)
 """
 

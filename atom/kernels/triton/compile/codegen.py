@@ -175,7 +175,7 @@ class _Kernel:
         return self._assign(name or str(node.name), rounded)
 
     def _value(self, node: Node, at: At, tile: _Tile) -> str:
-        """A variable that holds a node's value at some columns, float32 where it is a float."""
+        """A variable that holds a node's value at some columns, float32 if it is a float."""
         key = node, at, tile
         if key not in self._values:
             op = call_of(node).target

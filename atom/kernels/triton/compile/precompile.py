@@ -62,7 +62,7 @@ class Walk:
         self._seen = set[Hashable]()
 
     def add(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any], find: Callable[[], Any]) -> None:
-        """Record a launch. find: gives its binary, or calls `defer` where it is not compiled."""
+        """Record a launch. find: gives its binary, or calls `defer` if it is not compiled."""
         with torch._C.DisableTorchFunction():
             launch = (kernel, *map(_describe, args), *options.items())
             if launch not in self._seen:

@@ -154,7 +154,7 @@ def _constants(experts: int, rule: Rule, is_few: bool) -> dict[str, Any]:
 
 
 def _warps_of(constants: dict[str, Any]) -> int:
-    """Warps that count the better ones of each expert; one where they are chosen one by one."""
+    """Warps that count the better ones of each expert; one if they are chosen one by one."""
     num = constants["BLOCK_G"] * constants["BLOCK_M"]
     return min(max(num // 32, 1), 8) if constants["COUNTED"] else 1
 

@@ -1,6 +1,6 @@
 """Multiply quantized rows by packed weights, with the vendor's library.
 
-y = multiply_quantized(x, weight, None, "fp8[1, *]")     # x is quantized first, where it does not come so
+y = multiply_quantized(x, weight, None, "fp8[1, *]")     # x is quantized first, unless it is already
 """
 
 from __future__ import annotations

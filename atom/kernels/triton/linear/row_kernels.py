@@ -73,7 +73,7 @@ def activate_gates(x: Tensor, kind: str, limit: float | None = None, alpha: floa
 def quantize_rows(
     x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
 ) -> QuantizedRows:
-    """x [T, I], at_least so many rows made of it. is_shuffled: in the order of the layout wgmma"""
+    """x [T, I], at_least this many rows made of it. is_shuffled: in the order of the layout wgmma"""
     inner = x.shape[1]
     made = _empty_rows(x, inner, span, dtype, at_least, is_shuffled)
     block_r = TOGETHER if len(x) >= MANY_ROWS and inner <= SHORT else 1
@@ -112,7 +112,7 @@ def _empty_rows(x: Tensor, inner: int, span: int, dtype: torch.dtype, at_least: 
 
 
 def rows_made(rows: int, dtype: torch.dtype, gpu: Gpu) -> int:
-    """How many rows the library multiplies of so many: whole tiles if those are faster on an H200."""
+    """How many rows the library multiplies in place of this many: whole tiles if those are faster on an H200."""
     together = TILE if dtype == FP8 and gpu.capability == (9, 0) and rows in WHOLE_TILES else 4
     return -(-rows // together) * together
 

@@ -24,11 +24,11 @@ MAX_ROWS = BUCKETS[-1]
 MAX_STAGES = 9  # of a GEMV
 WARP = 32  # threads, of NVIDIA's
 MAX_TILES = 4096  # of a GEMM whose columns are split
-MIN_BYTES = 32  # of a row of a packed weight in a group: of fewer no registers for tensor cores are filled
-MEMORY = 98304, 16384  # bytes of a processor that a GEMV takes, and of them in a step
-# if there are more: so much that two programs never share a processor, while attention still keeps another one
+MIN_BYTES = 32  # of a packed weight's row per group: fewer do not fill the registers of tensor cores
+MEMORY = 98304, 16384  # bytes of shared memory that a GEMV takes of a multiprocessor, and of them per step
+# with more: so much that two programs never share a multiprocessor, while attention still fits next to one
 LARGE_MEMORY = 131072, 32768
-# the same of a step of four programs on a processor, where a weight has few rows for each
+# per step with four programs on a multiprocessor, if a weight has few rows for each
 FEW_MEMORY = 16384
 
 
@@ -49,7 +49,7 @@ class Vector(NamedTuple):
     block_out: int  # rows of the weight in a step of a program; if gated, half of them gate projections
     warps: int
     stages: int  # steps in memory at a time, all but one on their way
-    programs: int  # for each processor
+    programs: int  # per multiprocessor
 
 
 class Matrix(NamedTuple):
@@ -65,7 +65,7 @@ class Matrix(NamedTuple):
     block_rows: int = 128  # rows that a program takes at most
 
     def as_run(self, rows: int, gpu: Gpu, encoding: WeightEncoding = PLAIN) -> Matrix:
-        """The parameters to run a GEMM of so many rows with on this GPU.
+        """The parameters to run a GEMM of this many rows with on this GPU.
 
         Where columns share a scale, a group reads those of one, but at least MIN_BYTES. Numbers whose scales have
         factors are scaled first, and one group reads columns of one factor.
@@ -178,7 +178,7 @@ def choose_vector(shape: Shape, gpu: Gpu) -> Vector | None:
 
 
 def _step_rows(most: int, least: int, out: int, num_steps: int) -> int:
-    """Rows of a weight in a step: at most so many, halved down to the least until there are enough steps."""
+    """Rows of a weight in a step: at most this many, halved down to the least until there are enough steps."""
     rows = max(least, most)
     while rows > least and out < rows * num_steps:
         rows //= 2
@@ -199,7 +199,7 @@ def choose_matrix(shape: Shape, gpu: Gpu) -> Matrix | None:
 
 
 def choose_kquants(shape: Shape, gpu: Gpu) -> Vector | None:
-    """`choose` for one row by words (words.py); None for several rows, or where one is too large.
+    """`choose` for one row by words (kquant_gemv.py); None for several rows, or if one is too large.
 
     By what compilers make of it: up to 128 registers a thread, and 16 warps on a multiprocessor.
     """

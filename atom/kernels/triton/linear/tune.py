@@ -137,7 +137,7 @@ def _vectors(inner: int, element_size: float, gates: int, gpu: Gpu) -> Iterator[
 
 
 def _words(shape: Shape, gpu: Gpu) -> Iterator[Vector]:
-    """Of words.py: more or fewer warps than usual, which have fewer or more columns each."""
+    """Of kquant_gemv.py: more or fewer warps than usual, which have fewer or more columns each."""
     usual = choose_kquants(shape, gpu)
     for warps, block_out in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
         if usual is not None and usual.warps <= 2 * warps <= 4 * usual.warps:

@@ -71,7 +71,7 @@ MATRICES = [
     Matrix(16, 128, warps=2, stages=3, splits=2, prefetch=2, block_rows=32),
     Matrix(16, 64, warps=4, stages=2, groups=4, splits=2, block_rows=16),
 ]
-WORDS = 5e-5  # of the largest result, by numbers that are parts of a mantissa (words.py)
+WORDS = 5e-5  # of the largest result, by numbers that are parts of a mantissa (kquant_gemv.py)
 PARAMETERS = [VECTORS[0], MATRICES[1], None]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "test-gpu"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "test-gpu"
 TESTS = """
 import pytest
 
@@ -32,3 +34,15 @@ def test_its_exit_status_is_that_of_the_tests(tmp_path: Path, chosen: str, statu
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stdout + done.stderr
     assert expected in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_it_looks_into_every_file_with_a_test_of_a_gpu():
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    files = {line.partition("::")[0] for line in done.stdout.splitlines() if line.startswith("tests/")}
+    (pattern,) = re.findall(r"grep -rlE '(.*?)' tests", SCRIPT.read_text())
+    assert files, done.stdout
+    assert [file for file in sorted(files) if not re.search(pattern, (ROOT / file).read_text())] == []

@@ -130,7 +130,7 @@ def test_fields_of_requests_are_sampling_parameters_and_then_the_extra_body():
 @pytest.mark.parametrize(
     ("argv", "mistake"),
     [
-        (["--nope"], "unrecognized arguments: --nope; python -m atom.benchmarks.benchmark_serving --help shows"),
+        (["--nope"], "unrecognized arguments: --nope; see python -m atom.benchmarks.benchmark_serving --help"),
         (["--num-prompt", "5"], "unrecognized arguments: --num-prompt 5 (did you mean --num-prompts?)"),
         (["--input_len=64"], "--input-len: write --random-input-len or --sonnet-input-len"),
         (["--random-range-ratio", "0"], "vLLM's 0, all lengths equal, is 1 here"),

@@ -181,7 +181,7 @@ def test_flags_of_the_server_are_one_text(text: str):
 @pytest.mark.parametrize(
     ("argv", "mistake"),
     [
-        (["--nope"], "unrecognized arguments: --nope; python -m atom.benchmarks.matrix --help"),
+        (["--nope"], "unrecognized arguments: --nope; see python -m atom.benchmarks.matrix --help"),
         (["--tp", "0"], "argument --tp: 0 is less than 1"),
         (["--prefix", "a/b"], "--prefix a/b: it is part of a file's name"),
         (["--range-ratio", "2"], "--range-ratio 2.0: it is greater than 0 and at most 1"),

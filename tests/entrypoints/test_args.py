@@ -85,14 +85,14 @@ REFUSED = {
 }
 
 WRONG = {
-    "--max-num-seq 4": "unrecognized arguments: --max-num-seq 4 (did you mean --max-num-seqs?); prog --help shows",
-    "--max_num_seq=4": "unrecognized arguments: --max_num_seq=4 (did you mean --max-num-seqs?); prog --help shows",
+    "--max-num-seq 4": "unrecognized arguments: --max-num-seq 4 (did you mean --max-num-seqs?); see prog --help",
+    "--max_num_seq=4": "unrecognized arguments: --max_num_seq=4 (did you mean --max-num-seqs?); see prog --help",
     "--tensor 1": "unrecognized arguments: --tensor 1",
-    "-t 1": "unrecognized arguments: -t; prog --help",
+    "-t 1": "unrecognized arguments: -t; see prog --help",
     "--kv-cache-dtyp x": "unrecognized arguments: --kv-cache-dtyp x (did you mean --kv-cache-dtype?)",
-    "--sequences 8": "unrecognized arguments: --sequences 8; prog --help",
-    "--num-blocks 8": "unrecognized arguments: --num-blocks 8; prog --help",
-    "--tp 1": "unrecognized arguments: --tp 1; prog --help",
+    "--sequences 8": "unrecognized arguments: --sequences 8; see prog --help",
+    "--num-blocks 8": "unrecognized arguments: --num-blocks 8; see prog --help",
+    "--tp 1": "unrecognized arguments: --tp 1; see prog --help",
     "stray": "unrecognized arguments: stray",
     "--max-num-seqs": "argument --max-num-seqs: expected one argument",
     "--max-num-seqs many": "argument --max-num-seqs: invalid int value: 'many'",

@@ -137,7 +137,7 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
             "-tp8",
             "atom-run: UnsupportedError: --tensor-parallel-size=8 does not divide 9 heads with 3 of keys and values",
         ),
-        ("--server-host x", "atom-run: ConfigError: unrecognized arguments: --server-host; python -m atom"),
+        ("--server-host x", "atom-run: ConfigError: unrecognized arguments: --server-host; see python -m atom"),
         (
             "--set job.stage=semantic",
             "atom-run: ConfigError: job.stage is a field of job=explain, and this is job=serve",

@@ -86,7 +86,10 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(
     ("argv", "line"),
     [
         (["--temperature", "-1"], "atom-run: RequestError: temperature=-1.0 must be a finite number from 0\n"),
-        (["--temperature=warm"], "atom-run: ConfigError: argument --temperature: invalid float value: 'warm'; see python"),
+        (
+            ["--temperature=warm"],
+            "atom-run: ConfigError: argument --temperature: invalid float value: 'warm'; see python",
+        ),
         (["--temprature=1"], "atom-run: ConfigError: unrecognized arguments: --temprature=1 (did you mean --temper"),
     ],
 )

@@ -1459,7 +1459,7 @@ def test_a_gpu_may_be_a_file(tmp_path: Path):
         ),
         ("memory: big\nbandwidth: 1", "memory=big is not a whole number$"),
         ("memory: 8\nbandwidth: 1\nrates: {bf16: fast}", "rates.bf16=fast is not a number$"),
-        ("memory: 8\nbandwidth: 1\nrates: [1]", "rates: Invalid type assigned: list"),
+        ("memory: 8\nbandwidth: 1\nrates: [1]", "rates is a group of fields; write rates.NAME="),
         ("bandwidth: 1", "memory=0 must be a whole number from 1"),
         ("memory: 8\nbandwidth: -1", "bandwidth=-1.0 must be a finite number above 0"),
         ("[memory, 8]", "it is a list, not memory, bandwidth, rates"),

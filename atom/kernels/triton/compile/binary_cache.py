@@ -184,6 +184,15 @@ class _Making(NamedTuple):
                 self.locks.push(lock.pop_all())
         return files
 
+    def lock_loading(self) -> None:
+        """Hold back other threads' loads until `kept` ends; a module is the last thing that it finds or makes.
+
+        All launchers of Triton 3.6 bear one name (3.8 has one launcher). When CPython loads a file again
+        (`import_find_extension`), it writes the file's functions into the module that bore the name last, which
+        another thread may be about to take its launcher from.
+        """
+        self.locks.enter_context(_loading)
+
 
 class _Manager(CacheManager):  # type: ignore[misc]
     """Triton's cache of one key: a module, which is asked for first, or the files of a compiled kernel."""
@@ -196,12 +205,16 @@ class _Manager(CacheManager):  # type: ignore[misc]
 
     def get_file(self, filename: str) -> str | None:
         self._modules.add(filename)
-        return self._making.find(self._module(filename)).get(filename)
+        if (path := self._making.find(self._module(filename)).get(filename)) is not None:
+            self._making.lock_loading()
+        return path
 
     def put(self, data: object, filename: str, binary: bool = True) -> str:
         content = data if isinstance(data, bytes) else str(data).encode()
         if filename in self._modules:
-            return self._binaries.publish(self._module(filename), {filename: content})[filename]
+            path = self._binaries.publish(self._module(filename), {filename: content})[filename]
+            self._making.lock_loading()
+            return path
         self._folder = self._folder or self._binaries.private_folder()
         (self._folder / filename).write_bytes(content)
         return str(self._folder / filename)
@@ -251,3 +264,4 @@ class _ByThread:
 
 _active: ContextVar[_Making | None] = ContextVar("active", default=None)  # of this thread
 _by_thread = _ByThread()
+_loading = threading.RLock()  # of modules

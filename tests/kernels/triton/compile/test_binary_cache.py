@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,31 @@ def test_who_else_has_set_triton_s_cache_keeps_it(tmp_path: Path, monkeypatch: p
         with kept():
             knobs.cache.manager_class = FileCacheManager
         assert knobs.cache.manager_class is FileCacheManager, "which they have set meanwhile"
+
+
+def test_a_thread_gets_its_own_launcher_although_another_loads_one_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(BinaryCache, "current", BinaryCache(Cache(tmp_path)))
+    first, second = (MODULE.replace("42", answer) for answer in ("1", "2"))
+
+    def load(source: str, meanwhile: Callable[[], object] = lambda: None) -> int:
+        with kept():
+            module = compile_module_from_src(source, "answers")
+            meanwhile()
+            answer: int = module.answer()
+        return answer
+
+    assert load(first) == 1
+    with ThreadPoolExecutor(1) as other_thread:
+        loads = list[Future[int]]()
+
+        def load_first_again() -> None:
+            loads.append(other_thread.submit(load, first))
+            wait(loads, timeout=0.3)  # which it does not end in: it waits for this thread
+
+        assert load(second, load_first_again) == 2
+        assert loads[0].result() == 1
 
 
 def test_another_kernel_is_another_entry(built: Any, copy: Path, process: Build, tmp_path: Path):

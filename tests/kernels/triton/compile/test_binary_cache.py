@@ -14,8 +14,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from triton.runtime.build import compile_module_from_src
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
 from atom.cache import Cache
+from atom.kernels.triton.compile import binary_cache
 from atom.kernels.triton.compile.binary_cache import BinaryCache, compile_kept, keep_in, kept
 
 ROOT = Path(__file__).parents[4]
@@ -277,6 +279,18 @@ def test_who_else_has_set_triton_s_cache_keeps_it(tmp_path: Path, monkeypatch: p
 def test_a_thread_gets_its_own_launcher_although_another_loads_one_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    lock, has_come = threading.RLock(), threading.Event()  # as far as it comes while the first thread has the lock
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                has_come.set()
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(binary_cache, "_loading", Lock())
     monkeypatch.setattr(BinaryCache, "current", BinaryCache(Cache(tmp_path)))
     first, second = (MODULE.replace("42", answer) for answer in ("1", "2"))
 
@@ -292,8 +306,8 @@ def test_a_thread_gets_its_own_launcher_although_another_loads_one_of_the_same_n
         loads = list[Future[int]]()
 
         def load_first_again() -> None:
-            loads.append(other_thread.submit(load, first))
-            wait(loads, timeout=0.3)  # which it does not end in: it waits for this thread
+            loads.append(other_thread.submit(load, first, has_come.set))
+            has_come.wait()  # to the lock, or, if nothing holds it back, to the loaded module
 
         assert load(second, load_first_again) == 2
         assert loads[0].result() == 1

@@ -1,20 +1,14 @@
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import os
-import pickle
 import random
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
-from hashlib import sha256
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -82,52 +76,6 @@ def place(request: pytest.FixtureRequest) -> Place:
 def policy_place(request: pytest.FixtureRequest) -> Place:
     """The same for what the host decides: torch's kernels show it in a tenth of the interpreter's time."""
     return place_of(request.param)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def parsed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The interpolations and files of conf/ are parsed once, and what is composed only of them once for all processes."""
-    if find_spec("hydra") is None:  # a kernel's tests do without
-        yield
-        return
-    from hydra._internal.config_repository import ConfigRepository
-    from hydra.core.object_type import ObjectType
-    from omegaconf import base
-
-    from atom.config import hydra
-    from atom.config.folders import CONF
-
-    load_config, compose_choices, configs = ConfigRepository.load_config, hydra.compose_choices, dict[Any, bytes]()
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "composed"
-    folder.mkdir(exist_ok=True)
-
-    def load_once(repository: Any, config_path: str) -> Any:
-        """Files of ours and of Hydra's, which stay as they are."""
-        source = repository._find_object_source(config_path, ObjectType.CONFIG)
-        if source is None or source.path not in (str(CONF), "hydra.conf", ""):  # the last is the schema's
-            return load_config(repository, config_path)
-        if (source.path, config_path) not in configs:
-            configs[source.path, config_path] = pickle.dumps(load_config(repository, config_path))
-        return pickle.loads(configs[source.path, config_path])
-
-    @functools.cache
-    def compose_pickled(schema: Any, *choices: str) -> bytes:
-        kept = folder / sha256(repr((schema, choices)).encode()).hexdigest()
-        with contextlib.suppress(FileNotFoundError):
-            return kept.read_bytes()
-        composed = pickle.dumps(compose_choices(schema, choices))
-        made = kept.with_suffix(f".{os.getpid()}")
-        made.write_bytes(composed)
-        made.rename(kept)
-        return composed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "parse", functools.lru_cache(1024)(base.parse))
-        patch.setattr(ConfigRepository, "load_config", load_once)
-        patch.setattr(hydra, "compose_once", lambda *key: pickle.loads(compose_pickled(*key)))
-        patch.setattr(hydra, "copy", SimpleNamespace(deepcopy=lambda composed: composed))  # each is one of its own
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

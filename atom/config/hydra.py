@@ -16,6 +16,7 @@ import operator
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, grammar_parser
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -37,6 +38,7 @@ from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from atom.sampling_params import GENERATION
 
 COMPOSING = threading.Lock()  # Hydra composes through a singleton, and a copy unties the original for a moment
+SPECIAL = r"\$\{|\?\?\?"  # of OmegaConf in a text
 
 
 def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
@@ -182,8 +184,32 @@ def resolve(
     file: the model file, which errors name
     """
     attach(composed, hf, sampling, file)
+    fill_in(composed)
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return dict(values)
+
+
+def fill_in(container: DictConfig | ListConfig) -> None:
+    """Put values in place of interpolations, each parsed once a process: OmegaConf parses it for each node, for long.
+
+    Left to OmegaConf: what fails, for its error, and what could be taken for an interpolation or becomes a block.
+    """
+    for key in range(len(container)) if isinstance(container, ListConfig) else list(container):
+        node: Any = container._get_node(key)
+        if isinstance(node, DictConfig | ListConfig):
+            if not (node._is_none() or node._is_missing() or node._is_interpolation()):
+                fill_in(node)
+        elif node._is_interpolation():
+            with suppress(OmegaConfBaseException):
+                value = container.resolve_parse_tree(parse_interpolation(node._value()), node=node, key=key)
+                value = value._value() if isinstance(value, ValueNode) else value
+                if isinstance(value, bool | int | float | str | None) and not re.search(SPECIAL, str(value)):
+                    container[key] = value
+
+
+@functools.lru_cache(4096)
+def parse_interpolation(text: str) -> Any:
+    return grammar_parser.parse(text)
 
 
 def attach(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf import base, grammar_parser
 
 from atom.config import Config
 from atom.config.hydra import compose, compose_once, resolve
@@ -50,6 +51,27 @@ def test_threads_that_compose_at_a_time_leave_what_they_copy_as_it_is():
         sys.setswitchinterval(interval)
     for composed in (original, *made):
         assert all(composed._get_node(name)._get_parent() is composed for name in ("model", "serve", "job"))
+
+
+def test_the_interpolations_of_a_model_are_parsed_once_a_process(monkeypatch: pytest.MonkeyPatch):
+    hf, parsed, parse = find_source().hf, list[str](), grammar_parser.parse
+    resolve(compose(Config, ["model=llama", "model.name=llama"]), hf)
+
+    def record(text: str, *options: object) -> object:
+        parsed.append(text)
+        return parse(text, *options)
+
+    monkeypatch.setattr(base, "parse", record)
+    monkeypatch.setattr(grammar_parser, "parse", record)
+    model = resolve(compose(Config, ["model=llama", "model.name=llama"]), {**hf, "hidden_size": 60})["model"]
+    assert model["hidden"] == 60 and not [text for text in parsed if text.startswith("${hf:hidden")]
+    assert len(parsed) < 10, "what becomes no number or text"
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "???", r"\${x}", "a${b"])
+def test_a_text_of_the_checkpoint_is_no_interpolation(text: str):
+    composed = compose(Config, ["model=llama", "model.weights.attention_norm='${hf:mine}'"])
+    assert resolve(composed, {**find_source().hf, "mine": text})["model"]["weights"]["attention_norm"] == text
 
 
 def test_what_is_added_and_deleted_is_so_in_its_order():

@@ -42,7 +42,7 @@ from atom.pieces import PieceError, identity
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("one_compiler")]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-MODEL_FILES = ["llama_biases", *(pytest.param(name, marks=pytest.mark.slow) for name in tiny.MODEL_FILES)]
+MODEL_FILES = ["llama_biases", *tiny.MODEL_FILES]
 
 Configure = Callable[..., Config]
 
@@ -85,22 +85,61 @@ def key_for(config: Config) -> str:
     return key_of(launch_ingredients(config, find_target("cpu")))
 
 
-@pytest.fixture(params=MODEL_FILES)
-def engine(request: pytest.FixtureRequest, checkpoints: Any, cache_folder: Path) -> Iterator[tuple[str, LLMEngine]]:
-    fields = {"dtype": "fp32", "level": 2, "kv_cache_memory": 1 << 22, "cache": str(cache_folder)}
-    engine = LLMEngine(model=str(checkpoints(request.param)), max_num_batched_tokens=64, **fields)
-    yield request.param, engine
-    engine.close()
+TRACED = """
+from atom.compiler import compile as compiler
+from atom.graph import parse
+from atom.kernels.inductor.piece_compiler import InductorCompiler
+from atom.kernels.registry import trace_calls
+
+def load_trace(compiler, folder):
+    (program,) = parse((folder / "piece.so").read_text(), "piece").programs.values()
+    return lambda *inputs: [*trace_calls(program)(*inputs)]
+
+InductorCompiler.load = load_trace
+"""
 
 
-@pytest.mark.timeout(900)
-def test_compiled_pieces_give_the_logits_and_tokens_of_transformers(engine: Any, references: Any):
-    name, engine = engine
+@pytest.fixture
+def traced_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces whose code is their text, and runs what Inductor is given to compile."""
+    made = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(InductorCompiler, "load", InductorCompiler.load)  # put back after this
+        exec(TRACED, made)
+        load = InductorCompiler.load
+    monkeypatch.setattr(InductorCompiler, "load", load)
+    monkeypatch.setattr(
+        compiler, "compile_pieces", lambda texts, _: ((text, {"piece.so": text.encode()}) for text in texts)
+    )
+
+
+def assert_numbers_of_transformers(name: str, cache: Path, checkpoints: Any, references: Any) -> None:
+    """The logits and greedy tokens of an engine at level 2 are those of transformers."""
+    fields = {"dtype": "fp32", "level": 2, "kv_cache_memory": 1 << 22, "cache": str(cache)}
+    engine = LLMEngine(model=str(checkpoints(name)), max_num_batched_tokens=64, **fields)
     tokens = tiny.prompt(100)
     assert_same_logits(logits_of(engine, tokens), tiny.logits(references(name), tokens))
     prompts = [tiny.prompt(length, seed=length) for length in (1, 17, 40)]
     for prompt, answer in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         tiny.assert_greedy(answer, prompt, references(name))
+    engine.close()
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_pieces_give_the_logits_and_tokens_of_transformers(
+    name: str, checkpoints: Any, references: Any, traced_code: None, tmp_path: Path
+):
+    assert_numbers_of_transformers(name, tmp_path, checkpoints, references)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_compiled_pieces_give_the_logits_and_tokens_of_transformers(
+    name: str, checkpoints: Any, references: Any, cache_folder: Path
+):
+    assert_numbers_of_transformers(name, cache_folder, checkpoints, references)
 
 
 @pytest.mark.slow
@@ -150,15 +189,16 @@ def test_what_a_launch_does_not_depend_on_is_not_in_its_key(configure: Configure
 # hits and misses
 
 
-def test_a_second_compilation_is_a_hit_with_the_same_graph(configure: Configure):
-    first, second = (compile_model(configure("llama_biases")) for _ in range(2))
+def test_a_second_compilation_is_a_hit_with_the_same_graph(configure: Configure, tmp_path: Path, no_code: Any):
+    first, second = (compile_model(configure("llama_biases", cache=tmp_path)) for _ in range(2))
     assert (second.report.hit, second.report.reason, second.report.compiled) == (True, "", 0)
-    assert show(second.graph) == show(first.graph)
+    assert show(second.graph) == re.sub(r"; cpp: [^;\n]*(?=; piece)", "", show(first.graph)), "but for reasons"
     assert list(second.code) == list(first.code) and len(second.code) == second.report.distinct == 3
 
 
 LAUNCH = """
 import sys
+{stub}
 from atom import LLMEngine, SamplingParams
 from atom.passes import pipeline
 pipeline.PIPELINE = None  # a pass that is run now fails
@@ -206,20 +246,32 @@ def test_another_user_starts_warm_from_what_root_made_and_may_not_write(
     assert "ignored" not in ended.stderr
 
 
-def test_a_warm_launch_needs_no_compiler_no_pass_and_no_inductor(
-    configure: Configure, checkpoints: Any, references: Any, cache_folder: Path, tmp_path: Path
-):
-    """Here from a copy of the cache folder, in which nothing is written."""
-    compile_model(configure("llama_biases"))
-    moved = shutil.copytree(cache_folder, tmp_path / "moved")
+def assert_launches_warm(cache: Path, moved: Path, checkpoints: Any, references: Any, stub: str = "") -> None:
+    """From a copy of the cache folder, in which nothing is written."""
+    shutil.copytree(cache, moved)
     shutil.rmtree(moved / "locks")
     before = sorted(path for path in moved.rglob("*"))
-    program = LAUNCH.format(model=str(checkpoints("llama_biases")), cache=str(moved))
+    program = LAUNCH.format(model=str(checkpoints("llama_biases")), cache=str(moved), stub=stub)
     environment = {**os.environ, "PATH": "/nowhere"}
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
     tiny.assert_greedy({"token_ids": json.loads(ended.stdout)}, [1, 2, 3], references("llama_biases"))
     assert sorted(path for path in moved.rglob("*")) == before
+
+
+def test_a_warm_launch_needs_no_compiler_no_pass_and_no_inductor(
+    configure: Configure, checkpoints: Any, references: Any, traced_code: None, tmp_path: Path
+):
+    compile_model(configure("llama_biases", cache=tmp_path / "cache"))
+    assert_launches_warm(tmp_path / "cache", tmp_path / "moved", checkpoints, references, TRACED)
+
+
+@pytest.mark.slow
+def test_a_warm_launch_of_compiled_code_needs_no_compiler_no_pass_and_no_inductor(
+    configure: Configure, checkpoints: Any, references: Any, cache_folder: Path, tmp_path: Path
+):
+    compile_model(configure("llama_biases"))
+    assert_launches_warm(cache_folder, tmp_path / "moved", checkpoints, references)
 
 
 # faults

@@ -1,12 +1,14 @@
 """Compile all our kernels with the oldest and the newest Triton allowed.
 
-Each variant goes through the front end, to Triton's IR; the first of each kernel, or with --to-end all, to a cubin. A
-kernel that no recorded launch reaches is an error, too.
+The first variant of each kernel goes through the front end of both, to Triton's IR, and with one of them on to a cubin;
+the others go through the front end of one, or with --to-end all to cubins of both. A kernel that no recorded launch
+reaches is an error, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import pickle
@@ -80,7 +82,7 @@ def find_tritons(is_newest: bool = False) -> dict[str, Path | None]:
     (allowed,) = (Requirement(each).specifier for each in extras["cuda"] if each.startswith("triton"))
     (least,) = (each.version for each in allowed if each.operator == ">=")
     oldest = least if least.count(".") == 2 else f"{least}.0"
-    (installed,) = _run_pip("show", "triton", pattern=r"^Version: (\S+)")
+    installed = importlib.metadata.version("triton")
     here = {installed, *(each.name for each in WHEELS.glob("*.*"))}
     offered = _run_pip("index", "versions", "triton", pattern=r"(?<=[:,] )(\d+\.\d+\.\d+)(?=,|$)")
     if not offered:
@@ -130,19 +132,29 @@ def record(arch: str, folder: Path, is_thorough: bool = False) -> tuple[list[Lau
 def compile_all(
     launches: Sequence[Launch], arch: str, tritons: dict[str, Path | None], is_to_end: bool = False
 ) -> list[Failure]:
-    """Compile in as many processes as there are cores, at least one for each Triton.
-
-    The first variant of each kernel is compiled to the end, with one of the Tritons in turns. is_to_end: all are
-    """
-    firsts = {each.kernel: at for at, each in reversed([*enumerate(launches)])}.values()
+    """Compile in as many processes as there are cores, at least one for each Triton. is_to_end: all to a cubin."""
     count = max(1, len(os.sched_getaffinity(0)) // len(tritons))
     running = list[tuple[subprocess.Popen[str], list[Task], str]]()
-    for number, (version, folder) in enumerate(tritons.items()):
-        ends = {*[*firsts][number :: len(tritons)]}
-        tasks = [(each, is_to_end or at in ends) for at, each in enumerate(launches)]
+    shares = share_tasks(launches, len(tritons), is_to_end)
+    for (version, folder), tasks in zip(tritons.items(), shares, strict=True):
         for part in (tasks[at::count] for at in range(count)):
             running.append((start(part, arch, folder), part, version))
     return [failure for process, part, version in running for failure in read_failures(process, part, version)]
+
+
+def share_tasks(launches: Sequence[Launch], num_tritons: int, is_to_end: bool = False) -> list[list[Task]]:
+    """What each Triton compiles: the first variant of each kernel, to the end in turns, and in turns the others.
+
+    is_to_end: each compiles all variants, to the end
+    """
+    if is_to_end:
+        return [[(each, True) for each in launches]] * num_tritons
+    firsts = [*{each.kernel: at for at, each in reversed([*enumerate(launches)])}.values()]
+    others = [at for at in range(len(launches)) if at not in firsts]
+    return [
+        [(launches[at], at in firsts[number::num_tritons]) for at in [*firsts, *others[number::num_tritons]]]
+        for number in range(num_tritons)
+    ]
 
 
 def start(tasks: Sequence[Task], arch: str, triton: Path | None) -> subprocess.Popen[str]:

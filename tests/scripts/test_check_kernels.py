@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 from kernels.compiling import run_program
 
-from scripts.check_kernels import find_tritons, read_failures
+from scripts.check_kernels import find_tritons, read_failures, share_tasks
 
 KERNELS = """
 import triton.language as tl
@@ -127,6 +127,17 @@ class Fake:
 
     def __str__(self) -> str:
         return f"{self.kernel}()"
+
+
+def test_each_kernel_is_compiled_with_both_tritons_and_each_variant_with_one():
+    launches: Any = [Fake(name) for name in "aababcccc"]
+    shares = share_tasks(launches, 2)
+    assert all({"a", "b", "c"} <= {each.kernel for each, _ in tasks} for tasks in shares)
+    assert {each for tasks in shares for each, _ in tasks} == {*launches}
+    assert [len(tasks) for tasks in shares] == [6, 6], "three firsts, and half of six others"
+    assert sorted(each.kernel for tasks in shares for each, is_to_end in tasks if is_to_end) == ["a", "b", "c"]
+    assert {each for each, _ in share_tasks(launches, 1)[0]} == {*launches}
+    assert share_tasks(launches, 2, is_to_end=True) == [[(each, True) for each in launches]] * 2
 
 
 def test_a_compiler_that_dies_is_reported_with_what_it_compiled_last():

@@ -19,6 +19,7 @@ from collecting import pytest_ignore_collect, pytest_pycollect_makeitem  # noqa:
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("atom", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are busy
+settings.register_profile("quick", settings.get_profile("atom"), max_examples=25)  # scripts/test-slow takes 100
 settings.load_profile("atom")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored after nohup too
@@ -219,6 +220,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_test.sort(key=lambda item: crc32(item.nodeid.encode()))
         for item in of_test[ceil(len(of_test) / every) :]:
             item.add_marker("slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

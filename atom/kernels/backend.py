@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
 Layout = Callable[..., str | None]  # (*types of an op's packed weights) -> their layout, None for the stored one
-Functions = Mapping[Op, Callable[..., Any]]  # by op: a callable with its signature
 PieceCode = Callable[..., "list[Tensor]"]  # of a piece's inputs and weights
 
 
@@ -148,11 +147,6 @@ def kinds_in(layout: str, kinds: Collection[str] | None = None) -> Layout:
     return find_layout
 
 
-def loads(op: Op, load: Callable[[LoadContext], Functions]) -> Callable[[LoadContext], Callable[..., Any]]:
-    """The loader of an op's kernel, by one that imports a module and gives its functions by op."""
-    return lambda context: load(context)[op]
-
-
 def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:
     """all calls
 
@@ -189,6 +183,19 @@ def on_device(
 ) -> OnDevice:  # fmt: skip
     """What a kernel of one kind of device accepts: see `OnDevice`."""
     return OnDevice(device, accepts, packed, acts, gives)
+
+
+def gpu_kernel(
+    op: Op, backend: str, load: Callable[[LoadContext], object], accepts: Accepts = accepts_all, *,
+    packed: Collection[str] = (), acts: Collection[str] = (), gives: Collection[str] = (), **options: Any,
+) -> Kernel:  # fmt: skip
+    """A GPU's kernel whose module is imported once a program has it.
+
+    load: imports the module; gives it or an object that has a callable of the op's name
+    packed, acts and gives: as in `OnDevice`
+    """
+    here = on_device("cuda", accepts, packed=packed, acts=acts, gives=gives)
+    return Kernel(op, backend, here, lambda context: getattr(load(context), op.name), **options)
 
 
 def collective_kernel(op: Op, backend: str, device: str) -> Kernel:

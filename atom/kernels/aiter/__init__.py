@@ -30,7 +30,7 @@ from atom.kernels.aiter.functions import (
     find_version,
 )
 from atom.kernels.aiter.shuffle import FNUZ, LAYOUT, shuffle
-from atom.kernels.backend import Accepts, Backend, Functions, Kernel, LoadContext, Target, kinds_in, on_device
+from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, kinds_in, on_device
 
 VENDOR = "amd"
 AITER = "aiter"  # the feature of a machine that has amd-aiter
@@ -251,43 +251,31 @@ def _accepts_both(target: Target, *types: Any, **attributes: Any) -> str | None:
     return _accepts_write(target, *types, **attributes) or _accepts_attention(target, *types, **attributes)
 
 
-def _load_linears() -> Functions:
+def _load_linears() -> object:
     from atom.kernels.aiter import linear
 
-    return {
-        ops.rms_norm: linear.rms_norm,
-        ops.add_rms_norm: linear.add_rms_norm,
-        ops.gated_activate: linear.gated_activate,
-        ops.linear: linear.linear,
-        ops.gated_linear: linear.gated_linear,
-        ops.norm_linear: linear.norm_linear,
-        ops.add_norm_linear: linear.add_norm_linear,
-    }
+    return linear
 
 
-def _load_experts() -> Functions:
+def _load_experts() -> object:
     from atom.kernels.aiter import moe
 
-    return {ops.router: moe.router, ops.add_norm_router: moe.add_norm_router, ops.experts: moe.experts}
+    return moe
 
 
-def _load_attention() -> Functions:
+def _load_attention() -> object:
     from atom.kernels.aiter import attention
 
-    return {
-        ops.norm_rope_write: attention.norm_rope_write,
-        ops.paged_attention: attention.paged_attention,
-        ops.norm_rope_attention: attention.norm_rope_attention,
-    }
+    return attention
 
 
-def _load_latent() -> Functions:
-    from atom.kernels.aiter.latent import paged_mla_attention
+def _load_latent() -> object:
+    from atom.kernels.aiter import latent
 
-    return {ops.paged_mla_attention: paged_mla_attention}
+    return latent
 
 
-def _kernel(op: Op, find: Callable[[], Functions], accepts: Accepts, *functions: str, acts: tuple[str, ...] = (),
+def _kernel(op: Op, find: Callable[[], object], accepts: Accepts, *functions: str, acts: tuple[str, ...] = (),
             layout: str | None = None, stored: tuple[str, ...] = ()) -> Kernel:  # fmt: skip
     """A kernel that calls these functions of AITER, by a function that takes an `Aiter` first.
 
@@ -297,7 +285,7 @@ def _kernel(op: Op, find: Callable[[], Functions], accepts: Accepts, *functions:
     """
 
     def load(context: LoadContext) -> Callable[..., Any]:
-        return partial(find()[op], context.share(Aiter))
+        return partial(getattr(find(), op.name), context.share(Aiter))
 
     laid_out = ("scaled",) if acts else ()
     accepts = on_device("cuda", _calls(*functions, then=accepts), packed=(*laid_out, *stored), acts=acts)

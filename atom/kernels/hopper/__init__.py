@@ -11,9 +11,10 @@ Packed weights of some formats are laid out for the tensor cores (shuffle.py); o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial, update_wrapper, wraps
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from atom.graph.gguf_blocks import TYPES
 from atom.graph.ops import Op
 from atom.graph.types import Type
 from atom.kernels import triton
-from atom.kernels.backend import Accepts, Backend, Functions, Kernel, LoadContext, Target, Tuner, loads, on_device
+from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, gpu_kernel
 from atom.kernels.hopper.shuffle import LAYOUT, shuffle
 from atom.kernels.triton import ACTS, GIVEN, PACKED, SPAN
 
@@ -195,74 +196,67 @@ def find_tuners(device: torch.device) -> list[Tuner]:
     ]
 
 
-def _load_linears(context: LoadContext) -> Functions:
+def _load_linears(context: LoadContext) -> object:
     from atom.kernels.hopper.linear import Linears
 
-    linears = context.share(Linears)
-    return {
-        ops.linear: linears.linear,
-        ops.gated_linear: linears.gated_linear,
-        ops.norm_linear: linears.norm_linear,
-        ops.add_norm_linear: linears.add_norm_linear,
-    }
+    return context.share(Linears)
 
 
-def _load_attention(context: LoadContext) -> Functions:
+def _load_attention(context: LoadContext) -> object:
     from atom.kernels.hopper.attention import NormRopeAttention, PagedAttention
 
-    return {
-        ops.paged_attention: context.share(PagedAttention),
-        ops.norm_rope_attention: context.share(NormRopeAttention),
-    }
+    paged, roped = context.share(PagedAttention), context.share(NormRopeAttention)
+    return SimpleNamespace(paged_attention=paged, norm_rope_attention=roped)
 
 
-def _load_latent(context: LoadContext) -> Functions:
+def _load_latent(context: LoadContext) -> object:
     from atom.kernels.hopper.latent import PagedLatentAttention
 
-    return {ops.paged_mla_attention: context.share(PagedLatentAttention)}
+    return SimpleNamespace(paged_mla_attention=context.share(PagedLatentAttention))
 
 
-def _load_experts(context: LoadContext) -> Functions:
-    from atom.kernels.hopper.experts import Experts, grouped_lora
+def _load_experts(context: LoadContext) -> object:
+    from atom.kernels.hopper.experts import Experts
 
-    experts = context.share(Experts)
-    return {
-        ops.grouped_linear: experts.grouped_linear,
-        ops.experts: experts.experts,
-        ops.grouped_lora: grouped_lora,
-    }
+    return context.share(Experts)
 
 
-def _kernel(op: Op, load: Callable[[LoadContext], Functions], accepts: Accepts, packed: Collection[str] = (),
-            acts: Collection[str] = (), gives: Collection[str] = (), **options: Any) -> Kernel:  # fmt: skip
-    """packed, acts and gives: as in `OnDevice`"""
+def _load_lora(_context: LoadContext) -> object:
+    from atom.kernels.hopper import experts
 
+    return experts
+
+
+def _kernel(op: Op, load: Callable[[LoadContext], object], accepts: Accepts, **options: Any) -> Kernel:
     @wraps(accepts)
     def accepts_here(target: Target, *types: Any, **attributes: Any) -> str | None:
         if GLUON not in target.features:
             return "runs on NVIDIA's Hopper only"
         return accepts(target, *types, **attributes)
 
-    here = on_device("cuda", accepts_here, packed=packed, acts=acts, gives=gives)
-    return Kernel(op, "hopper", here, loads(op, load), **options)
+    return gpu_kernel(op, "hopper", load, accepts_here, **options)
+
+
+def _linear(op: Op) -> Kernel:
+    options = {"packed": (*SCALED_COLUMNS,), "acts": ACTS, "packed_layout": _layout, "is_for_packed": True}
+    return _kernel(op, _load_linears, accepts_linear, **options)
 
 
 def _gated_linear(op: Op) -> Kernel:
     accepts = update_wrapper(partial(accepts_gated_linear, op.weights[0]), accepts_gated_linear)
-    return _kernel(op, _load_linears, accepts, (*PACKED, *TYPES), ACTS, GIVEN, packed_layout=_layout_of_linears)
+    kinds = (*PACKED, *TYPES)
+    return _kernel(op, _load_linears, accepts, packed=kinds, acts=ACTS, gives=GIVEN, packed_layout=_layout_of_linears)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(
-        ops.linear, _load_linears, accepts_linear, (*SCALED_COLUMNS,), ACTS, packed_layout=_layout, is_for_packed=True
-    ),
+    _linear(ops.linear),
     *map(_gated_linear, (ops.gated_linear, ops.norm_linear, ops.add_norm_linear)),
     _kernel(ops.paged_attention, _load_attention, accepts_attention),
     _kernel(ops.norm_rope_attention, _load_attention, accepts_attention),
     _kernel(ops.paged_mla_attention, _load_latent, accepts_latent),
-    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, PACKED, packed_layout=_layout),
-    _kernel(ops.experts, _load_experts, accepts_experts, PACKED, GIVEN, packed_layout=_layout),
-    _kernel(ops.grouped_lora, _load_experts, accepts_adapters),
+    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED, packed_layout=_layout),
+    _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED, acts=GIVEN, packed_layout=_layout),
+    _kernel(ops.grouped_lora, _load_lora, accepts_adapters),
 )
 
 BACKEND = Backend(

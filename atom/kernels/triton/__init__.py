@@ -4,15 +4,16 @@
         reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
         run = kernel.load(LoadContext())                         # a callable with the op's signature
 
-Nothing here imports triton before a kernel is loaded: `_load_linears` and so on import a module each, and give its
-functions by op, of classes those of the program's one object.
+Nothing here imports triton before a kernel is loaded: `_load_linears` and so on import a module each, and give it
+or the program's one object of a class, whose functions have the names of ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,19 +25,7 @@ from atom.graph.formats import act_of, parse_format
 from atom.graph.gguf_blocks import SPLIT, TYPES
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.backend import (
-    Accepts,
-    Backend,
-    Functions,
-    Kernel,
-    LoadContext,
-    Target,
-    Tuner,
-    accepts_all,
-    kinds_in,
-    loads,
-    on_device,
-)
+from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner, gpu_kernel, kinds_in
 from atom.kernels.step import StepKernels
 from atom.kernels.triton.linear.split_blocks import split_blocks
 
@@ -220,86 +209,70 @@ def accepts_experts(
     return accepts_grouped(target, x, gate_up) or accepts_grouped(target, x, down)
 
 
-def _load_linears(context: LoadContext) -> Functions:
+def _load_linears(context: LoadContext) -> object:
     from atom.kernels.triton.linear.linear import Linears
 
-    linears = context.share(Linears)
-    return {
-        ops.linear: linears.linear,
-        ops.gated_linear: linears.gated_linear,
-        ops.norm_linear: linears.norm_linear,
-        ops.add_norm_linear: linears.add_norm_linear,
-    }
+    return context.share(Linears)
 
 
-def _load_rope(_context: LoadContext) -> Functions:
-    from atom.kernels.triton.attention.rope import norm_rope, norm_rope_write
+def _load_rope(_context: LoadContext) -> object:
+    from atom.kernels.triton.attention import rope
 
-    return {ops.norm_rope: norm_rope, ops.norm_rope_write: norm_rope_write}
+    return rope
 
 
-def _load_attention(context: LoadContext) -> Functions:
+def _load_attention(context: LoadContext) -> object:
     from atom.kernels.triton.attention.paged import NormRopeAttention, PagedAttention
 
-    return {
-        ops.paged_attention: context.share(PagedAttention),
-        ops.norm_rope_attention: context.share(NormRopeAttention),
-    }
+    paged, roped = context.share(PagedAttention), context.share(NormRopeAttention)
+    return SimpleNamespace(paged_attention=paged, norm_rope_attention=roped)
 
 
-def _load_latent(context: LoadContext) -> Functions:
+def _load_latent(context: LoadContext) -> object:
     from atom.kernels.triton.attention.latent import PagedLatentAttention, norm_rope_write_latent
 
-    return {
-        ops.norm_rope_write_latent: norm_rope_write_latent,
-        ops.paged_mla_attention: context.share(PagedLatentAttention),
-    }
+    attention = context.share(PagedLatentAttention)
+    return SimpleNamespace(norm_rope_write_latent=norm_rope_write_latent, paged_mla_attention=attention)
 
 
-def _load_router(context: LoadContext) -> Functions:
+def _load_router(context: LoadContext) -> object:
     from atom.kernels.triton.experts.router import Router
 
-    router = context.share(Router)
-    return {ops.router: router.router, ops.add_norm_router: router.add_norm_router}
+    return context.share(Router)
 
 
-def _load_grouping(_context: LoadContext) -> Functions:
-    from atom.kernels.triton.experts.grouping import combine, group
+def _load_grouping(_context: LoadContext) -> object:
+    from atom.kernels.triton.experts import grouping
 
-    return {ops.group: group, ops.combine: combine}
+    return grouping
 
 
-def _load_experts(context: LoadContext) -> Functions:
+def _load_experts(context: LoadContext) -> object:
     from atom.kernels.triton.experts.moe import Experts
 
-    experts = context.share(Experts)
-    return {ops.grouped_linear: experts.grouped_linear, ops.experts: experts.experts}
+    return context.share(Experts)
 
 
-def _load_speculation(_context: LoadContext) -> Functions:
-    from atom.kernels.triton.step.speculation import gumbel_argmax
+def _load_speculation(_context: LoadContext) -> object:
+    from atom.kernels.triton.step import speculation
 
-    return {ops.gumbel_argmax: gumbel_argmax}
-
-
-def _load_lora(_context: LoadContext) -> Functions:
-    from atom.kernels.triton.linear.lora import expand_lora, grouped_lora, lora
-
-    return {ops.lora: lora, ops.expand_lora: expand_lora, ops.grouped_lora: grouped_lora}
+    return speculation
 
 
-def _kernel(
-    op: Op, load: Callable[[LoadContext], Functions], accepts: Accepts = accepts_all, packed: Collection[str] = (),
-    acts: Collection[str] = (), gives: Collection[str] = (), **options: Any,
-) -> Kernel:  # fmt: skip
-    """packed, acts and gives: as in `OnDevice`"""
-    accepts = on_device("cuda", accepts, packed=packed, acts=acts, gives=gives)
-    return Kernel(op, "triton", accepts, loads(op, load), **options)
+def _load_lora(_context: LoadContext) -> object:
+    from atom.kernels.triton.linear import lora
+
+    return lora
+
+
+def _kernel(op: Op, *args: Any, **options: Any) -> Kernel:
+    return gpu_kernel(op, "triton", *args, **options)
 
 
 def _linear(op: Op) -> Kernel:
-    gives = () if op is ops.linear else GIVEN
-    return _kernel(op, _load_linears, accepts_linear, (*PACKED, *TYPES), ACTS, gives, packed_layout=layout_of_linears)
+    gives, kinds = () if op is ops.linear else GIVEN, (*PACKED, *TYPES)
+    options = {"acts": ACTS, "gives": gives, "packed_layout": layout_of_linears}
+    return _kernel(op, _load_linears, accepts_linear, packed=kinds, **options)
 
 
 layout_of_linears = kinds_in(SPLIT, TYPES)
@@ -314,13 +287,13 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.router, _load_router),
     _kernel(ops.add_norm_router, _load_router),
     _kernel(ops.group, _load_grouping),
-    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, PACKED),
+    _kernel(ops.grouped_linear, _load_experts, accepts_grouped, packed=PACKED),
     _kernel(ops.combine, _load_grouping),
     _kernel(ops.gumbel_argmax, _load_speculation),
     _kernel(ops.lora, _load_lora, accepts_lora),
     _kernel(ops.expand_lora, _load_lora, accepts_lora),
     _kernel(ops.grouped_lora, _load_lora),
-    _kernel(ops.experts, _load_experts, accepts_experts, PACKED),
+    _kernel(ops.experts, _load_experts, accepts_experts, packed=PACKED),
 )
 
 BACKEND = Backend(

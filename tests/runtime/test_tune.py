@@ -56,7 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
     monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(search, "find_gpu", lambda device: GPU)
-    monkeypatch.setattr(linear_tune, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
+    monkeypatch.setattr(linear_tune.LinearTuner, "candidates", lambda *_: [None, SLOW, FAST, WRONG, UNFIT])
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
 
 
@@ -224,7 +224,7 @@ def test_what_is_no_lack_of_room_for_an_option_is_not_hidden(
         raise error("an illegal memory access")
 
     model, graph = opened
-    monkeypatch.setattr(linear_tune, "candidates", lambda *shape: [None, SLOW])
+    monkeypatch.setattr(linear_tune.LinearTuner, "candidates", lambda *_: [None, SLOW])
     monkeypatch.setattr(linear, "multiply_matrix", fail)
     with pytest.raises(error, match="an illegal memory access"):
         tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
@@ -336,7 +336,7 @@ def test_gemms_of_experts_are_measured_besides_linears(
     model = Model(graph, bindings, 4, StepLimits(8, 64, 32), device="cpu", backend="triton")
     model.bind({kind.name: 2 for kind in assemble.cache_kinds(graph)})
     slow, fast = Tiles(16, 32, 32, 4, 1), Tiles(32, 32, 32, 4, 1)
-    monkeypatch.setattr(grouped_tune, "candidates", lambda shape, gpu: [slow, fast])
+    monkeypatch.setattr(grouped_tune.ExpertsTuner, "candidates", lambda *_: [slow, fast])
     tuners = [linear_tune.LinearTuner(model.device), grouped_tune.ExpertsTuner(model.device)]
     model.limits = StepLimits(8, 8, 32)
 

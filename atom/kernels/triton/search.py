@@ -8,7 +8,7 @@ a multiprocessor only while attention keeps another one busy. Clocks drift, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom.errors import is_out_of_memory
+from atom.graph import Graph
+from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
 from atom.kernels.triton.gpu import Gpu, find_gpu
-from atom.kernels.triton.linear.tiles import TileError
+from atom.kernels.triton.linear.tiles import Matrix, TileError
 from atom.kernels.triton.linear.weight_encoding import operand_of
 
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
@@ -119,12 +121,44 @@ def specialized(arg: Tensor | PackedWeight | None) -> Any:
     return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
 
 
-class ProductTuner:
-    """What the backend's tuners have in common: a GPU, and the search."""
+def methods_of(ops: Iterable[Op], objects: Mapping[str, object]) -> dict[tuple[Op, str], Callable[..., Any]]:
+    """The methods of backends' objects by op and backend, as a text names them."""
+    return {(op, backend): getattr(each, op.name) for op in ops for backend, each in objects.items()}
 
+
+class MatmulTuner:
+    """What the backend's tuners have in common: a GPU, classes of kernels, and the search."""
+
+    ops: tuple[Op, ...]  # that the classes have methods for
+    key_of: Callable[[Any], str]  # the key of a shape's parameters
+    matmuls_of: Callable[..., Sequence[Any]]  # (graph, backends) -> the matmuls of a text
+    candidates: Callable[[Any, Gpu], Sequence[Any]]  # parameters that may be the fastest for a shape
+    recorder: Callable[[Any], Any]  # (kinds) -> kernels that record their calls
     agrees, is_unfit = staticmethod(agrees), staticmethod(is_unfit)
     search, take_turns = staticmethod(search), staticmethod(take_turns)
 
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = find_gpu(device)
+    def __init__(self, device: torch.device, kinds: Mapping[str, Callable[[Find], object]]) -> None:
+        """kinds: the class of each backend whose matmuls it tunes"""
+        self._gpu, self._kinds = find_gpu(device), kinds
         self.gpu = self._gpu.name
+
+    def matmuls(self, graph: Graph) -> Sequence[Any]:
+        return self.matmuls_of(graph, self._kinds)
+
+    def recording(self) -> Any:
+        return self.recorder(self._kinds)
+
+    def key(self, rows: int, matmul: Any) -> str:
+        return self.key_of(matmul.shape(rows))
+
+    def trial(self, known: Find) -> Trial:
+        return Trial(known, self.key_of)
+
+    def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
+        return methods_of(self.ops, {backend: kind(find) for backend, kind in self._kinds.items()})
+
+    def options(self, rows: int, matmul: Any, find: Find) -> tuple[Any, list[Any]]:
+        shape = matmul.shape(rows)
+        current = find(shape, self._gpu)
+        as_run = current.as_run(rows, self._gpu, shape.encoding) if isinstance(current, Matrix) else current
+        return current, [each for each in self.candidates(shape, self._gpu) if each != as_run]

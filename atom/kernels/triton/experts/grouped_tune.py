@@ -21,16 +21,15 @@ from torch.fx import Node
 
 from atom.graph import BODY, HEAD, Graph, Shuffle, ops
 from atom.graph.graph import type_of
-from atom.graph.ops import Op
 from atom.graph.types import BITS, Type
 from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.experts import grouped_tiles
-from atom.kernels.triton.experts.grouped_tiles import Find, Parameters, Shape, Tiles, key_of, with_whole_groups
+from atom.kernels.triton.experts.grouped_tiles import Parameters, Shape, Tiles, key_of, with_whole_groups
 from atom.kernels.triton.experts.moe import Experts, describe
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear.shuffled import BLOCK_OUT, BOX, OTHER_MEMORY, Wgmma, box_bytes
 from atom.kernels.triton.linear.weight_encoding import Weight, WeightEncoding, encoding_of
-from atom.kernels.triton.search import ProductTuner, Trial, specialized
+from atom.kernels.triton.search import MatmulTuner, methods_of, specialized
 
 Kinds = Mapping[str, type[Experts]]  # by backend
 KINDS: Kinds = {"triton": Experts}
@@ -125,7 +124,7 @@ class Recording:
 
     def __init__(self, kinds: Kinds = KINDS) -> None:
         self._calls: dict[tuple[Any, ...], dict[Any, Callable[..., Tensor]]] = {}
-        self.kernels = _methods({backend: self._recording(kind)() for backend, kind in kinds.items()})
+        self.kernels = methods_of(OPS, {backend: self._recording(kind)() for backend, kind in kinds.items()})
 
     def calls_of(self, matmul: Matmul) -> list[Callable[..., Tensor]]:
         """The recorded calls of a GEMM; empty if other kernels take so few rows."""
@@ -155,38 +154,13 @@ def _multiply(run: Callable[..., Tensor], x: Tensor, weight: Weight, ends: Tenso
     return y[: int(ends[-1])]
 
 
-def _methods(experts: Mapping[str, Experts]) -> dict[tuple[Op, str], Callable[..., Any]]:
-    """The methods of these objects by op and backend, as a text names them."""
-    return {(op, backend): getattr(each, op.name) for op in OPS for backend, each in experts.items()}
-
-
-class ExpertsTuner(ProductTuner):
+class ExpertsTuner(MatmulTuner):
     """The `Tuner` of experts, by weights of 16 bits and packed ones."""
 
     table, what = "experts", "matmuls of experts"
     known, to_entry = staticmethod(grouped_tiles.finder), staticmethod(grouped_tiles.to_entry)
+    ops, key_of, candidates = OPS, staticmethod(key_of), staticmethod(candidates)
+    matmuls_of, recorder = staticmethod(matmuls_of), staticmethod(Recording)
 
     def __init__(self, device: torch.device, kinds: Kinds = KINDS) -> None:
-        """kinds: the class of each backend whose experts it tunes"""
-        super().__init__(device)
-        self._kinds = kinds
-
-    def matmuls(self, graph: Graph) -> list[Matmul]:
-        return matmuls_of(graph, self._kinds)
-
-    def recording(self) -> Recording:
-        return Recording(self._kinds)
-
-    def key(self, rows: int, matmul: Matmul) -> str:
-        return key_of(matmul.shape(rows))
-
-    def trial(self, known: Find) -> Trial:
-        return Trial(known, key_of)
-
-    def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
-        return _methods({backend: kind(find) for backend, kind in self._kinds.items()})
-
-    def options(self, rows: int, matmul: Matmul, find: Find) -> tuple[Parameters, list[Parameters]]:
-        shape = matmul.shape(rows)
-        current = find(shape, self._gpu)
-        return current, [each for each in candidates(shape, self._gpu) if each != current]
+        super().__init__(device, kinds)

@@ -25,7 +25,6 @@ from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.linear.tiles import (
     MAX_STAGES,
     MAX_TILES,
-    Find,
     Matrix,
     Parameters,
     Shape,
@@ -36,7 +35,7 @@ from atom.kernels.triton.linear.tiles import (
     to_entry,
 )
 from atom.kernels.triton.linear.weight_encoding import PLAIN, SPANS, WeightEncoding, encoding_of, encoding_of_weight
-from atom.kernels.triton.search import Call, ProductTuner, Trial, specialized
+from atom.kernels.triton.search import Call, MatmulTuner, methods_of, specialized
 
 Kinds = Mapping[str, type[Linears]]  # by backend
 KINDS: Kinds = {"triton": Linears}
@@ -177,7 +176,7 @@ class Recording:
 
     def __init__(self, kinds: Kinds = KINDS) -> None:
         self._calls: dict[tuple[int, int, int, WeightEncoding], dict[Any, Call]] = {}
-        methods = _methods({backend: kind() for backend, kind in kinds.items()})
+        methods = methods_of(OPS, {backend: kind() for backend, kind in kinds.items()})
         self.kernels = {(op, backend): self._note(op, run) for (op, backend), run in methods.items()}
 
     def calls_of(self, matmul: Matmul) -> list[Call]:
@@ -194,39 +193,13 @@ class Recording:
         return call
 
 
-def _methods(linears: Mapping[str, Linears]) -> dict[tuple[Op, str], Callable[..., Any]]:
-    """The methods of these objects by op and backend, as a text names them."""
-    return {(op, backend): getattr(each, op.name) for op in OPS for backend, each in linears.items()}
-
-
-class LinearTuner(ProductTuner):
+class LinearTuner(MatmulTuner):
     """The `Tuner` of linears, by weights of 16 bits and packed ones."""
 
     table, what = "linear", "linears"
     known, to_entry = staticmethod(finder), staticmethod(to_entry)
+    ops, key_of, candidates = OPS, staticmethod(key_of), staticmethod(candidates)
+    matmuls_of, recorder = staticmethod(matmuls_of), staticmethod(Recording)
 
     def __init__(self, device: torch.device, kinds: Kinds = KINDS) -> None:
-        """kinds: the class of each backend whose linears it tunes"""
-        super().__init__(device)
-        self._kinds = kinds
-
-    def matmuls(self, graph: Graph) -> list[Matmul]:
-        return matmuls_of(graph, self._kinds)
-
-    def recording(self) -> Recording:
-        return Recording(self._kinds)
-
-    def key(self, rows: int, matmul: Matmul) -> str:
-        return key_of(matmul.shape(rows))
-
-    def trial(self, known: Find) -> Trial:
-        return Trial(known, key_of)
-
-    def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
-        return _methods({backend: kind(find) for backend, kind in self._kinds.items()})
-
-    def options(self, rows: int, matmul: Matmul, find: Find) -> tuple[Parameters, list[Parameters]]:
-        shape = matmul.shape(rows)
-        current = find(shape, self._gpu)
-        as_run = current.as_run(rows, self._gpu, shape.encoding) if isinstance(current, Matrix) else current
-        return current, [each for each in candidates(shape, self._gpu) if each != as_run]
+        super().__init__(device, kinds)

@@ -1,23 +1,26 @@
 """Put a text in place of contents that a model cannot read.
 
-without_images([{"type": "image_url", "image_url": {"url": "data:…"}}], "image_url", "text")
+stand_ins([{"type": "image_url", "image_url": {"url": "data:…"}}], stand_in)
 # [{"type": "text", "text": "[image: not shown to this model]"}]
+
+They are in what tools return, and stay in the history: to refuse them would end an agent's session.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-IMAGE = "[image: not shown to this model]"  # in a tool's result, which stays in the history
+IMAGE = "[image: not shown to this model]"
+TEXTS = {"image_url": "text", "image": "text", "input_image": "input_text"}  # by type of an image: that of a text
 
 
-def without_images(content: Any, kind: str, text: str) -> Any:
-    """The content of a tool's result, as a body has it, with a text in place of each image.
+def stand_in(part: Any) -> Any:
+    """A text in place of an image, of the type that its API has; any other part unchanged."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return {"type": TEXTS[kind], "text": IMAGE} if isinstance(kind, str) and kind in TEXTS else part
 
-    kind: type of the API's images
-    text: type of its texts
-    """
-    if not isinstance(content, list):
-        return content
-    shown = {"type": text, "text": IMAGE}
-    return [shown if isinstance(part, dict) and part.get("type") == kind else part for part in content]
+
+def stand_ins(content: Any, stand_in: Callable[[Any], Any]) -> Any:
+    """The content of a tool's result, as a body has it, with texts in place of what the model cannot read."""
+    return [stand_in(part) for part in content] if isinstance(content, list) else content

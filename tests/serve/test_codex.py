@@ -118,7 +118,7 @@ def test_a_kind_of_tool_that_is_left_out_is_logged_once(config: Config, caplog: 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("required", "no namespace or web_search is called here; send a tool of the type function"),
+        ("required", "no namespace or web_search is called here; leave tool_choice out, or send a function"),
         ({"type": "web_search"}, "web_search choices are not supported here"),
         ({"type": "custom", "name": "apply_patch"}, "custom choices are not supported here"),
         ({"type": "function", "name": "spawn_agent"}, "there is no function spawn_agent in tools"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atom.serve.content import without_images
+from atom.serve.content import stand_in, stand_ins
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
 TEXT = {"type": "text", "text": "one"}
@@ -14,12 +14,17 @@ TEXT = {"type": "text", "text": "one"}
     ("content", "expected"),
     [
         ([TEXT, IMAGE, IMAGE], [TEXT] + [{"type": "text", "text": "[image: not shown to this model]"}] * 2),
-        ([{"type": "image"}, "image_url", 1], [{"type": "image"}, "image_url", 1]),
+        ([{"type": "input_image"}], [{"type": "input_text", "text": "[image: not shown to this model]"}]),
+        ([{"type": "image"}], [{"type": "text", "text": "[image: not shown to this model]"}]),
+        (
+            [{"type": "file"}, "image_url", 1, {"type": ["image"]}],
+            [{"type": "file"}, "image_url", 1, {"type": ["image"]}],
+        ),
         ("image_url", "image_url"),
         (None, None),
         ({"type": "image_url"}, {"type": "image_url"}),
     ],
-    ids=["images", "other parts", "text", "nothing", "no list"],
+    ids=["images", "of responses", "of messages", "other parts", "text", "nothing", "no list"],
 )
 def test_a_text_stands_in_place_of_each_image_and_the_rest_stays(content: Any, expected: Any):
-    assert without_images(content, "image_url", "text") == expected
+    assert stand_ins(content, stand_in) == expected

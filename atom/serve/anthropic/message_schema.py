@@ -7,6 +7,7 @@ What only Anthropic's servers make and read is taken too, since clients send bac
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -20,7 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from atom.serve.anthropic.stand_ins import stand_in, stand_ins
+from atom.serve.anthropic.stand_ins import stand_in
+from atom.serve.content import stand_ins
 from atom.serve.openai.schema import (
     BLOCKS,
     HINT,
@@ -89,7 +91,7 @@ Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextBlocks, Tag("a-
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Id
-    content: Annotated[Words, BeforeValidator(stand_ins)] | None = Field(
+    content: Annotated[Words, BeforeValidator(partial(stand_ins, stand_in=stand_in))] | None = Field(
         None, description="a text stands in place of an image or a PDF"
     )
     is_error: bool | None = Field(None, description="the model reads Error: before the content")
@@ -162,5 +164,5 @@ class Message(Body):
         """Put texts in place of images and documents next to results: Claude Code sends pages of a PDF so."""
         blocks = value.get("content") if isinstance(value, dict) else None
         if isinstance(blocks, list) and any(isinstance(b, dict) and b.get("type") == "tool_result" for b in blocks):
-            return value | {"content": [stand_in(block) for block in blocks]}
+            return value | {"content": stand_ins(blocks, stand_in)}
         return value

@@ -35,7 +35,16 @@ from atom.serve.chat_template import Conversation, encode_plain
 from atom.serve.context import Context
 from atom.serve.http.errors import FieldError, shown
 from atom.serve.ids import new_id
-from atom.serve.openai.schema import Function, NamedFunction, NamedTool, Tool
+from atom.serve.openai.schema import (
+    AllowedChoice,
+    AllowedTools,
+    Function,
+    NamedFunction,
+    NamedTool,
+    OtherTool,
+    Tool,
+)
+from atom.serve.openai.tools import offered_tools
 from atom.serve.output.output_parser import is_opened
 from atom.serve.output.parsers import ChatParsers
 from atom.serve.template_variables import SWITCHES, effort_variables
@@ -56,15 +65,14 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     """Prepare the prompt of a request. FieldError, or another RequestError, if that fails."""
     choice = body.tool_choice
     is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
-    tools = [openai_tool(tool) for tool in body.tools or () if isinstance(tool, MessageTool)]
-    leave_out(context, body)
+    tools, tool_choice = [openai_tool(tool) for tool in body.tools or ()], openai_choice(body)
+    offered = offered_tools(context, tools, tool_choice)
     new_call_id = partial(new_id, "toolu", "_")
-    choice_of_tools = openai_choice(body)
     turns = list(read_turns(body))
     parsers = ChatParsers(
         context.config,
-        tools,
-        choice_of_tools,
+        offered,
+        tool_choice,
         context.tokenizer,
         is_parallel=is_parallel,
         has_called=any(isinstance(block, CALLS + RESULTS) for _, blocks in turns for block in blocks),
@@ -83,28 +91,21 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     return Prepared(parsers, conversation)
 
 
-def leave_out(context: Context, body: CountRequest) -> None:
-    """Leave out the tools that Anthropic defines or runs. FieldError if nothing else can be called, and must be."""
-    hosted = [tool for tool in body.tools or () if isinstance(tool, HostedTool)]
-    choice = body.tool_choice
-    for tool in hosted:
-        is_only = isinstance(choice, FreeChoice) and choice.type == "any" and len(hosted) == len(body.tools or ())
-        if is_only or (isinstance(choice, OneTool) and choice.name == tool.name):
-            fix = "leave tool_choice out, or give a tool with an input_schema, which the client runs"
-            fault = f"tool_choice forces {tool.type}, a tool of Anthropic's own, which is not run here"
-            raise FieldError("tool_choice", f"{fault}; {fix}")
-        context.log_once(f"{tool.family} tools of Anthropic's own are left out of prompts: they are not run here")
-
-
-def openai_tool(tool: MessageTool) -> Tool:
+def openai_tool(tool: MessageTool | HostedTool) -> Tool | OtherTool:
+    if isinstance(tool, HostedTool):
+        return OtherTool.model_construct(type=tool.family)
     schema = tool.input_schema | ({"examples": tool.input_examples} if tool.input_examples else {})
     function = Function.model_construct(name=tool.name, description=tool.description, parameters=schema)
     return Tool.model_construct(type="function", function=function)
 
 
-def openai_choice(body: CountRequest) -> str | NamedTool | None:
+def openai_choice(body: CountRequest) -> str | NamedTool | AllowedChoice | None:
     choice = body.tool_choice
     if isinstance(choice, OneTool):
+        named = [each for each in body.tools or () if isinstance(each, HostedTool) and each.name == choice.name]
+        if named:
+            allowed = AllowedTools.model_construct(mode="required", tools=list(map(openai_tool, named)))
+            return AllowedChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
         function = NamedFunction.model_construct(name=choice.name)
         return NamedTool.model_construct(type="function", function=function)
     return None if choice is None else {"auto": "auto", "any": "required", "none": "none"}[choice.type]

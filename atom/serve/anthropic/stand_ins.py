@@ -1,9 +1,7 @@
 """Put texts in place of blocks that a model here cannot read.
 
-    stand_in({"type": "image", "source": {…}})        # {"type": "text", "text": "[image: not shown to this model]"}
-    readable_text(block.content)                      # of a result of a tool that Anthropic's servers ran
-
-They are what tools return, and stay in the history: to refuse them would end an agent's session.
+stand_in({"type": "document", "source": {…}})     # {"type": "text", "text": "[document: not shown to this model]"}
+readable_text(block.content)                      # of a result of a tool that Anthropic's servers ran
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from atom.serve.content import IMAGE
+from atom.serve import content
 from atom.serve.openai.schema import plain_json
 
 DOCUMENT = "[document: not shown to this model]"
@@ -22,28 +20,23 @@ STRUCTURED = ("search_result", "browser_state")  # blocks whose fields the model
 def stand_in(block: Any) -> Any:
     """The text block in place of a block, as bodies have them; any other block unchanged. PydanticCustomError too."""
     match block:
-        case {"type": "image" | "document"}:
+        case {"type": "document"}:
             text = readable(block)
         case {"type": "tool_reference", "tool_name": str(text)}:
             pass  # the model reads the tool itself in tools
         case {"type": kind} if kind in STRUCTURED:
             text = readable_text(plain_json(block))
         case _:
-            return block
+            return content.stand_in(block)
     return {"type": "text", "text": text}
 
 
-def stand_ins(content: Any) -> Any:
-    """The content of a result, with texts in place of what the model cannot read."""
-    return [stand_in(block) for block in content] if isinstance(content, list) else content
-
-
-def readable_text(content: Any) -> str:
+def readable_text(found: Any) -> str:
     """A content of JSON, at most MAX_DEPTH deep, as the model reads it: texts as they are, anything else as JSON."""
-    if isinstance(content, list) and all(is_text(block) for block in content):
-        return "\n".join(block["text"] for block in content)
-    found = readable(content)
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    if isinstance(found, list) and all(is_text(block) for block in found):
+        return "\n".join(block["text"] for block in found)
+    shown = readable(found)
+    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 def is_text(block: Any) -> bool:
@@ -54,7 +47,7 @@ def readable(value: Any) -> Any:
     """JSON without fields that are opaque, and with texts in place of images and documents."""
     match value:
         case {"type": "image"}:
-            return IMAGE
+            return content.IMAGE
         case {"type": "document", "source": {"type": "text", "data": str(text)}}:
             return text
         case {"type": "document", "source": {"type": "content", "content": str(text)}}:

@@ -10,12 +10,13 @@ stored response (previous_response_id, conversation, background, item references
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, LiteralString
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from atom.serve.content import without_images
+from atom.serve.content import stand_in, stand_ins
 from atom.serve.openai.schema import (
     CHOICES,
     HINT,
@@ -59,7 +60,7 @@ class InputText(Body):
 TEXTS = ("input_text", "output_text", "reasoning_text")
 TextContent = Annotated[InputText | RefusalPart, Discriminator("type"), of_types(*TEXTS, also=("refusal",))]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[List[TextContent], Tag("a-list")], Discriminator(tag_of)]
-Result = Annotated[Content, BeforeValidator(lambda content: without_images(content, "input_image", "input_text"))]
+Result = Annotated[Content, BeforeValidator(partial(stand_ins, stand_in=stand_in))]
 
 
 class Message(Body):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, LiteralString, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from atom.serve.content import without_images
+from atom.serve.content import stand_in, stand_ins
 
 MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
 MAX_DEPTH = 100  # of JSON in a body, since later readers recurse
@@ -340,7 +340,7 @@ class ChatMessage(Body):
     def replace_images(cls, value: Any) -> Any:
         """A tool's result with a text in place of each image."""
         if isinstance(value, dict) and value.get("role") == "tool" and "content" in value:
-            return value | {"content": without_images(value["content"], "image_url", "text")}
+            return value | {"content": stand_ins(value["content"], stand_in)}
         return value
 
 

@@ -2,8 +2,8 @@
 
     tools = offered_tools(context, body.tools, body.tool_choice)
 
-Agents send web search, namespaces and the like with every request, whether or not a model uses them. They are left out,
-and each kind is logged once. A choice that forces one of them is refused.
+Agents send web search and the like with every request, whether or not a model uses them. They are left out, Anthropic's
+own tools too, and each kind is logged once. A choice that forces one of them is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def offered_tools(
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
     if kinds and mode == "required" and all(isinstance(each, OtherTool) for each in allowed):
         fault = f"tool_choice forces a call, but no {' or '.join(kinds)} is called here"
-        raise FieldError("tool_choice", f"{fault}; send a tool of the type function, which the client runs")
+        raise FieldError("tool_choice", f"{fault}; leave tool_choice out, or send a function, which the client runs")
     for kind in kinds:
         context.log_once(f"tools of the type {kind} are left out of prompts: a model is shown functions only")
     return [each for each in tools or () if isinstance(each, Tool)]

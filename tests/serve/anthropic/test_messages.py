@@ -212,8 +212,8 @@ def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
          "tool_choice: there is no function g in tools (known: look_up)"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}],
           "tool_choice": {"type": "tool", "name": "web_search"}}, anthropic.BadRequestError,
-         "tool_choice forces web_search_20250305, a tool of Anthropic's own, which is not run here; "
-         "leave tool_choice out, or give a tool with an input_schema, which the client runs"),
+         "tool_choice forces a call, but no web_search is called here; "
+         "leave tool_choice out, or send a function, which the client runs"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}, "thinking": {"type": "enabled"}}, anthropic.BadRequestError,
          "a forced tool call has no room for thinking; disable it or send tool_choice auto"),
     ],

@@ -32,7 +32,7 @@ from atom.config.bounded_yaml import parse_yaml
 from atom.config.folders import CONF, GROUPS
 from atom.config.model_files import SEARCHPATH, ModelFile, model_files, search_path_of
 from atom.config.overrides import parse
-from atom.config.schema_keys import inner_blocks, plain_fields
+from atom.config.schema_keys import inner_blocks, plain_fields, value_above
 from atom.config.spelling import override
 from atom.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from atom.sampling_params import GENERATION
@@ -72,6 +72,8 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
                 if f"{key}.".startswith(f"{at}.") and OmegaConf.select(composed, at) is None:
                     parent, _, name = at.rpartition(".")
                     OmegaConf.update(composed, parent, {name: {}}, merge=True)
+            if above := value_above(schema, key):
+                raise ConfigError(f"{key}: {above[0]} takes {above[1]}, and has no fields; write {above[0]}=…")
             check_entry(composed, key)
             OmegaConf.update(composed, key, parsed.value(), merge=True)
     except (HydraException, OmegaConfBaseException):
@@ -87,7 +89,7 @@ def check_entry(composed: DictConfig, key: str) -> None:
         if isinstance(node, ListConfig) and not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
             entries = f"its entries are {at}.0 to {at}.{len(node) - 1}" if len(node) else "it is empty"
             raise ConfigError(f"{key}: {at} is a list, and {entries}; write {at}=[…]")
-        if node is None and part.isdecimal():
+        if node is None:
             raise ConfigError(f"{key}: {at} is null; write {at}=…")
         index = int(part) if isinstance(node, ListConfig) else part
         if not isinstance(node, DictConfig | ListConfig) or OmegaConf.is_interpolation(node, index):

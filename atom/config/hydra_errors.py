@@ -37,6 +37,7 @@ WRONG_VALUES = {  # OmegaConf's message -> what the value is not
     r"Value '(.*)' of type '\w+' could not be converted to Integer": "a whole number",
     r"Value '(.*)' of type '\w+' could not be converted to Float": "a number",
     r"Value '(.*)' is not a valid bool \(type \w+\)": "true or false",
+    r"Cannot convert '\w+' to string: '(.*)'": "a text",
 }
 NUM_BYTES = f"a number of bytes, as 4294967296, 4GB or 4GiB; units: {', '.join(UNITS)}"
 

@@ -16,6 +16,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from atom.config.schema import SET_BY_LOAD, Config, Jobs
 
+SCALARS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}  # in words
+
 
 def types_of(kind: Any) -> Mapping[str, Any]:
     """The type of each field of a block, read from its text once."""
@@ -78,6 +80,23 @@ def block_of(kind: Any) -> Any:
     while get_origin(kind) in (UnionType, list):
         kind = get_args(kind)[0]
     return kind if is_dataclass(kind) else None
+
+
+def value_above(schema: Any, key: str) -> tuple[str, str] | None:
+    """The field of a text, number or bool that a key continues after: its key, and what it takes; None without one."""
+    kind, at = schema, ""
+    for name in key.split("."):
+        inner = get_args(kind)[0] if get_origin(kind) is UnionType else kind
+        if inner in SCALARS:
+            return at, SCALARS[inner]
+        if get_origin(inner) is list and name.isdecimal():
+            kind = get_args(inner)[0]
+        elif is_dataclass(inner) and name in types_of(inner):
+            kind = types_of(inner)[name]
+        else:
+            return None
+        at = f"{at}.{name}".lstrip(".")
+    return None
 
 
 def plain_fields(schema: Any) -> list[str]:

@@ -321,7 +321,7 @@ class HTTPConfig:
     max_stop_sequences: int = number(16, 0, INT32)  # stop strings of a request
     max_top_n_tokens: int = number(20, 0, 20)  # logprobs that a request may ask for at each token
     best_of: int = number(16, 1, 128)  # answers that a request may ask for, n included
-    max_body: int = number(8 << 20, 1, MAX_BYTES)  # bytes of a request's body
+    max_body: int = number(32 << 20, 1, MAX_BYTES)  # bytes of a request's body
     drain_seconds: float = number(30.0, 0)  # seconds for running requests to end after SIGTERM or Ctrl-C
     enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info: special tokens and the chat template
     vllm_metrics: bool = False  # add vLLM's names and buckets to /metrics

@@ -247,3 +247,15 @@ def test_a_body_too_large_is_refused_in_anthropics_words_too(server: Server):
     request_id = re.search(rb"\r\nx-request-id: (req-\w+)", head)
     assert request_id is not None
     assert json.loads(body) == {"type": "error", "error": told, "request_id": request_id[1].decode()}
+
+
+def test_a_body_as_large_as_anthropics_api_takes_is_served(client: anthropic.Anthropic):
+    """32 MB, which agents reach by the pictures in their histories."""
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 31_998_000}}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"name": "a"}}
+    messages: Any = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [picture]}]},
+    ]
+    assert client.messages.count_tokens(model="talker", messages=messages).input_tokens > 0

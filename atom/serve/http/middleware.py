@@ -178,12 +178,16 @@ class Guard:
     async def _find_tenant(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
     ) -> tuple[Tenant | None, Receive]:
-        """Whose request it is, and what receives its body. SignatureError if its signature does not count."""
-        found = self._everybody or self.find_key_holder(headers)
-        if found is not None or self._verifier is None or b"signature-input" not in headers:
-            return found, receive
+        """Whose request it is, and what receives its body. SignatureError if its signature does not count.
+
+        A key of nobody next to a signature does not matter: SDKs always send one.
+        """
+        if self._everybody is not None or self._verifier is None or b"signature-input" not in headers:
+            return self._everybody or self.find_key_holder(headers), receive
         fields = Fields(scope["headers"])
         name, signature = self._verifier.verify(find_signatures(fields), request_components(scope, fields))
+        if any(self._find_holder(key) not in (None, self._tenants[name]) for key in find_keys(headers)):
+            raise SignatureError("the API key is of another client; send the key or the signature")
         body = BodyDigest(fields.get("content-digest") or "") if covers_digest(signature) else None
         receive = await read_digested(receive, body)
         self._verifier.note(signature)

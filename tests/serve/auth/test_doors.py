@@ -141,6 +141,30 @@ def test_the_example_of_the_docs_signs_a_request(
     assert "'object': 'text_completion'" in capsys.readouterr().out
 
 
+def test_a_key_and_a_signature_have_to_be_of_one_client(doors: Server):
+    for other in (
+        DAVE,
+        {"authorization": "Bearer bobs-key"},
+        {"x-api-key": "none", "authorization": "Bearer bobs-key"},
+    ):
+        answer = Signed(BODY, more=other).ask(doors)
+        assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_signature"), other
+        message = "the signature does not count: the API key is of another client; send the key or the signature"
+        assert answer.json["error"]["message"] == message
+    headers = Signed(BODY).headers() | DAVE | {"signature": "pyhms=:AAAA:"}
+    assert wire.ask(doors.url, "POST", "/v1/completions", BODY, headers).status == 401, "a signature has to count"
+    answer = Signed(BODY, more={"authorization": "Bearer none", "x-request-id": "of-alice-too"}).ask(doors)
+    assert answer.status == 200, "of nobody, as SDKs send it"
+    assert serving.wait_for_entry(doors, request_id="of-alice-too")["key"] == "alice"
+
+
+def test_one_tenant_may_send_its_key_and_a_signature(start_server: Start, tmp_path: Path):
+    (tmp_path / "keys.yaml").write_text(f'alice: {{key: alices, public_key: "{ssh(ALICE.public_key())}"}}\n')
+    server = start_server(f"serve.http.api_keys=@{tmp_path}/keys.yaml", stub={})
+    time.sleep(1.0)  # what is signed in the second of the start does not count
+    assert Signed(BODY, more={"x-api-key": "alices"}).ask(server).status == 200
+
+
 def test_the_key_of_the_log_and_of_metrics_is_a_name(doors: Server):
     before = wire.metrics(doors.url, DAVE)
     assert Signed(BODY).ask(doors, Signed(BODY).headers() | {"x-request-id": "of-alice"}).status == 200

@@ -186,3 +186,55 @@ def test_a_history_is_that_of_a_chat(prompt_of: Callable[..., str]):
     prompt = prompt_of(FIRST | {"input": items})
     assert prompt == prompt_of(chat(*messages), CHAT)
     assert "gAAAA" not in prompt and "base64" not in prompt
+
+
+SAID = "[The following images are tool output]"
+MOVED: dict[str, dict[str, Any]] = {  # a tool's image in a message of the user after its result, as litellm 1.110 puts it
+    CHAT: {
+        "messages": [
+            {"role": "user", "content": "fix the test"},
+            {"role": "assistant", "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "shot", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c1", "name": "shot", "content": [{"type": "text", "text": "a"}]},
+            {"role": "user", "content": [
+                {"type": "text", "text": SAID},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]},
+        ],
+    },
+    RESPONSES: {
+        "input": [
+            ASKED,
+            {"type": "function_call", "call_id": "c1", "name": "shot", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "a"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": SAID}, PICTURE]},
+        ],
+    },
+    "/v1/messages": {
+        "model": "talker",
+        "max_tokens": 5,
+        "messages": [
+            {"role": "user", "content": "fix the test"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "shot", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "a"}]},
+            {"role": "user", "content": [
+                {"type": "text", "text": SAID},
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}]},
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", MOVED)
+def test_an_image_that_a_client_moves_from_a_result_to_the_user_is_a_text(prompt_of: Callable[..., str], path: str):
+    told = "\n".join([SAID, IMAGE])
+    assert f"<|im_start|>tool\na<|im_end|>\n<|im_start|>user\n{told}<|im_end|>\n" in prompt_of(MOVED[path], path)
+
+
+@pytest.mark.parametrize("path", MOVED)
+def test_an_image_of_the_users_own_is_refused(config: Config, path: str):
+    name = "input" if path == RESPONSES else "messages"
+    *before, own = MOVED[path][name]
+    for messages in ([own], [*before, {"role": "assistant", "content": "b"}, own]):
+        answer, seen = scripted.post(config, Said(["Hi"]), MOVED[path] | {name: messages}, path)
+        assert (answer.status_code, seen) == (400, [])
+        assert "blocks are not supported here" in answer.json()["error"]["message"]

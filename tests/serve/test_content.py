@@ -16,15 +16,13 @@ TEXT = {"type": "text", "text": "one"}
         ([TEXT, IMAGE, IMAGE], [TEXT] + [{"type": "text", "text": "[image: not shown to this model]"}] * 2),
         ([{"type": "input_image"}], [{"type": "input_text", "text": "[image: not shown to this model]"}]),
         ([{"type": "image"}], [{"type": "text", "text": "[image: not shown to this model]"}]),
-        (
-            [{"type": "file"}, "image_url", 1, {"type": ["image"]}],
-            [{"type": "file"}, "image_url", 1, {"type": ["image"]}],
-        ),
+        ([{"type": "file"}], [{"type": "text", "text": "[document: not shown to this model]"}]),
+        ([{"type": "sound"}, "file", 1, {"type": ["image"]}], [{"type": "sound"}, "file", 1, {"type": ["image"]}]),
         ("image_url", "image_url"),
         (None, None),
         ({"type": "image_url"}, {"type": "image_url"}),
     ],
-    ids=["images", "of responses", "of messages", "other parts", "text", "nothing", "no list"],
+    ids=["images", "of responses", "of messages", "files", "other parts", "text", "nothing", "no list"],
 )
 def test_a_text_stands_in_place_of_each_image_and_the_rest_stays(content: Any, expected: Any):
     assert stand_ins(content, stand_in) == expected

@@ -17,12 +17,11 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from atom.serve.anthropic.stand_ins import stand_in
-from atom.serve.content import stand_ins
+from atom.serve.content import read_results, stand_ins
 from atom.serve.openai.schema import (
     BLOCKS,
     HINT,
@@ -158,11 +157,15 @@ class Message(Body):
     )
     output_config: MessageConfig | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def read_results(cls, value: Any) -> Any:
-        """Put texts in place of images and documents next to results: Claude Code sends pages of a PDF so."""
-        blocks = value.get("content") if isinstance(value, dict) else None
-        if isinstance(blocks, list) and any(isinstance(b, dict) and b.get("type") == "tool_result" for b in blocks):
-            return value | {"content": stand_ins(blocks, stand_in)}
-        return value
+
+def has_result(message: dict[str, Any]) -> bool:
+    """Whether a message has a tool's result. Images and documents next to one are of it: Claude Code sends PDFs so."""
+    blocks = message.get("content")
+    return isinstance(blocks, list) and any(isinstance(b, dict) and b.get("type") == "tool_result" for b in blocks)
+
+
+Messages = Annotated[
+    List[Message],
+    Field(min_length=1),
+    BeforeValidator(partial(read_results, is_result=has_result, stand_in=stand_in)),
+]

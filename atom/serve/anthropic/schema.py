@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, LiteralString
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from atom.serve.anthropic.message_schema import CacheControl, Message, ToolName, Words
+from atom.serve.anthropic.message_schema import CacheControl, Messages, ToolName, Words
 from atom.serve.openai.schema import LABEL, Body, Count, Int32, JSONObject, List, Positive, Text, Word, of_types
 from atom.serve.refused_fields import REFUSED
 
@@ -161,7 +161,7 @@ class CountRequest(Body):
     """The fields that make up a prompt."""
 
     model: str
-    messages: List[Message] = Field(min_length=1)
+    messages: Messages
     system: Words | None = None
     tools: List[AnyTool] | None = Field(None, max_length=512)
     tool_choice: Annotated[FreeChoice | OneTool | NoTool, Discriminator("type")] | None = None

@@ -12,7 +12,6 @@ from typing import Any
 from atom.serve import content
 from atom.serve.openai.schema import plain_json
 
-DOCUMENT = "[document: not shown to this model]"
 OPAQUE = ("encrypted_", "cache_control", "citations")  # begin the names of fields that say nothing to a model
 STRUCTURED = ("search_result", "browser_state")  # blocks whose fields the model reads as JSON
 
@@ -55,7 +54,7 @@ def readable(value: Any) -> Any:
         case {"type": "document", "source": {"type": "content", "content": list(blocks)}} if all(map(is_text, blocks)):
             return "\n".join(block["text"] for block in blocks)
         case {"type": "document"}:
-            return DOCUMENT
+            return content.DOCUMENT
         case dict():
             return {name: readable(each) for name, each in value.items() if not name.startswith(OPAQUE)}
         case list():

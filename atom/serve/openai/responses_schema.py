@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, LiteralString
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from atom.serve.content import stand_in, stand_ins
+from atom.serve.content import read_results
 from atom.serve.openai.schema import (
     CHOICES,
     HINT,
@@ -60,7 +60,6 @@ class InputText(Body):
 TEXTS = ("input_text", "output_text", "reasoning_text")
 TextContent = Annotated[InputText | RefusalPart, Discriminator("type"), of_types(*TEXTS, also=("refusal",))]
 Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[List[TextContent], Tag("a-list")], Discriminator(tag_of)]
-Result = Annotated[Content, BeforeValidator(partial(stand_ins, stand_in=stand_in))]
 
 
 class Message(Body):
@@ -98,7 +97,7 @@ class CustomCall(Body):
 class CallOutput(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
-    output: Result = Field(description="a text stands in place of an image")
+    output: Content = Field(description="a text stands in place of an image")
     name: Id | None = Field(None, description=LABEL)
     caller: JSONObject | None = Field(None, description=LABEL)
     id: Id | None = Field(None, description=LABEL)
@@ -140,6 +139,11 @@ Item = Annotated[
     Discriminator(item_type),
     of_types("message", "function_call", "custom_tool_call", *OUTPUTS, "reasoning"),
     BeforeValidator(refuse_reference),
+]
+Items = Annotated[
+    List[Item],
+    Field(min_length=1),
+    BeforeValidator(partial(read_results, is_result=lambda item: item.get("type") in OUTPUTS)),
 ]
 
 
@@ -218,7 +222,7 @@ class ResponseStreamOptions(Body):
 
 class ResponsesRequest(Sampling):
     input: Annotated[
-        Annotated[Text, Tag("a-text")] | Annotated[List[Item], Field(min_length=1), Tag("a-list")],
+        Annotated[Text, Tag("a-text")] | Annotated[Items, Tag("a-list")],
         Discriminator(tag_of),
     ]
     instructions: Text | None = Field(None, description="a system message in front")

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Annotated, Any, Literal, LiteralString, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from atom.serve.content import stand_in, stand_ins
+from atom.serve.content import read_results
 
 MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
 MAX_DEPTH = 100  # of JSON in a body, since later readers recurse
@@ -335,13 +336,12 @@ class ChatMessage(Body):
     audio: Annotated[None, must_be_null("models read only text here; leave it out")] = None  # of such an answer, too
     function_call: Annotated[None, must_be_null("send tool_calls")] = None  # the same
 
-    @model_validator(mode="before")
-    @classmethod
-    def replace_images(cls, value: Any) -> Any:
-        """A tool's result with a text in place of each image."""
-        if isinstance(value, dict) and value.get("role") == "tool" and "content" in value:
-            return value | {"content": stand_ins(value["content"], stand_in)}
-        return value
+
+ChatMessages = Annotated[
+    List[ChatMessage],
+    Field(min_length=1),
+    BeforeValidator(partial(read_results, is_result=lambda message: message.get("role") == "tool")),
+]
 
 
 class Function(Body):
@@ -410,8 +410,8 @@ def refuse_audio(modalities: Any) -> Any:
 
 
 class ChatRequest(Generation):
-    messages: List[ChatMessage] | None = Field(None, min_length=1)
-    prompt: List[ChatMessage] | None = Field(None, min_length=1, description="another name of messages")
+    messages: ChatMessages | None = None
+    prompt: ChatMessages | None = Field(None, description="another name of messages")
     max_tokens: Positive | None = Field(None, description="what remains of the context where the server says nothing")
     max_completion_tokens: Positive | None = Field(None, description="counts before max_tokens")
     logprobs: bool | None = None
@@ -458,7 +458,7 @@ class EmbeddingRequest(Body):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: Text | None = Field(None, description="where it spells a special token, it is that token")
-    messages: List[ChatMessage] | None = Field(None, min_length=1)
+    messages: ChatMessages | None = None
     tools: List[AnyTool] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: bool | None = Field(None, description="as in a chat")

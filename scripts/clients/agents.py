@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from scripts.clients.servers import serve_script
 from scripts.clients.verdict import SHOWN, Verdict, find_refused, run_client
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+MCP_SERVER = Path(__file__).with_name("mcp_server.py")
 TASK = "Write add.py, so that check.py passes."
 TRIED = "look, edit, test, fix, test"
 WRONG, RIGHT = "return a - b", "return a + b"
@@ -74,7 +76,9 @@ def read_environment(heading: str, url: str) -> dict[str, str]:
 
 def configure_codex(home: Path, url: str) -> dict[str, str]:
     quiet = "check_for_update_on_startup = false\n{}\n[analytics]\nenabled = false\n"
-    (home / "config.toml").write_text(quiet.format(read_settings("Codex", url)))
+    command = {"command": sys.executable, "args": [str(MCP_SERVER)], "cwd": str(home.parent / "workspace")}
+    checker = "\n".join(["[mcp_servers.checker]", *(f"{name} = {json.dumps(each)}" for name, each in command.items())])
+    (home / "config.toml").write_text(quiet.format(f"{read_settings('Codex', url)}\n{checker}\n"))
     (home / "summary.json").write_text(json.dumps(SUMMARY))
     return {"CODEX_HOME": str(home), "ATOM_API_KEY": "none"}
 
@@ -98,14 +102,15 @@ def configure_opencode(home: Path, url: str) -> dict[str, str]:
 
 
 def codex_calls(workspace: Path) -> list[Call]:
-    """It has a shell, in which `apply_patch` is its own."""
+    """It has a shell, in which `apply_patch` is its own, and runs the last test by an MCP server."""
     patches = (
         f"*** Add File: add.py\n+def add(a, b):\n+    {WRONG}\n",
         f"*** Update File: add.py\n@@\n-    {WRONG}\n+    {RIGHT}\n",
     )
     edits = [f"apply_patch <<'EOF'\n*** Begin Patch\n{patch}*** End Patch\nEOF" for patch in patches]
     look = Call("view_image", {"path": str(workspace / "picture.png")})
-    return [look, *(Call("exec_command", {"cmd": command}) for command in (edits[0], RUN, edits[1], RUN))]
+    commands = [Call("exec_command", {"cmd": command}) for command in (edits[0], RUN, edits[1])]
+    return [look, *commands, Call("mcp__checker__run", {})]
 
 
 def claude_calls(workspace: Path) -> list[Call]:

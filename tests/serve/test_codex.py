@@ -89,9 +89,10 @@ def prompt_of(config: Config, talker: Path) -> Callable[..., str]:
 
 
 def chat(*messages: dict[str, Any]) -> dict[str, Any]:
-    """The chat that asks for the same, with the one tool that a model is shown."""
+    """The chat that asks for the same, with the two tools that a model is shown."""
     function = {key: EXEC[key] for key in ("name", "description", "parameters")}
-    return {"messages": list(messages), "tools": [{"type": "function", "function": function}]}
+    spawn = function | {"name": "multi_agent_v1__spawn_agent", "description": "Sub-agents.\n\nRuns a command."}
+    return {"messages": list(messages), "tools": [{"type": "function", "function": each} for each in (function, spawn)]}
 
 
 def test_the_first_request_is_that_of_a_chat_with_its_functions(config: Config, prompt_of: Callable[..., str]):
@@ -102,7 +103,7 @@ def test_the_first_request_is_that_of_a_chat_with_its_functions(config: Config, 
     whole = scripted.post(config, Said([CALL]), FIRST | {"stream": False}, RESPONSES)[0].json()
     (call,) = Response.model_validate(whole).output
     assert call.type == "function_call" and (call.name, call.arguments) == ("exec_command", '{"cmd": "ls"}')
-    assert whole["tools"] == [EXEC], "those that the model was shown"
+    assert whole["tools"] == [EXEC, AGENTS], "those that the model was shown"
 
 
 def test_a_kind_of_tool_that_is_left_out_is_logged_once(config: Config, caplog: pytest.LogCaptureFixture):
@@ -112,27 +113,59 @@ def test_a_kind_of_tool_that_is_left_out_is_logged_once(config: Config, caplog: 
 
     scripted.post(config, Said(["Hi"]), FIRST, RESPONSES, before=ask_twice)
     left_out = [each for each in caplog.messages if "left out of prompts" in each]
-    assert [each.split()[4] for each in left_out] == ["custom", "namespace", "tool_search", "web_search"]
+    assert [each.split()[4] for each in left_out] == ["custom", "tool_search", "web_search"]
 
 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("required", "no namespace or web_search is called here; leave tool_choice out, or send a function"),
+        ("required", "no custom or web_search is called here; leave tool_choice out, or send a function"),
         ({"type": "web_search"}, "web_search choices are not supported here"),
         ({"type": "custom", "name": "apply_patch"}, "custom choices are not supported here"),
         ({"type": "function", "name": "spawn_agent"}, "there is no function spawn_agent in tools"),
-        ({"type": "allowed_tools", "mode": "required", "tools": [SEARCH]}, "no namespace or web_search is called here"),
+        ({"type": "allowed_tools", "mode": "required", "tools": [SEARCH]}, "no custom or web_search is called here"),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "mcp"}]},
+            "there is no function mcp in tools",
+        ),
     ],
-    ids=["required", "web_search", "custom", "function", "allowed_tools"],
+    ids=["required", "web_search", "custom", "function", "allowed_tools", "namespace"],
 )
 def test_a_choice_that_forces_what_is_left_out_is_refused_by_name(config: Config, choice: Any, message: str):
-    tools = [AGENTS, SEARCH] if choice == "required" or "mode" in choice else [EXEC, AGENTS, SEARCH]
+    is_of_none = choice == "required" or ("mode" in choice and choice["tools"] == [SEARCH])
+    tools = [PATCH_TOOL, SEARCH] if is_of_none else [EXEC, AGENTS, SEARCH]
     answer, seen = scripted.post(
         config, Said(["Hi"]), FIRST | {"stream": False, "tools": tools, "tool_choice": choice}, RESPONSES
     )
     assert (answer.status_code, answer.json()["error"]["param"], seen) == (400, "tool_choice", [])
     assert message in answer.json()["error"]["message"]
+
+
+SPAWN = '<tool_call>\n{"name": "multi_agent_v1__spawn_agent", "arguments": {"cmd": "ls"}}\n</tool_call>'
+
+
+def test_a_call_of_a_namespace_is_named_as_codex_takes_it(config: Config):
+    """Codex 0.171 refuses the flat name: "unsupported call"."""
+    whole = scripted.post(config, Said([SPAWN, CALL]), FIRST | {"stream": False}, RESPONSES)[0].json()
+    first, second = Response.model_validate(whole).output
+    assert first.type == second.type == "function_call"
+    assert (first.name, first.namespace, first.arguments) == ("spawn_agent", "multi_agent_v1", '{"cmd": "ls"}')
+    assert (second.name, second.namespace) == ("exec_command", None) and "namespace" not in whole["output"][1]
+    streamed, _ = scripted.post(config, Said([SPAWN[:40], SPAWN[40:] + CALL]), FIRST, RESPONSES)
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line[:5] == "data:"]
+    named = [(each["item"]["name"], each["item"].get("namespace")) for each in events if "item" in each]
+    assert named == [("spawn_agent", "multi_agent_v1")] * 2 + [("exec_command", None)] * 2, "added and done"
+    last = Response.model_validate(events[-1]["response"]).output
+    assert [(each.name, each.namespace) for each in last if each.type == "function_call"] == named[::2]
+
+
+def test_an_allowed_namespace_is_all_its_functions(prompt_of: Callable[..., str]):
+    tools = [EXEC, AGENTS | {"tools": [EXEC, EXEC | {"name": "close_agent"}, PATCH_TOOL]}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "multi_agent_v1"}]}
+    assert prompt_of(FIRST | {"tools": tools, "tool_choice": choice}) == prompt_of(FIRST | {"tools": tools[1:]})
+    prompt = prompt_of(FIRST | {"tools": tools[1:]})
+    assert "multi_agent_v1__exec_command" in prompt and "multi_agent_v1__close_agent" in prompt
+    assert prompt.count("Sub-agents.") == 1 and "apply_patch" not in prompt
 
 
 def test_a_choice_of_what_is_left_out_and_a_function_is_that_of_the_function(prompt_of: Callable[..., str]):

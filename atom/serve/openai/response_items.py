@@ -10,7 +10,7 @@ An item ends before the next one begins. Events are numbered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Raw
@@ -24,9 +24,12 @@ PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the type of
 
 
 class ItemStream:
-    def __init__(self, *, is_streamed: bool = True) -> None:
-        """is_streamed: write events; else only the items are wanted, and every event is empty"""
-        self._is_streamed = is_streamed
+    def __init__(self, names: Mapping[str, Mapping[str, str]] | None = None, *, is_streamed: bool = True) -> None:
+        """names: by the flat name of a function in a namespace, the fields of a call that name it
+
+        is_streamed: write events; else only the items are wanted, and every event is empty
+        """
+        self._names, self._is_streamed = names or {}, is_streamed
         self.done: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # that is not closed
         self._texts: list[str] = []  # of it
@@ -84,7 +87,10 @@ class ItemStream:
         return data + self._add(text, logprobs)
 
     def _call(self, call: ToolDelta) -> bytes:
-        data = b"" if call.id is None else self._begin("function_call", call_id=call.id, name=call.name, arguments="")
+        data = b""
+        if call.id is not None:
+            named = self._names.get(call.name or "", {"name": call.name})
+            data = self._begin("function_call", call_id=call.id, **named, arguments="")
         return data + self._add(call.arguments)
 
     def _begin(self, kind: str, **fields: Any) -> bytes:
@@ -118,9 +124,11 @@ class ItemStream:
         return {"logprobs": logprobs} if kind == "message" else {}
 
 
-def output_items(delta: Delta, logprobs: Sequence[Raw], status: str) -> list[dict[str, Any]]:
-    """The items of a whole answer. status: of the last one."""
-    items = ItemStream(is_streamed=False)
+def output_items(
+    delta: Delta, logprobs: Sequence[Raw], status: str, names: Mapping[str, Mapping[str, str]]
+) -> list[dict[str, Any]]:
+    """The items of a whole answer. status: of the last one. names: as in `ItemStream`"""
+    items = ItemStream(names, is_streamed=False)
     items.push(delta, logprobs)
     for _ in items.close(status):
         pass

@@ -26,6 +26,7 @@ from atom.serve.http.response import ActiveResponse, Choice, EngineRequest, Resp
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import parsers_of, template_kwargs
 from atom.serve.openai.logprobs import chat_logprobs, raw
+from atom.serve.openai.namespaces import GivenTool, call_names, flat_name, flat_tools
 from atom.serve.openai.params import find_constraint, request_options, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
@@ -38,6 +39,8 @@ from atom.serve.openai.responses_schema import (
     FunctionTool,
     InputText,
     Message,
+    NamespaceChoice,
+    NamespaceTool,
     PlainFormat,
     Reasoning,
     ResponsesRequest,
@@ -116,7 +119,8 @@ class ResponsesResponder(Responder):
         id = new_id("resp", "_") if body.request_id is None else f"resp_{body.request_id}"
         super().__init__(context, body.model, id, is_streamed=body.stream)
         self._body, self._created = body, int(time.time())
-        self._items = ItemStream()
+        self._names = call_names(body.tools or ())
+        self._items = ItemStream(self._names)
         self._finish: Finish | None = None
         self._tokens: ContentTokens | None = None  # where log probabilities are asked for
 
@@ -139,7 +143,7 @@ class ResponsesResponder(Responder):
         parser = self._make_parser()
         delta = self._parsers.next(parser, choice.text, is_last=True)
         logprobs = self._logprobs(choice.logprobs, delta, choice.finish)
-        return self._response(status, output_items(delta, logprobs, status), usage)
+        return self._response(status, output_items(delta, logprobs, status, self._names), usage)
 
     def open(self, active: ActiveResponse) -> Iterator[bytes]:
         self._parser = self._make_parser()
@@ -204,7 +208,11 @@ class ResponsesResponder(Responder):
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
             "top_logprobs": body.get("top_logprobs", 0),
-            "tools": [each.model_dump(exclude_none=True) for each in self._body.tools or () if each.type == "function"],
+            "tools": [
+                each.model_dump(exclude_none=True)
+                for each in self._body.tools or ()
+                if isinstance(each, FunctionTool | NamespaceTool)
+            ],
             "tool_choice": body.get("tool_choice", "auto"),
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "text": {"format": {"type": "text"}} | body.get("text", {}),
@@ -233,8 +241,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         raise FieldError("top_logprobs", f'top_logprobs needs include=["{LOGPROBS}"]')
     return ChatRequest.model_construct(
         messages=chat_messages(body),
-        tools=[chat_tool(each) for each in body.tools or ()] or None,
-        tool_choice=tool_choice(body.tool_choice),
+        tools=[chat_tool(each) for each in flat_tools(body.tools or ())] or None,
+        tool_choice=tool_choice(body.tool_choice, body.tools or ()),
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=body.max_output_tokens,
         response_format=response_format(body.text.format if body.text else None),
@@ -253,16 +261,34 @@ def chat_tool(tool: FunctionTool | OtherTool) -> Tool | OtherTool:
     return Tool.model_construct(type="function", function=function)
 
 
-def tool_choice(choice: str | FunctionChoice | AllowedFunctions | None) -> str | NamedTool | AllowedChoice | None:
+def tool_choice(
+    choice: str | FunctionChoice | AllowedFunctions | None, tools: Sequence[GivenTool] = ()
+) -> str | NamedTool | AllowedChoice | None:
+    """tools: of the request, of which an allowed namespace has its functions"""
     match choice:
         case FunctionChoice():
-            function = NamedFunction.model_construct(name=choice.name)
-            return NamedTool.model_construct(type="function", function=function)
+            return named_tool(choice.name)
         case AllowedFunctions():
-            named = [each if isinstance(each, OtherTool) else tool_choice(each) for each in choice.tools]
+            named = [each for given in choice.tools for each in allowed_tools(given, tools)]
             allowed = AllowedTools.model_construct(mode=choice.mode, tools=named)
             return AllowedChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
     return choice
+
+
+def allowed_tools(
+    choice: FunctionChoice | NamespaceChoice | OtherTool, tools: Sequence[GivenTool]
+) -> list[NamedTool | OtherTool]:
+    match choice:
+        case FunctionChoice():
+            return [named_tool(choice.name)]
+        case NamespaceChoice():
+            inside = [each for each in tools if isinstance(each, NamespaceTool) and each.name == choice.name]
+            return [named_tool(name) for name in call_names(inside)] or [named_tool(choice.name)]
+    return [choice]
+
+
+def named_tool(name: str) -> NamedTool:
+    return NamedTool.model_construct(type="function", function=NamedFunction.model_construct(name=name))
 
 
 def response_format(given: PlainFormat | SchemaFormat | None) -> ResponseFormat | None:
@@ -308,7 +334,7 @@ def add_to_turn(message: ChatMessage, item: Message | FunctionCall | CustomCall 
 
 
 def chat_call(item: FunctionCall | CustomCall) -> ChatCall:
-    name = item.name if item.namespace is None else f"{item.namespace}__{item.name}"
+    name = flat_name(item.namespace, item.name)
     if isinstance(item, CustomCall):
         return function_call(name, item.input)
     return ChatCall.model_construct(name=name, arguments=item.arguments)

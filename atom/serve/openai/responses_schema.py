@@ -40,6 +40,7 @@ from atom.serve.openai.schema import (
     of_types,
     tag_of,
     tool_type,
+    type_of,
 )
 
 Id = Annotated[str, Field(max_length=256)]
@@ -170,9 +171,31 @@ class FunctionTool(Body):
     strict: bool | None = Field(None, description="a label: a forced call keeps to its schema, a free one may not")
 
 
-AnyTool = Annotated[
+FlatTool = Annotated[
     Annotated[FunctionTool, Tag("a-function")] | Annotated[OtherTool, Tag("a-label")],
     Discriminator(tool_type),
+    of_types("function", also=LEFT_OUT, fault=TOOLS),
+]
+
+
+class NamespaceTool(Body):
+    """Functions that share a namespace; the model reads each as NAMESPACE__NAME."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: Text | None = Field(None, description="the model reads it before that of the first function")
+    tools: List[FlatTool] = Field(max_length=512)
+
+
+def namespace_or_tool(tool: object) -> str:
+    return "a-namespace" if type_of(tool) == "namespace" else tool_type(tool)
+
+
+AnyTool = Annotated[
+    Annotated[NamespaceTool, Tag("a-namespace")]
+    | Annotated[FunctionTool, Tag("a-function")]
+    | Annotated[OtherTool, Tag("a-label")],
+    Discriminator(namespace_or_tool),
     of_types("function", also=LEFT_OUT, fault=TOOLS),
 ]
 
@@ -182,8 +205,16 @@ class FunctionChoice(Body):
     name: str = Field(max_length=64)
 
 
+class NamespaceChoice(Body):
+    type: Literal["namespace"]
+    name: str = Field(max_length=64)
+
+
 AnyNamed = Annotated[
-    Annotated[FunctionChoice, Tag("a-function")] | Annotated[OtherTool, Tag("a-label")], Discriminator(tool_type)
+    Annotated[NamespaceChoice, Tag("a-namespace")]
+    | Annotated[FunctionChoice, Tag("a-function")]
+    | Annotated[OtherTool, Tag("a-label")],
+    Discriminator(namespace_or_tool),
 ]
 
 

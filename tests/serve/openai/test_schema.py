@@ -108,8 +108,10 @@ def test_every_tool_that_the_sdk_knows_is_a_function_or_left_out():
 
 
 def test_an_item_of_a_tool_that_is_left_out_is_not_kept():
-    body = ResponsesRequest.model_validate({"input": "Hi", "tools": [{"type": "namespace", "name": "n", "tools": [1]}]})
-    assert body.model_dump()["tools"] == [{"type": "namespace"}]
+    body = ResponsesRequest.model_validate(
+        {"input": "Hi", "tools": [{"type": "mcp", "server_label": "n", "tools": [1]}]}
+    )
+    assert body.model_dump()["tools"] == [{"type": "mcp"}]
 
 
 class Animal(pydantic.BaseModel):

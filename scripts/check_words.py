@@ -1,4 +1,4 @@
-"""Find words to avoid in comments, docstrings and pages.
+"""Find words to avoid in comments, docstrings, names of functions and pages.
 
     python scripts/check_words.py [FILE …]     # all that git tracks; exits with 1 if any is found
 
@@ -30,11 +30,13 @@ ALLOWED = re.compile(
 
 
 def prose_of(source: str) -> Iterator[tuple[int, str]]:
-    """Comments and docstrings of a Python file, each with its first line."""
+    """Comments, docstrings and the words of functions' names in a Python file, each with its first line."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name.replace("_", " ")
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if (
@@ -48,7 +50,7 @@ def prose_of(source: str) -> Iterator[tuple[int, str]]:
 def find_words(path: Path) -> Iterator[tuple[int, str, str]]:
     """The words to avoid in a file: line, word, what to write."""
     source = path.read_text(encoding="utf-8")
-    if not any(re.search(pattern, source, re.IGNORECASE) for pattern in WORDS):
+    if not any(re.search(pattern, source.replace("_", " "), re.IGNORECASE) for pattern in WORDS):
         return
     for first, text in prose_of(source) if path.suffix == ".py" else [(1, source)]:
         kept = ALLOWED.sub(lambda match: " " * len(match[0]), text)

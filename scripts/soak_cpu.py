@@ -104,7 +104,7 @@ def soak_engine(engine: LLMEngine, chance: random.Random, num_requests: int) -> 
     faults += [f"{reasons['error']} sequences failed"] if reasons["error"] else []
     for request, sequence in ended:
         if sequence.finish_reason not in ("abort", "error"):
-            faults += check_alone(engine, request, sequence)
+            faults += compare_with_idle_engine(engine, request, sequence)
     return faults
 
 
@@ -118,7 +118,7 @@ def holds(engine: LLMEngine) -> list[str]:
     return faults
 
 
-def check_alone(engine: LLMEngine, request: Request, sequence: Sequence) -> list[str]:
+def compare_with_idle_engine(engine: LLMEngine, request: Request, sequence: Sequence) -> list[str]:
     """Compare a sequence with the same request in an idle engine."""
     answers = engine.generate([request.prompt], SamplingParams(**request.params))
     expected = answers[sequence.index]["token_ids"]

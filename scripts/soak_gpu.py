@@ -146,7 +146,7 @@ def run_round(engine: LLMEngine, seconds: float, chance: random.Random, sample: 
             return num_came, num_ended
 
 
-def num_other_than_alone(folder: Path, sample: list[Sequence], fields: dict[str, Any]) -> int:
+def count_unequal_reruns(folder: Path, sample: list[Sequence], fields: dict[str, Any]) -> int:
     """Count the sequences that have other tokens when run by themselves, without run-ahead and prefix hits."""
     engine = LLMEngine(str(folder), **{**FIELDS, **fields})
     engine._engine.runner.run_ahead = engine._engine.scheduler._run_ahead = 0
@@ -237,7 +237,7 @@ def main() -> int:
         events |= {"steps ahead": stats.num_ahead, "tokens thrown away": stats.num_overrun}
     faults += [f"there were no {name}" for name, count in events.items() if not count]
     faults += [f"{reasons['error']} requests failed"] if reasons["error"] else []
-    num_other = num_other_than_alone(folder, sample.kept, fields)
+    num_other = count_unequal_reruns(folder, sample.kept, fields)
     print(f"{num_other} of {len(sample.kept)} have other tokens than by themselves")
     faults += [f"{num_other} requests have other tokens than by themselves"] if num_other else []
     for fault in faults:

@@ -1,6 +1,6 @@
 """What ranks are asked on a CPU and on GPUs alike, and what becomes of their processes.
 
-answers = answer_beside_an_abort(engine, prompts, params)
+answers = answer_during_an_abort(engine, prompts, params)
 assert_same_answers(answers, of_one_process)
 assert_same_texts_of_a_grammar(save_with_texts("llama", folder), {"level": 0}, {"tensor_parallel_size": 2})
 assert_ends_by_a_signal(engine, signal.SIGKILL, "has ended", place=0)
@@ -55,7 +55,7 @@ def eventful_prompts() -> list[list[int]]:
     return [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
 
 
-def answer_beside_an_abort(engine: LLMEngine, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:
+def answer_during_an_abort(engine: LLMEngine, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:
     """The answers to prompts that come while another request has been aborted within its prompt."""
     (aborted,) = engine.add_request([tiny.prompt(50, seed=9)], GREEDY)
     engine.step()

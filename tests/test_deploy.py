@@ -166,7 +166,7 @@ def test_the_images_have_the_torch_that_was_tested():
     assert said == [tuple(pin("cuda", name).rpartition(".")[0] for name in ("torch", "triton"))]
 
 
-def test_the_images_differ_in_torch_and_extras_alone():
+def test_the_images_differ_only_in_torch_and_extras():
     cpu, cuda, rocm = ([each for each in instructions(path) if not OF_DEVICE.search(each[1])] for path in DOCKERFILES)
     assert [name for name, _ in cpu].count("COPY") == 5
     assert cpu == cuda == rocm

@@ -24,7 +24,7 @@ from test_speculation import (
     GREEDY,
     PARAMS,
     assert_ends_within,
-    count_beside_prompts,
+    count_next_to_prompts,
     note_preempted_drafts,
     prompts,
     tokens_of,
@@ -183,7 +183,7 @@ def test_tokens_are_those_of_none(
 ):  # fmt: skip
     case = case_of(name)
     monkeypatch.setattr("atom.assemble.runner.Runner", partial(Runner, run_ahead=run_ahead))
-    counts, preempted = count_beside_prompts(monkeypatch), note_preempted_drafts(monkeypatch)
+    counts, preempted = count_next_to_prompts(monkeypatch), note_preempted_drafts(monkeypatch)
     engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **LIMITS[limits])
     for _ in range(2 if limits == "eventful" else 1):  # the second time with prefix hits
         assert tokens_of(engine, ASKED, EVERY) == tokens_of_none(name)

@@ -78,7 +78,7 @@ def test_the_semantic_text_drafts_as_the_double(
     assert torch.equal(run("draft_head", hidden=drafted, **drafts.cold(len(drafted))), double.tokens(expected))
 
 
-def test_what_a_draft_reads_stays_behind_what_is_sunk_into_the_head(case: Config):
+def test_what_a_draft_reads_stays_after_what_is_sunk_into_the_head(case: Config):
     graph = compile_graph(case)
     body, head, draft_in = (graph.programs[name] for name in ("body", "head", "draft_in"))
     assert [node.name for node in head.inputs] == [node.name for node in body.results[:2]], "the last attention's"

@@ -224,7 +224,7 @@ def save_with_scales(plain: Path, folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_weights_may_be_plain_beside_the_scales_of_a_cache(
+def test_weights_may_be_plain_next_to_the_scales_of_a_cache(
     tmp_path: Path, checkpoints: Any, references: Any, open_engine: Open
 ):
     folder = save_with_scales(checkpoints("llama"), tmp_path / "scales", *NAMES["compressed-tensors"])

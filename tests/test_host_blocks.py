@@ -102,7 +102,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(open_engine: Open
     assert stats.num_host_queries > 0 and stats.num_host_hit_tokens == 0 and stats.num_loaded_blocks == 0
 
 
-def test_a_request_that_is_aborted_while_it_is_loaded_leaves_the_others_alone(open_engine: Open):
+def test_a_request_that_is_aborted_while_it_is_loaded_leaves_the_others_running(open_engine: Open):
     expected = talk(open_engine("llama", **SIZES, num_kvcache_blocks=200))
     engine = load_always(open_engine("llama", **{**SMALL, "num_kvcache_blocks": 40}))
     talk(engine)

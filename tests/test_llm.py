@@ -388,7 +388,7 @@ def test_a_callback_may_abort_its_own_request(open_engine: Open):
     assert engine._engine.scheduler.cache.fullest[0] == 0
 
 
-def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_generate_leaves_other_requests_running(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
     engine = open_engine("llama")
     (id,) = engine.add_request([[5, 6]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     execute, calls = engine._engine.runner.execute, iter(range(4))

@@ -272,7 +272,7 @@ def test_names_of_a_text_model_within_another_and_without_a_head_are_understood(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fmt", ["int4[1, 32]", "fp8[1, *]"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_adapter_beside_packed_weights(fmt: str, ranks: int, thread_ranks: list[ThreadRanks], tmp_path: Path):
+def test_an_adapter_next_to_packed_weights(fmt: str, ranks: int, thread_ranks: list[ThreadRanks], tmp_path: Path):
     model = tiny.save_changed("llama", tmp_path / "model", hidden_size=64, intermediate_size=128)
     folder, prompt = adapters.save(model, tmp_path / "sql"), tiny.prompt(20)
     for name, module in model.named_modules():

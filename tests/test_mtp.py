@@ -218,7 +218,7 @@ def test_the_lowered_text_drafts_as_the_double(
         ("exaone_moe", "FP8_DYNAMIC"),
     ],
 )
-def test_a_layer_that_is_stored_packed_or_plain_beside_packed_ones(
+def test_a_layer_that_is_stored_packed_or_plain_next_to_packed_ones(
     name: str, layout: str, left_plain: str | None, tmp_path: Path
 ):
     plain = mtp.save(name, tmp_path / "plain")
@@ -287,7 +287,7 @@ def test_tensors_of_the_layer_are_left_out_only_where_nothing_reads_them(case_of
         weights.check(graph, stored, mtp_patterns(config))
 
 
-def test_a_layer_with_names_of_its_own_is_left_out_with_what_stands_beside_it(case_of: Callable[..., Case]):
+def test_a_layer_with_names_of_its_own_is_left_out_with_what_stands_next_to_it(case_of: Callable[..., Case]):
     config = config_of(case_of("exaone_moe").folder)
     plain = replace(config, serve=replace(config.serve, method=None))
     beside = [f"{name}.*" for name in mtp.OWN[1:]]

@@ -32,7 +32,7 @@ import torch
 import transformers
 from rank_checks import (
     GREEDY,
-    answer_beside_an_abort,
+    answer_during_an_abort,
     assert_ends_by_a_signal,
     assert_goes_on_after_a_stop,
     assert_ranks_end_with_their_driver,
@@ -196,7 +196,7 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
     alone = open_engine("qwen3_moe").generate(prompts, params)
     engine = open_engine("qwen3_moe", enable_prefix_caching=True, **divided)
     assert len(rank_processes()) == 1
-    answers = answer_beside_an_abort(engine, prompts, params)
+    answers = answer_during_an_abort(engine, prompts, params)
     assert_same_answers(answers, alone)
     engine.close()
     assert rank_processes() == []
@@ -213,7 +213,7 @@ def test_processes_of_each_family_give_what_one_gives_whatever_happens(name: str
     alone = open_engine(name, **EVENTFUL).generate(prompts, params)
     engine = open_engine(name, tensor_parallel_size=num_ranks, **EVENTFUL, **experts)
     assert len(rank_processes()) == num_ranks - 1
-    assert_same_answers(answer_beside_an_abort(engine, prompts, params), alone)
+    assert_same_answers(answer_during_an_abort(engine, prompts, params), alone)
     assert_same_answers(engine.generate(prompts, params), alone)
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
@@ -421,7 +421,7 @@ def test_who_waits_for_a_rank_when_all_are_closed_is_told(wait: Callable[[Ranks]
     assert told.get(timeout=60) == "the ranks are closed"
 
 
-def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_on_a_gpu_sees_only_that_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atom.config.check_parallel.count_devices", lambda: 6)
     monkeypatch.setattr(
         "atom.assemble.ranks.RANK_ON_GPU", "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())"

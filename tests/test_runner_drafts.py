@@ -17,7 +17,7 @@ from test_speculation import (
     PARAMS,
     Open,
     assert_ends_within,
-    count_beside_prompts,
+    count_next_to_prompts,
     prompts,
     tokens_of,
 )
@@ -75,7 +75,7 @@ def test_looked_up_tokens_are_those_of_none(
     every = prompts(len(params))
     expected = tokens_of(open_engine("qwen3_window"), params, every)
     drafting(run_ahead)
-    counts = count_beside_prompts(monkeypatch)
+    counts = count_next_to_prompts(monkeypatch)
     engine = open_engine("qwen3_window", method="ngram", **limits, max_verified_tokens=100)
     for _ in range(2):  # the second time with prefix hits, where they are cached
         assert tokens_of(engine, params, every) == expected

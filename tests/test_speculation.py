@@ -76,7 +76,7 @@ def tokens_of(engine: LLMEngine, params: Any, every: list[list[int]]) -> list[li
     return [answer["token_ids"] for answer in engine.generate(every, params)]
 
 
-def count_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def count_next_to_prompts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the runner's drafts, from now on, in steps that hold prompts too, and those that are accepted."""
     counts, wait = Counter[str](), Pending.wait
 
@@ -383,7 +383,7 @@ def test_plans_ahead_of_drafts_in_tiny_pools_end_with_every_answer(seed: int, ru
     assert (scheduler.stats.num_ahead > 0) == (run_ahead > 0)
 
 
-def test_a_sequence_that_is_admitted_again_leaves_its_drafts_behind():
+def test_a_sequence_that_is_admitted_again_drops_its_drafts():
     cache = KVCache([FULL], {"full": 12}, 4, enable_prefix_caching=False)
     scheduler = Scheduler(cache, StepLimits(3, 16, 40), drafter=NgramDrafter(3, 2, 4))
     sequence = Sequence("a", [*range(6)], SamplingParams(), drafts=[1, 2])

@@ -120,7 +120,7 @@ def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": whole}
 
 
-def end_behind(prompt: str, content: str) -> str:
+def cut_after_content(prompt: str, content: str) -> str:
     """A rendered chat up to the end of its last message, as transformers' continue_final_message cuts it."""
     start, found = content.lstrip(), prompt.rfind(content.strip())
     if found < 0:

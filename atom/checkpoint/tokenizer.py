@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atom.checkpoint.bounds import MAX_TOKEN, Bounds
-from atom.checkpoint.chat_template import compile_template, end_behind, find_levels, find_variables, with_arguments
+from atom.checkpoint.chat_template import (
+    compile_template,
+    cut_after_content,
+    find_levels,
+    find_variables,
+    with_arguments,
+)
 from atom.checkpoint.encoder import EncoderProcess
 from atom.checkpoint.message_renderer import MessageRenderer
 from atom.checkpoint.message_rewrites import as_parts
@@ -211,7 +217,7 @@ class Tokenizer:
             lambda each: self._render_parts(each, values), broken, has_tools=bool(values.get("tools"))
         )
         if is_continued:
-            prompt = end_behind(prompt, rendered[-1].get("content") or "")
+            prompt = cut_after_content(prompt, rendered[-1].get("content") or "")
         prompt = cut(prompt + self._break_special(prefill))
         parts = prompt.split(BREAK)
         return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]

@@ -110,7 +110,7 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
         a = ATTENTIONS[model.attention.kind](writer, h, rotary, layer)
         return writer.norm(a, "attention_after_norm", layer, name="a") if norm.after else a
 
-    def mlp_behind(h: Node) -> Node:
+    def mlp_block(h: Node) -> Node:
         m = MLPS[mlp.kind](writer, h, mlp, layer)
         return writer.norm(m, "mlp_after_norm", layer, name="m") if norm.after else m
 
@@ -122,8 +122,8 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
         h = writer.norm(x, "attention_norm", layer) if norm.before else x
     if model.residual != "sequential":
         own = h if model.residual == "parallel" else writer.norm(x, "mlp_norm", layer)
-        both = add(attention_of(h), mlp_behind(own), name="o")
+        both = add(attention_of(h), mlp_block(own), name="o")
         return add(x, writer.scale(both, model.residual_scale))
     x = add(x, writer.scale(attention_of(h), model.residual_scale))
     h = writer.norm(x, "mlp_norm", layer) if norm.before else x
-    return add(x, writer.scale(mlp_behind(h), model.residual_scale))
+    return add(x, writer.scale(mlp_block(h), model.residual_scale))

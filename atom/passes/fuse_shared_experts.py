@@ -69,13 +69,13 @@ def _shared_weights(experts: Node, total: Node, context: PassContext) -> tuple[R
     """The gate and up projections [2 S, H], and the down projection [H, S], of what is added to the sum of experts."""
     h, _, _, gate_up, down, *biases = experts.args
     shared = next((each for each in total.args if each is not experts), None)
-    if any(bias is not None for bias in biases) or shared is None or not _is_alone(shared):
+    if any(bias is not None for bias in biases) or shared is None or not _is_plain_linear(shared):
         return None
     gated = shared.args[0]
     if gated.target is not ops.gated_activate or gated.kwargs != _without_act(experts) or len(gated.users) > 1:
         return None
     both = gated.args[0]
-    if not _is_alone(both) or both.args[0] is not h:
+    if not _is_plain_linear(both) or both.args[0] is not h:
         return None
     acts = {call.kwargs.get("act") for call in (experts, both, shared)}
     if (context.keeps_act and len(acts) > 1) or (_has_acts(both, context) and not _has_acts(experts, context)):
@@ -86,7 +86,7 @@ def _shared_weights(experts: Node, total: Node, context: PassContext) -> tuple[R
     return recipes if are_alike and is_whole else None
 
 
-def _is_alone(node: Node) -> bool:
+def _is_plain_linear(node: Node) -> bool:
     """Whether it is a linear without a bias that one other call reads."""
     is_linear = node.target is ops.linear and len(node.args) == 2 and len(node.users) == 1
     return is_linear and isinstance(node.args[1], Recipe) and not node.kwargs.keys() - {"act"}

@@ -349,11 +349,11 @@ def _reader(value: Node, is_wide: bool = False) -> Any:
 
     is_wide: they went through an activation or a linear.
     """
-    found = {_reader_behind(user, value, is_wide) for user in value.users}
+    found = {_find_reader(user, value, is_wide) for user in value.users}
     return found.pop() if len(found) == 1 else None
 
 
-def _reader_behind(user: Node, value: Node, is_wide: bool) -> Any:
+def _find_reader(user: Node, value: Node, is_wide: bool) -> Any:
     if user.target is ops.linear:
         return ops.linear if is_wide else None
     if user.target in (ops.activate, ops.xielu, ops.mul):

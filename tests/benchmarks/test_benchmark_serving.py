@@ -87,7 +87,7 @@ def test_runs_that_end_in_the_same_second_keep_their_own_files(tmp_path: Path):
     assert name_key(third.stem) == "vllm-4qps-m", "compare matches it with those of other days"
 
 
-def test_requests_are_numbered_behind_the_prefix(tmp_path: Path):
+def test_requests_are_numbered_after_the_prefix(tmp_path: Path):
     with serving(obeying()) as stub:
         assert main(flags(stub, tmp_path, "--request-id-prefix", "run-7-")) == 0
         first, *rest = [each.headers.get("x-request-id") for each in stub.of("POST")]

@@ -141,7 +141,7 @@ def test_a_profiler_that_cannot_be_started_ends_it():
         assert len(stub.of("POST", "completions")) == 1
 
 
-def test_a_profiler_that_cannot_be_stopped_is_reported_beside_the_results():
+def test_a_profiler_that_cannot_be_stopped_is_reported_next_to_the_results():
     with serving(refusing("/stop_profile")) as stub:
         measured = run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2), warmups(stub.url)))
     assert [each.success for each in measured.outputs] == [True, True]

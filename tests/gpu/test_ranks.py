@@ -18,7 +18,7 @@ from gpu.steps import FIELDS, GREEDY
 from gpu.test_drafts import PARAMS as DRAFTED
 from gpu.test_drafts import PROMPTS as REPEATING
 from rank_checks import (
-    answer_beside_an_abort,
+    answer_during_an_abort,
     assert_ends_by_a_signal,
     assert_goes_on_after_a_stop,
     assert_ranks_end_with_their_driver,
@@ -147,7 +147,7 @@ def test_ranks_sample_what_one_samples(name: str, fields: dict[str, Any], open_e
     prompts = [tiny.prompt(length, seed=length) for length in (9, 30, 1, 17)]
     alone = open_engine(name, level=3).generate(prompts, PARAMS)
     engine = open_engine(name, level=3, **fields)
-    assert_same_answers(answer_beside_an_abort(engine, prompts, PARAMS), alone)
+    assert_same_answers(answer_during_an_abort(engine, prompts, PARAMS), alone)
 
 
 @pytest.mark.parametrize(("name", "fields"), [DIVIDED[0], DIVIDED[3], DIVIDED[5]])

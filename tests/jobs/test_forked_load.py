@@ -122,7 +122,7 @@ def test_a_server_imports_neither_torch_nor_hydra(module: str, flags: str, check
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_be_configured_leaves_no_engine_behind(checkpoints: Any):
+def test_a_server_that_cannot_be_configured_leaves_no_engine_running(checkpoints: Any):
     code = "import sys; from atom.jobs import forked_load; started = []\n"
     code += "make = forked_load.EngineProcess\n"
     code += "forked_load.EngineProcess = lambda *first, **rest: started.append(make(*first, **rest)) or started[0]\n"

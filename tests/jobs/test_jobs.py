@@ -99,7 +99,7 @@ def test_a_refused_prompt_is_one_line_and_the_others_are_answered(run: Any, chec
     )
 
 
-def test_text_shows_tokens_where_there_is_no_tokenizer_and_a_table_behind(run: Any, checkpoints: Any):
+def test_text_shows_tokens_without_a_tokenizer_and_then_a_table(run: Any, checkpoints: Any):
     code, out, err = run(f"checkpoint={checkpoints('llama')}", "prompts=[1,2,3]", *GREEDY)
     assert code == 0
     assert re.fullmatch(r"(\d+ ){6}\n", out)

@@ -38,7 +38,7 @@ def test_prompts_come_from_a_file_and_from_stdin(
     assert [entry.content for entry in read_prompts(None)] == prompts
 
 
-def test_a_prompt_may_stand_alone():
+def test_a_prompt_needs_no_file():
     for given, prompts in (("one", ["one"]), ([1, 2, 3], [[1, 2, 3]]), ([[1], "x"], [[1], "x"])):
         assert [entry.content for entry in read_prompts(given)] == prompts
 

@@ -139,7 +139,7 @@ CHOSEN = {  # the experts of each rank's tokens, of which two are on each rank
 
 @pytest.mark.parametrize("is_one_host", [True, False])
 @pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN.keys())
-def test_rows_are_sent_to_the_ranks_alone_that_have_experts_for_them(
+def test_rows_are_sent_only_to_the_ranks_that_have_experts_for_them(
     chosen: list[Any], is_one_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gloo, "COUNTED_BYTES", 0)

@@ -232,7 +232,7 @@ def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more:
         assert inputs.batch.lengths[padding].eq(0).all(), "and sees nothing"
 
 
-def test_a_step_of_padding_alone(place: Place):
+def test_a_step_of_padding_only(place: Place):
     world, shape = World(place.device, 4, 2, width=5), BatchShape(3, 2, 1)
     packed = torch.frombuffer(shape.pad(NUM_SLOTS), dtype=torch.int32).to(place.device)
     rows = shape.split(packed)
@@ -259,7 +259,7 @@ def test_tables_are_extended_where_the_update_is_and_nowhere_else(place: Place, 
 
 @pytest.mark.parametrize("num_queries", [1, 4])
 @pytest.mark.parametrize("num_rows", [1, 5, TOKENS + 3])
-def test_a_draft_reads_the_tokens_behind_those_of_decodes(place: Place, num_rows: int, num_queries: int):
+def test_a_draft_reads_the_tokens_after_those_of_decodes(place: Place, num_rows: int, num_queries: int):
     """Each slot knows of its positions p the token 1000 * slot + p."""
     chance = random.Random(num_rows)
     state, history = histories(place.device, num_rows)
@@ -278,7 +278,7 @@ def test_a_draft_reads_the_tokens_behind_those_of_decodes(place: Place, num_rows
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_a_draft_reads_the_tokens_behind_those_of_prompts(place: Place, num_drafts: int):
+def test_a_draft_reads_the_tokens_after_those_of_prompts(place: Place, num_drafts: int):
     """Two decodes, the second of padding; a prompt that samples, one that does not, and padding."""
     state, history = histories(place.device, 5)
     shape = BatchShape(2 + 90 + 60 + 20, 5, 3, 2).drafting(num_drafts)
@@ -298,7 +298,7 @@ def test_a_draft_reads_the_tokens_behind_those_of_prompts(place: Place, num_draf
     assert (places[0], places[2]) == (num_drafts, 2 * queries + 89) and queries <= places[1] < 2 * queries
 
 
-def test_no_token_is_read_behind_the_last_one_that_a_slot_has_room_for(place: Place):
+def test_no_token_is_read_past_the_last_one_that_a_slot_has_room_for(place: Place):
     state, history = histories(place.device, 1)
     state.lengths[0] = 500  # of a rehearsal
     found, places = ask_for_draft_inputs(place, [0], None, state, [98, 99, 100], 3)

@@ -163,7 +163,7 @@ def test_a_sampled_token_is_counted(place: Place):
     assert slots.lengths.tolist() == [1, 7, 1] and slots.tokens.tolist() == [0, 0, 0]
 
 
-def test_a_row_draws_the_same_alone_among_others_and_in_a_later_kind(place: Place):
+def test_a_row_draws_the_same_by_itself_among_others_and_in_a_later_kind(place: Place):
     kinds = [{"temperature": 0}, {}, {"temperature": 0.7}, {"min_p": 0.2}, {"top_k": 6}, {"top_p": 0.8}]
     kinds += [{"top_p": 0.99, "temperature": 6.0}, {"top_k": 3, "presence_penalty": 1.0}]
     rows = [sequence(seed, [4, 4, 8], 1 + seed, **kind) for seed, kind in enumerate(kinds)]

@@ -146,7 +146,7 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
     [("random", {}, 61.1), ("filtered", {"top_k": 8}, 24.3), ("filtered", {"top_p": 0.8}, 61.1)],
     ids=["all", "top_k", "top_p"],
 )
-def test_draws_behind_drafts_follow_the_models_distribution(
+def test_draws_after_drafts_follow_the_models_distribution(
     place: Place, kind: str, params: dict[str, Any], most: float
 ):
     """Chi-square over 60,000 seeds: of the draws at the newest tokens, and of those after the drafts that were right.

@@ -89,7 +89,7 @@ def test_a_user_s_own_file_goes_before_what_comes_with_atom(tmp_path: Path):
     assert tuned.read("Other GPU", tmp_path, pytest.fail) == {"linear": {}, "experts": {}, "drafts": {}}
 
 
-def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path):
+def test_what_is_found_is_added_and_only_the_user_can_read_the_file(tmp_path: Path):
     cache = tmp_path / "not there yet"
     assert tuned.read_own("My GPU", cache, pytest.fail) == {}
     path = tuned.save("My GPU", cache, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["vector", 2, 4, 2, 1]})

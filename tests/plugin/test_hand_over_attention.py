@@ -80,7 +80,7 @@ def test_latent_attention_becomes_one_too():
     verify(graph, ops.LOWERED)
 
 
-def test_what_has_no_attention_is_left_alone():
+def test_what_has_no_attention_is_left_unchanged():
     text = 'def body(x: fp32[T, 4]):\n    y = linear(x, W("y", fp32[4, 4]))\n    return y'
     assert text_of(hand_over_attention(parse(text), CPU)) == text
 

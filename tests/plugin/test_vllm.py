@@ -356,7 +356,7 @@ def test_a_model_file_that_cannot_be_read_does_not_end_vllm(
     )
 
 
-def test_the_platform_is_for_amds_gpus_alone(monkeypatch: pytest.MonkeyPatch):
+def test_the_platform_is_only_for_amds_gpus(monkeypatch: pytest.MonkeyPatch):
     assert register_platform() is None
     plugins = vllm.MODULES["vllm.platforms"]["builtin_platform_plugins"]
     monkeypatch.setitem(plugins, "rocm", lambda: "vllm.platforms.rocm.RocmPlatform")

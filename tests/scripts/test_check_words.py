@@ -33,6 +33,12 @@ def test_words_are_found_in_comments_and_docstrings_and_in_no_other_string(page:
     assert sorted(found) == [(1, "behind"), (4, "Where there are"), (6, "alone"), (8, "beside")]
 
 
+def test_words_are_found_in_names_of_functions(tmp_path: Path):
+    page = tmp_path / "test_page.py"
+    page.write_text("def test_rows_are_left_alone(): ...\ndef test_b_stands_beside_c(beside=1): ...\nbehind_proxy = 1\n")
+    assert [(line, word) for line, word, _ in find_words(page)] == [(2, "beside")]
+
+
 def test_a_word_makes_the_check_fail_and_names_the_line(page: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(page)]) == 1
     assert f"{page}:8: 'beside': write besides, next to\n" in capsys.readouterr().out

@@ -52,7 +52,7 @@ def test_the_gap_before_a_step_is_the_time_in_which_nothing_ran():
     ]
 
 
-def test_only_whole_steps_behind_whole_steps_count():
+def test_only_whole_steps_after_whole_steps_count():
     steps = read_steps(trace(
         ("_vector_kernel", 0, 5), ("_draw", 5, 10),                # its beginning is not in the trace
         ("_prepare", 500, 510), ("_draw", 520, 530),                  # after that one
@@ -82,7 +82,7 @@ def test_the_gaps_of_a_clock_are_those_between_two_steps():
     ]
 
 
-def test_percentiles_are_those_of_steps_of_decodes_alone():
+def test_percentiles_are_only_those_of_steps_of_decodes():
     decodes = [Step(1000.0 * i, 900, float(i % 100), 1, 200, False) for i in range(1000)]
     prompts = [Step(1e6 + 1000.0 * i, 900, 1e6, 1e6, 1e6, True) for i in range(10)]
     report = measure([[*decodes, *prompts], [Step(9e9, 900, 5, 1, 5, True)]])

@@ -47,7 +47,7 @@ def test_paths_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch, capsys
     assert run_stubs(monkeypatch, capsys, "--list") == (0, [*smoke_gpu.NAMES])
 
 
-def test_a_path_that_crashes_or_is_wrong_fails_alone(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_a_path_that_crashes_or_is_wrong_fails_no_other(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     status, lines = run_stubs(monkeypatch, capsys, "--only", "dense,fp8,latents,grammar")
     result = {line.split()[0]: line for line in lines[:4]}
     assert status == 1

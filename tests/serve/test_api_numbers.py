@@ -190,7 +190,7 @@ def test_usage_adds_up(server: Server):
     assert [streamed[name] for name in counts] == [usage[name] for name in counts]
 
 
-def test_a_prompt_alone_comes_back_with_its_log_probabilities(server: Server):
+def test_a_prompt_without_an_answer_comes_back_with_its_log_probabilities(server: Server):
     body = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
     answer = asking.post(server, COMPLETIONS, body)
     (choice,) = answer.choices

@@ -59,7 +59,7 @@ def test_a_request_names_its_adapter_as_the_model(server: str, folders: dict[str
         tiny.assert_greedy({"token_ids": answer.json["choices"][0]["token_ids"]}, PROMPT, reference)
 
 
-def test_a_key_may_use_the_models_that_it_is_given_alone(server: str):
+def test_a_key_may_use_only_the_models_that_it_is_given(server: str):
     def ask(key: str, model: str | None, path: str = "/v1/completions", **body: Any) -> wire.Answer:
         named = {} if model is None else {"model": model}
         return wire.ask(server, "POST", path, named | body, {"x-api-key": key})

@@ -160,7 +160,7 @@ def test_what_an_engine_prints_bears_its_name(pair: Server):
         serving.wait_for_entry(pair, message="said past Python", process=f"engine {number}")
 
 
-def test_a_replica_that_is_killed_ends_its_streams_alone_and_comes_back(start_pair: Callable[..., Server]):
+def test_a_replica_that_is_killed_ends_only_its_streams_and_comes_back(start_pair: Callable[..., Server]):
     server = start_pair()
     wire.wait_until(lambda: are_ready(server))
     own, other = stream(server, 0), stream(server, 1, max_tokens=150)

@@ -292,7 +292,7 @@ def test_every_event_of_a_stream(configure: Callable[..., Config]):
     ]
 
 
-def test_log_probabilities_are_of_the_text_alone(configure: Callable[..., Config], talker: Path):
+def test_log_probabilities_are_only_of_the_text(configure: Callable[..., Config], talker: Path):
     tokenizer = load_tokenizer(talker)
     assert tokenizer is not None
     parts = ["<think>", "Hm", "</think>\n", "\nOne", " moment.", f"\n{CALL}"]  # as the model writes them

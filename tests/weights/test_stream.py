@@ -522,7 +522,7 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_sizes(tmp_path:
 
 
 @pytest.mark.gpu
-def test_readers_leave_no_memory_behind_on_a_gpu(tmp_path: Path):
+def test_readers_leave_no_memory_allocated_on_a_gpu(tmp_path: Path):
     recipe = W("a", Type("bf16", (2048, 4096)))  # 32 MiB stored, converted in more transfers than there are readers
     checkpoint = open_checkpoint(str(save(tmp_path, {"a": torch.randn(2048, 4096)})))
     torch.cuda.empty_cache()

@@ -135,7 +135,7 @@ def test_a_busy_machine_is_named(
         assert (result["share_waited_for_cores"], len(result["warnings"])) == (pytest.approx(waited), waited == 0.6)
 
 
-def test_one_output_token_is_a_prefill_alone(measured: Any, checkpoints: Any):
+def test_one_output_token_is_only_a_prefill(measured: Any, checkpoints: Any):
     result = measured(f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.input_len=9", "job.output_len=1")
     assert set(result["phases"]) == {"prefill", "all"}
     assert result["mean_itl_ms"] is result["mean_tpot_ms"] is None
@@ -213,7 +213,7 @@ def test_a_sweep_is_an_object_a_run(run: Any, checkpoints: Any, tmp_path: Path, 
     assert [(each["total_input_tokens"], each["total_output_tokens"]) for each in result] == [(5, 2), (15, 6)]
 
 
-def test_a_config_alone_is_enough_with_dummy_weights(measured: Any, checkpoints: Any, tmp_path: Path):
+def test_a_config_is_enough_with_dummy_weights(measured: Any, checkpoints: Any, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((checkpoints("mixtral") / "config.json").read_bytes())
     result = measured(
         f"checkpoint={tmp_path}", "load_dummy=true", "dtype=bf16", "job.num_prompts=1", "job.output_len=3"

@@ -138,7 +138,7 @@ def test_the_limits_of_one_h200(
     assert num_tokens / seconds == pytest.approx(stated, rel=tolerance)
 
 
-def test_rows_behind_the_end_of_their_sequence_are_no_work():
+def test_rows_past_the_end_of_their_sequence_are_no_work():
     cache = KVCache([CacheKind("full", 1)], {"full": 64}, 16, enable_prefix_caching=False)
     scheduler = Scheduler(cache, StepLimits(4, 64, 64))
     sequences = [Sequence(id, [0] * 5, SamplingParams(max_tokens=9, ignore_eos=True)) for id in "ab"]

@@ -361,7 +361,7 @@ GPU              h200: 139.8 GiB of memory, 4.47 TB/s
 
 
 @pytest.mark.slow
-def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(published: Any):
+def test_a_large_model_is_explained_within_20_seconds_from_its_config_only(published: Any):
     command = [sys.executable, "-m", "atom.cli", "job=explain", published("deepseek_v3"), "job.gpu=h200"]
     before = os.times()
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -42,7 +42,7 @@ def sweep_in(folder: Path, *, is_resumed: bool = False) -> Sweep:
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_behind_a_failure_and_resumed_runs_only_what_is_not_done(checkpoints: Any, tmp_path: Path):
+def test_a_sweep_goes_on_after_a_failure_and_resumed_runs_only_what_is_not_done(checkpoints: Any, tmp_path: Path):
     argv = ["-m", f"checkpoint={checkpoints('qwen3')}", *QUICK, "job.objective=tokens", "hydra.sweep.dir=kept"]
     (tmp_path / "good.txt").write_text("[[1, 2]]")
     (tmp_path / "other.txt").write_text("[[999]]")  # no token of the model

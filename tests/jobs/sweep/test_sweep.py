@@ -278,7 +278,7 @@ def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_read_fails_alone(
+def test_a_checkpoint_that_cannot_be_read_fails_no_other_job(
     checkpoints: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -238,7 +238,7 @@ def test_scales_of_an_fp8_cache_multiply_its_entries(kernels: Kernels):
     check(kernels[ops.paged_attention](*case, *scales, scale=0.3), ops.paged_attention(*case, *scales, scale=0.3), 1e-4)
 
 
-def test_attention_behind_its_write(kernels: Kernels):
+def test_attention_after_its_cache_write(kernels: Kernels):
     case = make_case([5, 9], kv_heads=2, heads=4, dim=16, foreign=0.5)
     slots = {case.cache.kind: torch.tensor([20, 33])}
     batch = case.batch._replace(slot_mappings=slots)

@@ -142,7 +142,7 @@ def test_an_activation_that_is_nan_gives_nan():
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("fmt", ["fp8[1, *]", "fp8[32, 32]"])
-def test_a_weight_that_is_nan_gives_nan_in_its_row_alone(fmt: str, rows: int):
+def test_a_weight_that_is_nan_gives_nan_in_its_row_only(fmt: str, rows: int):
     weight = draw(fmt, 40, 64)
     weight.parts["values"].view(torch.uint8)[[3, 17], [5, 63]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
     made = run(ops.linear, torch.randn(rows, 64).bfloat16(), shuffle(weight, "panels"))

@@ -60,7 +60,7 @@ def test_a_gpu_and_a_triton_that_run_our_kernels_have_the_feature_gluon(
     hopper.knows_gluon.cache_clear()
 
 
-def test_what_has_measured_parameters_is_left_alone():
+def test_what_has_measured_parameters_is_left_unchanged():
     assert MANY_ROWS > MAX_ROWS
 
 

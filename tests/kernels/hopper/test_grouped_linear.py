@@ -239,7 +239,7 @@ class TestOnHopper:
             rounded[order // 2], counts, plain, None, None,
         )  # fmt: skip
 
-    def test_rows_of_no_expert_are_left_alone(self):
+    def test_rows_of_no_expert_are_left_unchanged(self):
         x, weight, ends = make(700, 256), make(3, 256, 256), ends_of([100, 0, 333])
         y = grouped_hopper.multiply(x, weight, ends)
         truth = truth_of(x[:433], weight, [100, 0, 333], None, None)

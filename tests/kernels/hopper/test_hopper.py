@@ -431,7 +431,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("rows", [1, 9, 40, 72, 200])
     @pytest.mark.parametrize("kind", [None, "silu"])
-    def test_what_lies_behind_rows_is_read_and_counts_for_nothing(
+    def test_what_lies_past_the_rows_is_read_and_counts_for_nothing(
         self, fmt: str, rows: int, kind: str | None, monkeypatch: pytest.MonkeyPatch
     ):
         weight, x = shuffle(draw(fmt, 384, 512, device="cuda")), make(256, 512)
@@ -451,7 +451,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("rows", [1, 5, 33, 128, 200])
     @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-    def test_gates_are_applied_behind_norms(self, fmt: str, rows: int, kind: str):
+    def test_gates_are_applied_after_norms(self, fmt: str, rows: int, kind: str):
         out, inner = 384, 512
         weight, (a, b), norm = draw(fmt, out, inner, device="cuda"), make(2, rows, inner), make(inner)
         weight.parts["scales"].copy_(weight.parts["scales"] - 12 if fmt == "mxfp4" else weight.parts["scales"] / 1000)

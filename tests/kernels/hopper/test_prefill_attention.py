@@ -226,11 +226,11 @@ class TestOnHopper:
         assert relative_error(out[: len(case.q)], truth) < 0.004
         assert not out[len(case.q) :].any()
 
-    def test_the_rows_of_decodes_are_left_alone(self):
+    def test_the_rows_of_decodes_are_left_unchanged(self):
         assert run(make([5, 40], [(20, 20)], heads=4, dim=128))[:2].isnan().all()
 
     @pytest.mark.parametrize("foreign", [math.nan, math.inf, -math.inf])
-    def test_what_lies_behind_the_end_changes_nothing(self, foreign):
+    def test_what_lies_past_the_end_changes_nothing(self, foreign):
         prefills = [(length, length) for length in (1, 15, 17, 31, 33, 100, 127, 129, 200)] + [(3, 250), (40, 143)]
 
         def attended(foreign: float) -> torch.Tensor:

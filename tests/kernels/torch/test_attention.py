@@ -173,7 +173,7 @@ def test_decodes_make_the_same_calls_whatever_their_number():
     assert len(calls(2)[1]) == 8
 
 
-def test_the_next_layer_leaves_the_results_of_this_one_alone():
+def test_the_next_layer_leaves_the_results_of_this_one_unchanged():
     attend = PagedAttention()
     case = make_case([20, 30], kv_heads=2, heads=4)
     out = attend(*case, scale=0.3)

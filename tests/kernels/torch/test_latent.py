@@ -117,7 +117,7 @@ def test_weights_are_made_wide_as_many_heads_at_a_time_as_the_budget_holds(at_on
     assert attend._workspace._buffers["rows", torch.float32].numel() == at_once * 8 * 64
 
 
-def test_few_queries_behind_a_long_context_are_absorbed_and_a_prompt_is_expanded(monkeypatch):
+def test_few_queries_after_a_long_context_are_absorbed_and_a_prompt_is_expanded(monkeypatch):
     chosen = []
     for form in ("_attend_absorbed", "_attend_expanded"):
         original = getattr(PagedLatentAttention, form)

@@ -20,7 +20,7 @@ def test_new_rows_fill_the_tiles_that_their_products_have(rows: int, block_rows:
         assert readable_rows(y.flatten(1), block_rows) == -(-rows // block_rows) * block_rows
 
 
-def test_many_rows_have_no_memory_behind_them():
+def test_many_rows_have_no_memory_after_them():
     assert MAX_ROWS == tiles.MAX_ROWS, "of GEMMs that read tiles"
     y = new_rows(torch.empty(1), 257, 8)
     assert y.untyped_storage().nbytes() == 257 * 8 * 4 and readable_rows(y, 64) == 257

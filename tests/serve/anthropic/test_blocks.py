@@ -121,7 +121,7 @@ def test_a_call_begins_with_its_id_and_name_and_an_empty_input():
     ]  # fmt: skip
 
 
-def test_what_ends_a_call_comes_before_the_text_and_the_call_behind_it():
+def test_what_ends_a_call_comes_before_the_text_and_the_call_after_it():
     blocks = BlockStream()
     blocks.push(Delta("", "", [ToolDelta(0, "toolu_1", "f", "{")]))
     data = blocks.push(Delta("Then", "", [ToolDelta(0, None, None, "}"), ToolDelta(1, "toolu_2", "g", "{}")]))

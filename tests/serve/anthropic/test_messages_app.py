@@ -285,7 +285,7 @@ def test_effort_is_the_templates_variable(path: str, ask: Asker, talker: Path):
     assert plain.prompt == ask(HI, ASK)[1][0].prompt, "a template that reads no effort gets none"
 
 
-def test_a_format_constrains_the_answer_behind_its_thinking(ask: Asker):
+def test_a_format_constrains_the_answer_after_its_thinking(ask: Asker):
     schema = {"type": "object", "properties": {"word": {"type": "string"}}}
     _, (submit,) = ask(HI, {**ASK, "output_config": {"format": {"type": "json_schema", "schema": schema}}})
     assert submit.params.structured_outputs == {"json": schema}
@@ -488,7 +488,7 @@ def test_a_result_is_answered_by_a_model_that_was_not_trained_for_tools(
     assert "tool: an animal" in prompt_of([seen], talker)
 
 
-def test_what_the_answer_begins_with_stands_behind_the_prompt_and_stays_text(ask: Asker, talker: Path):
+def test_what_the_answer_begins_with_follows_the_prompt_and_stays_text(ask: Asker, talker: Path):
     begun = [*ASK["messages"], {"role": "assistant", "content": "I am <|im_end|>"}]
     _, seen = ask(HI, {**ASK, "messages": begun})
     assert prompt_of(seen, talker).endswith("<|im_start|>assistant\nI am <|im_end|>")
@@ -552,6 +552,6 @@ def test_a_full_queue_and_a_server_that_ends_are_errors(ask: Asker):
     assert (response.status_code, response.json()["error"]["type"]) == (503, "overloaded_error")
 
 
-def test_routes_that_are_not_there_are_refused_in_anthropics_words_below_messages_alone(ask: Asker):
+def test_routes_that_do_not_exist_are_refused_in_anthropics_words_only_below_messages(ask: Asker):
     assert ask(HI, ASK, path="/v1/messages/batches")[0].json()["error"]["type"] == "not_found_error"
     assert ask(HI, ASK, path="/v1/messages_of_others")[0].json()["error"].keys() == {"message", "type", "param", "code"}

@@ -77,7 +77,7 @@ def test_max_tokens_is_for_an_answer_and_not_for_counting():
     assert faults(LEAST, CountRequest) == [("max_tokens", "Extra inputs are not permitted")]
 
 
-def test_what_the_sdks_own_blocks_have_beside_their_content_is_taken():
+def test_what_the_sdks_own_blocks_have_besides_their_content_is_taken():
     assistant = [
         {"type": "thinking", "thinking": "Hm.", "signature": "abc"},
         {"type": "text", "text": "a", "citations": None},

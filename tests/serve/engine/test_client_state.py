@@ -176,7 +176,7 @@ def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomErr
     run(body)
 
 
-def test_an_answer_that_nobody_reads_ends_alone_and_takes_no_more_memory():
+def test_an_answer_that_nobody_reads_ends_by_itself_and_takes_no_more_memory():
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
         unread, other = (client.submit([[1]], [SamplingParams(n=1)], id=id) for id in ("unread", "other"))
         engine.heard()

@@ -97,7 +97,7 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
     hosts = start_hosts(layout)
     server, supervisor, rank = hosts.server, hosts.supervisor.process, hosts.rank
     answer = wire.ask(server.url, "POST", "/v1/completions", PROMPT)
-    assert answer.json["choices"][0]["text"] == answer_alone(talker, [0, 9], max_tokens=40, ignore_eos=True)
+    assert answer.json["choices"][0]["text"] == answer_of_one_rank(talker, [0, 9], max_tokens=40, ignore_eos=True)
     (engine,) = family(server)
     listens = [{host for host, _ in listening(pid)} for pid in (engine, rank, supervisor.pid)]
     assert listens == [{"127.0.0.1"}, {"127.0.0.2"}, set()], "each at its own address, for gloo"
@@ -142,7 +142,7 @@ def test_two_hosts_go_on_after_a_stop_of_one(stopped: str, start_hosts: Callable
     assert server.process.wait(wire.SECONDS) == 0 and hosts.supervisor.process.wait(wire.SECONDS) == 0
 
 
-def answer_alone(talker: Path, prompt: str | list[int], **params: Any) -> str:
+def answer_of_one_rank(talker: Path, prompt: str | list[int], **params: Any) -> str:
     """What one rank answers."""
     engine = LLMEngine(str(talker), dtype="fp32", level=1, kv_cache_memory=1 << 24)
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, **params))
@@ -163,7 +163,7 @@ def test_torchrun_starts_the_ranks_of_one_host(talker: Path):
     fields = [f"checkpoint={talker}", "prompts=Hello", "sampling.temperature=0", "job.output=json"]
     out = run_torchrun(["--standalone", "--nproc-per-node", "2"], "parallel.launcher=torchrun", *fields)
     (line,) = out.splitlines()
-    assert json.loads(line)["text"] == answer_alone(talker, "Hello")
+    assert json.loads(line)["text"] == answer_of_one_rank(talker, "Hello")
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_rank_compiles_where_its_host_s_cache_has_no_pieces(talker: Path, tmp_
         ]  # fmt: skip
         (out, _), (nothing, said) = (process.communicate(timeout=280) for process in processes)
         assert [process.returncode for process in processes] == [0, 0], said
-        assert json.loads(out)["text"] == answer_alone(talker, "Hello") and nothing == ""
+        assert json.loads(out)["text"] == answer_of_one_rank(talker, "Hello") and nothing == ""
         assert (
             bool(re.search(rf"rank 1 has compiled \d+ pieces, which {tmp_path}/1 did not have", said)) == has_compiled
         )

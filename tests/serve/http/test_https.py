@@ -100,7 +100,7 @@ def rooted(start_server: Start) -> Server:
 
 
 @pytest.mark.parametrize("root", ["", "/a/llm"])
-def test_paths_are_served_behind_the_root_and_without_it(rooted: Server, root: str):
+def test_paths_are_served_under_the_root_and_without_it(rooted: Server, root: str):
     headers = {"authorization": "Bearer sesame"}
     body: dict[str, Any] = {"prompt": [0, 9], "max_tokens": 2}
     assert wire.ask(rooted.url, "GET", f"{root}/health").status == 200

@@ -836,7 +836,7 @@ def test_an_empty_page_has_examples_that_are_sent_as_they_are(server: Server, vi
     assert opened.errors == []
 
 
-def test_tab_and_enter_alone_open_a_chat_edit_a_message_and_make_an_answer_anew(server: Server, visit: Open):
+def test_tab_and_enter_open_a_chat_edit_a_message_and_make_an_answer_anew(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
 

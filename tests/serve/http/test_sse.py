@@ -32,7 +32,7 @@ def serve(events: AsyncIterator[bytes], leaves_after: float | None = None) -> tu
     return sent, left
 
 
-def test_each_event_is_sent_alone_and_silence_as_empty_lines():
+def test_each_event_is_sent_by_itself_and_silence_as_empty_lines():
     async def events() -> AsyncIterator[bytes]:
         yield event({"a": 1})
         yield b""

@@ -39,7 +39,7 @@ def test_the_sdk_gets_the_normalized_last_state_in_base64_and_as_numbers(client:
     assert raw.data[0].embedding == pytest.approx(state.tolist(), abs=1e-3)
 
 
-def test_texts_are_their_tokens_and_are_cut_behind_the_first_ones(client: openai.OpenAI, server: Server):
+def test_texts_are_their_tokens_and_are_cut_after_the_first_ones(client: openai.OpenAI, server: Server):
     tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "Hello you"}).json()["tokens"]
     both = client.embeddings.create(model="talker", input=["Hello you", "Hello"])
     for given, cut in ((tokens, {}), ("Hello you and others", {"truncate_prompt_tokens": len(tokens)})):

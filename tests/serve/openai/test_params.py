@@ -129,7 +129,7 @@ def test_what_cannot_be_served_is_refused_by_name(config: Config, fields: dict[s
     assert refused.value.param == param
 
 
-def test_no_tokens_are_for_an_echo_alone(config: Config):
+def test_zero_tokens_need_an_echo(config: Config):
     assert sampling_params(completion(max_tokens=0, echo=True), config).max_tokens == 1
     with pytest.raises(FieldError, match="echo"):
         sampling_params(completion(max_tokens=0), config)

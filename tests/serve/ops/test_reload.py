@@ -36,7 +36,7 @@ def status(server: Server, key: str, path: str = "/v1/completions", body: Any = 
     return wire.ask(server.url, "POST", path, body, {"x-api-key": key}).status
 
 
-def test_keys_are_read_anew_behind_nohup_too(start_server: Start, tmp_path: Path):
+def test_keys_are_read_anew_under_nohup_too(start_server: Start, tmp_path: Path):
     """Where SIGHUP, ignored, would leave a revoked key in use and say nothing."""
     keys = tmp_path / "keys.txt"
     keys.write_text("old\n")

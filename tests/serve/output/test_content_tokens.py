@@ -34,7 +34,7 @@ def indices(found: list[Logprobs]) -> list[int]:
     return [int(each.logprob) for each in found]
 
 
-def test_the_tokens_of_content_are_those_behind_its_marker(tokenizer: Tokenizer):
+def test_the_tokens_of_content_are_those_after_its_marker(tokenizer: Tokenizer):
     params = SamplingParams(visible_tokens=[THINK])
     tokens = ContentTokens(tokenizer, [], params)
     tokens.push(scored(tokenizer, f"hm{THINK}\nabc{END}"), is_last=True)  # h m </think> \n ab c <|end|>
@@ -74,7 +74,7 @@ def test_a_token_without_text_is_left_out(tokenizer: Tokenizer):
     assert indices(tokens.take([(0, 2)])) == [0, 2]
 
 
-def test_what_is_behind_a_stop_string_is_left_out(tokenizer: Tokenizer):
+def test_what_follows_a_stop_string_is_left_out(tokenizer: Tokenizer):
     tokens = ContentTokens(tokenizer, [], SamplingParams(stop_strings=["yz"]))
     tokens.push(scored(tokenizer, "xyz"), is_last=True)
     assert indices(tokens.take([(0, 1)])) == [0]

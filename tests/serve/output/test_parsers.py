@@ -79,7 +79,7 @@ def test_without_tools_a_tag_is_text(config: Config):
         ("prompt<think>\n\n</think>\n\n", None),  # it has thought
     ],
 )
-def test_a_constraint_begins_behind_the_reasoning(config: Config, prompt: str, reasoning: dict[str, str] | None):
+def test_a_constraint_begins_after_the_reasoning(config: Config, prompt: str, reasoning: dict[str, str] | None):
     parsers = ChatParsers(config, None, None)
     params = parsers.constrain(SamplingParams(structured_outputs={"json_object": True}), prompt)
     assert params.reasoning == reasoning
@@ -98,7 +98,7 @@ def test_a_forced_call_constrains_the_answer_to_its_arguments(config: Config):
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
-def test_behind_a_forced_call_a_model_without_a_format_goes_on_in_words(config: Config, choice: str | None):
+def test_after_a_forced_call_a_model_without_a_format_goes_on_in_words(config: Config, choice: str | None):
     plain = replace(config, model=replace(config.model, tool_calls=None))
     parsers = ChatParsers(plain, [tool("f")], choice, has_called=True)
     assert parsers.tools is None and parsers.read('{"x": 2}', "prompt") == Answer('{"x": 2}', "", [])

@@ -270,7 +270,7 @@ def test_an_opener_within_a_broken_call_opens_the_next():
     assert read("tagged_json", [text]) == ('<tool_call>{"name": ', [("f", "{}")], 1)
 
 
-def test_text_behind_a_bare_call_is_content():
+def test_text_after_a_bare_call_is_content():
     text = '{"name": "f", "parameters": {}}\nHere you are: {"name": "f", "parameters": {}}'
     assert read("json", [text]) == ('Here you are: {"name": "f", "parameters": {}}', [("f", "{}")], 1)
 

@@ -99,7 +99,7 @@ class _Kernel:
         self._program = program
         self._rows = rows
         self._results = results
-        self._calls = _calls_behind(program, results)
+        self._calls = _calls_needed(program, results)
         self._loaded: set[Node] = set()
         self._values: dict[Any, str] = {}
         self._lines = ["wait_for_inputs(PDL)", "row = tl.program_id(0).to(tl.int64)"]
@@ -374,7 +374,7 @@ def _input_of(program: Program, rows: str) -> Node:
     return next(node for node in program.inputs if _type(node).shape[:1] == (rows,))
 
 
-def _calls_behind(program: Program, results: Sequence[Node] | dict[Node, str]) -> list[Node]:
+def _calls_needed(program: Program, results: Sequence[Node] | dict[Node, str]) -> list[Node]:
     """The calls that these results depend on, in order."""
     found: set[Node] = set()
     waiting = [call_of(node) for node in results]

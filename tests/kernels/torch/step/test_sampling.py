@@ -130,7 +130,7 @@ def test_repetition_penalty_is_that_of_transformers_over_prompt_and_output():
     assert sample(logits, rows)[0] == expected
 
 
-def test_frequency_and_presence_penalty_count_the_output_alone():
+def test_frequency_and_presence_penalty_count_only_the_output():
     logits = torch.tensor([[5.0, 4.5, 4.0, 3.5]])
 
     def greedy(output, **params):
@@ -211,7 +211,7 @@ def test_min_p_keeps_what_has_that_share_of_the_best():
     assert set(draws(logits, 300, min_p=0.1)) == {0, 1, 2}
 
 
-def test_a_row_keeps_its_own_top_k_beside_one_of_more():
+def test_a_row_keeps_its_own_top_k_next_to_a_larger_one():
     rows = [sequence(seed, top_k=2 if seed % 2 else 5) for seed in range(400)]
     tokens, _ = sample(torch.zeros(400, 8), rows)
     assert (set(tokens[1::2]), set(tokens[::2])) == ({0, 1}, {0, 1, 2, 3, 4})
@@ -222,7 +222,7 @@ def test_a_repetition_penalty_lowers_negative_logits():
     assert sample(torch.tensor([[-1.5, -1.0]]), [row])[0] == [0]
 
 
-def test_a_batch_of_all_kinds_draws_what_each_row_draws_alone():
+def test_a_batch_of_all_kinds_draws_what_each_row_draws_by_itself():
     kinds = [
         {"temperature": 0},
         {"temperature": 0.7},
@@ -254,7 +254,7 @@ def test_chunks_of_a_large_batch_change_nothing(monkeypatch):
     assert sample(logits, rows) == whole
 
 
-def test_a_draw_depends_on_seed_and_position_alone():
+def test_a_draw_depends_only_on_seed_and_position():
     def draw(*rows: Sequence) -> list[int]:
         return sample(torch.zeros(1, 1 << 16).expand(len(rows), -1), list(rows))[0]
 
@@ -355,7 +355,7 @@ def test_a_grammar_limits_the_draw_to_what_it_allows(params):
     assert set(drawn) <= set(allowed)
 
 
-def test_a_grammar_comes_after_bias_and_penalties_and_leaves_other_rows_alone():
+def test_a_grammar_comes_after_bias_and_penalties_and_leaves_other_rows_unchanged():
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]] * 3)
     bound = Sequence("a", [0], SamplingParams(temperature=0, logprobs=4), matcher=Allows(2, 3))
     biased = Sequence(

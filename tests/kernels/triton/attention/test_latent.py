@@ -77,7 +77,7 @@ def test_few_queries_are_multiplied_by_kernels_of_their_own(decodes, splits, mon
     assert_equal(run(4), run(0))
 
 
-def test_a_context_is_split_where_there_are_programs_to_spare(monkeypatch, triton_device):
+def test_a_context_is_split_if_programs_are_idle(monkeypatch, triton_device):
     monkeypatch.setattr(latent, "PART_TILES", 1)
     monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=3))
     grids: list[tuple[int, ...]] = []
@@ -165,7 +165,7 @@ def test_entries_of_full_size_equal_the_reference(heads, dtype):
 
 
 @pytest.mark.gpu
-def test_blocks_behind_two_billion_numbers_are_found():
+def test_blocks_past_two_billion_numbers_are_found():
     case = on(make_latent_case([300], [(20, 50)], **LARGE, dtype=torch.bfloat16), "cuda")
     far = (1 << 32) // case.cache.blocks[0].numel()
     cache = torch.empty(far + len(case.cache.blocks), *case.cache.blocks.shape[1:], dtype=torch.bfloat16, device="cuda")

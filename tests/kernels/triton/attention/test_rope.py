@@ -98,7 +98,7 @@ def test_without_a_rotation_heads_are_normed_or_stay(triton_device, has_norm):
         assert_equal(out, expected, 1e-6)
 
 
-def test_a_new_q_leaves_the_product_alone(triton_device):
+def test_a_new_q_leaves_the_linears_output_unchanged(triton_device):
     case = make_case(3, 2, 1, 8, 8)
     qkv = torch.cat((case.q, case.k, case.v), dim=1).to(triton_device)
     before = qkv.clone()

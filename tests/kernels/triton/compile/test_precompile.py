@@ -309,7 +309,7 @@ def test_steps_of_odd_sizes_take_the_kernels_of_even_ones(run: Any):
     assert run(SIZES) == ["_plan_kernel", "_quantize_kernel"]
 
 
-def test_a_walk_leaves_the_launches_of_other_threads_alone(run: Any):
+def test_a_walk_leaves_the_launches_of_other_threads_unchanged(run: Any):
     assert run(LAUNCHES + WALK_BESIDE_A_SERVER) == ["server", "server"]
 
 

@@ -206,7 +206,7 @@ def test_no_rows_at_all_give_none(triton_device):
 
 
 @pytest.mark.gpu
-def test_experts_that_lie_behind_two_billion_numbers_are_found():
+def test_experts_past_two_billion_numbers_are_found():
     weight = torch.zeros(1100, 2048, 1024, dtype=torch.bfloat16, device="cuda")
     weight[-1] = torch.eye(2048, 1024)
     x = torch.randn(3, 1024, device="cuda").bfloat16()

@@ -152,7 +152,7 @@ def test_every_gate_is_activated_like_the_op(triton_device, kind):
 
 @pytest.mark.sampled(3, gpu=1)
 @pytest.mark.parametrize("parameters", MATRIX_PARAMETERS)
-def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
+def test_a_row_is_the_same_next_to_any_others(triton_device, parameters):
     weight = make(triton_device, torch.float16, 50, 200)
     x = make(triton_device, torch.float16, 7, 200)
     counters = matrix.make_counters(x.device)
@@ -189,7 +189,7 @@ def test_the_way_of_one_row_is_not_taken_for_two(triton_device):
         products.linear(x, weight, parameters=lambda *_: Vector(2, 4, stages=2, programs=3))
 
 
-def test_a_nan_stays_a_nan_behind_relu(triton_device):
+def test_a_nan_stays_a_nan_after_relu(triton_device):
     x = torch.tensor([[float("nan"), -1.0, 2.0, 3.0]], device=triton_device)
     y = kernels.activate_gates(x, "relu")
     assert y[0, 0].isnan()

@@ -48,7 +48,7 @@ def test_each_token_gets_the_product_of_its_own_adapter(tokens, sizes, num, rank
 
 
 @pytest.mark.parametrize("sizes", [[40, 40], [80]])
-def test_gates_behind_it_are_part_of_the_launch(sizes: list[int], triton_device: str):
+def test_gates_after_it_are_part_of_the_launch(sizes: list[int], triton_device: str):
     torch.manual_seed(0)
     columns = NUM * RANK
     both = torch.randn(7, 80 + len(sizes) * columns, device=triton_device)

@@ -126,7 +126,7 @@ class SamplingParams:
     )  # of the likeliest tokens, those that add up to this probability
     min_p: float = parameter(
         0.0, 0, 1, column="f64", use=FILTER, checkpoint="min_p", gguf="min_p"
-    )  # least probability of a token, as a share of the likeliest one's
+    )  # min probability of a token, as a share of the likeliest one's
     seed: int | None = number(None, -math.inf)  # null: drawn from the engine's seed
     n: int = number(1, 1, 128)  # answers to one prompt
     stop_token_ids: list[int] | None = None  # tokens that end an answer

@@ -20,7 +20,7 @@ GARBAGE = 0xA5
 
 class Driver:
     def __init__(self) -> None:
-        self.most = 1 << 40  # bytes that it has
+        self.max_bytes = 1 << 40  # bytes that it has
         self.taken: dict[int, int] = {}  # bytes by handle
         self.mapped: dict[int, int] = {}  # handle by address
         self.readable: set[int] = set()  # addresses
@@ -43,7 +43,7 @@ class Driver:
 
     def cuMemCreate(self, handle: Any, size: Any, prop: Any, flags: Any) -> int:
         assert size.value % GRANULARITY == 0 and prop._obj.type == 1 and prop._obj.location.type == 1
-        if self.num_there + size.value > self.most:
+        if self.num_there + size.value > self.max_bytes:
             return 2
         handle._obj.value = len(self.taken) + 1 + max(self.taken, default=0)
         self.taken[handle._obj.value] = size.value

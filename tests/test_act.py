@@ -233,7 +233,7 @@ def test_explain_counts_the_linears_of_each_format(tmp_path: Path, capsys: pytes
     config = load(["model=qwen3", f"checkpoint={tmp_path}", "job=explain", "dtype=bf16", "level=1", "quant=fp8"])
     graph = compile_graph(config, target=HOPPER)
     lines = dict(explain.describe({**explain.sizes(graph, config)}, config))
-    assert lines["activations"] == "fp8[1, *] in 8 linears, where there are many rows"
+    assert lines["activations"] == "fp8[1, *] in 8 linears, for many rows"
     assert "activations" not in dict(explain.describe(explain.sizes(compile_graph(config), config), config))
 
 

@@ -114,8 +114,8 @@ def test_a_scale_holds_twice_the_largest_number_of_the_prompt(
     room: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ):
     engine = open_engine(checkpoint, *[room] * bool(room))
-    model, most = tiny.reference(checkpoint), 256 if not room else int(room.partition("=")[2])
-    tokens, cache = list(engine._engine.vocabulary.tokenize(PROMPT))[:most], DynamicCache()
+    model, num_tokens = tiny.reference(checkpoint), 256 if not room else int(room.partition("=")[2])
+    tokens, cache = list(engine._engine.vocabulary.tokenize(PROMPT))[:num_tokens], DynamicCache()
     with torch.inference_mode():
         model(torch.tensor([tokens]), past_key_values=cache)
     found = scales_of(engine)

@@ -129,5 +129,5 @@ def test_a_parameter_is_checked_by_its_type(name: str, value: object, error: str
 
 def test_a_field_over_several_lines_has_its_comment_in_the_docs():
     meanings = {each.key: each.meaning for each in describe_block("sampling.", SamplingConfig)}
-    assert meanings["sampling.min_p"] == "least probability of a token, as a share of the likeliest one's"
+    assert meanings["sampling.min_p"] == "min probability of a token, as a share of the likeliest one's"
     assert meanings["sampling.n"] == "answers to one prompt"

@@ -304,10 +304,10 @@ def test_a_gpus_weights_and_kv_come_back_to_where_they_were(
         engine.wake_up()
         assert tokens_of(engine) == expected and not pinned
     engine.sleep()
-    driver.most = num_there - 1
+    driver.max_bytes = num_there - 1
     with pytest.raises(CapacityError, match="end what uses it"):
         engine.wake_up()
     assert engine.is_sleeping
-    driver.most = num_there
+    driver.max_bytes = num_there
     engine.wake_up()
     assert tokens_of(engine) == expected

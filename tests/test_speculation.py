@@ -52,12 +52,14 @@ class Told:
     def __init__(self, answers: dict[tuple[int, ...], list[int]], turns: list[list[bool]]) -> None:
         self.answers, self.turns, self.num = answers, turns, 0
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
+    def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
         answer = self.answers.get(tuple(sequence.prompt), [])
         turn = self.turns[self.num % len(self.turns)]
         self.num += 1
         at = len(sequence.output)
-        return [token if right else (token + 1) % 97 for token, right in zip(answer[at:], turn[:most], strict=False)]
+        return [
+            token if right else (token + 1) % 97 for token, right in zip(answer[at:], turn[:max_drafts], strict=False)
+        ]
 
     def forget(self, sequence: Sequence) -> None: ...
 
@@ -203,9 +205,9 @@ def test_ranks_and_groups_accept_alike(thread_ranks: list[ThreadRanks], open_eng
 def test_the_latest_place_of_the_most_tokens_is_looked_up():
     drafter = NgramDrafter(3, 2, 3)
 
-    def draft(tokens: list[int], most: int = 9) -> list[int]:
+    def draft(tokens: list[int], max_drafts: int = 9) -> list[int]:
         sequence = Sequence("a", tokens, SamplingParams())
-        found = drafter.draft(sequence, most)
+        found = drafter.draft(sequence, max_drafts)
         drafter.forget(sequence)
         return found
 
@@ -213,7 +215,7 @@ def test_the_latest_place_of_the_most_tokens_is_looked_up():
     assert draft([1, 2, 3, 4, 7, 2, 3, 5, 1, 2, 3]) == [4, 7, 2], "three tokens, not the later two"
     assert draft([2, 3, 4, 2, 3, 5, 2, 3]) == [5, 2, 3], "the latest"
     assert draft([1, 1, 1]) == [1, 1, 1] and draft([1, 2, 1, 2]) == [1, 2, 1], "what ends is repeated"
-    assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], most=1) == [4]
+    assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], max_drafts=1) == [4]
     assert draft([1, 2, 3]) == draft([7]) == draft([3, 3]) == []
     growing = Sequence("b", [1, 2, 3], SamplingParams())
     found = []
@@ -266,9 +268,9 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
     chance = random.Random(seed)
 
     class AtRandom:
-        def draft(self, sequence: Sequence, most: int) -> list[int]:
+        def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
             first = len(sequence.output)
-            right = [token(sequence, first + at) for at in range(min(most, chance.randrange(5)))]
+            right = [token(sequence, first + at) for at in range(min(max_drafts, chance.randrange(5)))]
             return [each if chance.random() < 0.7 else 3 for each in right]
 
         def forget(self, sequence: Sequence) -> None: ...
@@ -408,14 +410,14 @@ def test_drafts_of_the_runner_leave_half_of_a_step_to_prompts():
 
 def test_drafts_take_what_other_decodes_leave_of_a_step():
     class Wrong:
-        def draft(self, sequence: Sequence, most: int) -> list[int]:
-            return [9] * min(most, 3)
+        def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
+            return [9] * min(max_drafts, 3)
 
         def forget(self, sequence: Sequence) -> None: ...
 
-    def planned(budget: int, most: int, num: int) -> list[int]:
+    def planned(budget: int, max_drafts: int, num: int) -> list[int]:
         cache = KVCache([FULL], {"full": 100}, 4, enable_prefix_caching=False)
-        scheduler = Scheduler(cache, StepLimits(4, budget, 64, most), drafter=Wrong())
+        scheduler = Scheduler(cache, StepLimits(4, budget, 64, max_drafts), drafter=Wrong())
         for at in range(num):
             scheduler.add(Sequence(str(at), [1], SamplingParams(max_tokens=30), output=[2]))
             scheduler.schedule()

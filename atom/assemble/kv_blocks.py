@@ -73,14 +73,14 @@ def plan_stages(
 def plan_host(kinds_of: Sequence[Sequence[CacheKind]], serve: ServeConfig) -> dict[str, int]:
     """Plan the KV blocks in serve.swap_space: of each cache kind as many as the stage with the fewest holds."""
     plans = [plan_host_blocks(kinds, serve.block_size, serve.swap_space) for kinds in kinds_of]
-    least = min(num_blocks for plan in plans for num_blocks in plan.values())
-    return {kind.name: least for kind in kinds_of_all(kinds_of)}
+    fewest = min(num_blocks for plan in plans for num_blocks in plan.values())
+    return {kind.name: fewest for kind in kinds_of_all(kinds_of)}
 
 
-def take_least(plans: Sequence[bytes]) -> dict[str, int]:
+def min_blocks(plans: Sequence[bytes]) -> dict[str, int]:
     """The KV blocks that each rank has room for, by cache kind, of what all have exchanged."""
-    least: dict[str, int] = {}
+    fewest: dict[str, int] = {}
     for plan in plans:
         for kind, num_blocks in msgspec.msgpack.decode(plan, type=dict[str, int]).items():
-            least[kind] = min(num_blocks, least.get(kind, num_blocks))
-    return least
+            fewest[kind] = min(num_blocks, fewest.get(kind, num_blocks))
+    return fewest

@@ -43,7 +43,7 @@ def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], co
         (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
         for kind in kinds
     )
-    return f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len"
+    return f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at most"
 
 
 def _describe_host(host: HostBlocks, block_size: int) -> str:
@@ -66,6 +66,6 @@ def _describe_unread_rope(config: Config) -> str:
 
 def _describe_sampling(config: Config) -> str:
     """Describe the checkpoint's sampling defaults that are in effect; empty without any."""
-    stated = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
-    text = ", ".join(f"{name} {value:g}" for name, value in stated.items())
+    in_effect = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
+    text = ", ".join(f"{name} {value:g}" for name, value in in_effect.items())
     return f"sampling as the checkpoint says: {text}; sampling.defaults=none leaves it out" if text else ""

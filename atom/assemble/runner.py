@@ -9,7 +9,7 @@ from dataclasses import astuple, replace
 import msgspec
 
 from atom.assemble.compiling import digest_of
-from atom.assemble.kv_blocks import cache_kinds, kinds_of_all, plan_host, plan_kv, plan_stages, take_least
+from atom.assemble.kv_blocks import cache_kinds, kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages
 from atom.checkpoint import Progress
 from atom.compiler import Compiled
 from atom.config import Config
@@ -91,7 +91,7 @@ def make_runner(
         kv_memory=kv_memory,
     )
     ahead = {"run_ahead": min(config.parallel.pipeline, NUM_REPORTED) - 1} if overlaps else {}
-    runner = Runner(model, flops=most_flops(model.flops_a_token, exchange), **ahead)
+    runner = Runner(model, flops=max_flops(model.flops_a_token, exchange), **ahead)
     if serve.swap_space:
         runner.host = HostBlocks(model, plan_host(kinds_of, serve))
     return runner
@@ -126,7 +126,7 @@ def prepare_gpu(
         clock.stop("KV scales")
     left = memory.measure_left(runner, sizes[-1:], serve)
     own = plan_kv(cache_kinds(compiled.graph), serve, config.limits, config.parallel.num_ranks, left)
-    num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
+    num_blocks = min_blocks(exchange(msgspec.msgpack.encode(own)))
     runner.bind(num_blocks)
     clock.stop("memory")
     with progress.task("capturing CUDA graphs"):
@@ -138,7 +138,7 @@ def prepare_gpu(
     return num_blocks
 
 
-def most_flops(own: float, exchange: Exchange) -> float:
+def max_flops(own: float, exchange: Exchange) -> float:
     """The FLOPs of a token in the stage that computes the most; all ranks call this together.
 
     By these, all stages capture the same steps.

@@ -66,15 +66,15 @@ class FolderCheckpoint(Checkpoint):
         self.tensors = {name: entry[0] for name, entry in stored.items()}
         self._stored = stored
         if "sentence_transformers" in self.config:
-            self.config = as_decoder(self.config, self._stated_names())
+            self.config = as_decoder(self.config, self._stored_names())
 
     def names(self) -> Collection[str]:
-        names = self._stated_names()
+        names = self._stored_names()
         if self._has_no_head(names):
             return {f"model.{name}" for name in names}
         return {ours for name in names if (ours := text_name(name))} if VISION in self.config else names
 
-    def _stated_names(self) -> Collection[str]:
+    def _stored_names(self) -> Collection[str]:
         if self.tensors:
             return self.tensors.keys()
         if (self._folder / "model.safetensors").exists():

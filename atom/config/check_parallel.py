@@ -16,8 +16,8 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     check_pipeline(config, model)
     check_files(config)
     if not divides_heads(ranks, model.attention):
-        most = min(model.attention.heads, MAX_RANKS)  # config.json may state any number of heads
-        fitting = [each for each in range(1, most + 1) if divides_heads(each, model.attention)]
+        max_ranks = min(model.attention.heads, MAX_RANKS)  # config.json may state any number of heads
+        fitting = [each for each in range(1, max_ranks + 1) if divides_heads(each, model.attention)]
         heads = f"{model.attention.heads} heads"
         if model.attention.kind == "gqa":
             heads += f" with {model.attention.kv_heads} of keys and values"
@@ -29,19 +29,19 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         raise ConfigError(
             f"parallel.experts={experts} must divide the {ranks * data} ranks of {of} (supported: {there})"
         )
-    stated = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
+    given = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
     fewest = min((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
     if data > 1 and not fewest:
         raise ConfigError(
             f"parallel.data={data}: the model has no experts that groups could share; set parallel.data=1"
         )
     if experts > 1 and not fewest:
-        raise ConfigError(f"{stated}: the model has no experts; leave it out")
+        raise ConfigError(f"{given}: the model has no experts; leave it out")
     if config.parallel.dispatch == "dispatch" and (data == 1 or experts == 1):
         needs = "groups whose ranks have experts of their own; set parallel=dp2_ep, or leave it out"
         raise ConfigError(f"parallel.dispatch=dispatch is for {needs}")
     if experts > max(fewest, 1):
-        raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
+        raise ConfigError(f"{given}: a layer has {fewest} experts; set parallel.experts to as many at most")
 
 
 def check_devices(config: Config, device: str) -> None:
@@ -56,10 +56,10 @@ def check_devices(config: Config, device: str) -> None:
     if num_devices == 1 or device == "cpu" or config.job.kind not in ENGINE_JOBS:
         return
     names = ("data", "tensor", "pipeline", "replicas")
-    stated = " ".join(f"parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1)
+    given = " ".join(f"parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1)
     if parallel.launcher == "local" and (num_gpus := count_devices()) < num_devices:
         there = f"needs {num_devices} GPUs, one a rank, and this machine has {num_gpus}"
-        raise UnsupportedError(f"{stated} {there}; set as many at most, or device=cpu")
+        raise UnsupportedError(f"{given} {there}; set as many at most, or device=cpu")
     if config.tune and parallel.pipeline > 1:
         instead = "tune without stages once, if need be with few layers (model.layers, load_dummy=true)"
         raise UnsupportedError(
@@ -71,19 +71,19 @@ def check_devices(config: Config, device: str) -> None:
 def check_pipeline(config: Config, model: ModelConfig) -> None:
     """Check that layers can be divided into stages."""
     num_stages, method = config.parallel.pipeline, config.serve.draft_method
-    stated, job = f"parallel.pipeline={num_stages}", config.job
+    given, job = f"parallel.pipeline={num_stages}", config.job
     if job.pipeline_rank >= num_stages:
-        raise ConfigError(f"job.pipeline_rank={job.pipeline_rank}: {stated} has no such stage; set less")
+        raise ConfigError(f"job.pipeline_rank={job.pipeline_rank}: {given} has no such stage; set less")
     if num_stages == 1:
         return
     if num_stages > model.layers:
-        raise ConfigError(f"{stated}: the model has {model.layers} layers; set parallel.pipeline to as many at most")
+        raise ConfigError(f"{given}: the model has {model.layers} layers; set parallel.pipeline to as many at most")
     if method is not None and method.reads_all_stages:
         others = [name for name, each in METHODS.items() if not each.reads_all_stages]
         *some, last = sorted(others, key=lambda name: not METHODS[name].has_programs)
         instead = f"set serve.method to {', '.join(some)} or {last}, or divide each layer with parallel.tensor"
         raise UnsupportedError(
-            f"{stated} with serve.method={config.serve.method}: it reads hidden states of several stages; {instead}"
+            f"{given} with serve.method={config.serve.method}: it reads hidden states of several stages; {instead}"
         )
 
 
@@ -99,13 +99,13 @@ def check_files(config: Config) -> None:
 def check_replicas(config: Config) -> None:
     """Check that the job has several engines."""
     replicas, kind = config.parallel.replicas, config.job.kind
-    stated = f"parallel.replicas={replicas}"
+    given = f"parallel.replicas={replicas}"
     if replicas == 1:
         return
     if kind == "explain":
-        raise ConfigError(f"{stated}: each replica is the whole model; explain one, without parallel=dp{replicas}")
+        raise ConfigError(f"{given}: each replica is the whole model; explain one, without parallel=dp{replicas}")
     if kind != "serve":
-        raise ConfigError(f"{stated}: job={kind} opens one model; leave it out, or write job=serve")
+        raise ConfigError(f"{given}: job={kind} opens one model; leave it out, or write job=serve")
 
 
 def divides_heads(ranks: int, attention: AttentionConfig) -> bool:

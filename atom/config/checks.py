@@ -16,7 +16,7 @@ from atom.plugins import PASSES, check_module, naming
 from atom.sampling_params import out_of_range
 
 NUM_DRAFTED = 3  # tokens of a draft, if none is set
-LOOKED_UP = 2, 4  # the fewest and the most last tokens that ngram looks up, if none is set
+LOOKED_UP = 2, 4  # min and max last tokens that ngram looks up, if none is set
 
 
 def check(value: Any, at: str = "") -> None:
@@ -38,9 +38,9 @@ def check(value: Any, at: str = "") -> None:
 
 def check_passes(passes: PassesConfig) -> None:
     """Check that the modules of users' passes are there, which are imported later."""
-    for stated in passes.extra:
-        with naming(f"passes.extra: {stated}"):
-            check_module(stated.partition("@")[0], PASSES)
+    for extra in passes.extra:
+        with naming(f"passes.extra: {extra}"):
+            check_module(extra.partition("@")[0], PASSES)
 
 
 def check_device(config: Config, device: str) -> None:
@@ -127,11 +127,11 @@ def check_lora(config: Config) -> None:
 
 def check_sleep(config: Config) -> None:
     """Check that what sleeps is one rank, whose KV can be dropped."""
-    serve, stated = config.serve, "serve.enable_sleep_mode=true"
+    serve, sleep_mode = config.serve, "serve.enable_sleep_mode=true"
     if serve.enable_sleep_mode and (num_ranks := config.parallel.num_ranks) > 1:
-        raise UnsupportedError(f"{stated} with {num_ranks} ranks is not supported; leave it out, or use one GPU")
+        raise UnsupportedError(f"{sleep_mode} with {num_ranks} ranks is not supported; leave it out, or use one GPU")
     if serve.enable_sleep_mode and serve.swap_space:
-        raise UnsupportedError(f"{stated} drops KV, and serve.swap_space keeps it: set one of them")
+        raise UnsupportedError(f"{sleep_mode} drops KV, and serve.swap_space keeps it: set one of them")
 
 
 def check_speculation(config: Config) -> None:
@@ -144,19 +144,19 @@ def check_speculation(config: Config) -> None:
         why = "drafts nothing by itself" if serve.method is None else f"is not read by serve.method={serve.method}"
         raise ConfigError(f"serve.draft_model={serve.draft_model} {why}; set {choices}")
     if serve.acceptance_length is not None:
-        stated, num_drafted = f"serve.acceptance_length={serve.acceptance_length:g}", serve.num_speculative_tokens
+        given, num_drafted = f"serve.acceptance_length={serve.acceptance_length:g}", serve.num_speculative_tokens
         if serve.method is None or not config.load_dummy:
-            raise ConfigError(f"{stated} accepts drafts by chance, to measure; set serve.method and load_dummy=true")
+            raise ConfigError(f"{given} accepts drafts by chance, to measure; set serve.method and load_dummy=true")
         if serve.acceptance_length > 1 + (num_drafted or NUM_DRAFTED):
-            raise ConfigError(
-                f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
-            )
+            raise ConfigError(f"{given} is more than a step's token and its drafts; raise serve.num_speculative_tokens")
     for name in ("num_speculative_tokens", "max_verified_tokens"):
         if serve.method is None and (number := getattr(serve, name)) is not None:
             raise ConfigError(f"serve.{name}={number} drafts nothing by itself; set serve.method, or leave it out")
     for method, name in [(method, name) for method, each in METHODS.items() for name in each.options]:
         if serve.method != method and (number := getattr(serve, name)) is not None:
             raise ConfigError(f"serve.{name}={number} is read only by serve.method={method}; set that, or leave it out")
-    least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
-    if least is not None and most is not None and least > most:
-        raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")
+    min_tokens, max_tokens = serve.prompt_lookup_min, serve.prompt_lookup_max
+    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
+        raise ConfigError(
+            f"serve.prompt_lookup_min={min_tokens} is more than serve.prompt_lookup_max={max_tokens}; raise that"
+        )

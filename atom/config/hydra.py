@@ -143,14 +143,14 @@ def is_value(text: str, schema: Any, optional: Sequence[str], is_ordered: bool) 
 def check_entries(schema: Any, overrides: Sequence[str], files: Sequence[ModelFile]) -> None:
     """Raise the error of a list's entry here, since Hydra's error does not name the list."""
     parsed = [each for each in map(parse, overrides) if not each.is_delete()]
-    stated = [(each.key_or_group, each.value()) for each in parsed]
-    by_name, names = {file.name: file.spec for file in files}, [value for key, value in stated if key == "model"]
+    entries = [(each.key_or_group, each.value()) for each in parsed]
+    by_name, names = {file.name: file.spec for file in files}, [value for key, value in entries if key == "model"]
     for name in names:  # grows by inherited files
         spec = by_name.get(name) if isinstance(name, str) else None
-        stated += [(f"model.{key}", value) for key, value in (spec or {}).items()]
+        entries += [(f"model.{key}", value) for key, value in (spec or {}).items()]
         names += [each for each in (spec or {}).get("defaults") or () if each not in names]
     for at, kind, is_list in inner_blocks(schema):
-        lists = [value for key, value in stated if is_list and key == at and isinstance(value, list)]
+        lists = [value for key, value in entries if is_list and key == at and isinstance(value, list)]
         for index, entry in [each for value in lists for each in enumerate(value)]:
             try:
                 OmegaConf.merge(OmegaConf.structured(kind), entry if isinstance(entry, dict) else {})
@@ -260,5 +260,5 @@ def look_up_same(key: str, *, _root_: DictConfig, _node_: Any) -> Any:
 
 def look_up_sampling(name: str, *, _root_: DictConfig, _parent_: DictConfig) -> Any:
     """`${generation:name}`: the checkpoint's value of this field of sampling; without one, the schema's default."""
-    stated = OmegaConf.get_cache(_root_).get("sampling") or {}
-    return stated[name] if name in stated else getattr(OmegaConf.get_type(_parent_), name)
+    values = OmegaConf.get_cache(_root_).get("sampling") or {}
+    return values[name] if name in values else getattr(OmegaConf.get_type(_parent_), name)

@@ -63,10 +63,10 @@ class ModelFile(NamedTuple):
 
     def read_config(self, key: str) -> dict[str, Any]:
         """config.json of the model file's own checkpoint, `embedded`, or `usual`."""
-        stated = self.spec[key]
-        if not isinstance(stated, dict) or not isinstance(stated.get("config"), str):
+        entry = self.spec[key]
+        if not isinstance(entry, dict) or not isinstance(entry.get("config"), str):
             raise ConfigError(f"{self.path}: {key}.config has no value; name the config.json next to this file")
-        config: dict[str, Any] = json.loads((self.path.parent / stated["config"]).read_text("utf-8"))
+        config: dict[str, Any] = json.loads((self.path.parent / entry["config"]).read_text("utf-8"))
         return config
 
 
@@ -105,10 +105,10 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     name, checkpoint, embedded, described = value("model", "auto"), value("checkpoint"), None, None
     names: frozenset[str] = frozenset()
     usual = usual_file(files, name) if checkpoint is None else None
-    stated = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
+    kept = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
     if usual is not None:
         checkpoint = usual.spec["usual"]["checkpoint"]
-        stated.append(override("checkpoint", checkpoint))
+        kept.append(override("checkpoint", checkpoint))
     if checkpoint is None:
         file = embedded_file(files, name)
         name = file.name if name == "auto" else name
@@ -129,8 +129,8 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
             described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
-    stated += [override("model", name), override("model.name", name)]
-    return Source(stated, hf, embedded, generation, names, tuple(with_inherited(name, files)), described)
+    kept += [override("model", name), override("model.name", name)]
+    return Source(kept, hf, embedded, generation, names, tuple(with_inherited(name, files)), described)
 
 
 def with_inherited(name: str, files: Sequence[ModelFile]) -> Iterator[ModelFile]:
@@ -145,10 +145,10 @@ def with_inherited(name: str, files: Sequence[ModelFile]) -> Iterator[ModelFile]
 
 def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
     """The search path after conf/ and the paths of plugins: the config dirs, then hydra.searchpath, then packages."""
-    stated = [text for text in overrides if text.startswith(SEARCHPATH)]
-    paths: Any = parse(stated[-1]).value() if stated else []
+    given = [text for text in overrides if text.startswith(SEARCHPATH)]
+    paths: Any = parse(given[-1]).value() if given else []
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-        raise ConfigError(f"{stated[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
+        raise ConfigError(f"{given[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
     folders = ([Path(folder).absolute() for folder in config_dirs], package_folders())
     of_dirs, of_packages = ([f"file://{folder}" for folder in each] for each in folders)
     return [*of_dirs, *paths, *of_packages]
@@ -220,21 +220,21 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
         key, names = "architectures", hf.get("architectures") or []
         known = [(name, file) for file in automatic for name in file.spec.get("architectures") or ()]
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        stated = f"{key}={json.dumps(hf[key])[:100]} in its config.json"
+        found = f"{key}={json.dumps(hf[key])[:100]} in its config.json"
         what = "name" if is_gguf else "list of names"
-        raise CheckpointError(f"{checkpoint}: {stated} is not a {what}; mend it, or choose with model=NAME")
+        raise CheckpointError(f"{checkpoint}: {found} is not a {what}; mend it, or choose with model=NAME")
     matching = {file.name: file for name, file in known if name in names}
     if not matching:
         all_names = {name for name, _ in known if name}
-        stated = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
+        found = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
         whole = {re.sub("Model$", "ForCausalLM", name) for name in names} & all_names
         if whole:
-            stated += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
+            found += f", which is a {', '.join(whole)} without its head: save it with AutoModelForCausalLM"
         elif near := nearest_architectures(names, all_names):
-            stated += f"; the nearest known ones are {', '.join(near)}"
+            found += f"; the nearest known ones are {', '.join(near)}"
         listed = f"docs/checkpoints.md lists all {len(all_names)}"
         ways = "docs/add-a-model.md shows how to write a YAML file for another, model=NAME takes a file as it is"
-        raise UnsupportedError(f"{checkpoint} has {stated}; {listed}, {ways}")
+        raise UnsupportedError(f"{checkpoint} has {found}; {listed}, {ways}")
     if is_gguf or len(matching) == 1:
         return next(iter(matching))
     exact = [name for name, file in matching.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]

@@ -84,26 +84,26 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     )
 
 
-def cache_folder(stated: str | None) -> str:
+def cache_folder(folder: str | None) -> str:
     """The cache folder; ConfigError if it would be in the home of a user that has none."""
     try:
-        return str(Path(stated or "~/.cache/atom-run").expanduser())
+        return str(Path(folder or "~/.cache/atom-run").expanduser())
     except RuntimeError:
         raise ConfigError("the cache folder is ~/.cache/atom-run, and this user has no home; set cache=") from None
 
 
 def with_pooler(config: Config) -> Config:
     """Take from sentence-transformers' files how embeddings are made, where the configuration leaves it to them."""
-    pooler, stated = config.serve.pooler_config, config.hf.get("sentence_transformers") or {}
-    kind = stated.get("pooling") if pooler.pooling_type == "auto" else pooler.pooling_type
-    normalize = stated.get("normalize", True) if pooler.normalize is None else pooler.normalize
+    pooler, stored = config.serve.pooler_config, config.hf.get("sentence_transformers") or {}
+    kind = stored.get("pooling") if pooler.pooling_type == "auto" else pooler.pooling_type
+    normalize = stored.get("normalize", True) if pooler.normalize is None else pooler.normalize
     made = replace(pooler, pooling_type=kind, normalize=normalize)
     return replace(config, serve=replace(config.serve, pooler_config=made))
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> str:
     """The dtype that config.json states; bf16 where it states none."""
-    stated = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if stated not in BY_NAME:
-        raise ConfigError(f"dtype=auto: the checkpoint says {stated}; choose dtype=bf16, fp16 or fp32")
-    return BY_NAME[stated]
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in BY_NAME:
+        raise ConfigError(f"dtype=auto: the checkpoint says {dtype}; choose dtype=bf16, fp16 or fp32")
+    return BY_NAME[dtype]

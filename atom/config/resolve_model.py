@@ -52,10 +52,10 @@ def check_model(config: Config) -> None:
             f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"
         )
     for key, value in model.assumes.items():
-        if (stated := config.hf.get(key)) not in (None, value):
+        if (found := config.hf.get(key)) not in (None, value):
             known = f"(supported: {spelled(value)})"
             raise UnsupportedError(
-                f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not supported {known}"
+                f"{config.checkpoint}: {key}={spelled(found)} in its config.json is not supported {known}"
             )
     if model.layers * max((mlp.experts or 0 for mlp in model.mlp), default=0) > MAX_EXPERTS:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
@@ -150,8 +150,8 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
     if rope.kind == "longrope":
         rope = choose_factors(rope, at, max_model_len)
     if rope.kind == "factors" and len(rope.factors or ()) != rotated // 2:
-        stated = f"{len(rope.factors or ())} factors, one for each of the {rotated // 2} frequencies are needed"
-        raise ConfigError(f"{at}: there are {stated}")
+        counts = f"{len(rope.factors or ())} factors, one for each of the {rotated // 2} frequencies are needed"
+        raise ConfigError(f"{at}: there are {counts}")
     return rope
 
 
@@ -234,5 +234,5 @@ def check_reasoning(model: ModelConfig) -> None:
     """Check that model.reasoning is two different markers."""
     markers = model.reasoning
     if markers is not None and not (len(markers) == 2 and all(markers) and markers[0] != markers[1]):
-        stated = f"model.reasoning={json.dumps(markers, ensure_ascii=False)}"
-        raise ConfigError(f"{stated} must be two different markers, as in ['<think>','</think>'], or null")
+        given = f"model.reasoning={json.dumps(markers, ensure_ascii=False)}"
+        raise ConfigError(f"{given} must be two different markers, as in ['<think>','</think>'], or null")

@@ -67,10 +67,10 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
             raise ConfigError(f"quant.plain: the model has no module {pattern}; mend it, or leave it out")
     if quant.experts is not None and not any(mlp.kind == "moe" for mlp in model.mlp):
         raise ConfigError(f"quant.experts={quant.experts}: the model has no experts; leave it out")
-    stated = {"quant.fmt": quant.fmt or "none", "quant.experts": quant.experts, "quant.head": quant.head}
+    chosen = {"quant.fmt": quant.fmt or "none", "quant.experts": quant.experts, "quant.head": quant.head}
     words = {"quant.fmt": ("auto", "none"), "quant.experts": ("plain",), "quant.head": ("plain",)}
-    fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in stated.items())
-    packed = [key for key, each in stated.items() if each and each not in words[key]]
+    fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in chosen.items())
+    packed = [key for key, each in chosen.items() if each and each not in words[key]]
     formats = {each for each in (model.fmt, *model.formats.values()) if each}
     stored = {each.partition("[")[0] for each in formats}
     is_named = len(stored) == 1 and fmt == ONLINE.get(*stored)  # quant=fp8 names fp8 of any block
@@ -78,7 +78,7 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
         fmt, packed = "auto", []  # the checkpoint has what is asked for
     if packed and stored - {*GGUF_FORMATS.values()}:  # GGUF's blocks are unpacked, and packed anew
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
-        raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
+        raise ConfigError(f"{packed[0]}={chosen[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
     kinds = {each.partition("[")[0] for each in (fmt, experts, head) if each}
     if quant.calibration not in ("auto", "none") and not kinds & {*ONLINE}:
         why = "no weight is packed while it loads, as quant=int4 does"
@@ -95,9 +95,9 @@ def derive_method(config: Config) -> QuantConfig:
     if method not in known:
         hint = f"there is no such choice{did_you_mean(method, known)}; choices: {', '.join(known)}"
         raise ConfigError(f"quant.method={method}: {hint}")
-    stated = config.hf.get(KEY) or {}
-    stored = stated.get("quant_method") if isinstance(stated, dict) else None
-    if stored == "modelopt" and method == MODELOPT_FP4 and (algo := stated.get("quant_algo")) != "NVFP4":
+    stored_config = config.hf.get(KEY) or {}
+    stored = stored_config.get("quant_method") if isinstance(stored_config, dict) else None
+    if stored == "modelopt" and method == MODELOPT_FP4 and (algo := stored_config.get("quant_algo")) != "NVFP4":
         raise ConfigError(
             f"quant.method={method} is not the quant_algo={algo} of modelopt in the checkpoint; leave it out"
         )
@@ -114,13 +114,13 @@ def derive_method(config: Config) -> QuantConfig:
     return replace(quant, fmt=method, method=None)
 
 
-def online_format(key: str, stated: str, words: Collection[str]) -> str:
+def online_format(key: str, value: str, words: Collection[str]) -> str:
     """The format that a value of `quant` means."""
-    fmt = ONLINE.get(stated, stated)
-    if stated in words or (is_format(fmt) and fmt.partition("[")[0] in ONLINE):
+    fmt = ONLINE.get(value, value)
+    if value in words or (is_format(fmt) and fmt.partition("[")[0] in ONLINE):
         return fmt
     choices = f"{', '.join((*words, *ONLINE))}, also with a block, as in fp8[64, 128] or int4[1, 32]"
-    raise ConfigError(f"{key}={stated}: there is no such choice{did_you_mean(stated, ONLINE)}; choices: {choices}")
+    raise ConfigError(f"{key}={value}: there is no such choice{did_you_mean(value, ONLINE)}; choices: {choices}")
 
 
 def unknown_format(key: str, fmt: str) -> ConfigError:

@@ -358,8 +358,8 @@ class ServeConfig:
     num_speculative_tokens: int | None = number(None, 1, 7)  # tokens drafted for a step; null: 3
     max_verified_tokens: int | None = number(None, 1, INT32)  # decodes and drafts of a step; null: docs/speculation.md
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; needs load_dummy=true
-    prompt_lookup_min: int | None = number(None, 1, 16)  # the fewest last tokens that ngram looks up; null: 2
-    prompt_lookup_max: int | None = number(None, 1, 16)  # the most, which are preferred; null: 4
+    prompt_lookup_min: int | None = number(None, 1, 16)  # min last tokens that ngram looks up; null: 2
+    prompt_lookup_max: int | None = number(None, 1, 16)  # max last tokens, tried first; null: 4
     idle_exit_seconds: float | None = number(None, 0, above=True)  # idle seconds before the server ends; null: never
     enable_sleep_mode: bool = False  # serve /sleep, /wake_up and /is_sleeping, and LLMEngine.sleep
     enable_lora: bool = False  # reserve memory for adapters; the three fields below imply it

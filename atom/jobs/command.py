@@ -54,9 +54,9 @@ def run_hydra(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run one of Hydra's own commands."""
     register(Config)
     argv, said = sys.argv, io.StringIO()
-    stated = [f"--{name}={value}" for name in ("cfg", "info", "package") if (value := getattr(args, name))]
-    stated += [f"--{name.replace('_', '-')}" for name in HYDRA_SHOWS if getattr(args, name)]
-    sys.argv = ["atom-run", *with_search_path(overrides, args.config_dir), *stated]
+    flags = [f"--{name}={value}" for name in ("cfg", "info", "package") if (value := getattr(args, name))]
+    flags += [f"--{name.replace('_', '-')}" for name in HYDRA_SHOWS if getattr(args, name)]
+    sys.argv = ["atom-run", *with_search_path(overrides, args.config_dir), *flags]
     try:
         with one_line_errors(Config), contextlib.redirect_stderr(said):
             hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(lambda _: None)()

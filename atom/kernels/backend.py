@@ -277,7 +277,7 @@ class Tuner(Protocol):
         """Find the fastest parameters; prepare(parameters)() times a step with them, in seconds."""
 
     def take_turns(self, one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
-        """Time two steps in turns; the least seconds of each."""
+        """Time two steps alternately; the min seconds of each."""
 
     def to_entry(self, parameters: Any) -> list[Any]:
         """Parameters as an entry of a table."""

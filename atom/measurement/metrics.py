@@ -98,7 +98,7 @@ def calculate_metrics(
         "e2el": [output.latency for output in good],
     }
     met = sum(meets(output, goodput) for output in good)
-    most_tokens, most_requests = find_peaks(good)
+    max_tokens, max_requests = find_peaks(good)
     return BenchmarkMetrics(
         duration=seconds,
         completed=len(good),
@@ -109,14 +109,14 @@ def calculate_metrics(
         request_goodput=met / seconds if goodput else None,
         output_throughput=generated / seconds,
         total_token_throughput=(inputs + generated) / seconds,
-        max_output_tokens_per_s=most_tokens,
-        max_concurrent_requests=most_requests,
+        max_output_tokens_per_s=max_tokens,
+        max_concurrent_requests=max_requests,
         latencies={name: summarize(values, percentiles) for name, values in samples.items()},
     )
 
 
 def find_peaks(good: Sequence[RequestFuncOutput]) -> tuple[float, int]:
-    """The most events and the most requests of one second, counted from the first start, as vLLM counts them.
+    """Max events and max requests of one second, counted from the first start, as vLLM counts them.
 
     A request counts in every second that it touches, so that there may be more than ever ran at one time.
     """

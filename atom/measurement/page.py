@@ -57,7 +57,7 @@ class Bar(NamedTuple):
     value: float
     text: str  # what the value is, with its unit
     color: int = 0
-    least: float | None = None  # a mark: a limit
+    mark_at: float | None = None  # a mark: a limit
     mark: str = ""  # what the limit is, with its unit
 
 
@@ -116,16 +116,16 @@ def diff(lines: Iterable[str]) -> str:
 
 def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:
     """Bars from one zero, a line where the limit of all is, and marks of their own limits."""
-    most = max([limit or 0.0, *(max(each.value, each.least or 0.0) for each in shown)]) or 1.0
+    largest = max([limit or 0.0, *(max(each.value, each.mark_at or 0.0) for each in shown)]) or 1.0
     longest = max((16 + CHARACTER * len(join_texts(each)) for each in shown), default=0.0)
-    scale, lines = (WIDTH - LABEL - min(max(NOTE, longest), (WIDTH - LABEL) / 2)) / most, []
+    scale, lines = (WIDTH - LABEL - min(max(NOTE, longest), (WIDTH - LABEL) / 2)) / largest, []
     for at, each in enumerate(shown):
         y, width = 24 * at + 4, max(each.value * scale, 0.5)
         label = shorten(each.label, int((LABEL - 8) / CHARACTER))
         lines.append(f'<text x="{LABEL - 8}" y="{y + 13}" text-anchor="end">{label}</text>')
         lines.append(f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="18" rx="2" fill="var(--c{each.color})"/>')
-        if each.least is not None:
-            x = LABEL + each.least * scale
+        if each.mark_at is not None:
+            x = LABEL + each.mark_at * scale
             lines.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + 20}" stroke="var(--text)" stroke-width="2"/>'
             )
@@ -152,7 +152,7 @@ def write_texts(bar: Bar, scale: float, y: float, limit: float | None) -> list[s
         return f'<text {style} x="{x:.1f}" y="{y}">{html.escape(content)}</text>'
 
     end, own = LABEL + bar.value * scale, CHARACTER * len(bar.text)
-    mark = end if bar.least is None else LABEL + bar.least * scale
+    mark = end if bar.mark_at is None else LABEL + bar.mark_at * scale
     if mark > end:
         after = [text(bar.mark, mark + 8)] if bar.mark else []
         if end + 8 + own < mark:
@@ -229,5 +229,5 @@ def legend(names: Iterable[str]) -> str:
     return f"<p>{' &nbsp; '.join(shown)}</p>"
 
 
-def shorten(text: str, most: int) -> str:
-    return html.escape(text if len(text) <= most else f"{text[: most - 1]}…")
+def shorten(text: str, max_chars: int) -> str:
+    return html.escape(text if len(text) <= max_chars else f"{text[: max_chars - 1]}…")

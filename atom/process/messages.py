@@ -1,4 +1,4 @@
-"""Tell the user something, on a line of stderr.
+"""Print a message for the user, as a line on stderr.
 
 say("compiling 3 pieces")           # atom-run: compiling 3 pieces
 """

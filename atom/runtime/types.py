@@ -40,7 +40,7 @@ class DraftTable(Protocol):
     """Chooses how many tokens to draft; see `runtime.draft.table`."""
 
     def best(self, num_decodes: int, rates: abc.Sequence[float]) -> int:
-        """The number of drafts of each decode with the most tokens/s. rates: chance to accept each draft"""
+        """The number of drafts of each decode with the max tokens/s. rates: chance to accept each draft"""
 
     def choices(self, num_decodes: int) -> list[int]:
         """The numbers of drafts that may be the best."""

@@ -82,14 +82,14 @@ class Context:
 
     @property
     def max_total_tokens(self) -> int:
-        """The most tokens of prompt and answer together."""
+        """Max tokens of prompt and answer together."""
         limit = self.config.serve.max_model_len
         assert limit is not None, "config.load resolves it"
         return min(self.config.serve.http.max_total_tokens or limit, limit)
 
     @property
     def max_input_length(self) -> int:
-        """The most tokens of a prompt, which leave one for the answer."""
+        """Max tokens of a prompt, which leave one for the answer."""
         total = self.max_total_tokens
         return min(self.config.serve.http.max_input_length or total, total - 1)
 
@@ -104,11 +104,11 @@ class Context:
             return f"serve.http.max_total_tokens={http.max_total_tokens}"
         return f"serve.max_model_len={serve.max_model_len}" if serve.max_model_len < model.max_position else ""
 
-    def too_long(self, field: str, has: str, most: str, fix: str = "shorten it") -> ContextLengthError:
+    def too_long(self, field: str, has: str, max_value: str, fix: str = "shorten it") -> ContextLengthError:
         """The error for a long prompt, which begins with OpenAI's words, since clients look for them."""
         option = f" ({self.length_option})" if self.length_option else ""
         limit = f"This model's maximum context length is {self.max_total_tokens} tokens"
-        return ContextLengthError(field, f"{limit}. However, {has}, and it may have {most}{option}; {fix}")
+        return ContextLengthError(field, f"{limit}. However, {has}, and it may have {max_value}{option}; {fix}")
 
     def begin(self) -> None:
         """Begin a request. EngineDeadError unless the engine is ready."""
@@ -153,15 +153,15 @@ class Context:
 
         FieldError if it has more characters than the allowed tokens can have: encoding it would take seconds.
         """
-        most = self.max_input_length
-        if len(text) <= most:
+        max_tokens = self.max_input_length
+        if len(text) <= max_tokens:
             return text
         size = self.need_tokenizer().longest_token
-        if truncate is not None and truncate <= most:
+        if truncate is not None and truncate <= max_tokens:
             return text[-size * (truncate + CUT_TOKENS) :]
-        if len(text) > size * most:
+        if len(text) > size * max_tokens:
             has = f"the prompt is too long: it has {len(text)} characters"
-            raise self.too_long("prompt", has, f"{most} tokens of at most {size} characters each")
+            raise self.too_long("prompt", has, f"{max_tokens} tokens of at most {size} characters each")
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
@@ -171,9 +171,9 @@ class Context:
 
     def check_count(self, num_tokens: int) -> None:
         """Raise FieldError if a text has more tokens than a body may hold."""
-        most = self.config.advanced.max_values
-        if num_tokens > most:
-            limit = f"this server takes {most} values (advanced.max_values)"
+        max_values = self.config.advanced.max_values
+        if num_tokens > max_values:
+            limit = f"this server takes {max_values} values (advanced.max_values)"
             raise FieldError("prompt", f"the prompt has {num_tokens} tokens; {limit}; shorten it")
 
     def fit(

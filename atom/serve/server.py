@@ -93,9 +93,9 @@ def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], http: HTTPConfig) ->
 def raise_file_limit() -> None:
     """Allow as many connections as the hard limit does: the soft one, often 1024, is for programs that call select."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    max_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < max_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard))
 
 
 def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -86,15 +86,15 @@ def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
 
 def check_order(graph: Graph, checkpoint: Checkpoint) -> None:
     """Check the order of columns in a GPTQ file if the format says that the columns of a group are neighbours."""
-    in_turn: dict[Type, bytes] = {}  # the groups of all columns
+    in_order: dict[Type, bytes] = {}  # the groups of all columns
     for leaf in dict.fromkeys(leaf for recipe in graph.recipes() for leaf in leaves(recipe) if leaf.type.fmt):
         index, fmt, type = f"{leaf.name.removesuffix('.weight')}.g_idx", str(leaf.type.fmt), leaf.type
         if index not in checkpoint.tensors or parse_format(fmt).has_order:
             continue
-        if type not in in_turn:
+        if type not in in_order:
             groups = torch.arange(int(type.shape[-1]), dtype=torch.int32) // block_of(type)[-1]
-            in_turn[type] = groups.numpy().tobytes()
-        if bytes(checkpoint.read(index)) != in_turn[type]:
+            in_order[type] = groups.numpy().tobytes()
+        if bytes(checkpoint.read(index)) != in_order[type]:
             raise CheckpointError(
                 f"tensor {index} has columns of a group apart, which desc_act=false in quantization_config denies: "
                 f"set it to true in its config.json, or model.fmt='{fmt.replace('[', '_ordered[')}'"
@@ -108,10 +108,10 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
         raise CheckpointError("the checkpoint has no weights; download it again, or take load_dummy=true, random ones")
     names = [name for name in model.weights.values() if "{layer}" in name or "{expert}" in name]
     experts = max((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
-    for placeholder, num_stated in (("layer", model.layers), ("expert", experts)):
+    for placeholder, num_expected in (("layer", model.layers), ("expert", experts)):
         numbers = _find_numbers(stored, names, placeholder)
-        if numbers is not None and len(numbers) < num_stated:
-            counted = f"{len(numbers)} {placeholder}s, its configuration says {num_stated}"
+        if numbers is not None and len(numbers) < num_expected:
+            counted = f"{len(numbers)} {placeholder}s, its configuration says {num_expected}"
             raise CheckpointError(f"the checkpoint has {counted}; is it whole, and is model= the right one?")
 
 

@@ -117,10 +117,10 @@ def try_langchain_openai(server: Server) -> None:
     assert len(texts.embed_documents(["a", "b"])) == 2
     for is_new in (False, True):
         plain = ChatOpenAI(model=MODEL, base_url=f"{server.script}/v1", api_key=KEY, use_responses_api=is_new)  # type: ignore
-        told: Any = [("user", QUESTION)]
-        told.append(plain.bind_tools([add]).invoke(told))
-        told.append(tool(add).invoke(told[-1].tool_calls[0]))
-        assert plain.bind_tools([add]).invoke(told).text == ANSWER
+        messages: Any = [("user", QUESTION)]
+        messages.append(plain.bind_tools([add]).invoke(messages))
+        messages.append(tool(add).invoke(messages[-1].tool_calls[0]))
+        assert plain.bind_tools([add]).invoke(messages).text == ANSWER
 
 
 def try_pydantic_ai(server: Server) -> None:
@@ -239,8 +239,8 @@ def try_vllm(server: Server) -> None:
             )
             command += f"--save-result --result-dir {folder} --result-filename {report.name}".split()
             subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True, timeout=300)
-            told = json.loads(report.read_text())
-            counts = told["completed"], told["failed"], told["total_output_tokens"]
+            result = json.loads(report.read_text())
+            counts = result["completed"], result["failed"], result["total_output_tokens"]
             assert counts == (3, 0, num_tokens), (flags, counts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from atom.assemble.kv_blocks import cache_kinds, kinds_of_all, plan_host, plan_kv, plan_stages, take_least
+from atom.assemble.kv_blocks import cache_kinds, kinds_of_all, min_blocks, plan_host, plan_kv, plan_stages
 from atom.config import ServeConfig
 from atom.config.limits import EngineLimits
 from atom.errors import CapacityError, ConfigError
@@ -71,4 +71,4 @@ def test_all_stages_have_the_blocks_of_the_one_with_the_fewest():
 
 def test_ranks_take_the_least_of_what_all_have_room_for():
     plans = [{"full": 9, "window": 4}, {"full": 7, "window": 6}, {"latent": 3}]
-    assert take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
+    assert min_blocks(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}

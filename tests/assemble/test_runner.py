@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from atom.assemble.runner import make_runner, measure_costs, most_flops
+from atom.assemble.runner import make_runner, max_flops, measure_costs
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.runtime.step.program import Bindings
@@ -17,8 +17,8 @@ from atom.runtime.types import CacheKind, StepLimits
 
 def test_all_stages_capture_by_the_flops_of_the_one_that_computes_the_most():
     others = [msgspec.msgpack.encode(flops) for flops in (3.0, 7.0)]
-    assert most_flops(5.0, lambda own: [own, *others]) == 7.0
-    assert most_flops(9.0, lambda own: [own, *others]) == 9.0
+    assert max_flops(5.0, lambda own: [own, *others]) == 7.0
+    assert max_flops(9.0, lambda own: [own, *others]) == 9.0
 
 
 def test_costs_are_measured_only_of_kv_on_the_host_and_over_a_step_at_most(monkeypatch: pytest.MonkeyPatch):

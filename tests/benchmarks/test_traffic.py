@@ -63,8 +63,8 @@ def test_outputs_come_in_the_order_of_the_requests():
     assert 0.02 <= seconds < time.perf_counter() - started
 
 
-@pytest.mark.parametrize(("limit", "most"), [(3, 3), (None, 8)])
-def test_no_more_requests_are_under_way_than_allowed(limit: int | None, most: int):
+@pytest.mark.parametrize(("limit", "max_running"), [(3, 3), (None, 8)])
+def test_no_more_requests_are_under_way_than_allowed(limit: int | None, max_running: int):
     under_way, seen = 0, 0
 
     async def send(request: RequestFuncInput) -> RequestFuncOutput:
@@ -76,7 +76,7 @@ def test_no_more_requests_are_under_way_than_allowed(limit: int | None, most: in
         return RequestFuncOutput()
 
     asyncio.run(send_all(REQUESTS, send, [0.0] * 8, max_concurrency=limit))
-    assert seen == most
+    assert seen == max_running
 
 
 def test_a_request_is_sent_when_it_arrives(monkeypatch: pytest.MonkeyPatch):

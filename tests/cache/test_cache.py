@@ -530,14 +530,14 @@ def test_threads_build_once_too(cache: Cache):
 
 
 def test_a_lock_s_file_goes_with_it_and_still_one_at_a_time_holds_it(cache: Cache):
-    holders, most = 0, 0
+    holders, max_holders = 0, 0
 
     def hold() -> None:
-        nonlocal holders, most
+        nonlocal holders, max_holders
         for _ in range(20):
             with cache.lock("pieces", KEY):
                 holders += 1
-                most = max(most, holders)
+                max_holders = max(max_holders, holders)
                 time.sleep(0.0005)  # others come meanwhile, and wait for a file that is gone then
                 holders -= 1
 
@@ -546,7 +546,7 @@ def test_a_lock_s_file_goes_with_it_and_still_one_at_a_time_holds_it(cache: Cach
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1 and os.listdir(cache.folder / "locks") == []
+    assert max_holders == 1 and os.listdir(cache.folder / "locks") == []
 
 
 def test_only_who_has_to_wait_is_called(cache: Cache):

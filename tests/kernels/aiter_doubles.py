@@ -327,8 +327,8 @@ def attention(
     for row, length in enumerate(lengths):
         for place, token in enumerate(range(starts[row], starts[row + 1])):
             position = length - (starts[row + 1] - starts[row]) + place
-            least = 0 if window_size[0] < 0 else max(0, position - window_size[0])
-            at = torch.arange(least, position + 1)
+            first = 0 if window_size[0] < 0 else max(0, position - window_size[0])
+            at = torch.arange(first, position + 1)
             blocks = block_table[row, at // block_size].long(), at % block_size
             for head in range(q.shape[1]):
                 keys, values = (each[(*blocks, head // group)].float() for each in (k, v))
@@ -393,9 +393,9 @@ def expert_matmuls(
 ) -> Tensor:  # fmt: skip
     """`moe_gemm_torch` next to it: sorted rows by their expert's weights; rows in no tile are not written."""
     data, (rows, inner), (experts, _, out) = routing_data.expt_data, x.shape, w.shape
-    least, blocks = routing_data.block_m, len(data.block_pid_map)
+    tile_rows, blocks = routing_data.block_m, len(data.block_pid_map)
     # as RoutingData.n_blocks counts the programs that read a tile's number
-    assert blocks == (rows if rows <= experts else -(-(rows - experts + 1) // least) + experts - 1)
+    assert blocks == (rows if rows <= experts else -(-(rows - experts + 1) // tile_rows) + experts - 1)
     assert bias is None or bias.dtype is torch.float32, "its kernel compiles with no other"
     assert x.dtype is torch.bfloat16 and x_scales is None and w.dtype is w_scales.dtype is torch.uint8
     assert w.stride(1) == 1 and w.shape == (experts, inner // 2, out) and w_scales.shape == (experts, inner // 32, out)
@@ -404,8 +404,8 @@ def expert_matmuls(
     pairs = torch.stack((numbers[(w & 15).long()], numbers[(w >> 4).long()]), 2).view(experts, inner, out)
     weights = pairs * torch.exp2(w_scales.float() - 127).repeat_interleave(32, 1)
     y = x.new_full((rows, out), torch.nan)
-    for expert, (first, last) in enumerate(itertools.pairwise(data.token_offs_raw.tolist())):
-        y[first:last] = x[first:last].float() @ weights[expert] + (0 if bias is None else bias[expert])
+    for expert, (tile_rows, last) in enumerate(itertools.pairwise(data.token_offs_raw.tolist())):
+        y[tile_rows:last] = x[tile_rows:last].float() @ weights[expert] + (0 if bias is None else bias[expert])
     return y
 
 

@@ -42,7 +42,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "torch":
         return Kernels("cpu", CpuAttention(), cpu_write)
     if (request.param == "cuda") != torch.cuda.is_available():
-        pytest.skip("Triton's kernels run on the GPU where there is one, else they are interpreted")
+        pytest.skip("Triton's kernels run on the GPU if it exists, else they are interpreted")
     attend = PagedAttention(SMALL_PARTS if request.param == "in parts" else None)
     return Kernels("cuda" if request.param == "cuda" else "cpu", attend, norm_rope_write)
 

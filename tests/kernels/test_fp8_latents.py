@@ -43,7 +43,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(on_cpu, "_is_absorbed", lambda *_args: name == "absorbed")
         return Kernels("cpu", PagedLatentAttention(), cpu_write)
     if (name == "cuda") != torch.cuda.is_available():
-        pytest.skip("Triton's kernels run on the GPU where there is one, else they are interpreted")
+        pytest.skip("Triton's kernels run on the GPU if it exists, else they are interpreted")
     if name == "in parts":
         monkeypatch.setattr(latent, "MAX_SPLITS", 5)
         monkeypatch.setattr(latent, "PART_TILES", 0.01)

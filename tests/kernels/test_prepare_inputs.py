@@ -162,16 +162,19 @@ def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int
 def test_decodes_with_drafts(place: Place, block_size: int, num_drafts: int, num_kept: int):
     """Rows are sequences whose last tokens are drafts; some have fewer blocks than drafts, or no draft at all."""
     world = World(place.device, block_size, 2, width=-(-(2 * ENTRIES + 20) // block_size))
-    lengths, most = [2, 3, 15, 16, 17, ENTRIES, 2 * ENTRIES + 5], [num_drafts, 0, 1, num_drafts, num_drafts - 1, 1, 0]
+    lengths, max_drafts = (
+        [2, 3, 15, 16, 17, ENTRIES, 2 * ENTRIES + 5],
+        [num_drafts, 0, 1, num_drafts, num_drafts - 1, 1, 0],
+    )
     rows, drafts = [], torch.full((NUM_SLOTS + 1, num_kept), -1)
-    for length, own in zip(lengths, most, strict=True):
+    for length, own in zip(lengths, max_drafts, strict=True):
         row = world.decode(length + own)
         drafts[row.slot, :own] = torch.tensor(row.tokens[length:])
         world.state.tokens[row.slot], world.state.lengths[row.slot] = row.tokens[length - 1], length
         rows.append(row._replace(start=length - 1, num_tokens=1 + own))
     num_padding = 2
     slots = torch.tensor([row.slot for row in rows] + [NUM_SLOTS] * num_padding, dtype=torch.int32)
-    limits = torch.tensor(most + [0] * num_padding, dtype=torch.int32)
+    limits = torch.tensor(max_drafts + [0] * num_padding, dtype=torch.int32)
     inputs, state = world.inputs(len(slots) * (1 + num_drafts), len(slots)), world.on_device()
     state.drafts = drafts.to(place.device)
     batch = inputs.batch._replace(num_decodes=len(slots), query_len=1 + num_drafts)

@@ -114,21 +114,21 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
     for own, given in ((state.drafts, drafts), (state.lengths, lengths), (state.seed, seeds)):
         own.copy_(given)
     drawn = torch.tensor([[chance.randrange(2) for _ in range(num_rows)] for _ in range(1 + num_drafts)])
-    most = [chance.randrange(num_drafts + 1) for _ in range(num_rows)]
+    max_accepted = [chance.randrange(num_drafts + 1) for _ in range(num_rows)]
     rates = (0.9, 0.5, 0.0)
     left = torch.tensor(order, dtype=torch.int32, device=place.device).repeat(1 + num_drafts, 1)
     accept = find_step_kernels(place.device, place.backend).accept
     on_device = torch.tensor(rates, device=place.device) if is_by_chance else None
     for depth in range(1, 1 + num_drafts):
         accept(
-            drawn.to(place.device), left, torch.tensor(most, dtype=torch.int32, device=place.device), state, depth,
+            drawn.to(place.device), left, torch.tensor(max_accepted, dtype=torch.int32, device=place.device), state, depth,
             on_device,
         )  # fmt: skip
     num_accepted = 0
     for row, slot in enumerate(order):
         expected = [slot]
         for depth in range(num_drafts):
-            is_next = slot < 200 and depth < most[row] and expected[-1] != 200
+            is_next = slot < 200 and depth < max_accepted[row] and expected[-1] != 200
             if is_by_chance:
                 number = uniform(hash_seeds(~seeds[slot : slot + 1], lengths[slot : slot + 1]))
                 is_next = is_next and float(number[0]) < rates[depth]
@@ -142,16 +142,16 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("kind", "params", "most"),
+    ("kind", "params", "limit"),
     [("random", {}, 61.1), ("filtered", {"top_k": 8}, 24.3), ("filtered", {"top_p": 0.8}, 61.1)],
     ids=["all", "top_k", "top_p"],
 )
 def test_draws_after_drafts_follow_the_models_distribution(
-    place: Place, kind: str, params: dict[str, Any], most: float
+    place: Place, kind: str, params: dict[str, Any], limit: float
 ):
     """Chi-square over 60,000 seeds: of the draws at the newest tokens, and of those after the drafts that were right.
 
-    most: its 99.9th percentile, by as many degrees of freedom as tokens can be drawn, or more
+    limit: its 99.9th percentile, by as many degrees of freedom as tokens can be drawn, or more
     """
     if place.backend == "triton" and place.device == "cpu":
         pytest.skip("Triton's interpreter takes too long for so many rows")
@@ -183,7 +183,7 @@ def test_draws_after_drafts_follow_the_models_distribution(
         counts = torch.bincount(found[depth, is_next], minlength=vocab).double()
         is_kept = expected > 0
         assert not counts[~is_kept].any()
-        assert ((counts - expected)[is_kept].square() / expected[is_kept]).sum() < most
+        assert ((counts - expected)[is_kept].square() / expected[is_kept]).sum() < limit
 
 
 def probabilities(scaled: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
@@ -217,8 +217,8 @@ def test_what_was_not_drawn_is_reported_as_nothing(place: Place, num_rows: int, 
         [-1 if slot == 200 else token for token, slot in zip(*row, strict=True)]
         for row in zip(drawn, left, strict=True)
     ]
-    least = 0 if is_by_chance else -1
-    assert found.tolist() == [[max(token, least) for token in drafts[slot][:2]] for slot in order]
+    lowest = 0 if is_by_chance else -1
+    assert found.tolist() == [[max(token, lowest) for token in drafts[slot][:2]] for slot in order]
 
 
 @pytest.mark.parametrize(("shape", "width"), [((7,), 7), ((3, 700), 2100), ((5,), 9)], ids=["few", "many", "gaps"])

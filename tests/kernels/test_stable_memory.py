@@ -41,11 +41,11 @@ def test_a_gpu_without_room_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         memory.tensor((1 << 16,), torch.uint8)
     memory.release()
-    driver.most = 1 << 17
+    driver.max_bytes = 1 << 17
     with pytest.raises(torch.OutOfMemoryError, match="cuMemCreate"):
         memory.take()
     assert driver.num_there == 0
-    driver.most = 3 << 16
+    driver.max_bytes = 3 << 16
     memory.take()
     with pytest.raises(torch.OutOfMemoryError):
         memory.tensor((1,), torch.uint8)

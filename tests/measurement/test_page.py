@@ -43,7 +43,7 @@ def test_the_line_of_a_limit_strikes_no_text_out():
 
 
 def test_bars_and_marks_share_one_scale():
-    shown = [Bar("a", 1.0, "one"), Bar("b", 2.0, "two", least=4.0)]
+    shown = [Bar("a", 1.0, "one"), Bar("b", 2.0, "two", mark_at=4.0)]
     drawn = parsed(page.bars(shown))
     first, second = (float(each.attrib["width"]) for each in drawn.iter("rect"))
     (mark,) = drawn.iter("line")
@@ -55,17 +55,17 @@ def test_bars_and_marks_share_one_scale():
 
 def test_the_text_of_the_longest_bar_has_room():
     text = "11,696.250 ms, 59.7%; 65% of its limit"
-    drawn = parsed(page.bars([Bar("matrix", 11.7, text, least=7.6)]))
+    drawn = parsed(page.bars([Bar("matrix", 11.7, text, mark_at=7.6)]))
     (note,) = (each for each in drawn.iter("text") if each.text == text)
     assert float(note.attrib["x"]) + 7.5 * len(text) < page.WIDTH
 
 
 def test_each_text_of_a_bar_stands_at_its_own_end():
     bars = [
-        Bar("far", 10.0, "10, 10% of the limit", least=100.0, mark="limit 100"),
-        Bar("near", 90.0, "90, 90% of the limit", least=100.0, mark="limit 100"),
-        Bar("short", 1.0, "1, 33% of the limit", least=3.0, mark="limit 3"),
-        Bar("over", 50.0, "50", least=40.0),
+        Bar("far", 10.0, "10, 10% of the limit", mark_at=100.0, mark="limit 100"),
+        Bar("near", 90.0, "90, 90% of the limit", mark_at=100.0, mark="limit 100"),
+        Bar("short", 1.0, "1, 33% of the limit", mark_at=3.0, mark="limit 3"),
+        Bar("over", 50.0, "50", mark_at=40.0),
     ]
     drawn = parsed(page.bars(bars))
     ends = [page.LABEL + float(each.get("width")) for each in drawn.iter("rect")]

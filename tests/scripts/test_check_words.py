@@ -35,7 +35,9 @@ def test_words_are_found_in_comments_and_docstrings_and_in_no_other_string(page:
 
 def test_words_are_found_in_names_of_functions(tmp_path: Path):
     page = tmp_path / "test_page.py"
-    page.write_text("def test_rows_are_left_alone(): ...\ndef test_b_stands_beside_c(beside=1): ...\nbehind_proxy = 1\n")
+    page.write_text(
+        "def test_rows_are_left_alone(): ...\ndef test_b_stands_beside_c(beside=1): ...\nbehind_proxy = 1\n"
+    )
     assert [(line, word) for line, word, _ in find_words(page)] == [(2, "beside")]
 
 

@@ -331,9 +331,9 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], more: dict[str, Any], told: str):
-    least = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}, ChatRequest: HELLO}[model]
+    smallest = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}, ChatRequest: HELLO}[model]
     with pytest.raises(RequestValidationError) as caught:
-        read_body(json.dumps(least | more).encode(), "application/json", model, AdvancedConfig())
+        read_body(json.dumps(smallest | more).encode(), "application/json", model, AdvancedConfig())
     assert describe(caught.value) == (next(iter(more)), told)
 
 

@@ -55,7 +55,7 @@ def weighted_error(fmt: str, weight: Tensor, importance: Tensor | None, by: Tens
     return ((rounded - weight) ** 2 * by).sum(1)
 
 
-def least_error(row: Tensor, by: Tensor) -> float:
+def min_error(row: Tensor, by: Tensor) -> float:
     """The least that any scale gives 4-bit integers, of 4000 up to that of a range twice as large as the numbers."""
     top = float(row.abs().max())
     scales = torch.linspace(-2 * top / 8, 2 * top / 8, 4001)
@@ -70,7 +70,7 @@ def test_integers_are_nearly_as_near_as_any_scale_brings_them(columns: int):
     by = importance + MIN_SHARE * importance.mean()
     fmt = f"int4[1, {columns}]"
     ours, plain = weighted_error(fmt, weight, importance, by), weighted_error(fmt, weight, None, by)
-    best = torch.tensor([least_error(row, by) for row in weight])
+    best = torch.tensor([min_error(row, by) for row in weight])
     assert (ours >= best * 0.98).all(), "what is less than the least is no error"
     assert ours.sum() < 1.15 * best.sum()
     assert ours.sum() < 0.75 * plain.sum()
@@ -146,9 +146,9 @@ def test_errors_are_made_up_for_as_gptq_does(num_tokens: int, kept: float):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "most"), [("mxfp4", 0.3), ("fp8[1, *]", 0.3), ("fp8[8, 32]", 0.3), ("int8[1, *]", 0.3)]
+    ("fmt", "max_error"), [("mxfp4", 0.3), ("fp8[1, *]", 0.3), ("fp8[8, 32]", 0.3), ("int8[1, *]", 0.3)]
 )
-def test_other_formats_take_turns_too_and_a_moment_without_numbers_gives_none(fmt: str, most: float):
+def test_other_formats_take_turns_too_and_a_moment_without_numbers_gives_none(fmt: str, max_error: float):
     random = torch.Generator().manual_seed(8)
     weight, x = torch.randn(16, 64, generator=random), torch.randn(100, 8, generator=random)
     x = x @ torch.randn(8, 64, generator=random)
@@ -157,7 +157,7 @@ def test_other_formats_take_turns_too_and_a_moment_without_numbers_gives_none(fm
         float((x @ (PackedWeight(type, quantize(fmt, weight, by)).unpack() - weight).T).square().sum())
         for by in (moment.diagonal()[None], plan_order(moment, 4096))
     ]
-    assert errors[1] < most * errors[0]
+    assert errors[1] < max_error * errors[0]
     assert plan_order(moment * float("nan"), 4096) is None
     assert plan_order(torch.zeros(64, 64), 4096) is not None
 

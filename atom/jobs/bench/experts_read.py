@@ -81,7 +81,7 @@ def count_experts(engine: Engine, requests: list[WorkloadRequest], config: Confi
 
 
 def describe_experts(read: Mapping[str, float]) -> str:
-    """Tell in one line what `ExpertCounts.describe` found."""
+    """Describe in one line what `ExpertCounts.describe` found."""
     return (
         f"experts read in a layer by a decode step of {read['rows']:,.4g} tokens: {read['read']:,.1f} of "
         f"{read['experts']:,}, {read['share']:.0%} of the {read['expected']:,.1f} of uniform routing"

@@ -30,7 +30,7 @@ from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.jobs.bench.experts_read import count_experts, describe_experts
 from atom.jobs.bench.page import make_page
-from atom.jobs.bench.roofline import MATMULS, Costs, Limits, acts_of, least_seconds, measure_limits, read_costs
+from atom.jobs.bench.roofline import MATMULS, Costs, Limits, acts_of, measure_limits, min_seconds, read_costs
 from atom.jobs.bench.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
 from atom.jobs.tables import make_table
 from atom.measurement.cores import core_seconds, warn_of
@@ -184,7 +184,7 @@ def measure(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def compare(runs: Sequence[Run], costs: dict[str, Costs], limits: Limits) -> dict[str, Any]:
-    """Compare with the limits, by phase and in all: steps, tokens, seconds, and the least seconds possible."""
+    """Compare with the limits, by phase and in all: steps, tokens, seconds, and the min seconds possible."""
     timed = [(step, seconds) for run in runs for step, seconds in step_seconds(run)]
     by_phase = {"prefill": [(s, t) for s, t in timed if s.chunks], "decode": [(s, t) for s, t in timed if not s.chunks]}
     phases = {name: compare_steps(steps, costs, limits) for name, steps in {**by_phase, "all": timed}.items() if steps}
@@ -207,16 +207,16 @@ def step_seconds(run: Run) -> Iterator[tuple[Step, float]]:
 def compare_steps(timed: Iterable[tuple[Step, float]], costs: dict[str, Costs], limits: Limits) -> dict[str, Any]:
     timed = list(timed)
     seconds = sum(each for _, each in timed)
-    least = sum(least_seconds(costs, step, limits) for step, _ in timed)
+    limit_seconds = sum(min_seconds(costs, step, limits) for step, _ in timed)
     num_tokens = sum(step.num_tokens for step, _ in timed)
     return {
         "steps": len(timed),
         "tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_second": num_tokens / seconds,
-        "limit_seconds": least,
-        "limit_tokens_per_second": num_tokens / least,
-        "share_of_limit": least / seconds,
+        "limit_seconds": limit_seconds,
+        "limit_tokens_per_second": num_tokens / limit_seconds,
+        "share_of_limit": limit_seconds / seconds,
     }
 
 

@@ -1,11 +1,11 @@
-"""The roofline: the least time of a step, by rates measured here.
+"""The roofline: the min time of a step, by rates measured here.
 
 What a step has to read and to multiply is divided by these rates.
 
     costs = read_costs(compile_graph(config))
     limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matmuls
     work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
-    least_seconds(costs, step, limits)                      # no step of these rows takes less
+    min_seconds(costs, step, limits)                      # no step of these rows takes less
 
 It counts the weights, each read once a step (the head's where a row samples, an expert's with the probability that a
 token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.
@@ -70,7 +70,7 @@ class Limits:
         return Limits(**{name: rate / ranks for name, rate in self.measured().items()})
 
     def seconds(self, work: Work) -> float:
-        """The least seconds of some work, where reading and computing overlap."""
+        """The min seconds of some work, where reading and computing overlap."""
         eight_bits = work.fp8 / (self.fp8 or self.flops) + work.int8 / (self.int8 or self.flops)
         return max(work.bytes / self.bandwidth, work.flops / self.flops + eight_bits)
 
@@ -244,8 +244,8 @@ def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
     }
 
 
-def least_seconds(costs: Mapping[str, Costs], step: Step, limits: Limits) -> float:
-    """The least seconds of a step, whose data groups compute at the same time."""
+def min_seconds(costs: Mapping[str, Costs], step: Step, limits: Limits) -> float:
+    """The min seconds of a step, whose data groups compute at the same time."""
     return max(limits.seconds(total(step_work(costs, each).values())) for each in step.groups or (step,))
 
 

@@ -157,14 +157,14 @@ def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
 
 
 def parse_range(key: str, text: str) -> tuple[int, int]:
-    """Parse `128` or `100-1024` to the least and the most."""
+    """Parse `128` or `100-1024` to its bounds."""
     low, dash, high = text.partition("-")
     if not (low.isdecimal() and (high if dash else low).isdecimal()):
         raise ConfigError(f"{key}={text}: write a number of tokens, as in 128, or a range, as in 100-1024")
-    least, most = int(low), int(high if dash else low)
-    if not 0 < least <= most:
+    first, last = int(low), int(high if dash else low)
+    if not 0 < first <= last:
         raise ConfigError(f"{key}={text}: it goes from 1 upwards")
-    return least, most
+    return first, last
 
 
 def read_conversations(path: str) -> list[Conversation]:

@@ -254,9 +254,9 @@ def stage_sizes(graph: Graph) -> dict[str, int]:
 
 
 def draft_counts(config: Config) -> dict[int, int]:
-    """The most that each sequence drafts where no step was measured, by the most sequences that draft so many."""
-    most, verified = config.serve.num_speculative_tokens or 0, config.limits.max_verified_tokens
-    counts = {verified // (1 + count): count for count in range(1, most + 1) if verified > count}
+    """Max drafts per sequence if no step was measured, by the max number of sequences that draft so many."""
+    max_drafts, verified = config.serve.num_speculative_tokens or 0, config.limits.max_verified_tokens
+    counts = {verified // (1 + count): count for count in range(1, max_drafts + 1) if verified > count}
     return dict(sorted(counts.items()))
 
 
@@ -292,23 +292,26 @@ def collectives(graph: Graph) -> dict[str, dict[str, int]]:
 
 
 def exchanges(graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
-    """What a rank sends to other data groups for a token of its own, by each `parallel.dispatch`, if tokens choose all
-    experts alike; the seconds are at `job.network`. graphs: of all stages, of which the one that sends the most counts
+    """What a rank sends to other data groups per token of its own, by each `parallel.dispatch`.
+
+    Assumes that tokens choose all experts equally often; seconds are at `job.network`.
+
+    graphs: of all stages; the one that sends the most counts
     """
     parallel, mixture = config.parallel, find_mixture(config.model)
     if mixture is None or parallel.data == 1 or parallel.experts == 1:
         return {}
     share, others = sent_share(mixture, parallel.experts), parallel.data - 1
-    most = {"gather": 0, "dispatch": 0}
+    largest = {"gather": 0, "dispatch": 0}
     for graph in graphs:
         nodes = [node for program in graph.programs.values() for node in program.nodes]
         calls = [node.args[:3] for node in nodes if node.target in (ops.gather_tokens, ops.dispatch)]
         sizes = [[value.meta["type"].bytes_per_token for value in values] for values in calls]
         rows, chosen = 2 * sum(row for row, *_ in sizes), sum(sum(rest) for _, *rest in sizes)  # there and back
         sent = {"gather": others * (rows + chosen), "dispatch": others * (int(rows * share) + chosen)}
-        most = {name: max(most[name], sent[name]) for name in most}
+        largest = {name: max(largest[name], sent[name]) for name in largest}
     each = {name: {"bytes_per_token": size, "seconds_per_token": size / config.job.network}
-            for name, size in most.items()}  # fmt: skip
+            for name, size in largest.items()}  # fmt: skip
     return {"exchanges": each}
 
 

@@ -57,7 +57,7 @@ def memory(result: dict[str, Any]) -> str:
 
 
 def limits(gpu: dict[str, Any]) -> str:
-    """The most tokens a second, as bars."""
+    """Max tokens/s, as bars."""
     rates = {f"decode of {each['requests']}": each["tokens_per_second"] for each in gpu["decode"]}
     if gpu["prefill_tokens_per_second"]:
         rates["prefill"] = gpu["prefill_tokens_per_second"]

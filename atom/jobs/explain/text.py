@@ -93,7 +93,7 @@ def _describe_weights(result: dict[str, Any], config: Config) -> Iterator[Line]:
     if "calibration" in result:
         yield "rounding", _rounding(result["calibration"])
     for act, num_linears in result["activations"].items():
-        yield "activations", f"{act} in {num_linears} linears, where there are many rows"
+        yield "activations", f"{act} in {num_linears} linears, for many rows"
     for line in result["left_plain"]:
         yield "activations", f"quant.act={config.quant.act}: {line}"
 

@@ -220,13 +220,13 @@ def match_matmuls(
     num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].matmuls) for name in programs)
     if not programs or num_ahead < 0 or num_ahead % per_step:
         return []
-    calls, seconds, least = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
+    calls, seconds, min_seconds = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
     for (matmul, num_rows), taken in zip(expected, launches, strict=False):
         name = f"weight {list(matmul.shape)}"
         calls[name] += 1
         seconds[name] += taken
-        least[name] += limits.seconds(matmul.work(num_rows))
-    return [(name, calls[name], seconds[name], least[name]) for name in calls]
+        min_seconds[name] += limits.seconds(matmul.work(num_rows))
+    return [(name, calls[name], seconds[name], min_seconds[name]) for name in calls]
 
 
 def describe(
@@ -236,7 +236,7 @@ def describe(
     limits: Limits,
     pieces: Sequence[PieceKernel] = (),
 ) -> dict[str, Any]:
-    """The summary in plain values; a kind's limit is the least time of all its rows together."""
+    """The summary in plain values; a kind's limit is the min time of all its rows together."""
     piece_of = {piece.name: piece for piece in pieces}
     own = [step.groups[0] if step.groups else step for step in steps]  # the trace is of the first rank
     work = [step_work(costs, step) for step in own]

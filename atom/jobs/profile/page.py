@@ -10,7 +10,7 @@ from atom.measurement import page
 from atom.measurement.page import Bar, Box
 
 COLORS = {kind: at for at, kind in enumerate((*KINDS, "piece", "other"))}
-LEAST_SHARE = 0.001  # of a row that has a bar
+MIN_SHARE = 0.001  # of a row that has a bar
 
 
 def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) -> str:
@@ -24,7 +24,7 @@ def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) ->
         parts.append(page.paragraph(f"{about['tokens']:,} tokens in {steps}"))
         boxes = make_boxes(windows[phase])
         parts.append(page.timeline(boxes, max(box.stop for box in boxes)))
-        rows = [*about["kinds"], *about["products"], *(row for row in about["rows"] if row["share"] >= LEAST_SHARE)]
+        rows = [*about["kinds"], *about["products"], *(row for row in about["rows"] if row["share"] >= MIN_SHARE)]
         parts.append(page.bars([make_bar(row, about["steps"]) for row in rows if row["seconds"]]))
         parts.append(
             page.paragraph(

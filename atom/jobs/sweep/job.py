@@ -180,8 +180,8 @@ def ingredients(config: Config, cwd: Path) -> dict[str, str]:
 
 def visible_gpus(config: Config) -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
-    stated = config.parallel.visible_devices
-    return stated.split(",") if stated else [str(number) for number in range(count_devices())]
+    visible = config.parallel.visible_devices
+    return visible.split(",") if visible else [str(number) for number in range(count_devices())]
 
 
 @contextlib.contextmanager

@@ -78,10 +78,12 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
 
 def table_numbers(results: Sequence[Result]) -> list[str]:
     """The names of the numbers in the table: the objective, or a throughput if none is set, and others."""
-    stated = [result.objective_name for result in results if result.objective_name]
+    objectives = [result.objective_name for result in results if result.objective_name]
     has_ranks = any(result.num_ranks > 1 for result in results)
     columns = [name for name in COLUMNS if has_ranks or not name.endswith(PER_GPU)]
-    return [name for name in dict.fromkeys([*stated, *columns]) if any(name in result.numbers for result in results)]
+    return [
+        name for name in dict.fromkeys([*objectives, *columns]) if any(name in result.numbers for result in results)
+    ]
 
 
 def overrides_of(result: Result) -> dict[str, str]:

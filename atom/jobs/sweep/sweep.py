@@ -170,8 +170,8 @@ def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Pa
 def fixed_part(texts: Iterable[str]) -> dict[str, str | None]:
     """What distinguishes sweeps: their overrides by key, None if choices are swept, which may become more."""
     parsed = {each.get_key_element(): each for each in map(parse, texts)}
-    told = sorted(parsed.keys() - {"hydra.sweep.dir", "cache", *(f"job.{name}" for name in UNRELATED_OF["job"])})
-    return {key: None if parsed[key].is_sweep_override() else parsed[key].input_line for key in told}
+    given = sorted(parsed.keys() - {"hydra.sweep.dir", "cache", *(f"job.{name}" for name in UNRELATED_OF["job"])})
+    return {key: None if parsed[key].is_sweep_override() else parsed[key].input_line for key in given}
 
 
 def chosen(texts: Sequence[str], group: str) -> str:
@@ -229,7 +229,7 @@ def check_fixed(texts: Sequence[str], dirs: Sequence[str], sweeper: str) -> None
 def run_one(sweep: Sweep, is_basic: bool, _: DictConfig) -> float | None:
     """Run one job, in this process or where a launcher runs it; its objective. A launcher calls this.
 
-    is_basic: Hydra's own sweeper, which runs all jobs; others are told of a failure, and decide
+    is_basic: Hydra's own sweeper, which runs all jobs; others receive the failure, and decide
     """
     register(Config)
     hydra = HydraConfig.get()

@@ -55,5 +55,5 @@ _loading = threading.Lock()
 
 
 def next_power_of_2(num: int) -> int:
-    """The least power of two from num on; num >= 1. Triton's own function is made for kernels, and slow."""
+    """The smallest power of two from num on; num >= 1. Triton's own function is made for kernels, and slow."""
     return 1 << (num - 1).bit_length()

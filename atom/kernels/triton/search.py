@@ -3,7 +3,7 @@
     fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds
 
 A GEMM is timed in the step that it is part of. Timed in isolation it says little, since two programs of a kernel share
-a multiprocessor only while attention keeps another one busy. Clocks drift, so two steps are timed in turns.
+a multiprocessor only while attention keeps another one busy. Clocks drift, so two steps are timed alternately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear.tiles import Matrix, TileError
 from atom.kernels.triton.linear.weight_encoding import operand_of
 
-# Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
+# Of the step's time: a step is timed to about 0.2% alternately, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
 ROUNDS = 3  # rounds in which two steps take turns; the best of each counts
 HOPELESS = 0.02  # of the step's time: an option slower by this in the first round is not timed again
@@ -105,7 +105,7 @@ def search(current: Any, options: Sequence[Any], prepare: Callable[[Any], Callab
 
 
 def take_turns(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
-    """Time two steps in turns; the least seconds of each."""
+    """Time two steps alternately; the min seconds of each."""
     ours, theirs = one(), other()
     for _ in range(rounds - 1):
         if theirs > ours * (1 + HOPELESS):

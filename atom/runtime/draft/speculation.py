@@ -102,12 +102,12 @@ class _Index:
 
 def draft_statistics(stats: SchedulerStats) -> dict[str, Any]:
     """Counts of drafts, under ROCm/ATOM's names: distribution is that of the accepted tokens of a draft."""
-    at_least = [stats.num_drafts, *stats.accepted_per_pos, 0]
+    num_reaching = [stats.num_drafts, *stats.accepted_per_pos, 0]
     return {
         "total_draft_tokens": stats.num_draft_tokens,
         "total_accepted_tokens": stats.num_accepted_tokens,
         "acceptance_rate": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
-        "distribution": {number: more - fewer for number, (more, fewer) in enumerate(pairwise(at_least))},
+        "distribution": {number: more - fewer for number, (more, fewer) in enumerate(pairwise(num_reaching))},
         "average_tokens_per_forward": 1 + stats.num_accepted_tokens / max(stats.num_drafts, 1),
     }
 

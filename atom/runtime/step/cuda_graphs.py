@@ -199,7 +199,7 @@ class Graphs:
                 self._rehearse_drafts(size, num_drafts)
             for num_drafts in range(1, 1 + model.num_drafts):  # fewer at the end of answers, not captured
                 self._rehearse_mixed(BatchShape(3, 2, 2, 1).drafting(num_drafts))
-                for size in {1, self._most_drafting(num_drafts, largest)}:
+                for size in {1, self._max_drafting_rows(num_drafts, largest)}:
                     self._rehearse_drafts(size, num_drafts)
             padding_entry = model.padding * model.tables.shape[2]
             model.extend_tables(bytearray(np.array([padding_entry, 0], np.int32)))  # which it already has
@@ -255,7 +255,7 @@ class Graphs:
             choices = {each for num in range(max(first, 1), last + 1) for each in find(num)}
         return sorted(each for each in choices if each > 0)
 
-    def _most_drafting(self, num_drafts: int, largest: int) -> int:
+    def _max_drafting_rows(self, num_drafts: int, largest: int) -> int:
         """The max number of decodes, up to `largest`, that may have this number of drafts each; 1 or more."""
         limits = self._model.limits
         return largest if limits.draft_table else max(min(largest, limits.max_verified_tokens // (1 + num_drafts)), 1)

@@ -70,13 +70,13 @@ class Bucket:
 
     def __init__(self, rate: float, clock: Callable[[], float]) -> None:
         self._rate, self._clock = rate, clock
-        self._most = max(rate, 1.0)
-        self._level, self._at = self._most, clock()
+        self._capacity = max(rate, 1.0)
+        self._level, self._at = self._capacity, clock()
 
     def wait(self, amount: float) -> float:
         """Seconds until `amount` is available; 0 if it is now."""
         now = self._clock()
-        self._level = min(self._level + (now - self._at) * self._rate, self._most)
+        self._level = min(self._level + (now - self._at) * self._rate, self._capacity)
         self._at = now
         return max((amount - self._level) / self._rate, 0.0)
 

@@ -290,7 +290,7 @@ class Replicas:
 
 
 class PrefixTracker:
-    """Tells the router what a request's answers are and how much of its prompts was cached."""
+    """Reports to the router what a request's answers are and how much of its prompts was cached."""
 
     def __init__(
         self,

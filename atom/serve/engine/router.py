@@ -88,11 +88,11 @@ class Router:
     def choose(self, request: Hashed, loads: Mapping[int, Load]) -> int:
         """Choose one of the replicas that `loads` has."""
         rank = {number: (*load, self._last_sent[number]) for number, load in loads.items()}
-        least = min(loads, key=rank.__getitem__)
+        least_loaded = min(loads, key=rank.__getitem__)
         matches = {number: sum(map(self._cached[number].match, request.chains)) for number in loads}
         nearest = min(loads, key=lambda number: (-matches[number], rank[number]))
         is_cached = 2 * matches[nearest] * self._block_size > sum(map(len, request.prompts))
-        return nearest if is_cached and is_even(loads[nearest], loads[least]) else least
+        return nearest if is_cached and is_even(loads[nearest], loads[least_loaded]) else least_loaded
 
     def send(self, replica: int, request: Hashed) -> Sent:
         """Note that a replica is sent a request."""
@@ -138,7 +138,7 @@ class CachedBlocks:
     """
 
     def __init__(self) -> None:
-        self._most = 0
+        self._max_blocks = 0
         self._used: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # hash -> last use, whether it is computed
 
     def __len__(self) -> int:
@@ -147,8 +147,8 @@ class CachedBlocks:
     def __contains__(self, block: int) -> bool:
         return block in self._used
 
-    def resize(self, most: int) -> None:
-        self._most = most
+    def resize(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
         self._shrink()
 
     def match(self, chain: Chain) -> int:
@@ -173,11 +173,11 @@ class CachedBlocks:
             self._used.popitem(last=False)
 
     def _shrink(self) -> None:
-        while len(self._used) > self._most:
+        while len(self._used) > self._max_blocks:
             self._used.popitem(last=False)
 
 
-def is_even(load: Load, least: Load) -> bool:
-    """Whether a load is not much more than the least one."""
-    num, fewest = load.num_sequences, least.num_sequences
+def is_even(load: Load, least_loaded: Load) -> bool:
+    """Whether a load is not much more than that of the least loaded replica."""
+    num, fewest = load.num_sequences, least_loaded.num_sequences
     return num - fewest <= MAX_AHEAD or num <= MAX_RATIO * fewest

@@ -30,9 +30,9 @@ MAX_SHOWN = 200  # characters of a client's text in an error or a log line
 MAX_MESSAGE = 1000  # of an error
 
 
-def shown(text: str, most: int = MAX_SHOWN) -> str:
+def shown(text: str, max_chars: int = MAX_SHOWN) -> str:
     """A client's text as quoted in an error or the log, cut to this many characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 class FieldError(RequestError):

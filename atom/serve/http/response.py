@@ -246,7 +246,7 @@ class Responder(ABC):
         """EngineDeadError of `Context.begin`. model: as the request names it"""
         self._started = time.perf_counter()
         self.context, self.id, self.is_streamed = context, id, is_streamed
-        self._stated_model, self.model = model, ""  # which `respond` sets
+        self._asked_model, self.model = model, ""  # which `respond` sets
         context.begin()
 
     @abstractmethod
@@ -278,7 +278,7 @@ class Responder(ABC):
 
     async def respond(self, request: Request) -> Response:
         context, engines, tenant = self.context, self.context.engines, request.state.tenant
-        self.model = context.model_for(tenant, self._stated_model)
+        self.model = context.model_for(tenant, self._asked_model)
         pin = engines.pinned(request.headers.get(PIN))
         size, make = request.state.num_bytes, self.make_request
         with ExitStack() as left:

@@ -94,10 +94,10 @@ def configure(kind: str, level: str) -> None:
     """Send the loggers of atom, and the warnings of all others, to stderr, from a level on."""
     handler = _Handler(JSONLines() if is_json(kind) else TextLines())
     from_level = logging.getLevelNamesMapping()[level.upper()]
-    for name, least in (("atom", logging.INFO), (None, logging.WARNING)):
+    for name, min_level in (("atom", logging.INFO), (None, logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(max(least, from_level))
+        logger.setLevel(max(min_level, from_level))
     LOG.setLevel(min(from_level, logging.WARNING))  # what is no entry may say why a process has ended
     logging.captureWarnings(True)
 

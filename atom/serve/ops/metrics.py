@@ -336,6 +336,8 @@ class Metrics:
         return generate_latest(self.registry) + generate_latest(counts)
 
 
-def powers_1_2_5(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, … up to `most`, as vLLM counts tokens."""
-    return list(takewhile(lambda bound: bound <= most, (step * 10**power for power in range(12) for step in (1, 2, 5))))
+def powers_1_2_5(limit: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, … up to `limit`, as vLLM counts tokens."""
+    return list(
+        takewhile(lambda bound: bound <= limit, (step * 10**power for power in range(12) for step in (1, 2, 5)))
+    )

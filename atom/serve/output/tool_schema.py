@@ -59,8 +59,8 @@ def tool_schema(
             }
             for index, (name, tool) in enumerate(zip(names, tools, strict=True))
         ]
-        most = {} if is_parallel else {"maxItems": 1}
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+        max_items = {} if is_parallel else {"maxItems": 1}
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **max_items}
     name = chosen_name(choice)
     if name not in names:
         raise RequestError(f"tool_choice: there is no function {name} in tools (known: {', '.join(names)})")

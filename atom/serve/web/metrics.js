@@ -22,7 +22,7 @@ export class Change {
   share(part, whole) { return this.growth(whole) ? this.growth(part) / this.growth(whole) : null; }
   mean(name) { return this.growth(`${name}_count`) ? this.growth(`${name}_sum`) / this.growth(`${name}_count`) : null; }
 
-  /** A quantile, as Prometheus' histogram_quantile has it; null if there are too few samples to tell it from the maximum. */
+  /** A quantile, as Prometheus' histogram_quantile has it; null if there are too few samples to distinguish it from the maximum. */
   quantile(name, share) {
     const now = this.now.buckets.get(`${name}_bucket`) ?? [], then = this.then.buckets.get(`${name}_bucket`) ?? [];
     const counts = now.map(([, number], index) => number - (then[index]?.[1] ?? 0));

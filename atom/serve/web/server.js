@@ -14,7 +14,7 @@ export async function ask(route) {
   return answer;
 }
 
-/** Show what does not change once a server is ready. wanted: the model to choose, where there is one of this name. */
+/** Show what does not change once a server is ready. wanted: the model to choose, if one has this name. */
 export async function describeServer(wanted) {
   const [models, version] = await Promise.all(["v1/models", "version"].map(async route => (await ask(route)).json()));
   const select = byId("model"), chosen = select.value || wanted;

@@ -27,8 +27,8 @@ from atom.jobs.bench.roofline import (
     Matmul,
     Work,
     acts_of,
-    least_seconds,
     measure_limits,
+    min_seconds,
     read_costs,
     share_read,
     step_work,
@@ -174,7 +174,7 @@ def test_groups_compute_at_the_same_time_and_the_fullest_takes_longest(costs_of:
         found = [sorted([*group.decodes, *(length for _, length in group.chunks)]) for group in step.groups]
         assert sorted(found) == sorted(map(sorted, parts)) and step.num_tokens == sum(g.num_tokens for g in step.groups)
         each = [H200.seconds(total(step_work(costs, group).values())) for group in step.groups]
-        assert least_seconds(costs, step, H200) == max(each) > min(each)
+        assert min_seconds(costs, step, H200) == max(each) > min(each)
 
 
 def test_experts_are_read_as_far_as_rows_are_expected_to_choose_them(costs_of: Any):

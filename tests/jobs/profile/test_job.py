@@ -278,7 +278,7 @@ def test_a_bar_has_the_color_of_its_kind(row: dict[str, Any], color: str):
 def test_the_bars_of_a_page_are_of_one_step_as_its_heading_is():
     row = {"name": "attention", "seconds": 0.4, "share": 0.5, "limit_seconds": 0.3, "share_of_limit": 0.75}
     bar = make_bar({**row, "kind": "attention"}, 4)
-    assert (bar.value, bar.least) == (pytest.approx(0.1), pytest.approx(0.075))
+    assert (bar.value, bar.mark_at) == (pytest.approx(0.1), pytest.approx(0.075))
     assert bar.text == "100.000 ms, 50.0%; 75% of its limit"
     fast = make_bar({**row, "limit_seconds": 0.452, "share_of_limit": 1.13}, 4)
     assert fast.text == "100.000 ms, 50.0%; no slower than its limit"

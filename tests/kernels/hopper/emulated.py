@@ -232,9 +232,9 @@ class WarpGroups:
     def _pending(self) -> list[Any]:
         return vars(self._stores).setdefault("pending", [])
 
-    def _wait_for_stores(self, most: int) -> None:
+    def _wait_for_stores(self, max_pending: int) -> None:
         pending = self._pending()
-        while len(pending) > most:
+        while len(pending) > max_pending:
             target, begin, source = pending.pop(0)
             target.fill(begin, source)
 

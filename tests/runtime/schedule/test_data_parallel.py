@@ -162,7 +162,7 @@ def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int, num_drafts
     builder = DataParallelBuilder([StepBuilder(capacity) for _ in scheduler.groups])
     alive: dict[str, Sequence] = {}
     groups: dict[str, int] = {}
-    most_drafted = 0
+    max_drafted = 0
     for number in range(400):
         if number < 60 and chance.random() < 0.6:
             start = chance.choice([0, 0, 1000])
@@ -181,10 +181,10 @@ def test_every_sequence_ends_in_one_group_whatever_arrives(seed: int, num_drafts
         if plan.rows:
             step = builder.build(plan)
             assert len({(each.shape, each.is_decode) for each in (step, *step.others)}) == 1, "or ranks would not meet"
-            most_drafted = max(most_drafted, step.shape.num_drafts)
+            max_drafted = max(max_drafted, step.shape.num_drafts)
         for sequence in commit(scheduler, plan):
             del alive[sequence.id]
-    assert not alive and not scheduler.has_work and most_drafted == num_drafts
+    assert not alive and not scheduler.has_work and max_drafted == num_drafts
     assert len(set(groups.values())) == len(scheduler.groups)
 
 

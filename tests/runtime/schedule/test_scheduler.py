@@ -74,8 +74,8 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int, bool]]:
     return rows(plan)
 
 
-def finish_all(scheduler: Scheduler, most_steps: int = 1000) -> None:
-    for _ in range(most_steps):
+def finish_all(scheduler: Scheduler, max_steps: int = 1000) -> None:
+    for _ in range(max_steps):
         if not scheduler.has_work:
             break
         assert step(scheduler), "has work and plans none"

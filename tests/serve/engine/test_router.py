@@ -94,14 +94,14 @@ def test_of_several_prompts_all_tokens_count():
 
 
 @pytest.mark.parametrize(
-    ("load", "least", "expected"),
+    ("load", "least_loaded", "expected"),
     [((0, 32), (0, 0), True), ((0, 33), (0, 0), False), ((1, 32), (0, 1), True), ((60, 40), (0, 67), True),
      ((60, 40), (0, 66), False)],
 )  # fmt: skip
 def test_load_is_even_up_to_32_sequences_or_half_as_many_more(
-    load: tuple[int, int], least: tuple[int, int], expected: bool
+    load: tuple[int, int], least_loaded: tuple[int, int], expected: bool
 ):
-    assert is_even(Load(*load), Load(*least)) is expected
+    assert is_even(Load(*load), Load(*least_loaded)) is expected
 
 
 def test_a_replica_that_is_far_ahead_gets_no_more_for_its_cache():
@@ -195,8 +195,8 @@ def prompts(draw: st.DrawFn) -> list[int]:
 @settings(max_examples=50)
 @given(st.data())
 def test_a_router_is_bounded_keeps_whole_beginnings_and_chooses_among_those_that_serve(data: st.DataObject):
-    most = data.draw(st.integers(1, 12))
-    router, running, seen = make(3, most), list[Sent](), list[list[int]]()
+    max_blocks = data.draw(st.integers(1, 12))
+    router, running, seen = make(3, max_blocks), list[Sent](), list[list[int]]()
     for _ in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["send", "send", "finish", "forget"]))
         if action == "send":
@@ -204,8 +204,8 @@ def test_a_router_is_bounded_keeps_whole_beginnings_and_chooses_among_those_that
             numbers = st.dictionaries(st.integers(0, 2), st.tuples(*[st.integers(0, 60)] * 2), min_size=1)
             loads = {number: Load(*load) for number, load in data.draw(numbers).items()}
             chosen = choose(router, one, loads=loads)
-            least = min(loads.values(), key=lambda load: tuple(load))
-            assert chosen in loads and (is_even(loads[chosen], least) or loads[chosen] == least)
+            least_loaded = min(loads.values(), key=lambda load: tuple(load))
+            assert chosen in loads and (is_even(loads[chosen], least_loaded) or loads[chosen] == least_loaded)
             running.append(send(router, chosen, one))
             seen.append(one)
         elif action == "finish" and running:
@@ -216,9 +216,9 @@ def test_a_router_is_bounded_keeps_whole_beginnings_and_chooses_among_those_that
         elif action == "forget":
             number = data.draw(st.integers(0, 2))
             router.forget(number)
-            router.resize(number, most)
+            router.resize(number, max_blocks)
         for cached in router._cached:
-            assert len(cached) <= most
+            assert len(cached) <= max_blocks
             for each in seen:
                 assert_known_from_the_beginning(cached, router.hash([each]).chains[0])
 

@@ -36,15 +36,15 @@ def watched(start_server: Start, talker: Path, tmp_path_factory: pytest.TempPath
     return Watched(start_server(f"checkpoint={checkpoint}", stub={"holds": str(holds), "step_seconds": 0.001}), holds)
 
 
-def fill(head: str, item: str, tail: str, most: int = 1 << 30) -> bytes:
+def fill(head: str, item: str, tail: str, max_items: int = 1 << 30) -> bytes:
     """A body with as many items as it can hold."""
-    num = min((MAX_BODY - len(head) - len(tail)) // (len(item.encode()) + 1), most)
+    num = min((MAX_BODY - len(head) - len(tail)) // (len(item.encode()) + 1), max_items)
     return (head + ",".join([item] * num) + tail).encode()
 
 
-def text(head: str, item: str, tail: str, most: int = MAX_BODY) -> bytes:
+def text(head: str, item: str, tail: str, size: int = MAX_BODY) -> bytes:
     """A body with a text that is as long as it can be."""
-    return (head + item * ((most - len(head) - len(tail)) // len(item.encode())) + tail).encode()
+    return (head + item * ((size - len(head) - len(tail)) // len(item.encode())) + tail).encode()
 
 
 COMPLETION, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
@@ -58,8 +58,8 @@ PROPERTY = '"%d":{"type":"string"}'
 CALL = '{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":"{\\"a\\":['
 
 
-def numbered(head: str, item: str, tail: str, most: int) -> bytes:
-    return (head + ",".join(item % number for number in range(most)) + tail).encode()
+def numbered(head: str, item: str, tail: str, count: int) -> bytes:
+    return (head + ",".join(item % number for number in range(count)) + tail).encode()
 
 
 # what is told of it -> the route, the body, the status

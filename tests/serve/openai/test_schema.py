@@ -61,9 +61,9 @@ def test_every_number_of_every_body_has_limits_that_the_engine_holds(body: type[
     for name, value in found:
         low = value.get("minimum", value.get("exclusiveMinimum"))
         high = value.get("maximum", value.get("exclusiveMaximum"))
-        most = 1 << (63 if name == "seed" else 31)
-        assert low is not None and high is not None and -most <= low < high <= most, name
-        assert "maximum" not in value or high < most, name
+        largest = 1 << (63 if name == "seed" else 31)
+        assert low is not None and high is not None and -largest <= low < high <= largest, name
+        assert "maximum" not in value or high < largest, name
     assert found or body is messages_schema.CountRequest
 
 

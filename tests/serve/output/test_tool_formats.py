@@ -294,7 +294,7 @@ def test_the_format_of_the_docs_is_read(tmp_path: Path):
         ("{begin: <a>, call: '{arguments}'}", "must have {name}, or {id}, before"),
         ("{begin: <a>, call: '{id} {arguments}'}", "id must say where the name is"),
         ("{begin: <a>, call: '{name} {parameters}'}", "must be texts around {key} and {value}"),
-        ("{call: '{json}'}", "nothing that tells it from content"),
+        ("{call: '{json}'}", "nothing that distinguishes it from content"),
         ("{begin: [<a>, <a>b], call: '{json}'}", "begins with"),
         ("{channels: {start: a}}", "is missing"),
     ],

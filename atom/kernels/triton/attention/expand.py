@@ -108,8 +108,8 @@ class Expansion:
 
         weight [N, P + U, L]"""
         heads, row = weight.shape[0], (weight.shape[1] + rotated) * weight.itemsize
-        most = max(1, self._max_bytes // (MAX_POSITIONS * row))
-        at_once = next(num for num in range(min(heads, most), 0, -1) if heads % num == 0)
+        max_heads = max(1, self._max_bytes // (MAX_POSITIONS * row))
+        at_once = next(num for num in range(min(heads, max_heads), 0, -1) if heads % num == 0)
         return (slice(first, first + at_once) for first in range(0, heads, at_once))
 
     def expand(self, cache: Tensor, keys: Tensor, k_scale: Tensor | None, table: Tensor, starts: Tensor,

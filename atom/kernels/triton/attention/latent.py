@@ -33,7 +33,7 @@ from atom.kernels.triton.padded_alloc import new_rows
 ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
 MAX_SPLITS = 128  # of a context
 FEW_QUERIES = 4  # of decodes, up to which kv_b is multiplied by kernels that send for it ahead
-PART_TILES = 2  # least tiles of positions in a part of the longest context
+PART_TILES = 2  # min tiles of positions in a part of the longest context
 
 
 class Tiles(NamedTuple):
@@ -228,8 +228,8 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     num_splits = 1
     if starts is None:
         num_tiles = sequences * -(-heads * queries // tiles.rows)
-        most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
-        num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
+        max_splits = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
+        num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, max_splits))
     else:
         num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
         if plan is not None:

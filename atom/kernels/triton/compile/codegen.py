@@ -28,7 +28,7 @@ from atom.graph.ops import Op
 WIDTH = 120  # characters of a line
 BLOCK = 1024  # columns per program, where no norm needs the whole row
 PER_THREAD = 8  # columns per thread of a whole row
-MAX_WARPS = 16  # the most that every GPU takes
+MAX_WARPS = 16  # that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 IMPORTS = {  # what a piece's module imports, by module of atom.kernels.triton

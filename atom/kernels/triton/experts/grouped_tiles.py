@@ -48,7 +48,7 @@ Find = Callable[[Shape, Gpu], Parameters]
 
 
 def max_tiles(rows: int, experts: int, block_rows: int) -> int:
-    """The most tiles, each of one expert's rows, that this many rows of this many experts can have."""
+    """Max number of tiles, each of one expert's rows, that this many rows of this many experts can have."""
     used = min(experts, rows)
     return used + (rows - used) // block_rows  # each used expert has one tile that need not be full
 

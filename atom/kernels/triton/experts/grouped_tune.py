@@ -97,8 +97,8 @@ def _tiles(shape: Shape, gpu: Gpu) -> Iterator[Tiles]:
         if shape.encoding.values is not None:
             tiles = with_whole_groups(tiles, shape)
         stage = tiles.inner * (rows * 2 + out * shape.encoding.bits // 8)
-        most = 2 if gpu.capability == (0, 0) else STAGES[-1]  # Triton 3.6 compiles no more for AMD
-        fitting = [num for num in STAGES if num <= most and num * stage <= gpu.shared_memory] or [1]
+        max_stages = 2 if gpu.capability == (0, 0) else STAGES[-1]  # Triton 3.6 compiles no more for AMD
+        fitting = [num for num in STAGES if num <= max_stages and num * stage <= gpu.shared_memory] or [1]
         for stages in fitting[-2:]:
             yield tiles._replace(num_stages=stages)
 

@@ -153,16 +153,16 @@ def _limit(
 
     # the weights that a bin may hold; products were rounded before they were binned
     slack = 0.01 + tl.abs(peak) * inverse * BINS_PER_NAT * 2.4e-7
-    most = tl.exp((1 - bin + slack) / BINS_PER_NAT)
-    least = tl.exp((-1 - bin - slack) / BINS_PER_NAT)
+    max_weight = tl.exp((1 - bin + slack) / BINS_PER_NAT)
+    min_weight = tl.exp((-1 - bin - slack) / BINS_PER_NAT)
     lowest = tl.load(min_p + slot).to(tl.float32)
     k = _top_k(top_k + slot, vocab)
-    limit = tl.sum((most >= lowest).to(tl.int32), axis=0) - 1
+    limit = tl.sum((max_weight >= lowest).to(tl.int32), axis=0) - 1
     if k < vocab:  # all of them are wanted, as under min_p: top_p is a share of their mass
         limit = tl.minimum(limit, tl.sum((tl.cumsum(counted, axis=0) < k).to(tl.int32), axis=0))
     elif lowest == 0:
-        mass = tl.sum(tl.where(bin < limit, counted * least, 0.0), axis=0)
-        tail = tl.cumsum(counted * most, axis=0, reverse=True)
+        mass = tl.sum(tl.where(bin < limit, counted * min_weight, 0.0), axis=0)
+        tail = tl.cumsum(counted * max_weight, axis=0, reverse=True)
         is_needed = tail > (1 - tl.load(top_p + slot)).to(tl.float32) * mass
         limit = tl.maximum(tl.sum(is_needed.to(tl.int32), axis=0) - 1, 0)
 

@@ -108,9 +108,9 @@ def _draw_noise(
     heat = tl.where((heat < MIN_TEMPERATURE) | (k == 1), 0.0, heat).to(tl.float32)
     share = 1 - tl.load(top_p + slot, mask=is_row, other=1)
     share = tl.maximum(share, tl.where(k > 0, 1.0 / tl.maximum(k, 1).to(tl.float64), 0.0)) * MIN_SHARE
-    least = tl.maximum(share, tl.load(min_p + slot, mask=is_row, other=0)).to(tl.float32)
+    min_share = tl.maximum(share, tl.load(min_p + slot, mask=is_row, other=0)).to(tl.float32)
     tl.store(temperatures + row, heat, mask=is_row)
-    tl.store(depths + row, tl.where(heat > 0, -heat * tl.log(least), 0.0), mask=is_row)
+    tl.store(depths + row, tl.where(heat > 0, -heat * tl.log(min_share), 0.0), mask=is_row)
     seeds, length = tl.load(seed + slot, mask=is_row, other=0), tl.load(lengths + slot, mask=is_row, other=0)
     for number in tl.static_range(NUM_DRAWS):
         tl.store(keys + number * num_rows + row, hash_seed(seeds, length + number).to(tl.int64), mask=is_row)

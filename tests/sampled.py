@@ -1,4 +1,4 @@
-"""Samples sequences as a step does: told what they ask for, each in a slot that is not its row's number.
+"""Samples sequences as a step does: given what they ask for, each in a slot that is not its row's number.
 
 tokens, logprobs = sample(logits, sequences)                           # on the CPU, with torch
 tokens, logprobs = sample(logits, sequences, "cuda", "triton")
@@ -20,8 +20,8 @@ from atom.sampling_params import MIN_TEMPERATURE, PENALTY, has_use
 
 
 def admit(state: RequestState, slots: list[int], sequences: list[Sequence]) -> None:
-    told = zip(slots, sequences, strict=True)
-    state.admit(bytearray(b"".join(pack_admission(slot, s.num_tokens, s.params, s.seed) for slot, s in told)))
+    admitted = zip(slots, sequences, strict=True)
+    state.admit(bytearray(b"".join(pack_admission(slot, s.num_tokens, s.params, s.seed) for slot, s in admitted)))
     for slot, each in zip(slots, sequences, strict=True):
         if has_use(each.params, PENALTY):
             state.set_counts(slot, each.prompt, each.output)
@@ -64,11 +64,11 @@ def sample(
 
 def score(logits: Tensor, rows: list[int], drawn: Tensor, num_top: int, backend: str = "torch") -> list[Logprobs]:
     """Log probabilities of the tokens drawn i64[R] of some rows of logits [R, V]."""
-    told = torch.tensor(rows, device=logits.device)
-    totals, ids, top = top_logprobs(logits, told, num_top)
+    on_device = torch.tensor(rows, device=logits.device)
+    totals, ids, top = top_logprobs(logits, on_device, num_top)
     chosen, ranks = torch.empty_like(totals), torch.empty_like(totals, dtype=torch.int32)
-    find_step_kernels(logits.device.type, backend).score_drawn(logits, told, drawn, totals, chosen, ranks)
-    columns = (each.tolist() for each in (drawn[told], chosen, ranks, ids, top))
+    find_step_kernels(logits.device.type, backend).score_drawn(logits, on_device, drawn, totals, chosen, ranks)
+    columns = (each.tolist() for each in (drawn[on_device], chosen, ranks, ids, top))
     return [
         Logprobs(token, logprob, rank, list(zip(best, values, strict=True)))
         for token, logprob, rank, best, values in zip(*columns, strict=True)

@@ -116,6 +116,6 @@ def test_the_command_of_the_page_runs_models_that_a_plain_run_leaves_out():
     (of_page,) = re.findall(r"\n    scripts/test (.* NAME)\n", DOC.read_text())
     pytest = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-q", "--collect-only"]
     words = shlex.split(f"{of_script} {of_page.replace('NAME', 'each_model_file')}")
-    told = subprocess.run([*pytest, *words], cwd=root, capture_output=True, text=True, check=True).stdout
-    collected = re.findall(r"::test_each_model_file_gives_the_logits_of_transformers\[(.*)\]", told)
+    out = subprocess.run([*pytest, *words], cwd=root, capture_output=True, text=True, check=True).stdout
+    collected = re.findall(r"::test_each_model_file_gives_the_logits_of_transformers\[(.*)\]", out)
     assert sorted(collected) == sorted(tiny.COMBINED)

@@ -135,8 +135,8 @@ def test_an_image_installs_pinned_torch_first_and_extras_that_exist(path: Path):
     assert "-c lock.txt torch" in installs[0]
     assert set(extras_of(path)) <= set(PROJECT["project"]["optional-dependencies"])
     (program,) = re.findall(r"python -c '(.+?)'", installs[1])
-    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(PROJECT["project"]["dependencies"]) < set(told.stdout.splitlines())
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(PROJECT["project"]["dependencies"]) < set(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -190,8 +190,8 @@ def test_the_health_check_of_an_image_passes_while_the_server_serves(path: Path,
     assert program == "python" and "http://127.0.0.1:8000/" in arguments[-1]
 
     def code(url: str) -> int:
-        told = [each.replace("http://127.0.0.1:8000", url) for each in arguments]
-        return subprocess.run([sys.executable, *told], stderr=subprocess.DEVNULL, check=False).returncode
+        words = [each.replace("http://127.0.0.1:8000", url) for each in arguments]
+        return subprocess.run([sys.executable, *words], stderr=subprocess.DEVNULL, check=False).returncode
 
     assert code(server.url) == 0
     assert code(f"{server.url}/nowhere") == 1
@@ -246,21 +246,21 @@ def test_kubernetes_probes_what_needs_no_key_and_lets_a_drain_end():
 
 
 def test_the_unit_waits_for_a_drain_and_for_the_servers_word():
-    told = unit()["Service"]
+    service = unit()["Service"]
     http = config_of("atom.service").serve.http
-    assert told["Type"] == "notify"
-    assert int(told["TimeoutStopSec"]) >= http.drain_seconds + END_SECONDS
+    assert service["Type"] == "notify"
+    assert int(service["TimeoutStopSec"]) >= http.drain_seconds + END_SECONDS
     page = (ROOT / "docs/deploy.md").read_text()
     assert http.api_keys is not None and f"`{http.api_keys.removeprefix('@')}`" in page
-    assert told["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
 def test_systemd_accepts_the_unit(tmp_path: Path):
     text = (DEPLOY / "atom.service").read_text().replace("/opt/atom/bin/atom-run", sys.executable)
-    for name, told in (("atom", text), ("wrong", text.replace("RestartSec=2", "RestartSeconds=2"))):
+    for name, content in (("atom", text), ("wrong", text.replace("RestartSec=2", "RestartSeconds=2"))):
         path = tmp_path / f"{name}.service"
-        path.write_text(told)
+        path.write_text(content)
         command = ["systemd-analyze", "verify", "--man=no", str(path)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ("RestartSeconds" in ended.stderr) == (name == "wrong"), ended.stderr
@@ -307,7 +307,7 @@ def test_the_metrics_of_an_expression_are_found():
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_an_expression_asks_for_metrics_and_labels_that_there_are(name: str, server: Server):
     text = wire.ask(server.url, "GET", "/metrics").body.decode()
-    told = {
+    known = {
         sample.name: set(sample.labels) | SCRAPED
         for family in text_string_to_metric_families(text)
         for sample in family.samples
@@ -315,8 +315,8 @@ def test_an_expression_asks_for_metrics_and_labels_that_there_are(name: str, ser
     metrics, groups = selectors(EXPRESSIONS[name])
     assert metrics
     for metric, labels in metrics.items():
-        assert metric in told, f"there is no metric {metric}"
-        assert labels | groups <= told[metric], f"{metric} has no such labels"
+        assert metric in known, f"there is no metric {metric}"
+        assert labels | groups <= known[metric], f"{metric} has no such labels"
 
 
 def test_each_alert_says_what_to_do_and_each_panel_has_a_place():

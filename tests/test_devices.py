@@ -68,7 +68,7 @@ def play(
 def test_a_gpu_is_found_where_torch_and_the_driver_have_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None, drivers: dict[str, Any], device: str
 ):
-    drivers = {str(tmp_path / path) if "/" in path else path: told for path, told in drivers.items()}
+    drivers = {str(tmp_path / path) if "/" in path else path: value for path, value in drivers.items()}
     play(monkeypatch, tmp_path, built, drivers)
     assert devices.find_device() == device
 
@@ -87,8 +87,8 @@ def test_without_torch_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_is_found_is_what_torch_finds_without_importing_it():
     program = "import sys; from atom.devices import find_device; print(find_device(), 'torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert told == ["cuda" if torch.cuda.is_available() else "cpu", "False"]
+    words = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert words == ["cuda" if torch.cuda.is_available() else "cpu", "False"]
 
 
 @pytest.mark.parametrize(

@@ -145,18 +145,20 @@ def test_an_installed_package_names_its_passes_models_and_formats(
 
 
 @pytest.mark.parametrize(
-    ("left", "told"),
+    ("left", "message"),
     [((), "there is no such package"), (("conf/README",), "it has no YAML files in model/ or tool_calls/")],
 )
 def test_a_package_without_the_files_that_it_names_is_refused_by_name(
-    install: Callable[[], Path], checkpoints: Any, left: tuple[str, ...], told: str
+    install: Callable[[], Path], checkpoints: Any, left: tuple[str, ...], message: str
 ) -> None:
     installed = install()
     shutil.rmtree(installed / "conf")
     for name in left:
         (installed / name).parent.mkdir()
         (installed / name).touch()
-    with pytest.raises(ConfigError, match=rf"^atom\.conf: mine = my_package\.conf: {told}; do its YAML files belong"):
+    with pytest.raises(
+        ConfigError, match=rf"^atom\.conf: mine = my_package\.conf: {message}; do its YAML files belong"
+    ):
         load([f"checkpoint={checkpoints('llama')}", "device=cpu"])
 
 

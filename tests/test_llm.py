@@ -272,13 +272,13 @@ def test_logprobs_are_those_of_the_reference(open_engine: Open, references: Any)
     expected = tiny.logits(references("llama"), tokens).log_softmax(-1)
     assert answer["prompt_logprobs"][0] is None, "nothing comes before the first token"
     assert len(answer["prompt_logprobs"]) == len(prompt)
-    for place, told in enumerate([*answer["prompt_logprobs"][1:], *answer["logprobs"]]):
-        best = expected[place].topk(len(told.top))
-        assert told.token == tokens[place + 1]
-        assert told.logprob == pytest.approx(expected[place, told.token].item(), abs=1e-3)
-        assert [token for token, _ in told.top] == best.indices.tolist()
-        assert [logprob for _, logprob in told.top] == pytest.approx(best.values.tolist(), abs=1e-3)
-        assert told.rank == 1 + (expected[place] > expected[place, told.token]).sum()
+    for place, entry in enumerate([*answer["prompt_logprobs"][1:], *answer["logprobs"]]):
+        best = expected[place].topk(len(entry.top))
+        assert entry.token == tokens[place + 1]
+        assert entry.logprob == pytest.approx(expected[place, entry.token].item(), abs=1e-3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert entry.rank == 1 + (expected[place] > expected[place, entry.token]).sum()
 
 
 def test_a_prompt_of_one_token_has_no_logprob_before_it(open_engine: Open):
@@ -384,7 +384,7 @@ def test_a_callback_may_abort_its_own_request(open_engine: Open):
     while not engine.is_finished():
         ended += engine.step()
     assert {sequence.finish_reason for sequence in ended} == {"abort"} and len(ended) == 3
-    assert sorted(index for index, finished in seen if finished) == [0, 1, 2], "each is told its end once"
+    assert sorted(index for index, finished in seen if finished) == [0, 1, 2], "each end is reported once"
     assert engine._engine.scheduler.cache.fullest[0] == 0
 
 
@@ -503,18 +503,20 @@ def test_an_engine_is_neither_pickled_nor_copied(open_engine: Open, take: Callab
 
 def test_a_fork_of_the_engines_process_is_told_that_it_cannot_use_it(open_engine: Open):
     engine = open_engine("llama")
-    told = multiprocessing.get_context("fork").Queue()
+    errors = multiprocessing.get_context("fork").Queue()
 
     def use_it() -> None:
         try:
             engine.generate([[1]], GREEDY)
         except EngineDeadError as error:
-            told.put(str(error))
+            errors.put(str(error))
 
     child = multiprocessing.get_context("fork").Process(target=use_it)
     child.start()
     try:
-        assert told.get(timeout=60).startswith(f"the engine belongs to process {os.getpid()}, from which this one was")
+        assert errors.get(timeout=60).startswith(
+            f"the engine belongs to process {os.getpid()}, from which this one was"
+        )
     finally:
         child.kill()
         child.join()
@@ -593,8 +595,8 @@ def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_printed(
         "sampling.ignore_eos": True,
     }
     engine = LLMEngine(**fields)
-    told = "sampling as the checkpoint says: temperature 0.7, max_tokens 5, top_k 1; sampling.defaults=none leaves it out\n"
-    assert told in capsys.readouterr().err
+    message = "sampling as the checkpoint says: temperature 0.7, max_tokens 5, top_k 1; sampling.defaults=none leaves it out\n"
+    assert message in capsys.readouterr().err
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     (default,), (expected,) = engine.generate([[1, 2, 3]]), engine.generate([[1, 2, 3]], greedy)
     assert default["token_ids"] == expected["token_ids"]

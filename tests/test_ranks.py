@@ -406,19 +406,19 @@ def test_a_rank_of_which_nothing_can_be_read_ends_all():
 
 @pytest.mark.parametrize("wait", [lambda ranks: ranks.receive(1), lambda ranks: ranks.wait()], ids=["receive", "wait"])
 def test_who_waits_for_a_rank_when_all_are_closed_is_told(wait: Callable[[Ranks], object]):
-    ranks, told = Ranks([RankProcess("link.receive(); link.receive()")], [b"a"]), queue.SimpleQueue[str]()
+    ranks, errors = Ranks([RankProcess("link.receive(); link.receive()")], [b"a"]), queue.SimpleQueue[str]()
 
     def await_rank() -> None:
         try:
             wait(ranks)
         except EngineDeadError as error:
-            told.put(str(error))
+            errors.put(str(error))
 
     threading.Thread(target=await_rank, daemon=True).start()
     with pytest.raises(queue.Empty):
-        told.get(timeout=0.2)
+        errors.get(timeout=0.2)
     ranks.close()
-    assert told.get(timeout=60) == "the ranks are closed"
+    assert errors.get(timeout=60) == "the ranks are closed"
 
 
 def test_a_rank_on_a_gpu_sees_only_that_one(monkeypatch: pytest.MonkeyPatch):

@@ -46,8 +46,8 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has drafts told from known answers: right as often as the turns say."""
+def draft_known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has drafts taken from known answers: right as often as the turns say."""
 
     def use(answers: list[list[int]], turns: list[list[bool]]) -> None:
         numbers = itertools.count()
@@ -56,9 +56,9 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             for slot in slots[slots < state.num_slots].tolist():
                 turn = turns[next(numbers) % len(turns)]
                 known = state.history[slot, : state.lengths[slot]].tolist()
-                behind = next((each[len(known) :] for each in answers if each[: len(known)] == known), [])
-                told = [token if right else (token + 1) % 97 for token, right in zip(behind, turn, strict=False)]
-                state.drafts[slot] = torch.tensor([*told, -1, -1, -1][: state.drafts.shape[1]])
+                following = next((each[len(known) :] for each in answers if each[: len(known)] == known), [])
+                drafts = [token if right else (token + 1) % 97 for token, right in zip(following, turn, strict=False)]
+                state.drafts[slot] = torch.tensor([*drafts, -1, -1, -1][: state.drafts.shape[1]])
 
         monkeypatch.setattr("atom.kernels.torch.step.speculation.find_ngrams", draft)
 
@@ -117,13 +117,13 @@ TURNS = {"right": [[True] * 3], "wrong": [[False] * 3], "mixed": [[True, False, 
     ],
 )
 def test_whatever_is_drafted_the_tokens_are_those_of_none(
-    name: str, kind: str, run_ahead: int, open_engine: Open, drafting: Any, tell: Any
+    name: str, kind: str, run_ahead: int, open_engine: Open, drafting: Any, draft_known: Any
 ):
     turns = TURNS[kind]
     params = [each for each in PARAMS if each.n == 1]
     every = prompts(len(params))
     expected = tokens_of(open_engine(name), params, every)
-    tell([prompt + answer for prompt, answer in zip(every, expected, strict=True)], turns)
+    draft_known([prompt + answer for prompt, answer in zip(every, expected, strict=True)], turns)
     drafting(run_ahead)
     engine = open_engine(name, method="ngram", max_verified_tokens=100)
     assert tokens_of(engine, params, every) == expected
@@ -140,10 +140,10 @@ def test_whatever_is_drafted_the_tokens_are_those_of_none(
 
 
 @pytest.mark.parametrize("run_ahead", RUN_AHEADS)
-def test_an_end_within_accepted_tokens_is_the_end(run_ahead: int, open_engine: Open, drafting: Any, tell: Any):
+def test_an_end_within_accepted_tokens_is_the_end(run_ahead: int, open_engine: Open, drafting: Any, draft_known: Any):
     prompt = tiny.prompt(9)
     (answer,) = tokens_of(open_engine("qwen3"), GREEDY, [prompt])
-    tell([prompt + answer], [[True] * 3])
+    draft_known([prompt + answer], [[True] * 3])
     drafting(run_ahead)
     engine = open_engine("qwen3", method="ngram")
     assert_ends_within(engine, prompt, answer)

@@ -46,8 +46,8 @@ def prompts(count: int) -> list[list[int]]:
     return [tiny.prompt(9, seed=seed) * (3 if seed % 2 else 1) + [seed] for seed in range(count)]
 
 
-class Told:
-    """Drafts the tokens of known answers: right as often as it is told, in turns."""
+class KnownDrafts:
+    """Drafts the tokens of known answers: right as often as `turns` says, in order."""
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], turns: list[list[bool]]) -> None:
         self.answers, self.turns, self.num = answers, turns, 0
@@ -133,8 +133,8 @@ def test_every_kind_of_attention_verifies(name: str, open_engine: Open, drafting
     params = [each for each in PARAMS if each.n == 1]
     every = prompts(len(params))
     expected = tokens_of(open_engine(name), params, every)
-    told = {tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}
-    drafting(Told(told, [[True, False], [True] * 3, [False]]))
+    known = {tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}
+    drafting(KnownDrafts(known, [[True, False], [True] * 3, [False]]))
     engine = open_engine(name, method="ngram", max_verified_tokens=100)
     assert tokens_of(engine, params, every) == expected
     stats = engine.metrics.scheduler
@@ -151,7 +151,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_none(
     params = [each for each in PARAMS if each.n == 1]
     every = prompts(len(params))
     expected = tokens_of(open_engine("qwen3_window"), params, every)
-    drafting(Told({tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}, turns))
+    drafting(KnownDrafts({tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}, turns))
     engine = open_engine("qwen3_window", method="ngram", **limits, max_verified_tokens=100)
     for _ in range(2):  # the second time with prefix hits, where they are cached
         assert tokens_of(engine, params, every) == expected
@@ -175,7 +175,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_none(
 def test_an_end_within_accepted_tokens_is_the_end(open_engine: Open, drafting: Callable[[Any], None]):
     prompt = tiny.prompt(9)
     (answer,) = tokens_of(open_engine("qwen3"), GREEDY, [prompt])
-    drafting(Told({tuple(prompt): answer}, [[True] * 3]))
+    drafting(KnownDrafts({tuple(prompt): answer}, [[True] * 3]))
     assert_ends_within(open_engine("qwen3"), prompt, answer)
 
 
@@ -327,7 +327,7 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_ahead_of_drafts_in_tiny_pools_end_with_every_answer(seed: int, run_ahead: int):
-    """As above, but only a commit tells how many drafts of the runner were right; plans are made before it."""
+    """As above, but only a commit shows how many drafts of the runner were right; plans are made before it."""
     chance = random.Random(f"{seed} {run_ahead}")
 
     kinds = chance.choice([[FULL], [WINDOW], [FULL, WINDOW]])

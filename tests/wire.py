@@ -37,8 +37,8 @@ def connect(url: str, seconds: float = SECONDS) -> socket.socket:
 def request(method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
     """The bytes of a request; a body that is not bytes goes as JSON."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    told = {"host": "test", "content-length": str(len(data)), "content-type": "application/json", **(headers or {})}
-    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    fields = {"host": "test", "content-length": str(len(data)), "content-type": "application/json", **(headers or {})}
+    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return head.encode() + b"\r\n" + data
 
 

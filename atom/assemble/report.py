@@ -43,7 +43,7 @@ def _describe_pool(kinds: Sequence[CacheKind], num_blocks: Mapping[str, int], co
         (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
         for kind in kinds
     )
-    return f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at most"
+    return f"KV: {num_tokens} tokens, {num_requests} request{'s' * (num_requests != 1)} at max_model_len"
 
 
 def _describe_host(host: HostBlocks, block_size: int) -> str:

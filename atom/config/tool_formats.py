@@ -152,7 +152,7 @@ def make_format(values: Any, at: str) -> ToolFormat:
     for call in made.call:
         check_call(made, call, at)
     if not made.bare and not all(openers(made)):
-        raise ConfigError(f"{at}: a call begins with nothing that distinguishes it from content; set begin, or bare: true")
+        raise ConfigError(f"{at}: nothing at its beginning distinguishes a call from content; set begin, or bare: true")
     if clash := next(((a, b) for a in made.begin for b in made.begin if a and a != b and b.startswith(a)), None):
         raise ConfigError(f"{at}: begin: {clash[1]!r} begins with {clash[0]!r}; they cannot be distinguished")
     return made

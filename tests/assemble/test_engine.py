@@ -1,4 +1,4 @@
-"""What an engine is made of, and what tells the KV of one from that of another."""
+"""What an engine is made of, and what distinguishes the KV of one from that of another."""
 
 from __future__ import annotations
 

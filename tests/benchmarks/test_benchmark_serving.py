@@ -159,8 +159,8 @@ def test_warm_ups_leave_no_synthetic_prompt_in_the_servers_prefix_cache(
     else:
         assert not {each[:20] for each in before} & {each[:20] for each in counted}
     new = {"random": "; prompts of an earlier run are new with another --seed"}.get(data, "")
-    told = capsys.readouterr().err.splitlines()
-    assert f"48 of 72 prompt tokens came from the server's prefix cache{new}" in told
+    err = capsys.readouterr().err.splitlines()
+    assert f"48 of 72 prompt tokens came from the server's prefix cache{new}" in err
     assert saved(tmp_path / "out")["total_cached_tokens"] == 48
 
 
@@ -203,9 +203,9 @@ def test_a_gguf_file_is_measured_with_token_ids(tmp_path: Path, capsys: pytest.C
     refused = (
         f"{model} is a file, and tokenizers are read from none: name a folder or hub id that has it with --tokenizer"
     )
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"{refused}; random prompts are sent as token ids"
-    assert told[-1] == f"benchmark_serving: {refused}"
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == f"{refused}; random prompts are sent as token ids"
+    assert err[-1] == f"benchmark_serving: {refused}"
 
 
 def test_without_a_tokenizer_token_ids_are_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -241,9 +241,9 @@ def test_tokens_are_counted_by_the_tokenizer_where_the_server_does_not(
 def test_lengths_that_are_not_those_asked_for_are_reported(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]):
     with serving(answering(completion_events([" a"] * 4, prompt_tokens=13))) as stub:
         assert main(flags(stub, tokenizer_folder, "--ignore-eos")) == 0
-    told = capsys.readouterr().err
-    assert "6 of 6 prompts have another length for the server: 13, not 12" in told
-    assert "6 of 6 answers have another length than asked for: 4, not 5" in told
+    err = capsys.readouterr().err
+    assert "6 of 6 prompts have another length for the server: 13, not 12" in err
+    assert "6 of 6 answers have another length than asked for: 4, not 5" in err
 
 
 def failing(first: int, last: int) -> Answer:
@@ -413,9 +413,9 @@ def test_ctrl_c_is_one_line_and_130(tmp_path: Path):
             *flags(stub, tmp_path, "--num-prompts", "1"),
         ]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
-            _, told = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert told.splitlines()[2:] == ["benchmark_serving: interrupted"]
+    assert err.splitlines()[2:] == ["benchmark_serving: interrupted"]
 
 
 def test_a_progress_bar_counts_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

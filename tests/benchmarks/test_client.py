@@ -85,12 +85,12 @@ def test_a_server_that_loads_for_too_long_or_ends_meanwhile_is_an_error(monkeypa
     async def ends(asked: Asked, reply: Reply) -> None:
         await (reply.whole(503, LOADING) if len(stub.of("GET")) == 1 else cut(reply))
 
-    told = r"^http://[\d.:]+ no longer answers, though it was loading: "
-    with serving(obeying(), health=ends) as stub, pytest.raises(BenchmarkError, match=told):
+    message = r"^http://[\d.:]+ no longer answers, though it was loading: "
+    with serving(obeying(), health=ends) as stub, pytest.raises(BenchmarkError, match=message):
         run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
     monkeypatch.setattr(client, "LOADING_SECONDS", 0.1)
-    told = r"^http://[\d.:]+ is still loading after 0.1 s$"
-    with serving(obeying(), health=loads) as stub, pytest.raises(BenchmarkError, match=told):
+    message = r"^http://[\d.:]+ is still loading after 0.1 s$"
+    with serving(obeying(), health=loads) as stub, pytest.raises(BenchmarkError, match=message):
         run_loop(measure(arguments(stub.url), inputs(stub.url, 2), warmups(stub.url)))
 
 

@@ -136,9 +136,9 @@ def test_what_is_not_drawn_is_reported(folders: Path, capsys: pytest.CaptureFixt
     path.write_text(result(800.0, 50.0, None, "GPU Y"))
     main(["before", "after"])
     note = "Not drawn, since they have no median TPOT: after tp8_isl1024_osl1024_conc4."
-    told = capsys.readouterr().out.splitlines()
-    assert told[-2] == note and told[-1].startswith("The hardware differs")
-    assert {note, told[-1]} <= set(Page((folders / "compare.html").read_text()).texts)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == note and lines[-1].startswith("The hardware differs")
+    assert {note, lines[-1]} <= set(Page((folders / "compare.html").read_text()).texts)
 
 
 def test_two_files_are_compared_whatever_their_names(folders: Path, capsys: pytest.CaptureFixture[str]):
@@ -164,9 +164,9 @@ def test_prefixes_in_one_folder_are_kept_apart(folders: Path, capsys: pytest.Cap
     assert main(["x", "y"]) == 0
     assert "100.0  300.0  3.000" in capsys.readouterr().out
     assert main([".", "before"]) == 2
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert (
-        "compare: x_tp1_isl8_osl8_conc2.json and y_tp1_isl8_osl8_conc2.json are both tp1_isl8_osl8_conc2: name" in told
+        "compare: x_tp1_isl8_osl8_conc2.json and y_tp1_isl8_osl8_conc2.json are both tp1_isl8_osl8_conc2: name" in err
     )
 
 
@@ -194,5 +194,5 @@ def test_mistakes_are_one_line(argv: list[str], line: str, folders: Path, capsys
     (folders / "lone").mkdir()
     (folders / "lone" / "z_tp2_isl1_osl1_conc1.json").write_text(result(1.0, 1.0, 1.0))
     assert main(argv) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(line) and told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(line) and err.count("\n") == 1

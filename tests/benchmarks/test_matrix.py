@@ -81,17 +81,17 @@ def test_a_server_that_dies_is_reported_and_leaves_what_is_done(
     argv = [*flags, "--concurrency", "1", "2", "4", "--server-args", "--mode dies"]  # at the second measurement
     assert main(argv) == 1
     assert [each.name for each in (tmp_path / "results").glob("*.json")] == ["tiny_tp1_isl16_osl4_conc1.json"]
-    told = capfd.readouterr().err
-    assert "tp1: the server ended with 7, 1 measurements were left; see" in told
-    assert "tiny_tp1_isl16_osl4_conc2.json: benchmark_serving ended with 1" in told
+    err = capfd.readouterr().err
+    assert "tp1: the server ended with 7, 1 measurements were left; see" in err
+    assert "tiny_tp1_isl16_osl4_conc2.json: benchmark_serving ended with 1" in err
 
 
 def test_a_measurement_that_fails_does_not_end_the_others(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     assert main([*flags, "--concurrency", "1", "2", "--server-args", "--mode fails"]) == 1
-    told = capfd.readouterr().err
-    assert all(f"tiny_tp1_isl16_osl4_conc{at}.json: benchmark_serving ended with 1" in told for at in (1, 2))
+    err = capfd.readouterr().err
+    assert all(f"tiny_tp1_isl16_osl4_conc{at}.json: benchmark_serving ended with 1" in err for at in (1, 2))
     assert list((tmp_path / "results").glob("*.json")) == []
 
 
@@ -120,8 +120,8 @@ def test_a_measurement_that_hangs_is_given_up(flags: list[str], capfd: pytest.Ca
 
 def test_a_server_that_does_not_start_is_reported_with_its_size(flags: list[str], capfd: pytest.CaptureFixture[str]):
     assert main([*flags, "--concurrency", "1", "--tp", "1", "2", "--server-args", "--mode 'dies at once'"]) == 1
-    told = capfd.readouterr().err
-    assert told.count("the server ended with 1 before it was ready: serving") == 2
+    err = capfd.readouterr().err
+    assert err.count("the server ended with 1 before it was ready: serving") == 2
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -85,21 +85,21 @@ def test_what_it_started_ends_with_it(tmp_path: Path):
 
 
 def test_a_server_that_dies_is_noticed_before_the_timeout(tmp_path: Path):
-    told = r"the server ended with 1 before it was ready: [^$]*no memory left \(all of it in "
-    with pytest.raises(BenchmarkError, match=told), start(tmp_path, "dies at once", health_timeout=10_000):
+    message = r"the server ended with 1 before it was ready: [^$]*no memory left \(all of it in "
+    with pytest.raises(BenchmarkError, match=message), start(tmp_path, "dies at once", health_timeout=10_000):
         pass
 
 
 def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path):
-    told = r"the server was not ready in 0.3 s \(--health-timeout\); see .*server.log"
-    with pytest.raises(BenchmarkError, match=told), start(tmp_path, "never-ready", health_timeout=0.3):
+    message = r"the server was not ready in 0.3 s \(--health-timeout\); see .*server.log"
+    with pytest.raises(BenchmarkError, match=message), start(tmp_path, "never-ready", health_timeout=0.3):
         pass
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path: Path):
     serving = running_server(["/nowhere/serve"], "http://127.0.0.1:1", log=tmp_path / "a.log", health_timeout=1)
-    told = "cannot start /nowhere/serve: No such file or directory; see --server-command"
-    with pytest.raises(UsageError, match=told), serving:
+    message = "cannot start /nowhere/serve: No such file or directory; see --server-command"
+    with pytest.raises(UsageError, match=message), serving:
         pass
     with pytest.raises(UsageError, match="--server-command is empty"):
         make_command(" ", model="m", port=1, tp=1)

@@ -92,9 +92,9 @@ def test_a_model_at_another_package_is_not_the_model():
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "/models/qwen3", "./qwen3", "qwen3.gguf"])
 def test_a_model_that_reads_as_a_checkpoint_is_refused_with_checkpoint_as_hint(name: str):
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         load([f"model={name}"])
-    assert str(told.value) == f"model={name}: model is the name of a file in conf/model; write checkpoint={name}"
+    assert str(error.value) == f"model={name}: model is the name of a file in conf/model; write checkpoint={name}"
 
 
 def test_a_schema_lists_its_keys_and_plain_fields():

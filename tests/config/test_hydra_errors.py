@@ -29,8 +29,8 @@ def test_an_unknown_key_is_sought_near_then_everywhere():
 
 
 def test_keys_that_users_cannot_set_are_not_named_in_place_of_an_unknown_one():
-    told = str(unknown_key("nope", Config))
-    assert "prompts, recipe, cache, model, " in told and "hf" not in told and "overrides" not in told
+    message = str(unknown_key("nope", Config))
+    assert "prompts, recipe, cache, model, " in message and "hf" not in message and "overrides" not in message
 
 
 def test_an_error_whose_causes_go_round_is_told_in_a_line():

@@ -726,8 +726,8 @@ def test_a_wrong_line_of_a_model_file_is_one_line(conf: Callable[[str, str], str
 
 def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str, str], str]):
     folder = conf("mine", "defaults: [llama, _self_]\nattention: {headz: 3}\n")
-    told = r"model/mine\.yaml: model\.attention\.headz: there is no such field \(did you mean heads\?\)"
-    with pytest.raises(ConfigError, match=told):
+    message = r"model/mine\.yaml: model\.attention\.headz: there is no such field \(did you mean heads\?\)"
+    with pytest.raises(ConfigError, match=message):
         load(["model=mine"], config_dirs=[folder])
     with pytest.raises(ConfigError, match=r"^model\.attention\.headz: there is no such field"):
         load(["model=llama", "model.attention.headz=3"], config_dirs=[folder])
@@ -751,10 +751,10 @@ def test_what_an_override_or_the_checkpoint_says_is_no_fault_of_a_model_file(
 
 def test_a_key_that_config_json_lacks_is_named_with_the_users_file(write: Write, conf: Callable[[str, str], str]):
     folder = conf("mine", "defaults: [llama, _self_]\nhidden: ${hf:n_inner}\n")
-    for value, told in ((..., "has no n_inner; {} needs it"), (None, "has null for n_inner; {} needs a value")):
+    for value, message in ((..., "has no n_inner; {} needs it"), (None, "has null for n_inner; {} needs a value")):
         with pytest.raises(CheckpointError) as error:
             load([f"checkpoint={write(n_inner=value)}", "model=mine"], config_dirs=[folder])
-        assert str(error.value).endswith(f"config.json {told.format(f'{folder}/model/mine.yaml')} for model.hidden")
+        assert str(error.value).endswith(f"config.json {message.format(f'{folder}/model/mine.yaml')} for model.hidden")
 
 
 def test_a_config_dir_that_is_missing_is_named_before_the_checkpoint(write: Write, tmp_path: Path):
@@ -771,8 +771,8 @@ def test_a_config_dir_that_nothing_is_read_from_is_warned_of_once(
     assert capsys.readouterr().err == ""
     for _ in range(2):
         load(config_dirs=[f"{folder}/model"])
-    told = f"it has none of job/, model/, parallel/, quant/, serve/, recipes/, hydra/; write {folder}"
-    assert capsys.readouterr().err == f"atom-run: config dir {folder}/model: {told}\n"
+    message = f"it has none of job/, model/, parallel/, quant/, serve/, recipes/, hydra/; write {folder}"
+    assert capsys.readouterr().err == f"atom-run: config dir {folder}/model: {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -1344,7 +1344,7 @@ def test_a_checkpoint_that_is_not_to_be_sampled_is_greedy(write: Write):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
         ("temperature", "hot", "temperature='hot' is not a number"),
         ("temperature", -1, "temperature=-1.0 must be a finite number from 0"),
@@ -1362,9 +1362,11 @@ def test_a_checkpoint_that_is_not_to_be_sampled_is_greedy(write: Write):
         ("do_sample", 0, "do_sample=0 is not true or false"),
     ],
 )
-def test_an_odd_value_of_the_generation_config_is_refused_by_name(write: Write, key: str, value: Any, told: str):
+def test_an_odd_value_of_the_generation_config_is_refused_by_name(write: Write, key: str, value: Any, message: str):
     path = write(generation={key: value})
-    with pytest.raises(CheckpointError, match=f"checkpoint: generation_config.json: {told}; .*sampling.defaults=none"):
+    with pytest.raises(
+        CheckpointError, match=f"checkpoint: generation_config.json: {message}; .*sampling.defaults=none"
+    ):
         load([f"checkpoint={path}"])
     assert load([f"checkpoint={path}", "sampling.defaults=none"]).generation == {}
 

@@ -213,9 +213,9 @@ def test_what_is_no_override_is_refused(text: str):
     ],
 )
 def test_a_word_that_may_be_a_job_or_a_checkpoint_is_refused_with_both_spellings(words: list[str], hint: str):
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         rewrite(words)
-    assert str(told.value) == hint
+    assert str(error.value) == hint
 
 
 def test_a_folder_with_a_config_may_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,7 @@ def key(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What torchrun tells the last of three ranks, each on a host of its own."""
+    """What torchrun passes to the last of three ranks, each on a host of its own."""
     for name, value in SAID.items():
         monkeypatch.setenv(name, value)
     return monkeypatch

@@ -221,7 +221,7 @@ def test_what_is_not_built_is_refused_by_the_flag_that_was_typed(typed: str, cap
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("message", "named"),
     [
         ("cannot listen; choose another serve.port.", "cannot listen; choose another --port."),
         ("serve.max_num_seqs=8 and serve.max_model_len=9", "--max-num-seqs=8 and --max-model-len=9"),
@@ -235,8 +235,8 @@ def test_what_is_not_built_is_refused_by_the_flag_that_was_typed(typed: str, cap
         ("serve.port.other and serve.http.port", "serve.port.other and serve.http.port"),
     ],
 )
-def test_a_key_in_an_error_is_named_by_its_flag(told: str, named: str):
-    assert name_flags(told, {flag.key: (name, kind) for name, kind, flag in EngineArgs.flags()}) == named
+def test_a_key_in_an_error_is_named_by_its_flag(message: str, named: str):
+    assert name_flags(message, {flag.key: (name, kind) for name, kind, flag in EngineArgs.flags()}) == named
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

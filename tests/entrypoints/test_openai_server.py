@@ -180,8 +180,8 @@ def test_a_port_that_is_taken_is_reported_by_its_flag(serve: Any, capsys: pytest
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--host", "127.0.0.1", "--server_port", str(port)]) == 2
-        told = capsys.readouterr().err
-    assert told == (
+        err = capsys.readouterr().err
+    assert err == (
         f"atom-run: ConfigError: cannot listen on 127.0.0.1:{port} (Address already in use); "
         "choose another --server-port\n"
     )

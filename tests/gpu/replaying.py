@@ -91,9 +91,9 @@ def replay(
     count: int,
     mixes: Sequence[Sequence[tuple[int, int]]] = MIXES,
     device: str = "cuda",
-    told: Callable[[int], object] = lambda turn: None,
+    on_done: Callable[[int], object] = lambda turn: None,
 ) -> Replayed:
-    """Replay so many graphs, in an order of chance. told: is called with the number of each replay that was waited for"""
+    """Replay so many graphs, in an order of chance. on_done: is called with the number of each replay that was waited for"""
     checks, number = Checks(device), torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(mix: Sequence[tuple[int, int]]) -> None:
@@ -126,7 +126,7 @@ def replay(
             checks.check_copy(total, torch.full_like(total, num * (turn % 99) + num * (num - 1) / 2))
         if turn % 200 == 199 and device == "cuda":
             torch.cuda.synchronize()  # so that ranks come at other times
-            told(turn + 1)
+            on_done(turn + 1)
     assert int(number) == count + len(mixes) * (device == "cuda"), "each graph has run before it was captured"
     return Replayed(int(checks.wrong), int(checks.checksum), num_late)
 
@@ -144,7 +144,7 @@ def capture(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def replay_among(num: int, count: int, told: Callable[[int], object] = lambda turn: None) -> list[Replayed]:
+def replay_among(num: int, count: int, on_done: Callable[[int], object] = lambda turn: None) -> list[Replayed]:
     """What `replay` gives on each of so many ranks, which have a GPU each if there are as many, and else share one:
     then ranks take turns, NCCL would refuse them, and tensors are small."""
     is_shared = torch.cuda.device_count() < num
@@ -154,7 +154,7 @@ def replay_among(num: int, count: int, told: Callable[[int], object] = lambda tu
         try:
             communicator = open_rank(ranks.exchange, 0, num, is_shared, folder)
             ranks.watch(lambda _: communicator.abort())
-            found = replay(communicator, 0, num, count, FEW if is_shared else MIXES, told=told)
+            found = replay(communicator, 0, num, count, FEW if is_shared else MIXES, on_done=on_done)
             return share(ranks.exchange, found)
         finally:
             ranks.close()

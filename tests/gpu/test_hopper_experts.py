@@ -84,7 +84,7 @@ def opened(
 
 
 def forget(opened: Opened) -> None:
-    """Steps from here on are to be told from those before; captured ones cannot be."""
+    """Steps from here on must differ from those before; captured ones cannot be."""
     if opened.level == 1:
         opened.taken.clear()
 
@@ -116,8 +116,8 @@ def test_decodes_of_some_at_once_are_as_near_to_float32_as_those_of_transformers
         assert_taken({"groups"} if is_grouped else {"groups", "few"}, opened)
         for answer, prompt in zip(answers, prompts, strict=True):
             tokens, places = prompt + answer["token_ids"], torch.arange(SCORED.max_tokens)[:, None]
-            best = torch.tensor([[token for token, _ in told.top] for told in answer["logprobs"]])
-            ours = torch.tensor([[logprob for _, logprob in told.top] for told in answer["logprobs"]])
+            best = torch.tensor([[token for token, _ in entry.top] for entry in answer["logprobs"]])
+            ours = torch.tensor([[logprob for _, logprob in entry.top] for entry in answer["logprobs"]])
             theirs = (tiny.logits(model, tokens)[len(prompt) - 1 : -1] for model in (opened.exact, opened.half))
             scored.append((ours, *(logits.log_softmax(-1)[places, best] for logits in theirs)))
     ours, exact, half = (torch.cat(each) for each in zip(*scored, strict=True))

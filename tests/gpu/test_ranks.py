@@ -223,12 +223,12 @@ def test_ranks_tune_in_step_and_know_it_the_next_time(
 ):
     fields = {"level": 3, "dtype": "bf16", "tune": True, "max_num_seqs": 1, "cudagraph_capture_sizes": [1]}
     answers = []
-    for told in ("tune=true: a step of 1 decodes takes ", "tune=true knows all 5 linears of this model"):
+    for message in ("tune=true: a step of 1 decodes takes ", "tune=true knows all 5 linears of this model"):
         engine = open_engine("llama", cache=str(tmp_path), tensor_parallel_size=2, **fields)
         answers.append(engine.generate([tiny.prompt(20)], GREEDY)[0]["token_ids"])
         engine.close()
         err = capfd.readouterr().err
-        assert err.count("tune=true") == err.count(told) == 1, "one rank tells it"
+        assert err.count("tune=true") == err.count(message) == 1, "one rank reports it"
     assert answers[0] == answers[1]
     (file,) = (tmp_path / "tuned").iterdir()
     assert len(json.loads(file.read_text())["linear"]) == 5, "qkv, o, gate_up, down, head, of a rank"

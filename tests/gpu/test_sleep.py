@@ -25,7 +25,7 @@ def memory_of_this_process() -> int:
     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
     used = {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     if used.get(os.getpid()) is None:
-        pytest.skip("the driver does not tell the memory of this process, as in some containers")
+        pytest.skip("the driver does not report the memory of this process, as in some containers")
     return int(used[os.getpid()])
 
 

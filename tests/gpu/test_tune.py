@@ -30,7 +30,7 @@ class Start(NamedTuple):
     answers: list[tuple[list[int], list[int]]]  # prompts, greedy tokens: of one by itself, and of several together
     logits: torch.Tensor  # of SHORT, at every position
     is_tuned: bool
-    told: str
+    err: str
 
 
 def logits_by(model: Any, prompts: Iterable[list[int]]) -> torch.Tensor:
@@ -54,19 +54,19 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
         return Start(answers, logits, is_tuned, capfd.readouterr().err)
 
     untuned = start()
-    assert not untuned.is_tuned and "tune=true" not in untuned.told
+    assert not untuned.is_tuned and "tune=true" not in untuned.err
     first = start(tune=True)
-    told = first.told
-    assert first.is_tuned and told.count("tune=true: a step of ") == 2
-    assert "tune=true: a step of 1 decodes takes " in told and "tune=true: a step of 8 decodes takes " in told
-    assert "differs from the untuned result" not in told
+    err = first.err
+    assert first.is_tuned and err.count("tune=true: a step of ") == 2
+    assert "tune=true: a step of 1 decodes takes " in err and "tune=true: a step of 8 decodes takes " in err
+    assert "differs from the untuned result" not in err
 
     reference, half = references("qwen3"), tiny.reference(checkpoints("qwen3"), torch.bfloat16)
     exact = logits_by(reference, SHORT)
     error = relative_error(logits_by(half, SHORT), exact)
     for each in (untuned, first):
         assert relative_error(each.logits, exact) <= 1.25 * error
-    for prompt, tokens in untuned.answers + first.answers:  # each token is the best, as near as bf16 can tell
+    for prompt, tokens in untuned.answers + first.answers:  # each token is the best, as near as bf16 can distinguish
         exact, theirs = (tiny.logits(model, prompt + tokens)[len(prompt) - 1 : -1] for model in (reference, half))
         behind = exact.amax(1) - exact[range(len(tokens)), tokens]
         assert behind.max() <= 2 * 1.25 * (theirs - exact).abs().max()
@@ -84,8 +84,8 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
         ]
 
     second, third = start(tune=True), start()
-    assert f"tune=true knows all 5 linears of this model on {gpu.name}: nothing is measured" in second.told
-    assert "tune=true" not in third.told
+    assert f"tune=true knows all 5 linears of this model on {gpu.name}: nothing is measured" in second.err
+    assert "tune=true" not in third.err
     for again in (second, third):
         assert again.is_tuned and again.answers == first.answers and torch.equal(again.logits, first.logits)
     assert file.stat().st_mtime_ns == written

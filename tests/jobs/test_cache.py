@@ -58,8 +58,8 @@ def carry(tmp_path: Path, run: Any) -> Callable[..., Path]:
         for text in ("def piece(x0: fp32[A, 64]): ...", "def piece(x0: fp32[A, 32]): ..."):
             made_of = {name: (changes or {}).get(name, value) for name, value in identity(text).items()}
             pieces.append(key_of(made_of))
-            told = {"name": f"piece {len(pieces)}", "text": text, "ingredients": made_of}
-            cache.publish("pieces", pieces[-1], {"piece.so": bytes([len(pieces)]) * (1 << 20)}, told)
+            described = {"name": f"piece {len(pieces)}", "text": text, "ingredients": made_of}
+            cache.publish("pieces", pieces[-1], {"piece.so": bytes([len(pieces)]) * (1 << 20)}, described)
         made_of = {"model": "llama", "dtype": "fp32", **machine_ingredients(find_target("cpu")), **(changes or {})}
         about = {"name": "llama\x1b[31m", "ingredients": made_of, "recipe": ["dtype='fp32'"], "pieces": pieces, **about}
         files = {"graph.py": b"def body(): ...\n", "recipe.yaml": b"overrides: []\n"}
@@ -97,10 +97,10 @@ def test_an_empty_cache(run: Any, tmp_path: Path):
 
 def test_json_is_an_object_a_line(run: Any):
     _, out, _ = run("job.output=json")
-    told = [json.loads(line) for line in out.splitlines()]
-    assert [each["key"] for each in told] == [ONE, TWO, MODEL]
-    assert told[0]["files"] == {"piece.so": 1 << 20} and told[2]["about"]["pieces"] == [ONE, TWO]
-    assert set(told[0]) == {"kind", "key", "about", "files", "size", "created", "used", "built_by", "fault"}
+    listed = [json.loads(line) for line in out.splitlines()]
+    assert [each["key"] for each in listed] == [ONE, TWO, MODEL]
+    assert listed[0]["files"] == {"piece.so": 1 << 20} and listed[2]["about"]["pieces"] == [ONE, TWO]
+    assert set(listed[0]) == {"kind", "key", "about", "files", "size", "created", "used", "built_by", "fault"}
 
 
 def test_a_damaged_entry_is_in_the_list(run: Any, cache: Cache):
@@ -249,8 +249,8 @@ def test_verify_names_what_is_damaged_and_deletes_nothing(run: Any, cache: Cache
     assert err == f"atom-run: ArtifactError: 1 of 3 entries in {cache.folder} are damaged or not to be trusted\n"
     (cache.folder / "artifacts" / MODEL / "graph.py").chmod(0o666)
     code, out, _ = run("job.verify=true", "job.output=json")
-    told = {each["key"]: each["fault"] for each in map(json.loads, out.splitlines())}
-    assert code == 1 and told[TWO] is None and "graph.py is writable by others" in told[MODEL]
+    listed = {each["key"]: each["fault"] for each in map(json.loads, out.splitlines())}
+    assert code == 1 and listed[TWO] is None and "graph.py is writable by others" in listed[MODEL]
     assert keys(cache) == {ONE, TWO, MODEL}
 
 
@@ -312,9 +312,9 @@ def test_what_was_measured_goes_with_an_artifact_of_a_gpu(
 def test_an_import_as_json_is_an_object_a_line_for_all_that_it_holds(trust: str, run: Any, carry: Any, tmp_path: Path):
     bundle = carry()
     _, out, _ = run(f"job.import={bundle}", f"cache={tmp_path}/target", f"job.trust={trust}", "job.output=json")
-    told = [json.loads(line) for line in out.splitlines()]
-    assert [each["kind"] for each in told] == ["pieces", "pieces", "artifacts"]
-    assert [each["key"] for each in told[:2]] == told[2]["about"]["pieces"] and told[2]["about"]["recipe"]
+    listed = [json.loads(line) for line in out.splitlines()]
+    assert [each["kind"] for each in listed] == ["pieces", "pieces", "artifacts"]
+    assert [each["key"] for each in listed[:2]] == listed[2]["about"]["pieces"] and listed[2]["about"]["recipe"]
 
 
 @pytest.mark.parametrize(
@@ -351,8 +351,8 @@ def test_a_bundle_whose_keys_are_not_of_its_ingredients_is_refused(run: Any, cac
     ):
         forged = Cache(tmp_path / f"forged-{lying.key[:4]}-{len(str(about))}")
         for each in (first, second, artifact):
-            told = each.about | (about if each is lying else {})
-            forged.publish(each.kind, each.key, {"a": b""}, told)
+            described = each.about | (about if each is lying else {})
+            forged.publish(each.kind, each.key, {"a": b""}, described)
         run(f"cache={forged.folder}", f"job.export={tmp_path}/forged.tar")
         code, _, err = run(f"job.import={tmp_path}/forged.tar", f"cache={tmp_path}/target", "job.trust=true")
         what = f"{lying.kind}/{lying.key[:12]} is not the key of what it says that it is made of"

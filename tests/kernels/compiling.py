@@ -23,17 +23,17 @@ import json, os, sys, traceback
 import torch, triton.compiler  # takes longer than most programs
 
 for line in sys.stdin:
-    told = json.loads(line)
+    job = json.loads(line)
     if (pid := os.fork()) == 0:
         code = 1
         try:
-            for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, told["out"], os.O_WRONLY), (2, told["err"], os.O_WRONLY)):
+            for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)):
                 os.dup2(os.open(name, flags), number)
             os.environ.clear()
-            os.environ.update(told["environment"])
-            sys.argv, sys.path[:0] = told["argv"], told["path"]
-            with open(told["argv"][0]) as file:
-                exec(compile(file.read(), told["argv"][0], "exec"), {"__name__": "__main__"})
+            os.environ.update(job["environment"])
+            sys.argv, sys.path[:0] = job["argv"], job["path"]
+            with open(job["argv"][0]) as file:
+                exec(compile(file.read(), job["argv"][0], "exec"), {"__name__": "__main__"})
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -77,12 +77,12 @@ def run_program(program: str, *args: str, **variables: str) -> subprocess.Comple
         file, out, err = (Path(folder, name) for name in ("program.py", "out", "err"))
         for path, text in ((file, program), (out, ""), (err, "")):
             path.write_text(text)
-        told = {"argv": [str(file), *args], "path": [str(ROOT), str(ROOT / "tests")], "environment": environment}
+        job = {"argv": [str(file), *args], "path": [str(ROOT), str(ROOT / "tests")], "environment": environment}
         forks = start_forks()
         assert forks.stdin is not None and forks.stdout is not None
-        print(json.dumps(told | {"out": str(out), "err": str(err)}), file=forks.stdin, flush=True)
+        print(json.dumps(job | {"out": str(out), "err": str(err)}), file=forks.stdin, flush=True)
         code = int(forks.stdout.readline())
-        return subprocess.CompletedProcess(told["argv"], code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(job["argv"], code, out.read_text(), err.read_text())
 
 
 def compile_for_hopper(program: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What of NCCL's backend needs no GPU: which stages send to which, and what a machine without the library is told."""
+"""What of NCCL's backend needs no GPU: which stages send to which, and the error on a machine without the library."""
 
 from __future__ import annotations
 

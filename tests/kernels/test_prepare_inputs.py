@@ -143,9 +143,9 @@ def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int
     rows = [world.decode(length) for length in lengths]
     slots = [row.slot for row in rows] + [NUM_SLOTS] * num_padding
     inputs, state = world.inputs(len(slots), len(slots)), world.on_device()
-    told = torch.tensor(slots, dtype=torch.int32, device=place.device)
+    on_device = torch.tensor(slots, dtype=torch.int32, device=place.device)
     find_step_kernels(place.device, place.backend).decode_inputs(
-        told, state, world.tables.to(place.device), block_size, inputs
+        on_device, state, world.tables.to(place.device), block_size, inputs
     )
     world.assert_as_the_host_has_it(inputs, rows, len(rows))
     assert state.tokens.tolist() == world.state.tokens.tolist()

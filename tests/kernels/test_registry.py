@@ -126,8 +126,8 @@ def test_generated_kernels_are_of_rows_of_a_fixed_size_and_of_no_linear():
 def test_no_backend_imports_triton_before_a_kernel_is_loaded():
     names = ", ".join(f"atom.kernels.{MODULES.get(name, name)}" for name in BACKENDS)
     program = f"import sys, {names}; print('triton' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_without_a_gpu_the_target_of_one_is_an_error_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
@@ -158,14 +158,14 @@ COLLECTIVES = {ops.all_reduce, ops.all_gather, ops.gather_tokens, ops.reduce_sca
 
 
 def test_collectives_are_those_of_the_communicator():
-    class Told:
+    class Parameters:
         def __getattr__(self, name: str) -> str:
             return name
 
     for op in COLLECTIVES:
         kernel = find_kernel(op, "gloo")
         assert kernel.accepts(Target("cpu"), Type("fp32", ("T", 8))) is None
-        assert kernel.load(LoadContext(Told())) == op.name  # type: ignore[arg-type]
+        assert kernel.load(LoadContext(Parameters())) == op.name  # type: ignore[arg-type]
         with pytest.raises(UnsupportedError, match=f"{op.name} is for several ranks, and this is one"):
             kernel.load(LoadContext())
 

@@ -108,16 +108,16 @@ def test_what_another_machine_found_is_taken_in_where_nobody_has_measured(tmp_pa
     tuned.save("My GPU", first, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["library"]})
     tuned.save("Other GPU", first, "linear", {"8 2 3 1": ["library"]})
     tuned.save("My GPU", second, "linear", {"1 4 4 1": ["vector", 2, 4, 2, 1]})
-    told = tuned.read_all(first, pytest.fail)
-    assert told.keys() == {"my_gpu", "other_gpu"} and tuned.read_all(tmp_path / "none", pytest.fail) == {}
-    assert tuned.merge(second, told) == {"my_gpu": 1, "other_gpu": 1}
+    found = tuned.read_all(first, pytest.fail)
+    assert found.keys() == {"my_gpu", "other_gpu"} and tuned.read_all(tmp_path / "none", pytest.fail) == {}
+    assert tuned.merge(second, found) == {"my_gpu": 1, "other_gpu": 1}
     mine = {"linear": {"1 4 4 1": ["vector", 2, 4, 2, 1], "1 2 3 1": ["library"]}}
-    assert tuned.read_all(second, pytest.fail) == {"my_gpu": mine, "other_gpu": told["other_gpu"]}
-    assert tuned.merge(second, told) == {}, "twice is once"
+    assert tuned.read_all(second, pytest.fail) == {"my_gpu": mine, "other_gpu": found["other_gpu"]}
+    assert tuned.merge(second, found) == {}, "twice is once"
 
 
 @pytest.mark.parametrize(
-    "told",
+    "entries",
     [
         {"../../evil": {"linear": {"1 2 3 1": ["library"]}}},
         {"": {"linear": {"1 2 3 1": ["library"]}}},
@@ -128,9 +128,9 @@ def test_what_another_machine_found_is_taken_in_where_nobody_has_measured(tmp_pa
         {"gpu": 7},
     ],
 )
-def test_what_is_no_measurement_is_not_taken_in(told: dict[str, object], tmp_path: Path):
+def test_what_is_no_measurement_is_not_taken_in(entries: dict[str, object], tmp_path: Path):
     cache = tmp_path / "cache"
-    assert tuned.merge(cache, told) == {}
+    assert tuned.merge(cache, entries) == {}
     assert not cache.exists() and os.listdir(tmp_path) == []
 
 

@@ -45,10 +45,10 @@ def test_a_last_token_without_text_has_its_time_in_tpot():
 
 
 def test_tokens_are_counted_by_the_server_else_by_the_tokenizer_else_by_events():
-    told, counted, bare = (answered(0.1, 0.02, latency=0.12, tokens=n) for n in (7, None, None))
-    finish_outputs([told, counted], lambda text: len(text.split()))
+    reported, counted, bare = (answered(0.1, 0.02, latency=0.12, tokens=n) for n in (7, None, None))
+    finish_outputs([reported, counted], lambda text: len(text.split()))
     finish_outputs([bare], None)
-    assert [told.output_tokens, counted.output_tokens, bare.output_tokens] == [7, 3, 2]
+    assert [reported.output_tokens, counted.output_tokens, bare.output_tokens] == [7, 3, 2]
     assert counted.tpot == pytest.approx(0.02 / 2)
 
 

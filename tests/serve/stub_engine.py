@@ -204,14 +204,14 @@ class StubEngine:
             sequence.finish_reason, sequence.finished_at = "max_tokens", time.perf_counter()
             del self.running[sequence.id]
         reason = sequence.finish_reason
-        told = RequestOutput(sequence.request_id, sequence.index, text, [7], reason, is_last, logprobs, sequence)
-        self.callbacks[sequence.request_id](told)
+        output = RequestOutput(sequence.request_id, sequence.index, text, [7], reason, is_last, logprobs, sequence)
+        self.callbacks[sequence.request_id](output)
 
     def end_failed(self) -> None:
         for sequence in self.stepping:
             sequence.finish_reason, sequence.finished_at = "error", time.perf_counter()
-            told = RequestOutput(sequence.request_id, sequence.index, "", [], "error", True, [], sequence)
-            self.callbacks[sequence.request_id](told)
+            output = RequestOutput(sequence.request_id, sequence.index, "", [], "error", True, [], sequence)
+            self.callbacks[sequence.request_id](output)
             self.running.pop(sequence.id, None)
 
     def sleep(self, level: int, mode: str, on_step: object) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a request is told in OpenAI's words, by the name of the field, and the next one is served."""
+"""What is wrong with a request is reported in OpenAI's words, by the name of the field, and the next one is served."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_a_route_of_llama_cpp_or_ollama_names_ours(server: Server, method: str, 
 )
 def test_a_base_url_with_too_much_is_told_from_an_unknown_route(server: Server, method: str, path: str, meant: str):
     message = assert_is_openai(asking.send(server, method, path), 404, "not_found_error")
-    told = f"write {meant}: the base URL has /v1 once, and no slash after it"
-    assert message == f"there is no {method} {path} here; {told}"
+    hint = f"write {meant}: the base URL has /v1 once, and no slash after it"
+    assert message == f"there is no {method} {path} here; {hint}"
 
 
 def test_the_routes_that_are_named_exist(server: Server):
@@ -144,24 +144,24 @@ BAD_BODIES = {
 @pytest.mark.parametrize("name", BAD_BODIES)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_body_that_is_no_json_object(server: Server, path: str, name: str):
-    data, told = BAD_BODIES[name]
+    data, message = BAD_BODIES[name]
     answer = asking.send(server, "POST", path, data)
-    assert told in assert_is_openai(answer, 400, "invalid_request_error")
+    assert message in assert_is_openai(answer, 400, "invalid_request_error")
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "hint"),
     [
         ("text/plain", "not text/plain"),
         ("application/x-www-form-urlencoded", "not application/x-www-form-urlencoded"),
         (None, "which is missing"),
     ],
 )
-def test_a_body_that_is_not_called_json(server: Server, kind: str | None, told: str):
+def test_a_body_that_is_not_called_json(server: Server, kind: str | None, hint: str):
     headers = {} if kind is None else {"content-type": kind}
     answer = asking.send(server, "POST", COMPLETIONS, b'{"prompt": "Hello"}', headers)
     message = assert_is_openai(answer, 400, "invalid_request_error")
-    assert message == f"send JSON with the header Content-Type: application/json, {told}"
+    assert message == f"send JSON with the header Content-Type: application/json, {hint}"
 
 
 def calling(parameters: Any, choice: Any = "required") -> dict[str, Any]:
@@ -218,11 +218,11 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param", "told"), BAD_FIELDS)
-def test_a_field_that_is_wrong(server: Server, path: str, body: dict[str, Any], param: str, told: str):
+@pytest.mark.parametrize(("path", "body", "param", "hint"), BAD_FIELDS)
+def test_a_field_that_is_wrong(server: Server, path: str, body: dict[str, Any], param: str, hint: str):
     answer = asking.post(server, path, body)
     message = assert_is_openai(answer, 400, "invalid_request_error", param)
-    assert told in message
+    assert hint in message
     assert len(message) < 1000
 
 
@@ -245,7 +245,7 @@ def test_after_all_that_the_server_generates(server: Server):
 
 
 def fault(model: type[Any], body: Any) -> tuple[str | None, str]:
-    """What is told of a body that does not fit, as FastAPI hands it on."""
+    """The error for a body that does not fit, as FastAPI hands it on."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
     faults = [each | {"loc": ("body", *each["loc"])} for each in caught.value.errors()]
@@ -290,7 +290,7 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "told"),
+    ("model", "more", "message"),
     [
         (ChatRequest, {"functions": [{"name": "f"}]},
          'functions: this is not supported here; send tools, as in [{"type": "function", "function": {"name": "f"}}]'),
@@ -330,11 +330,11 @@ def test_a_field_that_is_null_counts_as_left_out_whatever_its_name():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], more: dict[str, Any], told: str):
+def test_what_is_refused_of_openais_fields_says_what_to_send(model: type[Any], more: dict[str, Any], message: str):
     smallest = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}, ChatRequest: HELLO}[model]
     with pytest.raises(RequestValidationError) as caught:
         read_body(json.dumps(smallest | more).encode(), "application/json", model, AdvancedConfig())
-    assert describe(caught.value) == (next(iter(more)), told)
+    assert describe(caught.value) == (next(iter(more)), message)
 
 
 def test_an_image_is_refused_as_one():

@@ -155,11 +155,11 @@ def essence(answer: Answer) -> Any:
         return [event["choices"] for event in events_of(answer)]
     if "choices" not in answer.body:
         return answer.body
-    told = json.loads(json.dumps(answer.choices))
-    for choice in told:
+    choices = json.loads(json.dumps(answer.choices))
+    for choice in choices:
         for call in choice.get("message", {}).get("tool_calls") or ():
             del call["id"]
-    return told
+    return choices
 
 
 def text(answer: Answer) -> str:
@@ -244,8 +244,8 @@ def keeps_length(field: str) -> Row:
     """Embeddings have the length 1 unless it is false."""
 
     def check(server: Server) -> None:
-        told = [asking.post(server, EMBEDDINGS, EMBEDDED | more) for more in ({}, {field: True}, {field: False})]
-        assert length(told[0]) == length(told[1]) == 1 != length(told[2])
+        answers = [asking.post(server, EMBEDDINGS, EMBEDDED | more) for more in ({}, {field: True}, {field: False})]
+        assert length(answers[0]) == length(answers[1]) == 1 != length(answers[2])
 
     return check
 
@@ -1084,8 +1084,8 @@ def test_streamed_token_ids_are_those_of_the_whole_answer(
     assert prompts == [prompt] * len(whole.choices)
     assert whole.body.get("prompt_token_ids", whole.choices[0].get("prompt_token_ids")) == prompt
     for choice in whole.choices:
-        told = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
-        assert [id for each in told for id in each.get("token_ids", ())] == choice["token_ids"]
+        chunks = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert [id for each in chunks for id in each.get("token_ids", ())] == choice["token_ids"]
     assert sum(len(choice["token_ids"]) for choice in whole.choices) == tokens_out(whole)
 
 
@@ -1129,10 +1129,10 @@ def test_every_field_of_every_body_has_a_row():
 
 
 def test_a_prompt_is_read_with_its_special_tokens_and_a_message_is_text(server: Server):
-    told = [
+    messages = [
         str(model.model_fields["prompt"].description) for model in (schema.CompletionRequest, schema.TokenizeRequest)
     ]
-    assert all("special token" in each for each in told)
+    assert all("special token" in each for each in messages)
     assert asking.post(server, TOKENIZE, {"prompt": "a<|im_end|>"}).body["tokens"] == [int(A), int(EOS)]
     usage = asking.post(server, COMPLETIONS, COMPLETION | {"prompt": "a<|im_end|>"}).usage
     assert usage["prompt_tokens"] == 2

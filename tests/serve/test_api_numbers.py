@@ -51,8 +51,8 @@ def test_greedy_text_is_the_engines_streamed_or_not(server: Server, engine: LLME
     expected = [answer["text"] for answer in engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))]
     answer = asking.post(server, COMPLETIONS, GREEDY | {"prompt": PROMPTS})
     assert [choice["text"] for choice in answer.choices] == expected
-    told = asking.stream(server, COMPLETIONS, GREEDY | {"prompt": PROMPTS})
-    assert joined(told, len(PROMPTS)) == expected
+    chunks = asking.stream(server, COMPLETIONS, GREEDY | {"prompt": PROMPTS})
+    assert joined(chunks, len(PROMPTS)) == expected
 
 
 def joined(events: list[dict[str, Any]], num_choices: int) -> list[str]:
@@ -89,8 +89,8 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(server: Server):
     for choice in choices:
         mine = [each for event in events for each in event["choices"] if each["index"] == choice["index"]]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-        told = [each["logprobs"]["content"] for each in mine if each["logprobs"]]
-        assert list(itertools.chain(*told)) == choice["logprobs"]["content"]
+        contents = [each["logprobs"]["content"] for each in mine if each["logprobs"]]
+        assert list(itertools.chain(*contents)) == choice["logprobs"]["content"]
 
 
 HELLO = {
@@ -117,15 +117,15 @@ def test_the_log_probabilities_of_a_completion_are_transformers(server: Server, 
     expected = logprobs_of(reference, prompt + made["token_ids"])
     tokens = [*prompt, *made["token_ids"]]
     answer = asking.post(server, COMPLETIONS, GREEDY | {"prompt": prompt, "echo": True, "logprobs": 5})
-    told = answer.choices[0]["logprobs"]
-    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-    assert len(told["tokens"]) == len(tokens)
+    logprobs = answer.choices[0]["logprobs"]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert len(logprobs["tokens"]) == len(tokens)
     for place, token in list(enumerate(tokens))[1:]:
         at = expected[place - 1]
-        assert told["token_logprobs"][place] == pytest.approx(at[token].item(), abs=1e-4)
-        top = sorted(told["top_logprobs"][place].values(), reverse=True)
+        assert logprobs["token_logprobs"][place] == pytest.approx(at[token].item(), abs=1e-4)
+        top = sorted(logprobs["top_logprobs"][place].values(), reverse=True)
         assert top[:5] == pytest.approx(at.topk(5).values.tolist(), abs=1e-4)
-        assert told["top_logprobs"][place][told["tokens"][place]] == told["token_logprobs"][place]
+        assert logprobs["top_logprobs"][place][logprobs["tokens"][place]] == logprobs["token_logprobs"][place]
 
 
 def test_the_log_probabilities_of_a_chat_are_transformers(server: Server, engine: LLMEngine, reference: Any):
@@ -136,9 +136,9 @@ def test_the_log_probabilities_of_a_chat_are_transformers(server: Server, engine
     answer = asking.post(server, CHAT, GREEDY | {"messages": messages, "logprobs": True, "top_logprobs": 3})
     content = answer.choices[0]["logprobs"]["content"]
     assert len(content) == len(made["token_ids"])
-    for told, token, at in zip(content, made["token_ids"], expected, strict=False):
-        assert told["logprob"] == pytest.approx(at[token].item(), abs=1e-4)
-        top = [each["logprob"] for each in told["top_logprobs"]]
+    for entry, token, at in zip(content, made["token_ids"], expected, strict=False):
+        assert entry["logprob"] == pytest.approx(at[token].item(), abs=1e-4)
+        top = [each["logprob"] for each in entry["top_logprobs"]]
         assert top == pytest.approx(at.topk(3).values.tolist(), abs=1e-4)
 
 
@@ -148,16 +148,16 @@ def test_the_log_probabilities_of_a_prompt_are_transformers(server: Server, refe
     answer = asking.post(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 2})
     first, *others = answer.choices[0]["prompt_logprobs"]
     assert first is None
-    for told, token, at in zip(others, prompt[1:], expected, strict=False):
-        assert told[str(token)]["logprob"] == pytest.approx(at[token].item(), abs=1e-4)
-        assert told[str(token)]["rank"] == int((at > at[token]).sum()) + 1
-        assert {int(each) for each in told} == {token, *at.topk(2).indices.tolist()}
+    for entry, token, at in zip(others, prompt[1:], expected, strict=False):
+        assert entry[str(token)]["logprob"] == pytest.approx(at[token].item(), abs=1e-4)
+        assert entry[str(token)]["rank"] == int((at > at[token]).sum()) + 1
+        assert {int(each) for each in entry} == {token, *at.topk(2).indices.tolist()}
 
 
 def test_a_prompt_of_one_token_is_echoed_with_its_logprobs(server: Server):
     answer = asking.post(server, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "echo": True, "logprobs": 0})
-    told = answer.choices[0]["logprobs"]
-    assert (told["tokens"][0], told["token_logprobs"][0], told["text_offset"]) == ("a", None, [0, 1])
+    logprobs = answer.choices[0]["logprobs"]
+    assert (logprobs["tokens"][0], logprobs["token_logprobs"][0], logprobs["text_offset"]) == ("a", None, [0, 1])
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text(server: Server):

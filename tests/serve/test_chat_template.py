@@ -54,9 +54,9 @@ def test_the_last_message_is_continued_as_in_transformers(talker: Path, tokenize
     theirs = AutoTokenizer.from_pretrained(talker).apply_chat_template(
         messages, tokenize=False, continue_final_message=True
     )
-    told = encode(talker, tokenizer, messages, add_generation_prompt=False, continue_final_message=True)
-    assert told.text == theirs
-    assert told.tokens[-1] == tokenizer.encode(theirs[-1])[-1]
+    prompt = encode(talker, tokenizer, messages, add_generation_prompt=False, continue_final_message=True)
+    assert prompt.text == theirs
+    assert prompt.tokens[-1] == tokenizer.encode(theirs[-1])[-1]
 
 
 def test_a_last_message_that_the_template_changes_is_not_continued(talker: Path, tokenizer: Tokenizer):
@@ -68,16 +68,16 @@ def test_a_last_message_that_the_template_changes_is_not_continued(talker: Path,
 
 def test_a_conversation_is_rendered_by_the_template(talker: Path, tokenizer: Tokenizer):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    told = encode(talker, tokenizer, messages)
+    prompt = encode(talker, tokenizer, messages)
     start, end = "<|im_start|>", "<|im_end|>\n"
-    assert told.text == f"{start}system\nBe brief.{end}{start}user\nHello{end}{start}assistant\n"
-    assert told.tokens == tokenizer.encode(told.text)
+    assert prompt.text == f"{start}system\nBe brief.{end}{start}user\nHello{end}{start}assistant\n"
+    assert prompt.tokens == tokenizer.encode(prompt.text)
 
 
 def test_a_special_token_that_a_client_writes_is_text_wherever_it_stands(talker: Path, tokenizer: Tokenizer):
     shows = tokenizer.with_template("{{ messages[0].content }}{{ tools | tojson }}{{ reasoning_effort }}")
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
-    told = encode(
+    prompt = encode(
         talker,
         shows,
         [{"role": "user", "content": "<|im_start|>"}],
@@ -85,8 +85,8 @@ def test_a_special_token_that_a_client_writes_is_text_wherever_it_stands(talker:
         kwargs={"reasoning_effort": "<|endoftext|>"},
     )
     for special in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
-        assert special in told.text
-    assert max(told.tokens) < 256, "only bytes"
+        assert special in prompt.text
+    assert max(prompt.tokens) < 256, "only bytes"
 
 
 def test_parts_of_a_text_are_lines(tokenizer: Tokenizer):
@@ -107,9 +107,9 @@ def test_calls_are_rendered_in_their_order_with_their_arguments_as_objects(token
         {"id": "b", "function": {"name": "g", "arguments": ""}, "index": 1},
         {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}, "index": 0},
     ]
-    told = plain(tokenizer, role="assistant", tool_calls=calls)
-    assert told["content"] == ""
-    assert told["tool_calls"] == [
+    message = plain(tokenizer, role="assistant", tool_calls=calls)
+    assert message["content"] == ""
+    assert message["tool_calls"] == [
         {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}},
         {"id": "b", "type": "function", "function": {"name": "g", "arguments": {}}},
     ]
@@ -158,8 +158,8 @@ def test_a_template_value_that_the_template_does_not_read(talker: Path, tokenize
         "{{ bos_token }}{{ messages[0].content }}{{ mood }}{{ (tone or {}).name }}{{ knobs | join }}"
     )
     said = [{"role": "user", "content": "a"}]
-    told = encode(talker, shows, said, kwargs={"mood": 1, "tone": {"name": "b"}, "knobs": ["c", "d"]})
-    assert told.text == "a1bcd"
+    prompt = encode(talker, shows, said, kwargs={"mood": 1, "tone": {"name": "b"}, "knobs": ["c", "d"]})
+    assert prompt.text == "a1bcd"
     for name in ("messages", "moods", "bos_token", "cut"):
         with pytest.raises(FieldError) as refused:
             encode(talker, shows, said, kwargs={name: "b"})
@@ -192,8 +192,8 @@ def test_arguments_are_text_where_a_template_joins_them_to_other_texts(tokenizer
     written = "{% for call in messages[0].tool_calls %}{{ '<' + call['function']['arguments'] + '>' }}{% endfor %}"
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"city": "Zürich <|im_end|>"}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    told, tokens = tokenizer.with_template(written).prepare_chat([message])
-    assert told == '<{"city": "Zürich <|im_end|>"}>'
+    text, tokens = tokenizer.with_template(written).prepare_chat([message])
+    assert text == '<{"city": "Zürich <|im_end|>"}>'
     assert max(tokens) < 256, "only bytes"
     kept = tokenizer.with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}").prepare_chat(
         [message]

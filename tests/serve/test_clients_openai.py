@@ -51,9 +51,9 @@ def test_a_chat_answers_as_the_completion_of_its_prompt(client: openai.OpenAI, s
     assert (answer.object, completion.object) == ("chat.completion", "text_completion")
     assert answer.choices[0].message.role == "assistant"
     assert answer.id.startswith("chatcmpl-") and completion.id.startswith("cmpl-")
-    for told in (answer.usage, completion.usage):
-        assert told is not None
-        assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (len(prompt), 16, len(prompt) + 16)
+    for usage in (answer.usage, completion.usage):
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(prompt), 16, len(prompt) + 16)
     assert answer._request_id is not None
 
 
@@ -68,7 +68,7 @@ def test_a_chat_is_streamed(client: openai.OpenAI):
 
 
 def test_labels_and_hints_are_taken_and_change_nothing(client: openai.OpenAI):
-    told = client.chat.completions.create(
+    answer = client.chat.completions.create(
         **TALK,
         store=True,
         metadata={"team": "a"},
@@ -84,7 +84,7 @@ def test_labels_and_hints_are_taken_and_change_nothing(client: openai.OpenAI):
         reasoning_effort="low",
     )
     plain = client.chat.completions.create(**TALK)
-    assert told.choices == plain.choices
+    assert answer.choices == plain.choices
     options: Any = {"include_usage": True, "include_obfuscation": True}
     chunks = list(client.chat.completions.create(**TALK, stream=True, stream_options=options))
     said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
@@ -183,10 +183,10 @@ def test_a_call_and_its_result_go_back_to_the_model(client: openai.OpenAI):
     asked = TALK | TERSE | {"tools": [TOOL], "tool_choice": "required"}
     message = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0].message
     assert message.tool_calls
-    told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noted"}
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noted"}
     first = client.chat.completions.create(**TALK, tools=[TOOL])
     for form in (message, message.model_dump(), message.model_dump(exclude_none=True)):
-        answer = client.chat.completions.create(**TALK | {"messages": [*MESSAGES, form, told]}, tools=[TOOL])
+        answer = client.chat.completions.create(**TALK | {"messages": [*MESSAGES, form, result]}, tools=[TOOL])
         assert answer.usage is not None and first.usage is not None
         assert answer.usage.prompt_tokens > first.usage.prompt_tokens + len(message.tool_calls[0].function.arguments)
 

@@ -92,7 +92,7 @@ ROOM = "However, the prompt has 200 tokens, and it may have"
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "options", "told"),
+    ("path", "body", "options", "message"),
     [
         ("/v1/completions", LONG, ["serve.max_model_len=100"], f"100 tokens. {ROOM} 99 (serve.max_model_len=100)"),
         ("/v1/completions", LONG, ["serve.http.max_total_tokens=100"],
@@ -116,13 +116,13 @@ ROOM = "However, the prompt has 200 tokens, and it may have"
     ],
 )  # fmt: skip
 def test_a_long_prompt_is_refused_in_openais_words_with_the_option_that_was_set(
-    talker: Path, path: str, body: dict[str, Any], options: list[str], told: str
+    talker: Path, path: str, body: dict[str, Any], options: list[str], message: str
 ):
     config = load([f"checkpoint={talker}", "serve.http.served_model_name=[talker]", *options])
     response, seen = scripted.post(config, Said(["a"]), body, path)
     error = response.json()["error"]
     assert (response.status_code, error["code"], seen) == (400, "context_length_exceeded", [])
-    assert error["message"] == f"This model's maximum context length is {told}; shorten it"
+    assert error["message"] == f"This model's maximum context length is {message}; shorten it"
 
 
 def test_a_long_input_is_refused_in_openais_words(talker: Path):

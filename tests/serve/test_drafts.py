@@ -1,4 +1,4 @@
-"""What a server tells of drafted tokens."""
+"""What a server reports of drafted tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_answers_metrics_and_statistics_count_what_was_accepted(start_server: St
         return wire.ask(drafting.url, "GET", "/debug/mtp_stats").json
 
     wire.wait_until(lambda: stats()["total_accepted_tokens"] == num_accepted)
-    told = wire.metrics(drafting.url)
-    assert told["atom:spec_decode_num_accepted_tokens_total"] == num_accepted
-    assert told["atom:spec_decode_num_draft_tokens_total"] == stats()["total_draft_tokens"] >= num_accepted
-    assert told["atom:spec_decode_num_drafts_total"] == sum(stats()["distribution"].values())
-    by_position = [told[f'atom:spec_decode_num_accepted_tokens_per_pos_total{{position="{at}"}}'] for at in range(2)]
+    metrics = wire.metrics(drafting.url)
+    assert metrics["atom:spec_decode_num_accepted_tokens_total"] == num_accepted
+    assert metrics["atom:spec_decode_num_draft_tokens_total"] == stats()["total_draft_tokens"] >= num_accepted
+    assert metrics["atom:spec_decode_num_drafts_total"] == sum(stats()["distribution"].values())
+    by_position = [metrics[f'atom:spec_decode_num_accepted_tokens_per_pos_total{{position="{at}"}}'] for at in range(2)]
     assert num_accepted >= by_position[0] >= by_position[1] >= 0 and by_position[0] > 0
     nothing = wire.ask(server.url, "GET", "/debug/mtp_stats").json
     assert (nothing["total_draft_tokens"], nothing["distribution"]) == (0, {"0": 0})

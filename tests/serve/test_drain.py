@@ -91,5 +91,5 @@ def test_a_drain_ends_when_the_engine_dies_in_it(start_server: Start):
     os.kill(engine, signal.SIGKILL)
     *_, last = stream.read_events()
     assert last["error"]["code"] == "unavailable"
-    server.process.terminate()  # it tells of the death for some seconds more
+    server.process.terminate()  # it reports the death for some seconds more
     assert server.process.wait(wire.SECONDS) == 1

@@ -37,7 +37,7 @@ def assert_dies(
     late = wire.ask(server.url, "POST", "/v1/completions", {"prompt": [0]})
     assert late.status == 503
     if is_hurried:
-        server.process.terminate()  # it tells of the death for some seconds more
+        server.process.terminate()  # it reports the death for some seconds more
     assert server.process.wait(wire.SECONDS) == 1
 
 
@@ -117,8 +117,8 @@ def test_an_engine_that_is_stopped_ends_nothing_and_goes_on(start_server: Start)
     assert stream.read_events()[-1] == waiting.read_events()[-1] == "[DONE]"
     wire.wait_until(lambda: health(server) == READY)
     serving.wait_for_entry(server, message="the engine is not stopped any more")
-    told = [entry["message"] for entry in serving.log_entries(server) if "stopped" in entry["message"]]
-    assert told == ["the engine is stopped, and its requests wait", "the engine is not stopped any more"]
+    messages = [entry["message"] for entry in serving.log_entries(server) if "stopped" in entry["message"]]
+    assert messages == ["the engine is stopped, and its requests wait", "the engine is not stopped any more"]
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_an_engine_that_dies_while_the_server_drains_ends_it_at_once(start_serve
     os.kill(engine, signal.SIGKILL)
     *_, last = stream.read_events()
     assert last["error"]["code"] == "unavailable"
-    assert server.process.wait(wire.SECONDS) == 1, "nobody is to be told"
+    assert server.process.wait(wire.SECONDS) == 1, "no client is left to hear of it"
 
 
 def test_an_engine_without_memory_ends_with_that_error(running: Running):

@@ -108,13 +108,13 @@ def test_memory_stays_what_it_was_after_the_warm_up(start_server: Start, monkeyp
             for name, pid in pids.items():
                 samples[name].append(resident(pid))
 
-    told = {name: [round(value) for value in found[::15]] for name, found in samples.items()}
-    print(f"{dict(statuses)}, MB every half a minute: {told}")
+    rounded = {name: [round(value) for value in found[::15]] for name, found in samples.items()}
+    print(f"{dict(statuses)}, MB every half a minute: {rounded}")
     for client in clients:
         client.result()
     assert set(statuses) == {200, "left"} and statuses.total() > 500
     for name, found in samples.items():
         first = int(WARM_UP / INTERVAL)
         warm, last = statistics.median(found[first : first + NUM_SAMPLES]), statistics.median(found[-NUM_SAMPLES:])
-        assert last - found[0] < TAKEN[name], (name, told)
-        assert last - warm < GROWN[name], (name, told)
+        assert last - found[0] < TAKEN[name], (name, rounded)
+        assert last - warm < GROWN[name], (name, rounded)

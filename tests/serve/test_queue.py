@@ -12,16 +12,16 @@ ENDLESS: dict[str, Any] = {"prompt": [0] * 32, "max_tokens": 8000}
 
 
 def running_and_waiting(server: Server) -> tuple[float, float]:
-    told = wire.metrics(server.url)
-    return told["atom:num_requests_running"], told["atom:num_requests_waiting"]
+    metrics = wire.metrics(server.url)
+    return metrics["atom:num_requests_running"], metrics["atom:num_requests_waiting"]
 
 
 def assert_all_is_free(server: Server) -> None:
     def is_free() -> bool:
-        told = wire.metrics(server.url)
-        return running_and_waiting(server) == (0, 0) and told["atom:kv_cache_blocks_used"] == 0
+        metrics = wire.metrics(server.url)
+        return running_and_waiting(server) == (0, 0) and metrics["atom:kv_cache_blocks_used"] == 0
 
-    wire.wait_until(is_free)  # a step, and the heartbeat that tells of it
+    wire.wait_until(is_free)  # a step, and the heartbeat that reports it
 
 
 @pytest.fixture(scope="module")

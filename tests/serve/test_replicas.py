@@ -49,8 +49,8 @@ def are_ready(server: Server) -> bool:
 
 
 def by_engine(server: Server, name: str) -> list[float]:
-    told = wire.metrics(server.url)
-    return [told[f'atom:{name}{{engine="{number}"}}'] for number in (0, 1)]
+    metrics = wire.metrics(server.url)
+    return [metrics[f'atom:{name}{{engine="{number}"}}'] for number in (0, 1)]
 
 
 def stream(server: Server, number: int, **body: Any) -> wire.Stream:
@@ -182,8 +182,8 @@ def test_a_replica_that_is_killed_ends_only_its_streams_and_comes_back(start_pai
     assert by_engine(server, "engine_restarts_total") == [1, 0]
     server.process.terminate()
     assert server.process.wait(wire.SECONDS) == 0
-    told = [entry["message"] for entry in serving.log_entries(server)]
-    assert "engine 0 is dead; it is started again in 0.2 s" in told and "engine 0 serves again" in told
+    messages = [entry["message"] for entry in serving.log_entries(server)]
+    assert "engine 0 is dead; it is started again in 0.2 s" in messages and "engine 0 serves again" in messages
 
 
 @pytest.mark.slow
@@ -195,9 +195,9 @@ def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[...
     assert health.status == 200 and health.json["engines"][1] == dead
     assert by_engine(server, "engine_up") == [1, 0]
     assert {ask(server, {"prompt": [20 + place]})[0] for place in range(3)} == {0}
-    told = json.loads(serving.wait_for_line(server, "stays dead"))
-    assert told["message"].startswith("engine 1 has not come to serve in 3 starts in a row")
-    assert "the KV pool needs 9 GiB" in told["reason"]
+    entry = json.loads(serving.wait_for_line(server, "stays dead"))
+    assert entry["message"].startswith("engine 1 has not come to serve in 3 starts in a row")
+    assert "the KV pool needs 9 GiB" in entry["reason"]
     assert len(engines(server)) == 1
     os.kill(engines(server)[0], signal.SIGKILL)  # the last one
     assert server.process.wait(wire.SECONDS) == 1

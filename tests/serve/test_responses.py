@@ -57,17 +57,17 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def test_a_response_is_the_answer_to_the_same_chat(client: openai.OpenAI, server: Server):
-    told = client.responses.create(**ASK)
+    response = client.responses.create(**ASK)
     chat = client.chat.completions.create(
         model="talker", messages=[{"role": "user", "content": "Hello"}], temperature=0, max_tokens=16
     )
-    assert told.output_text == chat.choices[0].message.content != ""
-    assert (told.object, told.status, told.model) == ("response", "incomplete", "talker")
-    assert told.incomplete_details is not None and told.incomplete_details.reason == "max_output_tokens"
-    assert told.usage is not None and chat.usage is not None
-    assert told.usage.input_tokens == chat.usage.prompt_tokens
-    assert (told.usage.output_tokens, told.usage.total_tokens) == (16, chat.usage.total_tokens)
-    assert told.id.startswith("resp_")
+    assert response.output_text == chat.choices[0].message.content != ""
+    assert (response.object, response.status, response.model) == ("response", "incomplete", "talker")
+    assert response.incomplete_details is not None and response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None and chat.usage is not None
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (16, chat.usage.total_tokens)
+    assert response.id.startswith("resp_")
 
 
 def test_a_stream_makes_the_same_response(client: openai.OpenAI):
@@ -85,16 +85,16 @@ def test_a_stream_makes_the_same_response(client: openai.OpenAI):
 
 
 def test_a_schema_is_parsed_to_its_class(client: openai.OpenAI):
-    told = client.responses.parse(**ASK | TERSE | {"max_output_tokens": 2000, "text_format": Animal})
-    assert isinstance(told.output_parsed, Animal) and told.status == "completed"
+    response = client.responses.parse(**ASK | TERSE | {"max_output_tokens": 2000, "text_format": Animal})
+    assert isinstance(response.output_parsed, Animal) and response.status == "completed"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look_up"}], ids=["required", "named"])
 def test_a_forced_call_and_its_result_go_back(client: openai.OpenAI, choice: Any):
     asked = ASK | TERSE | {"tools": [TOOL], "tool_choice": choice, "max_output_tokens": 2000}
     asked |= {"parallel_tool_calls": False}
-    told = client.responses.create(**asked)
-    (call,) = told.output
+    response = client.responses.create(**asked)
+    (call,) = response.output
     assert call.type == "function_call" and call.name == "look_up"
     assert json.loads(call.arguments)["word"] in ("cat", "dog")
     with client.responses.stream(**asked) as stream:
@@ -102,19 +102,19 @@ def test_a_forced_call_and_its_result_go_back(client: openai.OpenAI, choice: Any
         (streamed,) = stream.get_final_response().output
     assert streamed.type == "function_call" and "".join(pieces) == streamed.arguments == call.arguments
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "an animal"}
-    history: Any = [{"role": "user", "content": "Hello"}, *told.output, result]
+    history: Any = [{"role": "user", "content": "Hello"}, *response.output, result]
     again = client.responses.create(**ASK | {"input": history, "tools": [TOOL]})
-    assert again.usage is not None and told.usage is not None
-    assert again.usage.input_tokens > told.usage.input_tokens + len('{"word":"cat"}an animal')
+    assert again.usage is not None and response.usage is not None
+    assert again.usage.input_tokens > response.usage.input_tokens + len('{"word":"cat"}an animal')
 
 
 def test_the_tokens_of_a_prompt_are_counted_ahead(client: openai.OpenAI):
     asked: Any = {"model": "talker", "input": [{"role": "user", "content": "Hello"}], "instructions": "Speak."}
     for more in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}):
         counted = client.responses.input_tokens.count(**asked | more)
-        told = client.responses.create(**asked | more, max_output_tokens=1)
-        assert told.usage is not None
-        assert (counted.object, counted.input_tokens) == ("response.input_tokens", told.usage.input_tokens)
+        response = client.responses.create(**asked | more, max_output_tokens=1)
+        assert response.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
     with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
         client.responses.input_tokens.count(**asked, previous_response_id="resp_1")
     with pytest.raises(openai.NotFoundError, match="org/other"):
@@ -153,10 +153,14 @@ def test_store_and_labels_change_nothing(client: openai.OpenAI):
     }
     plain = client.responses.create(**ASK)
     for store in (True, False):
-        told = client.responses.create(**ASK, store=store, **more)
-        assert told.output_text == plain.output_text and told.metadata == {"a": "b"}
-        assert (told.safety_identifier, told.prompt_cache_key, told.max_tool_calls) == ("somebody", "mine", 1)
-        assert (told.background, told.completed_at) == (False, None), "it was cut off"
+        response = client.responses.create(**ASK, store=store, **more)
+        assert response.output_text == plain.output_text and response.metadata == {"a": "b"}
+        assert (response.safety_identifier, response.prompt_cache_key, response.max_tool_calls) == (
+            "somebody",
+            "mine",
+            1,
+        )
+        assert (response.background, response.completed_at) == (False, None), "it was cut off"
     whole = client.responses.create(**ASK, extra_body={"structured_outputs": {"regex": "a"}} | TERSE["extra_body"])
     assert whole.status == "completed" and whole.completed_at is not None and whole.completed_at >= whole.created_at
 
@@ -171,9 +175,9 @@ def test_an_error_of_the_sampling_has_its_status(client: openai.OpenAI):
         assert refused.value.param == "text"
 
 
-def scores(told: Response) -> list[dict[str, Any]]:
+def scores(response: Response) -> list[dict[str, Any]]:
     """The log probabilities of the one message, which are all that their type has."""
-    (message,) = told.output
+    (message,) = response.output
     assert message.type == "message" and message.content[0].type == "output_text"
     made = [each.model_dump() for each in message.content[0].logprobs or ()]
     assert [Logprob.model_validate(each).model_dump() for each in made] == made
@@ -187,16 +191,16 @@ def scores(told: Response) -> list[dict[str, Any]]:
 )
 def test_log_probabilities_are_those_of_the_same_chat(client: openai.OpenAI, more: dict[str, Any]):
     asked: Any = ASK | SCORED | {"max_output_tokens": 40, "extra_body": more}
-    told = client.responses.create(**asked)
+    response = client.responses.create(**asked)
     chat = client.chat.completions.create(
         model="talker", messages=[{"role": "user", "content": "Hello"}], temperature=0, max_tokens=40,
         logprobs=True, top_logprobs=2, extra_body=more,
     ).choices[0]  # fmt: skip
     assert chat.logprobs is not None and chat.logprobs.content is not None
     shown = [each.model_dump() for each in chat.logprobs.content if not each.token.startswith("<|")]
-    assert scores(told) == shown and told.top_logprobs == 2
-    made = bytes(byte for each in scores(told) for byte in each["bytes"])
-    assert made.decode(errors="replace") == told.output_text == chat.message.content
+    assert scores(response) == shown and response.top_logprobs == 2
+    made = bytes(byte for each in scores(response) for byte in each["bytes"])
+    assert made.decode(errors="replace") == response.output_text == chat.message.content
     with client.responses.stream(**asked) as stream:
         events = list(stream)
     deltas = [event for event in events if event.type == "response.output_text.delta"]
@@ -234,13 +238,13 @@ def configure(talker: Path) -> Callable[..., Config]:
 
 def test_reasoning_text_and_a_call_are_items(configure: Callable[..., Config]):
     answer, _ = scripted.post(configure(), THOUGHT, ASK | {"tools": [TOOL]}, PATH)
-    told = Response.model_validate(answer.json())
-    thought, message, call = told.output
+    response = Response.model_validate(answer.json())
+    thought, message, call = response.output
     assert thought.type == "reasoning" and thought.content is not None and thought.content[0].text == "Hm."
     assert message.type == "message" and message.content[0].type == "output_text"
     assert message.content[0].text == "One moment."
     assert call.type == "function_call" and (call.name, json.loads(call.arguments)) == ("look_up", {"word": "cat"})
-    assert told.status == "completed" and {item.status for item in told.output} == {"completed"}
+    assert response.status == "completed" and {item.status for item in response.output} == {"completed"}
 
 
 def test_the_tools_that_a_choice_allows_are_those_of_a_chat(configure: Callable[..., Config], talker: Path):
@@ -336,8 +340,8 @@ def test_an_answer_without_text_has_no_log_probabilities(configure: Callable[...
 
     for stream in (False, True):
         answer, _ = scripted.post(configure(), end, ASK | SCORED | {"stream": stream}, PATH)
-        told = read_events(answer.text)[-1]["response"] if stream else answer.json()
-        assert (told["status"], told["output"]) == ("completed", [])
+        response = read_events(answer.text)[-1]["response"] if stream else answer.json()
+        assert (response["status"], response["output"]) == ("completed", [])
 
 
 @pytest.mark.parametrize(("keeps", "text", "counted"), [(False, "a\ufffd", 2), (True, "a\ufffdb", 3)])
@@ -355,8 +359,8 @@ def test_a_stop_token_that_is_left_out_has_no_log_probability(
         return [Outputs([Output(submit.id, 0, text, ids, logprobs, finish)], 1, {})]
 
     body = ASK | SCORED | {"stop_token_ids": ids[-1:], "include_stop_str_in_output": keeps}
-    told = Response.model_validate(scripted.post(configure(), end, body, PATH)[0].json())
-    assert [each["logprob"] for each in scores(told)] == [-1.0, -2.0, -3.0][:counted]
+    response = Response.model_validate(scripted.post(configure(), end, body, PATH)[0].json())
+    assert [each["logprob"] for each in scores(response)] == [-1.0, -2.0, -3.0][:counted]
 
 
 def test_an_error_within_a_stream_is_an_event_that_the_sdk_raises(configure: Callable[..., Config]):
@@ -395,9 +399,9 @@ def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config
 def test_an_answer_that_an_operator_aborts_is_incomplete(configure: Callable[..., Config]):
     for stream in (False, True):
         answer, _ = scripted.post(configure(), Said(["One"], "abort"), ASK | {"stream": stream}, PATH)
-        told = read_events(answer.text)[-1]["response"] if stream else answer.json()
-        assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "abort"})
-        assert told["completed_at"] is None and told["output"][0]["status"] == "incomplete"
+        response = read_events(answer.text)[-1]["response"] if stream else answer.json()
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+        assert response["completed_at"] is None and response["output"][0]["status"] == "incomplete"
 
 
 def test_a_conversation_is_that_of_a_chat(configure: Callable[..., Config], talker: Path):
@@ -448,8 +452,10 @@ def test_vllms_fields_are_those_of_a_chat(configure: Callable[..., Config], more
 
 
 def test_vllms_fields_reach_the_engine(client: openai.OpenAI):
-    told = client.responses.create(**ASK, extra_body={"structured_outputs": {"regex": "a{3}"}, "request_id": "mine"})
-    assert (told.id, told.output_text) == ("resp_mine", "aaa")
+    response = client.responses.create(
+        **ASK, extra_body={"structured_outputs": {"regex": "a{3}"}, "request_id": "mine"}
+    )
+    assert (response.id, response.output_text) == ("resp_mine", "aaa")
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**ASK, extra_body={"structured_outputs": {"regex": "a{3"}})
     assert refused.value.param == "structured_outputs"

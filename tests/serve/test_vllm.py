@@ -41,7 +41,7 @@ OURS: dict[str, type[BaseModel]] = {
 BARE = "Extra inputs are not permitted"
 
 
-def told_of(model: type[BaseModel], field: str) -> str:
+def message_of(model: type[BaseModel], field: str) -> str:
     """What is said of a field of a body, or of a field of a field; empty if nothing is wrong with it."""
     outer, _, inner = field.partition(".")
     try:
@@ -54,7 +54,7 @@ def told_of(model: type[BaseModel], field: str) -> str:
 
 def is_bare(model: type[BaseModel], field: str) -> bool:
     """Whether a field is refused as one that nobody has heard of: with no word more than a name that is like it."""
-    return told_of(model, field).partition(" (did you mean")[0] == BARE
+    return message_of(model, field).partition(" (did you mean")[0] == BARE
 
 
 @pytest.mark.parametrize("path", FIELDS)
@@ -75,7 +75,7 @@ def test_every_field_of_structured_outputs_is_taken_or_refused_with_what_works_i
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "told"),
+    ("path", "field", "hint"),
     [
         ("/v1/completions", "prompt_embeds", "a prompt is a text or token ids; send prompt"),
         ("/v1/responses", "kv_transfer_params", "no KV leaves its engine; leave it out"),
@@ -86,8 +86,8 @@ def test_every_field_of_structured_outputs_is_taken_or_refused_with_what_works_i
          "write additionalProperties: false in the schema"),
     ],
 )  # fmt: skip
-def test_a_refused_field_says_what_to_use_instead(path: str, field: str, told: str):
-    assert told_of(OURS[path], field) == f"{BARE}; {told}"
+def test_a_refused_field_says_what_to_use_instead(path: str, field: str, hint: str):
+    assert message_of(OURS[path], field) == f"{BARE}; {hint}"
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_every_route_of_vllm_and_rocm_atom_is_served_or_refused_with_what_works_
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "hint"),
     [
         ("/rerank", "compare the vectors of POST /v1/embeddings, as LLM.score does in Python"),
         ("/v1/responses/resp_1/cancel", "answers are not stored here: send the whole conversation as input"),
@@ -111,13 +111,13 @@ def test_every_route_of_vllm_and_rocm_atom_is_served_or_refused_with_what_works_
         ("/v1/v1/score", "write /v1/score: the base URL has /v1 once, and no slash after it"),
     ],
 )
-def test_a_refused_route_says_what_to_use_instead(path: str, told: str):
-    assert instead_of(path) == told
+def test_a_refused_route_says_what_to_use_instead(path: str, hint: str):
+    assert instead_of(path) == hint
 
 
 def test_the_routes_and_fields_that_a_refusal_names_are_there(served: set[str]):
     texts = [*vllm.INSTEAD.values(), *vllm.ROUTES.values()]
-    optional = {path for path, told in vllm.ROUTES.items() if told.endswith("adds it")}
+    optional = {path for path, hint in vllm.ROUTES.items() if hint.endswith("adds it")}
     named = {path for text in texts for path in re.findall(r"(?<![\w.])/[\w/]+\b", text)}
     assert named <= served | optional and len(named) > 10
     assert {key for text in texts for key in re.findall(r"serve\.[\w.]*\w", text)} <= set(keys(Config))
@@ -130,9 +130,9 @@ def test_no_refused_route_is_served(served: set[str]):
 def test_the_tables_of_refused_fields_and_routes_are_those_of_the_server(request: pytest.FixtureRequest):
     for title, table in (("fields", vllm.INSTEAD), ("routes", vllm.ROUTES)):
         lines = [f"| {title[:-1]} | instead |", "|---|---|"]
-        for told in dict.fromkeys(table.values()):
-            names = ", ".join(f"`{name}`" for name, each in table.items() if each == told)
-            lines.append(f"| {names} | {told} |")
+        for hint in dict.fromkeys(table.values()):
+            names = ", ".join(f"`{name}`" for name, each in table.items() if each == hint)
+            lines.append(f"| {names} | {hint} |")
         check_block("from-vllm.md", title, "\n".join(lines) + "\n", request)
 
 

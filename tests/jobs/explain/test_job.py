@@ -127,8 +127,8 @@ def test_the_tokenizer_of_a_gguf_file_is_written_as_transformers_reads_it(
     assert theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == ours.encode_chat(messages)
     assert (theirs.eos_token, theirs.bos_token) == ("<|im_end|>", "<|im_start|>")
     code, _, err = run(*argv, "job.output=json")
-    told = "job.save_tokenizer explains nothing: leave out job.stage and job.output"
-    assert (code, err) == (2, f"atom-run: ConfigError: {told}\n")
+    message = "job.save_tokenizer explains nothing: leave out job.stage and job.output"
+    assert (code, err) == (2, f"atom-run: ConfigError: {message}\n")
 
 
 def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, checkpoints: Any, tmp_path: Path):
@@ -592,8 +592,8 @@ def test_the_text_for_a_gpu_that_is_not_here(run: Any, explain: Any, published: 
     name = (published("qwen3_0.6b"), "model.layers=3")
     code, out, err = run(*name, "device=cuda", "job.gpu=h200", "job.stage=split_pieces")
     assert (code, err) == (0, "") and "= triton.linear(" in out and "torch.linear(" not in out
-    told = "atom-run: there is no GPU here, so this is about h200; job.gpu=NAME takes another\n"
-    assert run(*name, "device=cuda", "job.stage=split_pieces") == (0, out, told)
+    message = "atom-run: there is no GPU here, so this is about h200; job.gpu=NAME takes another\n"
+    assert run(*name, "device=cuda", "job.stage=split_pieces") == (0, out, message)
     result, here = (explain(*name, "job.gpu=h200", f"device={device}") for device in ("cuda", "cpu"))
     assert "pieces" in here and "pieces" not in result
     assert all(result[size] == here[size] for size in ("gpu", "parameters", "weights_bytes", "kv_tokens"))
@@ -832,8 +832,8 @@ def test_amds_gpus_get_a_text_of_aiter_without_one_here(run: Any, published: Any
 
 def test_amds_gpus_are_no_h200(run: Any, published: Any):
     code, out, err = run(published("qwen3_0.6b"), "device=rocm")
-    told = "device=rocm: there is no such GPU here; name the one to explain, as in job.gpu=mi300x"
-    assert (code, out, err) == (2, "", f"atom-run: ConfigError: {told}\n")
+    message = "device=rocm: there is no such GPU here; name the one to explain, as in job.gpu=mi300x"
+    assert (code, out, err) == (2, "", f"atom-run: ConfigError: {message}\n")
 
 
 def test_rocm_is_refused_to_run_where_torch_is_for_others(capsys: pytest.CaptureFixture[str], checkpoints: Any):

@@ -189,8 +189,8 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(
 ):
     monkeypatch.chdir(tmp_path)
     assert main([*options, f"hydra/{typed}", "job=explain", "level=0"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"atom-run: ConfigError: hydra/{typed}{message}") and told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"atom-run: ConfigError: hydra/{typed}{message}") and err.count("\n") == 1
     assert os.listdir(tmp_path) == []
 
 

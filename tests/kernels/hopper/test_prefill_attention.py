@@ -105,7 +105,7 @@ print(binaries.num_compiled)
 
 @pytest.mark.slow
 def test_it_compiles_once_and_a_folder_that_has_it_needs_no_compiler(tmp_path: Path):
-    """In processes of their own, without the interpreter; the second one's ptxas only tells its version."""
+    """In processes of their own, without the interpreter; the second one's ptxas only reports its version."""
     tool = tmp_path / "ptxas"
     tool.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
     tool.chmod(0o755)

@@ -183,8 +183,8 @@ def cluster(tmp_path: Path) -> Iterator[None]:
         started.wait(30)
 
 
-def tell_gpu(address: str, key: bytes, rank: int, on_gpu: bool) -> int:
-    """A rank that only tells which GPU it sees. (By value: Ray's processes do not find this module.)"""
+def report_gpu(address: str, key: bytes, rank: int, on_gpu: bool) -> int:
+    """A rank that only reports which GPU it sees. (By value: Ray's processes do not find this module.)"""
     from atom.runtime.ranks import ray as ray_ranks
 
     code = "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())"
@@ -195,8 +195,8 @@ def tell_gpu(address: str, key: bytes, rank: int, on_gpu: bool) -> int:
 @pytest.mark.slow
 def test_a_local_ray_gives_each_rank_a_gpu_of_its_own(cluster: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(tell_gpu, "__module__", "__main__")
-    monkeypatch.setattr(ray_ranks, "run_rank", tell_gpu)
+    monkeypatch.setattr(report_gpu, "__module__", "__main__")
+    monkeypatch.setattr(ray_ranks, "run_rank", report_gpu)
     with closing(place_with_ray(RAY, 3, on_gpus=True)) as placement:
         ranks = Ranks(placement.join(), [b"", b""])
         assert sorted(ranks.receive(rank) for rank in (1, 2)) == [b"1", b"2"]

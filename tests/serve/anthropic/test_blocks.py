@@ -38,7 +38,7 @@ def read_events(data: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def told(events: list[dict[str, Any]]) -> list[Any]:
+def summarize(events: list[dict[str, Any]]) -> list[Any]:
     """Events in short: ("text", 0) begins a block, "…" adds to the last one, 0 ends it."""
     kinds = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
     found: list[Any] = []
@@ -109,7 +109,7 @@ def test_a_block_begins_with_its_first_text_and_ends_before_the_next():
     assert blocks.push(Delta("", "", [])) == b""
     rest = [blocks.push(Delta("", ".", [])), blocks.push(Delta("A", "", [])), blocks.push(Delta("B", "", []))]
     rest += [blocks.push(Delta("", "", [ToolDelta(0, "toolu_1", "f", "")])), blocks.close(), blocks.close()]
-    assert told(read_events(b"".join(rest))) == [".", 0, ("text", 1), "A", "B", 1, ("tool_use", 2), 2]
+    assert summarize(read_events(b"".join(rest))) == [".", 0, ("text", 1), "A", "B", 1, ("tool_use", 2), 2]
 
 
 def test_a_call_begins_with_its_id_and_name_and_an_empty_input():
@@ -125,7 +125,7 @@ def test_what_ends_a_call_comes_before_the_text_and_the_call_after_it():
     blocks = BlockStream()
     blocks.push(Delta("", "", [ToolDelta(0, "toolu_1", "f", "{")]))
     data = blocks.push(Delta("Then", "", [ToolDelta(0, None, None, "}"), ToolDelta(1, "toolu_2", "g", "{}")]))
-    assert told(read_events(data)) == ["}", 0, ("text", 1), "Then", 1, ("tool_use", 2), "{}"]
+    assert summarize(read_events(data)) == ["}", 0, ("text", 1), "Then", 1, ("tool_use", 2), "{}"]
 
 
 def open_parser() -> OutputParser:

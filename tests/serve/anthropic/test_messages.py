@@ -243,10 +243,10 @@ def test_a_body_too_large_is_refused_in_anthropics_words_too(server: Server):
         connection.sendall(b"POST /v1/messages?beta=true HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n")
         head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 413 ")
-    told = {"type": "request_too_large", "message": "the body is larger than this server takes (serve.http.max_body)"}
+    error = {"type": "request_too_large", "message": "the body is larger than this server takes (serve.http.max_body)"}
     request_id = re.search(rb"\r\nx-request-id: (req-\w+)", head)
     assert request_id is not None
-    assert json.loads(body) == {"type": "error", "error": told, "request_id": request_id[1].decode()}
+    assert json.loads(body) == {"type": "error", "error": error, "request_id": request_id[1].decode()}
 
 
 def test_a_body_as_large_as_anthropics_api_takes_is_served(client: anthropic.Anthropic):

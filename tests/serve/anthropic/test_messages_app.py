@@ -128,16 +128,16 @@ def test_a_stream_has_anthropics_events_in_their_order(ask: Asker):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("display", "told"), [("omitted", ""), ("summarized", "Hm."), (None, "Hm.")])
-def test_thinking_that_is_omitted_leaves_an_empty_block(display: str | None, told: str, ask: Asker):
+@pytest.mark.parametrize(("display", "shown"), [("omitted", ""), ("summarized", "Hm."), (None, "Hm.")])
+def test_thinking_that_is_omitted_leaves_an_empty_block(display: str | None, shown: str, ask: Asker):
     body = {**ASK, "thinking": {"type": "adaptive", "display": display}}
     said = Said(["<think>", "\nHm", ".\n</think>\n", "\nSo."])
-    thought = {"type": "thinking", "thinking": told, "signature": ""}
+    thought = {"type": "thinking", "thinking": shown, "signature": ""}
     assert ask(said, body)[0].json()["content"] == [thought, {"type": "text", "text": "So."}]
     events = [event for _, event in read_events(ask(said, {**body, "stream": True})[0])]
     starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text"]
-    assert "".join(event["delta"].get("thinking", "") for event in events if "delta" in event) == told
+    assert "".join(event["delta"].get("thinking", "") for event in events if "delta" in event) == shown
 
 
 LEVELS = "{% for m in messages %}{{ m.content }}{% endfor %}Reasoning: {{ reasoning_effort or 'high' }}"
@@ -177,8 +177,8 @@ def test_the_reason_of_the_end_is_in_anthropics_words(
     said: Said, reason: str, stop: str | None, streams: bool, ask: Asker
 ):
     response, _ = ask(said, {**ASK, "tools": [TOOL], "stream": streams, "stop_sequences": ["."]})
-    told = read_events(response)[-2][1]["delta"] if streams else response.json()
-    assert (told["stop_reason"], told["stop_sequence"]) == (reason, stop)
+    end = read_events(response)[-2][1]["delta"] if streams else response.json()
+    assert (end["stop_reason"], end["stop_sequence"]) == (reason, stop)
 
 
 def test_of_several_calls_the_first_is_returned_where_one_is_asked_for(ask: Asker):
@@ -230,9 +230,9 @@ def test_a_conversation_is_rendered_with_its_calls_and_results(ask: Asker, talke
 
 def test_tools_come_to_the_template_as_it_knows_them(ask: Asker, talker: Path):
     _, seen = ask(HI, {**ASK, "tools": [TOOL]})
-    told = prompt_of(seen, talker).removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0]
+    system = prompt_of(seen, talker).removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0]
     function = {"name": "look_up", "description": "Looks a word up.", "parameters": TOOL["input_schema"]}
-    assert json.loads(told) == [{"type": "function", "function": function}]
+    assert json.loads(system) == [{"type": "function", "function": function}]
 
 
 @pytest.mark.parametrize(
@@ -309,8 +309,8 @@ def test_the_engines_refusal_of_a_schema_names_its_field(ask: Asker):
 def test_examples_of_an_input_stand_in_its_schema(ask: Asker, talker: Path):
     examples = [{"word": "cat", "exact": True}, {"word": "dog", "exact": False}]
     _, seen = ask(HI, {**ASK, "tools": [{**TOOL, "input_examples": examples, "strict": True}]})
-    told = json.loads(prompt_of(seen, talker).removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0])
-    assert told[0]["function"]["parameters"] == {**TOOL["input_schema"], "examples": examples}
+    system = json.loads(prompt_of(seen, talker).removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0])
+    assert system[0]["function"]["parameters"] == {**TOOL["input_schema"], "examples": examples}
 
 
 def test_a_model_that_does_not_think_may_be_told_to_as_far_as_it_is_of_use(ask: Asker):

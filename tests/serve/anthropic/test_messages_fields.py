@@ -72,13 +72,13 @@ def is_label(
     return check
 
 
-def refuses(body: dict[str, Any], *told: str, status: int = 400, path: str = MESSAGES) -> Row:
+def refuses(body: dict[str, Any], *texts: str, status: int = 400, path: str = MESSAGES) -> Row:
     """It is refused by name, where the field leaves no other choice."""
 
     def check(server: Server) -> None:
         answer = asking.post(server, path, body)
         assert answer.status == status, answer.body
-        assert all(text in answer.error["message"] for text in told), answer.error
+        assert all(text in answer.error["message"] for text in texts), answer.error
 
     return check
 
@@ -104,13 +104,13 @@ def essence(server: Server, body: dict[str, Any], path: str = MESSAGES) -> Any:
     """What an answer says but for the ids that it makes up, and for what was cached of its prompt."""
     answer = asking.post(server, path, body)
     assert answer.status == 200, answer.body
-    told: dict[str, Any] = answer.body
-    told.pop("id", None)
-    if usage := told.get("usage"):
+    essential: dict[str, Any] = answer.body
+    essential.pop("id", None)
+    if usage := essential.get("usage"):
         usage["input_tokens"] += usage.pop("cache_read_input_tokens")
-    for block in told.get("content", ()):
+    for block in essential.get("content", ()):
         block.pop("id", None)
-    return told
+    return essential
 
 
 def user(*blocks: Any) -> dict[str, Any]:

@@ -169,10 +169,10 @@ def test_the_key_of_the_log_and_of_metrics_is_a_name(doors: Server):
     before = wire.metrics(doors.url, DAVE)
     assert Signed(BODY).ask(doors, Signed(BODY).headers() | {"x-request-id": "of-alice"}).status == 200
     assert serving.wait_for_entry(doors, request_id="of-alice")["key"] == "alice"
-    told = wire.metrics(doors.url, DAVE)
+    metrics = wire.metrics(doors.url, DAVE)
     counts = (f'atom:key_{what}_total{{key="alice"}}' for what in ("requests", "prompt_tokens", "generation_tokens"))
-    assert [told[name] - before.get(name, 0) for name in counts] == [1, 1, 2]
-    assert told['atom:key_requests_open{key="alice"}'] == 0
+    assert [metrics[name] - before.get(name, 0) for name in counts] == [1, 1, 2]
+    assert metrics['atom:key_requests_open{key="alice"}'] == 0
     said = (
         wire.ask(doors.url, "GET", "/metrics", headers={"x-api-key": "daves-new"}).body.decode() + doors.log.read_text()
     )
@@ -228,8 +228,8 @@ def test_a_client_of_openai_can_sign(doors: Server):
             yield request
 
     with httpx.Client(auth=Auth()) as http:
-        told = openai.OpenAI(base_url=f"{doors.url}/v1", api_key="none", http_client=http)
-        streamed = told.chat.completions.create(
+        client = openai.OpenAI(base_url=f"{doors.url}/v1", api_key="none", http_client=http)
+        streamed = client.chat.completions.create(
             model="talker", messages=[{"role": "user", "content": "x"}], max_tokens=3, stream=True
         )
         assert "".join(each.choices[0].delta.content or "" for each in streamed if each.choices) == "word " * 3
@@ -257,9 +257,9 @@ def test_limits_of_a_key_are_429_with_the_limit_and_when_to_come_back(doors: Ser
     assert 4 <= int(refused.headers["retry-after"]) <= 6, "51 tokens at 10 a second"
     assert Signed(BODY).ask(doors).status == 200, "others are let in"
     assert wire.ask(doors.url, "GET", "/v1/models", headers=bob).status == 200, "limits are of requests to the model"
-    told = wire.metrics(doors.url, DAVE)
-    assert told['atom:key_refused_total{key="bob",limit="max_concurrent"}'] == 1
-    assert told['atom:key_refused_total{key="carol",limit="tokens_per_second"}'] == 1
+    metrics = wire.metrics(doors.url, DAVE)
+    assert metrics['atom:key_refused_total{key="bob",limit="max_concurrent"}'] == 1
+    assert metrics['atom:key_refused_total{key="carol",limit="tokens_per_second"}'] == 1
 
 
 def public_key(server: Server) -> tuple[str, Ed25519PublicKey]:
@@ -330,23 +330,25 @@ def test_a_stream_is_signed_in_its_last_comments(doors: Server, path: str, body:
     headers = DAVE | {"accept-signature": 's=("@status" "content-type" "@path";req);nonce="n"'}
     answer = wire.ask(doors.url, "POST", path, body | {"stream": True}, headers)
     assert answer.status == 200 and "signature" not in answer.headers
-    told, signature = re.split(rb"(?=: content-digest: )", answer.body)
+    text, signature = re.split(rb"(?=: content-digest: )", answer.body)
     lines = dict(line.removeprefix(": ").split(": ", 1) for line in signature.decode().removesuffix("\n\n").split("\n"))
     assert set(lines) == {"content-digest", "signature-input", "signature"}
-    digest = base64.b64encode(hashlib.sha256(told).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
     assert lines["content-digest"] == f"sha-256=:{digest}:"
     stated = lines["signature-input"].removeprefix("s=")
     assert stated.startswith('("@status" "content-type" "@path";req "content-digest";tr);created=')
     base = f'"@status": 200\n"content-type": {answer.headers["content-type"]}\n"@path";req: {path}\n'
     base += f'"content-digest";tr: sha-256=:{digest}:\n"@signature-params": {stated}'
     key.verify(base64.b64decode(lines["signature"].removeprefix("s=:").removesuffix(":")), base.encode())
-    assert told.count(b"word") >= 2 and told.endswith(b"\n\n")
+    assert text.count(b"word") >= 2 and text.endswith(b"\n\n")
 
 
 def test_clients_of_others_read_a_signed_stream(doors: Server):
-    told = openai.OpenAI(base_url=f"{doors.url}/v1", api_key="daves-new", default_headers={"accept-signature": "s=()"})
+    client = openai.OpenAI(
+        base_url=f"{doors.url}/v1", api_key="daves-new", default_headers={"accept-signature": "s=()"}
+    )
     chat: Any = [{"role": "user", "content": "x"}]
-    streamed = told.chat.completions.create(model="talker", messages=chat, max_tokens=3, stream=True)
+    streamed = client.chat.completions.create(model="talker", messages=chat, max_tokens=3, stream=True)
     assert "".join(each.choices[0].delta.content or "" for each in streamed if each.choices) == "word " * 3
     other = anthropic.Anthropic(base_url=doors.url, api_key="daves-new", default_headers={"accept-signature": "s=()"})
     with other.messages.stream(model="talker", messages=chat, max_tokens=3) as stream:
@@ -401,9 +403,9 @@ def test_one_key_cannot_fill_the_queue(start_server: Start):
         streams.append(wire.Stream(server.url, endless, **b))
         wire.wait_until(lambda num=num: wire.metrics(server.url, a)["atom:num_requests_waiting"] == num)
     assert wire.ask(server.url, "POST", "/v1/completions", endless, b).status == 429, "2 of its own, and 2 are left"
-    told = wire.metrics(server.url, a) | wire.metrics(server.url, b)
-    assert [told[f'atom:key_requests_total{{key="key{number}"}}'] for number in (1, 2)] == [5, 2]
-    assert [told[f'atom:key_refused_total{{key="key{number}",limit="queue_full"}}'] for number in (1, 2)] == [1, 1]
+    metrics = wire.metrics(server.url, a) | wire.metrics(server.url, b)
+    assert [metrics[f'atom:key_requests_total{{key="key{number}"}}'] for number in (1, 2)] == [5, 2]
+    assert [metrics[f'atom:key_refused_total{{key="key{number}",limit="queue_full"}}'] for number in (1, 2)] == [1, 1]
     for each in streams:
         each.close()
 
@@ -419,10 +421,10 @@ def soak(server: Server, seconds: float, num_streams: dict[str, int]) -> dict[st
             assert answer.status == 200, answer.body
 
     def counts() -> dict[str, float]:
-        told = wire.metrics(server.url, {"x-api-key": "heavy-key"})
-        assert told["atom:num_requests_waiting"], "there is no overload"
+        metrics = wire.metrics(server.url, {"x-api-key": "heavy-key"})
+        assert metrics["atom:num_requests_waiting"], "there is no overload"
         return {
-            name: told[f'atom:key_generation_tokens_total{{key="{name}"}}'] for name in ("heavy", "light", "double")
+            name: metrics[f'atom:key_generation_tokens_total{{key="{name}"}}'] for name in ("heavy", "light", "double")
         }
 
     threads = [threading.Thread(target=ask, args=(key,)) for key, num in num_streams.items() for _ in range(num)]

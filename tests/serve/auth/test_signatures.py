@@ -131,9 +131,9 @@ def test_digests_of_the_rfcs():
 
 def test_the_thumbprint_of_rfc_8037():
     raw = base64.urlsafe_b64decode("11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo=")
-    told = as_jwk(Ed25519PublicKey.from_public_bytes(raw))
-    assert told["kid"] == "kPrK_qmxVWaYVA9wwBF6Iuo3vVzz7TxHCTwXBygrS4k"
-    assert (told["kty"], told["crv"], told["x"]) == ("OKP", "Ed25519", "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo")
+    jwk = as_jwk(Ed25519PublicKey.from_public_bytes(raw))
+    assert jwk["kid"] == "kPrK_qmxVWaYVA9wwBF6Iuo3vVzz7TxHCTwXBygrS4k"
+    assert (jwk["kty"], jwk["crv"], jwk["x"]) == ("OKP", "Ed25519", "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo")
 
 
 def signed(

@@ -41,7 +41,7 @@ class Engine:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.frames = connection, to_engine()
 
-    async def tell(self, *messages: FromEngine) -> None:
+    async def send(self, *messages: FromEngine) -> None:
         for message in messages:
             self.connection.sendall(encode(message))
         await asyncio.sleep(0.02)
@@ -62,7 +62,7 @@ def run(body: Callable[[EngineClient, Engine, list[float]], Awaitable[None]]) ->
             await client.connect(ours)
             await asyncio.sleep(0.02)
             assert client.state is EngineState.LOADING
-            await engine.tell(Ready(100, "2 x A GPU"))
+            await engine.send(Ready(100, "2 x A GPU"))
             assert (client.state, client.gpus) == (EngineState.READY, "2 x A GPU")
             await body(client, engine, now)
             client.close("the test is over")
@@ -87,7 +87,7 @@ def test_an_engine_that_neither_beats_nor_uses_the_cpu_is_dead_and_its_streams_e
         stream = client.submit([[1]], [ONE], id="r")
         for seconds in range(1, 6):
             look(client, now, 3.5, lambda: Vitals("S", 1.0))
-            await engine.tell(Beat(EngineStats(num_running=seconds)))
+            await engine.send(Beat(EngineStats(num_running=seconds)))
             assert client.state is EngineState.READY and client.stats.num_running == seconds
         look(client, now, 4.0, lambda: Vitals("S", 1.0))
         assert client.state is EngineState.READY
@@ -115,10 +115,10 @@ def test_an_engine_that_is_busy_stopped_or_of_a_system_without_proc_is_alive():
 
 def test_the_seconds_of_a_step_are_those_of_the_last_heartbeat_and_of_the_silence_since():
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
-        await engine.tell(Beat(EngineStats(), step_seconds=50.0))
+        await engine.send(Beat(EngineStats(), step_seconds=50.0))
         look(client, now, 20, lambda: Vitals("R", now[0]))
         assert client.step_seconds == 69.5, "a look takes what came before it for just heard"
-        await engine.tell(Beat(EngineStats(), stopped_ranks=[1, 3]))
+        await engine.send(Beat(EngineStats(), stopped_ranks=[1, 3]))
         look(client, now, 0.5, lambda: Vitals("S", now[0]))
         assert client.step_seconds == 0.0 and client.stopped == ["rank 1", "rank 3"]
         client.close("the test is over")
@@ -145,9 +145,9 @@ def test_requests_that_the_engine_has_not_heard_of_count_as_waiting():
         assert refused.value.retry_after == 1
         await asyncio.sleep(0.02)
         assert [message.id for message in engine.heard() if isinstance(message, Submit)] == ["r0#1", "r1#2", "r2#3"]
-        await engine.tell(Outputs([token("r0#1")], num_seen=2, num_waiting={}))
+        await engine.send(Outputs([token("r0#1")], num_seen=2, num_waiting={}))
         assert client.num_waiting == 1
-        await engine.tell(Outputs([token("r0#1", "eos")], num_seen=3, num_waiting={"": 1}))
+        await engine.send(Outputs([token("r0#1", "eos")], num_seen=3, num_waiting={"": 1}))
         assert client.num_waiting == 1
         assert [output.text for output in await streams[0].next()] == ["a", "a"] and streams[0].is_done
         client.submit([[1]], [ONE], id="r4")
@@ -163,12 +163,12 @@ def test_a_request_that_can_never_wait_is_the_clients_fault():
     run(body)
 
 
-@pytest.mark.parametrize(("told", "kind"), [("too long", RequestError), ("", AtomError)])
-def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomError]):
+@pytest.mark.parametrize(("reason", "kind"), [("too long", RequestError), ("", AtomError)])
+def test_a_refusal_ends_all_prompts_of_its_request(reason: str, kind: type[AtomError]):
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
         stream = client.submit([[1], [2]], [ONE, ONE], id="r")
-        await engine.tell(Refused("r#2", told), Outputs([token("r#1")], 2, {}))
-        with pytest.raises(kind, match=told or "could not prepare") as refused:
+        await engine.send(Refused("r#2", reason), Outputs([token("r#1")], 2, {}))
+        with pytest.raises(kind, match=reason or "could not prepare") as refused:
             await stream.next()
         assert type(refused.value) is kind
         assert stream.is_done and client.idle.is_set() and client.state is EngineState.READY
@@ -181,12 +181,12 @@ def test_an_answer_that_nobody_reads_ends_by_itself_and_takes_no_more_memory():
         unread, other = (client.submit([[1]], [SamplingParams(n=1)], id=id) for id in ("unread", "other"))
         engine.heard()
         for _ in range(9):
-            await engine.tell(Outputs([token("unread#1")] * 2000, 2, {}))
+            await engine.send(Outputs([token("unread#1")] * 2000, 2, {}))
         with pytest.raises(UnreadError, match="16384 pieces of its answer unread") as refused:
             await unread.next()
         assert status_of(refused.value) == 408 and unread.is_done
         assert [message.id for message in engine.heard() if isinstance(message, Abort)] == ["unread#1"]
-        await engine.tell(Outputs([token("other#2", "eos")], 2, {}))
+        await engine.send(Outputs([token("other#2", "eos")], 2, {}))
         assert len(await other.next()) == 1 and client.num_sequences == 0 and client.idle.is_set()
 
     run(body)
@@ -201,9 +201,9 @@ def test_the_next_request_of_an_id_is_not_taken_for_the_one_that_was_aborted():
         first, aborted, second = engine.heard()
         assert isinstance(first, Submit) and isinstance(aborted, Abort) and isinstance(second, Submit)
         assert aborted.id == first.id
-        await engine.tell(Outputs([token(first.id), token(first.id, "abort")], 2, {}))  # which were on their way
+        await engine.send(Outputs([token(first.id), token(first.id, "abort")], 2, {}))  # which were on their way
         client.abort(left)  # once its answer is written, as far as it came
-        await engine.tell(Outputs([token(second.id, "eos")], 2, {}))
+        await engine.send(Outputs([token(second.id, "eos")], 2, {}))
         (output,) = await asyncio.wait_for(stream.next(), 20)
         assert output.finish is not None and output.finish.reason == "eos" and stream.is_done
         assert client.num_sequences == 0 and client.idle.is_set()
@@ -216,7 +216,7 @@ def test_an_id_is_refused_while_a_request_has_it():
         stream = client.submit([[1], [2]], [ONE, ONE], id="same")
         with pytest.raises(RequestError, match="the request id same is in use"):
             client.submit([[3]], [ONE], id="same")
-        await engine.tell(Outputs([token("same#1", "eos"), token("same#2", "eos")], 2, {}))
+        await engine.send(Outputs([token("same#1", "eos"), token("same#2", "eos")], 2, {}))
         assert len(await stream.next()) == 2
         client.submit([[3]], [ONE], id="same")
 
@@ -226,7 +226,7 @@ def test_an_id_is_refused_while_a_request_has_it():
 def test_an_engine_is_told_to_end_and_keeps_its_connection():
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
         client.close("the server ends")
-        await engine.tell(Beat(EngineStats(num_running=3)))
+        await engine.send(Beat(EngineStats(num_running=3)))
         assert engine.heard() == [End()] and client.stats.num_running == 0
         with pytest.raises(TimeoutError):
             engine.heard()
@@ -244,7 +244,7 @@ def test_death_ends_every_stream_however_it_comes(way: str):
         readers = [asyncio.create_task(stream.next()) for stream in streams]
         await asyncio.sleep(0)
         if way == "failed":
-            await engine.tell(Failed("CapacityError", "no memory", 1))
+            await engine.send(Failed("CapacityError", "no memory", 1))
         elif way == "closed":
             client.close("no memory")
         elif way == "garbage":

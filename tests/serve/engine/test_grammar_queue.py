@@ -60,11 +60,11 @@ def test_others_are_answered_while_a_grammar_is_compiled_and_a_client_may_leave_
     ours, theirs = socket.socketpair()
     engine = Compiling(Options(step_seconds=0))
     worker, frames = Worker(Link(ours)), from_engine()
-    told: list[Any] = []
+    messages: list[Any] = []
 
     def await_message(is_wanted: Any) -> Any:
-        while not (found := [each for each in told if is_wanted(each)]):
-            told.extend(frames.feed(theirs.recv(1 << 16)))
+        while not (found := [each for each in messages if is_wanted(each)]):
+            messages.extend(frames.feed(theirs.recv(1 << 16)))
         return found[-1]
 
     def ended(id: str) -> Any:
@@ -94,7 +94,7 @@ def test_others_are_answered_while_a_grammar_is_compiled_and_a_client_may_leave_
         await_message(ended("stays"))
         refused = await_message(lambda each: isinstance(each, Refused))
         assert (refused.id, refused.error) == ("wrong", "no such grammar")
-        outputs: list[Output] = [output for each in told if isinstance(each, Outputs) for output in each.outputs]
+        outputs: list[Output] = [output for each in messages if isinstance(each, Outputs) for output in each.outputs]
         assert {output.id for output in outputs} == {"plain", "stays"}
         await_message(is_state(4, {}))
         theirs.close()

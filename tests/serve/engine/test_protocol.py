@@ -33,9 +33,9 @@ def test_halves_of_surrogate_pairs_are_replaced_in_what_is_sent_and_nothing_else
     finish = Finish("error", 2, 1, 0.5, None, "ValueError: \udc80")
     output = Output("cmpl-1", 0, "é \ud83d \ude00a\ud83d\ude00", [7], [Logprobs(7, -0.5, 1, [(7, -0.5)])], finish)
     output.embedding = b"\xff\xd8"
-    (told,) = from_engine().feed(encode(Outputs([output], 3, {"\ud800": 4})))
+    (message,) = from_engine().feed(encode(Outputs([output], 3, {"\ud800": 4})))
     finish.error, output.text = "ValueError: \ufffd", "é \ufffd \ufffda\U0001f600"
-    assert told == Outputs([output], 3, {"\ufffd": 4})
+    assert message == Outputs([output], 3, {"\ufffd": 4})
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 10_000])

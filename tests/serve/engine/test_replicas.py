@@ -203,21 +203,21 @@ with contextlib.suppress(EOFError), open(sys.argv[1], "a") as file:
 
 def test_each_engine_is_told_its_number_and_the_configuration_once_though_one_had_it_before(tmp_path: Path):
     config = load(["parallel.replicas=2", "serve.http.log=json", "serve.max_num_seqs=77", "device=cpu"])
-    told = tmp_path / "told"
-    command = (sys.executable, "-c", LISTEN, str(told))
+    report = tmp_path / "report"
+    command = (sys.executable, "-c", LISTEN, str(report))
     started = EngineProcess(command, is_piped=True)
     started.configure(config)
 
     async def main() -> None:
         engines = Replicas(config, command, started)
-        await until(lambda: told.exists() and told.read_text())  # before there is a client
+        await until(lambda: report.exists() and report.read_text())  # before there is a client
         await engines.start()
-        await until(lambda: len(told.read_text().splitlines()) == 2)
+        await until(lambda: len(report.read_text().splitlines()) == 2)
         engines.close("the test is over")
         await engines.end()
 
     asyncio.run(asyncio.wait_for(main(), 60))
-    assert sorted(told.read_text().splitlines()) == ["Start 0 77", "Start 1 77"]
+    assert sorted(report.read_text().splitlines()) == ["Start 0 77", "Start 1 77"]
 
 
 @pytest.mark.sampled(3)
@@ -289,8 +289,8 @@ def test_replicas_share_the_cores(num_replicas: int, expected: int, monkeypatch:
     try:
         torch.set_num_threads(6)
         start = Start(load([f"parallel.replicas={num_replicas}", "device=cpu"]), 3)
-        told: Any = worker.open_real(start, None)  # type: ignore[arg-type]
-        assert told == (expected, 3)
+        opened: Any = worker.open_real(start, None)  # type: ignore[arg-type]
+        assert opened == (expected, 3)
     finally:
         torch.set_num_threads(before)
 

@@ -59,13 +59,13 @@ def test_an_engine_that_is_to_end_before_it_has_begun_ends_without_a_fault():
 
 
 def test_an_engine_is_ready_beats_and_ends_with_its_socket():
-    engine, frames, told = EngineProcess(STUB), from_engine(), []
+    engine, frames, messages = EngineProcess(STUB), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
     engine.connection.settimeout(wire.SECONDS)
-    while Ready(100_000) not in told:
-        told += frames.feed(engine.connection.recv(1 << 16))
-    while sum(isinstance(message, Beat) for message in told) < 5:
-        told += frames.feed(engine.connection.recv(1 << 16))
+    while Ready(100_000) not in messages:
+        messages += frames.feed(engine.connection.recv(1 << 16))
+    while sum(isinstance(message, Beat) for message in messages) < 5:
+        messages += frames.feed(engine.connection.recv(1 << 16))
     engine.connection.close()
     assert ended(engine) == 0
 
@@ -90,11 +90,11 @@ def test_a_heartbeat_says_for_how_long_a_step_has_run_and_which_ranks_are_stoppe
 
 
 @pytest.mark.parametrize(
-    ("names", "told"), [([], ""), (["A"], "1 x A"), (["A", "B", "A"], "2 x A + 1 x B")], ids=["none", "one", "three"]
+    ("names", "shown"), [([], ""), (["A"], "1 x A"), (["A", "B", "A"], "2 x A + 1 x B")], ids=["none", "one", "three"]
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_who_is_ready_names_the_gpus_where_it_runs_on_one(
-    device: str, names: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+    device: str, names: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
     monkeypatch.setattr("torch.cuda.get_device_name", names.__getitem__)
@@ -102,22 +102,22 @@ def test_who_is_ready_names_the_gpus_where_it_runs_on_one(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         Worker(Link(ours)).load(lambda: StubEngine(Options()), device)  # type: ignore[arg-type, return-value]
-        assert from_engine().feed(theirs.recv(1 << 16)) == [Ready(100_000, told if device == "cuda" else "")]
+        assert from_engine().feed(theirs.recv(1 << 16)) == [Ready(100_000, shown if device == "cuda" else "")]
 
 
 def test_an_engine_can_compile_grammars_before_it_is_ready():
-    told: list[object] = []
+    messages: list[object] = []
 
     class Recorded(StubEngine):
         def try_open(self) -> None:
-            told.append("grammars")
+            messages.append("grammars")
 
     class Played:
         def send(self, message: object) -> None:
-            told.append(message)
+            messages.append(message)
 
     Worker(Played()).load(lambda: Recorded(Options()))  # type: ignore[arg-type, return-value]
-    assert told == ["grammars", Ready(100_000)]
+    assert messages == ["grammars", Ready(100_000)]
 
 
 def test_an_engine_imports_torch_before_its_configuration_comes_and_nothing_that_it_can_do_without(checkpoints: Any):
@@ -132,15 +132,20 @@ code = worker.main(prepare=prepare)
 heavy = [*"{heavy}".split(), "torch._dynamo", "torch._inductor"]
 print("loaded", [each for each in heavy if each in sys.modules], file=sys.stderr)
 """
-    engine, frames, told, printed = EngineProcess((sys.executable, "-c", code), is_piped=True), from_engine(), [], []
+    engine, frames, messages, printed = (
+        EngineProcess((sys.executable, "-c", code), is_piped=True),
+        from_engine(),
+        [],
+        [],
+    )
     engine.relay(lambda line: printed.append(line.strip()))
     wire.wait_until(lambda: printed, 60)
     assert printed == ["imported True"]
     config = load([f"checkpoint={checkpoints('llama')}", "level=0", "device=cpu", "serve.kv_cache_memory=1048576"])
     engine.connection.sendall(encode(Start(config)))
     engine.connection.settimeout(wire.SECONDS)
-    while not any(isinstance(message, Ready) for message in told):
-        told += frames.feed(engine.connection.recv(1 << 16))
+    while not any(isinstance(message, Ready) for message in messages):
+        messages += frames.feed(engine.connection.recv(1 << 16))
     engine.connection.close()
     assert ended(engine) == 0
     assert printed[-1] == "loaded []"
@@ -149,40 +154,40 @@ print("loaded", [each for each in heavy if each in sys.modules], file=sys.stderr
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("garbage", [b"\x03\x00\x00\x00abc", b"\xff\xff\xff\xff"])
 def test_what_is_no_message_ends_the_engine_with_a_reason(garbage: bytes):
-    engine, frames, told = EngineProcess(STUB), from_engine(), []
+    engine, frames, messages = EngineProcess(STUB), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
     engine.connection.settimeout(wire.SECONDS)
-    while not any(isinstance(message, Ready) for message in told):
-        told += frames.feed(engine.connection.recv(1 << 16))
+    while not any(isinstance(message, Ready) for message in messages):
+        messages += frames.feed(engine.connection.recv(1 << 16))
     engine.connection.sendall(garbage)
     while data := engine.connection.recv(1 << 16):
-        told += frames.feed(data)
-    assert isinstance(told[-1], Failed) and told[-1].error
+        messages += frames.feed(data)
+    assert isinstance(messages[-1], Failed) and messages[-1].error
     assert ended(engine) != 0
 
 
 def test_a_profiler_that_fails_ends_no_engine():
-    engine, frames, told = EngineProcess((*STUB[:2], '{"breaks_profiler": true}', "--engine")), from_engine(), []
+    engine, frames, messages = EngineProcess((*STUB[:2], '{"breaks_profiler": true}', "--engine")), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
     engine.connection.settimeout(wire.SECONDS)
-    while not any(isinstance(message, Ready) for message in told):
-        told += frames.feed(engine.connection.recv(1 << 16))
+    while not any(isinstance(message, Ready) for message in messages):
+        messages += frames.feed(engine.connection.recv(1 << 16))
     for id in ("first", "second"):
         engine.connection.sendall(encode(Profile(id, True)))
-        while Done(id, "", "internal error, the engine's log has it", is_internal=True) not in told:
+        while Done(id, "", "internal error, the engine's log has it", is_internal=True) not in messages:
             data = engine.connection.recv(1 << 16)
             assert data, "the engine has ended"
-            told += frames.feed(data)
+            messages += frames.feed(data)
     engine.connection.close()
     assert ended(engine) == 0
 
 
 def test_signals_to_the_group_leave_the_engine_to_the_http_process():
-    engine, frames, told = EngineProcess(STUB), from_engine(), []
+    engine, frames, messages = EngineProcess(STUB), from_engine(), []
     engine.connection.sendall(encode(Start(load([]))))
     engine.connection.settimeout(wire.SECONDS)
-    while not told:
-        told += frames.feed(engine.connection.recv(1 << 16))
+    while not messages:
+        messages += frames.feed(engine.connection.recv(1 << 16))
     assert os.getpgid(engine.pid) == engine.pid != os.getpgrp()
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine.pid, number)

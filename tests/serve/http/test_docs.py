@@ -1,4 +1,4 @@
-"""The page that tells of the API."""
+"""The page that documents the API."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def numbered(head: str, item: str, tail: str, count: int) -> bytes:
     return (head + ",".join(item % number for number in range(count)) + tail).encode()
 
 
-# what is told of it -> the route, the body, the status
+# description -> the route, the body, the status
 BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "ids, too many": (COMPLETION, lambda: fill('{"prompt":[', "1", "]}"), 400),
     "ids, as many as can be": (COMPLETION, lambda: fill('{"prompt":[', "1", "]}", MAX_VALUES - 9), 400),

@@ -1,4 +1,4 @@
-"""Bodies that nobody would write by hand: what is served ends as it should, the rest is told why it is not."""
+"""Bodies that nobody would write by hand: what is served ends as it should, the rest is refused with a reason."""
 
 from __future__ import annotations
 
@@ -253,6 +253,6 @@ def ids(text: str) -> list[int]:
 def test_a_special_token_in_a_message_stays_text(special: str, role: str, server: Server):
     start, end = 256, 257
     content = f"a{special}{special}b"
-    told = asking.post(server, "/tokenize", {"messages": [{"role": role, "content": content}]}).body["tokens"]
+    tokens = asking.post(server, "/tokenize", {"messages": [{"role": role, "content": content}]}).body["tokens"]
     said = [start, *ids(f"{role}\n{content}"), end, *ids("\n")]
-    assert told == [*said, start, *ids("assistant\n")]
+    assert tokens == [*said, start, *ids("assistant\n")]

@@ -80,8 +80,8 @@ def test_all_operations_are_here(schema: Any):
     found = [result.ok() for result in schema.get_all_operations()]
     known = sorted(f"{operation.method.upper()} {operation.path}" for operation in found)
     assert known == OPERATIONS
-    told = {status for operation in found for status in operation.definition.raw["responses"]}
-    assert told == {"200", "4XX"}
+    statuses = {status for operation in found for status in operation.definition.raw["responses"]}
+    assert statuses == {"200", "4XX"}
 
 
 @pytest.mark.sampled(3)
@@ -146,9 +146,9 @@ def test_nothing_that_is_sent_to_an_administrative_route_makes_up_for_a_key(
     @hypothesis.settings(QUICK, max_examples=6)
     @hypothesis.given(case=schema[path][method].as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        told = {key: case.call(base_url=administered.url, timeout=120, headers=headers).status_code
+        statuses = {key: case.call(base_url=administered.url, timeout=120, headers=headers).status_code
                 for key, headers in (("nobody", {}), ("app", app), ("ops", admin))}  # fmt: skip
-        assert (told["nobody"], told["app"]) == (401, 403)
-        assert told["ops"] < 500 and told["ops"] not in (401, 403)
+        assert (statuses["nobody"], statuses["app"]) == (401, 403)
+        assert statuses["ops"] < 500 and statuses["ops"] not in (401, 403)
 
     send()

@@ -116,7 +116,7 @@ def test_two_hosts_answer_as_one_until_one_is_gone(
     wire.wait_until(lambda: not is_alive(rank) and not is_alive(engine))
     if gone != "driver":
         serving.wait_for_line(server, "rank 1 has ended")
-    server.process.terminate()  # it tells of the death for some seconds more
+    server.process.terminate()  # it reports the death for some seconds more
     assert server.process.wait(wire.SECONDS) == 1
 
 

@@ -108,8 +108,8 @@ def test_paths_are_served_under_the_root_and_without_it(rooted: Server, root: st
     assert wire.ask(rooted.url, "GET", f"{root}/v1/models", headers=headers).status == 200
     assert wire.ask(rooted.url, "POST", f"{root}/v1/completions", body, headers).status == 200
     assert wire.ask(rooted.url, "GET", f"{root}/", headers=headers).status == 200
-    told = wire.ask(rooted.url, "POST", f"{root}/v1/messages", b" " * 2000, headers)
-    assert (told.status, told.json["type"]) == (413, "error"), "in Anthropic's form"
+    refused = wire.ask(rooted.url, "POST", f"{root}/v1/messages", b" " * 2000, headers)
+    assert (refused.status, refused.json["type"]) == (413, "error"), "in Anthropic's form"
 
 
 def test_another_root_is_not_served(rooted: Server):

@@ -97,13 +97,13 @@ def test_administrative_routes_need_the_key_of_an_administrator(administered: Se
     routes = list(all_routes(*WITH_ADAPTERS))
     assert {path for _, path in routes} >= ADMINISTRATIVE
     for method, path in routes:
-        told = {key: wire.ask(administered.url, method, path, headers=bearer(key)).status
+        statuses = {key: wire.ask(administered.url, method, path, headers=bearer(key)).status
                 for key in ("nobodys", "apps", "clerks", "opss", "new-opss")}  # fmt: skip
         is_public = path in PUBLIC_PATHS
-        assert (told["nobodys"] == 401) is not is_public, (method, path)
+        assert (statuses["nobodys"] == 401) is not is_public, (method, path)
         for key in ("apps", "clerks"):
-            assert (told[key] == 403) is (path in ADMINISTRATIVE), (method, path, key)
-        assert not {told["opss"], told["new-opss"]} & {401, 403}, (method, path)
+            assert (statuses[key] == 403) is (path in ADMINISTRATIVE), (method, path, key)
+        assert not {statuses["opss"], statuses["new-opss"]} & {401, 403}, (method, path)
         if path in ADMINISTRATIVE:
             assert wire.ask(locked.url, method, path, headers=bearer("first-key")).status == 403, "a key without a name"
 
@@ -183,10 +183,10 @@ def test_a_missing_key_is_an_error_in_openais_words(locked: Server):
 )
 def test_a_wrong_key_is_called_invalid_in_both_dialects(locked: Server, headers: dict[str, str]):
     what = "the API key is invalid, this server has no such key: send"
-    told = wire.ask(locked.url, "GET", "/v1/models", headers=headers).json["error"]
-    assert (told["message"], told["code"]) == (f"{what} Authorization: Bearer KEY", "invalid_api_key")
-    told = wire.ask(locked.url, "POST", "/v1/messages", headers=headers).json["error"]
-    assert told == {"type": "authentication_error", "message": f"{what} x-api-key: KEY"}
+    error = wire.ask(locked.url, "GET", "/v1/models", headers=headers).json["error"]
+    assert (error["message"], error["code"]) == (f"{what} Authorization: Bearer KEY", "invalid_api_key")
+    error = wire.ask(locked.url, "POST", "/v1/messages", headers=headers).json["error"]
+    assert error == {"type": "authentication_error", "message": f"{what} x-api-key: KEY"}
 
 
 def test_counts_of_other_keys_are_for_administrators(administered: Server):
@@ -231,9 +231,9 @@ def test_a_key_opens_the_door_in_three_ways(locked: Server, headers: dict[str, s
 
 def test_two_keys_have_to_be_of_one_client(locked: Server, administered: Server):
     headers = {"x-api-key": "first-key", **bearer("second-key")}
-    told = wire.ask(locked.url, "GET", "/v1/models", headers=headers).json["error"]
+    error = wire.ask(locked.url, "GET", "/v1/models", headers=headers).json["error"]
     what = "the API keys of Authorization and x-api-key are not of one client: send Authorization: Bearer KEY"
-    assert (told["message"], told["code"]) == (what, "invalid_api_key")
+    assert (error["message"], error["code"]) == (what, "invalid_api_key")
     both = {"x-api-key": "opss", **bearer("new-opss")}
     assert wire.ask(administered.url, "GET", "/v1/models", headers=both).status == 200, "both are of ops"
     for one, other in (("opss", "apps"), ("apps", "opss")):
@@ -265,7 +265,7 @@ def test_a_preflight_gets_cors_headers_and_nothing_else(locked: Server):
         {"sec-fetch-site": "same-site", "origin": "http://test:3000"},
         {"sec-fetch-site": "cross-site", "origin": "null"},
         {"sec-fetch-site": "cross-site", "origin": "https://b.example"},
-        {"origin": "http://b.example"},  # browsers do not tell servers without TLS the site
+        {"origin": "http://b.example"},  # browsers do not send the site to servers without TLS
         {"origin": "null"},
     ],
     ids=str,

@@ -37,7 +37,7 @@ class Visit(NamedTuple):
     """A page that is open, and what it did."""
 
     page: Page
-    errors: list[str]  # that the console and the window told
+    errors: list[str]  # that the console and the window reported
     requests: list[tuple[str, str]]  # method, address
 
     def send(self, text: str) -> None:
@@ -134,10 +134,10 @@ def events(*deltas: dict[str, Any]) -> str:
     """A stream as the server sends it."""
     usage = {"prompt_tokens": 7, "completion_tokens": 50, "total_tokens": 57, "ttft_s": 0.25, "tpot_s": 0.02}
     usage |= {"latency_s": 1.25, "prompt_tokens_details": {"cached_tokens": 4}}
-    told: list[Any] = [{"choices": [{"index": 0, "delta": each, "finish_reason": None}]} for each in deltas]
-    told.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
-    told.append({"choices": [], "usage": usage})
-    return ": keep-alive\n\n" + "".join(f"data: {json.dumps(each)}\n\n" for each in told) + "data: [DONE]\n\n"
+    chunks: list[Any] = [{"choices": [{"index": 0, "delta": each, "finish_reason": None}]} for each in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+    chunks.append({"choices": [], "usage": usage})
+    return ": keep-alive\n\n" + "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
 
 
 def answer_with(page: Page, stream: str) -> None:

@@ -171,7 +171,7 @@ def test_http_1_1_without_host_is_refused(strict: Server):
 
 
 def test_an_upgrade_is_ignored_and_its_body_read(strict: Server):
-    """Java's HttpClient asks for HTTP/2 in this way with each request, if it is not told otherwise."""
+    """Java's HttpClient asks for HTTP/2 in this way with each request, unless it is configured otherwise."""
     fields = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
     data = wire.request("POST", "/v1/completions", {"prompt": [0, 9], "max_tokens": 2}, fields)
     with wire.connect(strict.url) as connection, connection.makefile("rb") as file:

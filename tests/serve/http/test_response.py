@@ -103,12 +103,12 @@ def test_a_forced_call_that_the_engine_refuses_names_the_tools(config: Config):
 def test_an_answer_that_ends_in_an_error(config: Config, path: str, error: str, status: int, kind: str):
     body = ASKED[path] | {"regex": "x"}
     response, _ = scripted.post(config, give_up(error), body, path)
-    told = response.json()["error"]
-    assert (response.status_code, told["type"]) == (status, kind)
-    assert told["message"] == ("it is too complex" if status == 400 else "internal error, the server's log has it")
+    refusal = response.json()["error"]
+    assert (response.status_code, refusal["type"]) == (status, kind)
+    assert refusal["message"] == ("it is too complex" if status == 400 else "internal error, the server's log has it")
     streamed, _ = scripted.post(config, give_up(error), body | {"stream": True}, path)
     *chunks, last = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line]
-    assert (streamed.status_code, last) == (200, {"error": told})
+    assert (streamed.status_code, last) == (200, {"error": refusal})
     assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
 
 
@@ -148,21 +148,21 @@ def test_a_forced_call_that_max_tokens_cuts_off_is_a_call_and_no_content(
     body = ASKED[CHAT] | FORCED | {"tool_choice": choice, "stream": streams}
     response, _ = scripted.post(config, Said(said, "max_tokens"), body, CHAT)
     if not streams:
-        (told,) = response.json()["choices"]
-        message, calls = told["message"], [call["function"] for call in told["message"].get("tool_calls", [])]
+        (answered,) = response.json()["choices"]
+        message, calls = answered["message"], [call["function"] for call in answered["message"].get("tool_calls", [])]
         content = message["content"] or ""
     else:
         chunks = [json.loads(line[6:]) for line in response.text.strip().split("\n\n")[:-1]]
         calls, content = list[dict[str, Any]](), ""
-        for (told,) in (chunk["choices"] for chunk in chunks):
-            content += told["delta"].get("content", "")
-            for delta in told["delta"].get("tool_calls", []):
+        for (answered,) in (chunk["choices"] for chunk in chunks):
+            content += answered["delta"].get("content", "")
+            for delta in answered["delta"].get("tool_calls", []):
                 if "id" in delta:
                     calls.append({"name": delta["function"]["name"], "arguments": ""})
                 calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
     assert content.strip() == ""
     assert calls == [{"name": "f", "arguments": each} for each in arguments]
-    assert told["finish_reason"] == ("tool_calls" if arguments == ["{}"] else "length")
+    assert answered["finish_reason"] == ("tool_calls" if arguments == ["{}"] else "length")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -55,8 +55,8 @@ def test_special_tokens_are_shown(tokenizer: Tokenizer):
 
 def test_without_a_tokenizer_a_token_is_its_number():
     assert token_text(None, 7) == "token_id:7"
-    told = chat_logprobs(None, [Logprobs(7, -1.0, 1, [])], 0)
-    assert told["content"] == [{"token": "token_id:7", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
+    shown = chat_logprobs(None, [Logprobs(7, -1.0, 1, [])], 0)
+    assert shown["content"] == [{"token": "token_id:7", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
 
 
 def test_the_lists_of_a_completion(tokenizer: Tokenizer):
@@ -70,8 +70,8 @@ def test_the_lists_of_a_completion(tokenizer: Tokenizer):
 
 
 def test_nothing_predicts_the_first_token_of_a_prompt(tokenizer: Tokenizer):
-    told = completion_logprobs(tokenizer, [None, Logprobs(B, -1.0, 1, [])], 0, first=A)
-    assert (told["tokens"], told["token_logprobs"], told["top_logprobs"]) == (
+    shown = completion_logprobs(tokenizer, [None, Logprobs(B, -1.0, 1, [])], 0, first=A)
+    assert (shown["tokens"], shown["token_logprobs"], shown["top_logprobs"]) == (
         ["a", "b"],
         [None, -1.0],
         [None, {"b": -1.0}],
@@ -86,6 +86,6 @@ def test_nothing_predicts_the_first_token_of_a_prompt(tokenizer: Tokenizer):
 
 
 def test_an_infinite_logprob_is_a_very_low_one_in_json(tokenizer: Tokenizer):
-    told = chat_logprobs(tokenizer, [Logprobs(A, -math.inf, 9, [(B, 0.0)])], 1)
-    assert told["content"][0]["logprob"] == -9999.0
-    assert told["content"][0]["top_logprobs"] == [{"token": "b", "logprob": 0.0, "bytes": [98]}]
+    shown = chat_logprobs(tokenizer, [Logprobs(A, -math.inf, 9, [(B, 0.0)])], 1)
+    assert shown["content"][0]["logprob"] == -9999.0
+    assert shown["content"][0]["top_logprobs"] == [{"token": "b", "logprob": 0.0, "bytes": [98]}]

@@ -154,8 +154,8 @@ def test_a_parsed_answer_of_a_chat_is_taken_back_as_the_sdk_sends_it(
     answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
     client, asked = sdk_requests(answer, sent), [{"role": "user", "content": "Hi"}]
     known: Any = {"model": "m", "response_format": Animal, "tools": [openai.pydantic_function_tool(Animal)]}
-    told = client.chat.completions.parse(messages=asked, **known).choices[0].message
-    client.chat.completions.parse(messages=[*asked, form(told)], **known)
+    parsed = client.chat.completions.parse(messages=asked, **known).choices[0].message
+    client.chat.completions.parse(messages=[*asked, form(parsed)], **known)
     assert "parsed" in json.dumps(sent[1]["messages"]), "it has more than an answer"
     read = ChatRequest.model_validate(sent[1]).messages
     assert read is not None and (read[1].content, read[1].reasoning_content) == (fields["content"], "Hm.")
@@ -168,7 +168,7 @@ def test_parsed_items_are_taken_back_as_the_sdk_sends_them(form: Callable[[Any],
     answer = {"id": "resp_1", "object": "response", "created_at": 1, "status": "completed", "model": "m"}
     answer |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "output": ITEMS}
     client = sdk_requests(answer, sent)
-    told = client.responses.parse(model="m", input="Hi", text_format=Animal)
-    client.responses.parse(model="m", input=[form(item) for item in told.output], text_format=Animal)
+    response = client.responses.parse(model="m", input="Hi", text_format=Animal)
+    client.responses.parse(model="m", input=[form(item) for item in response.output], text_format=Animal)
     read = ResponsesRequest.model_validate(sent[1]).input
     assert [type(item).__name__ for item in read] == ["Reasoning", "Message", "FunctionCall"]

@@ -49,7 +49,7 @@ def test_health_is_loading_then_ready_then_draining_or_dead(last: str, talker: P
         wire.wait_until(lambda: look() == "loading")
         refused = wire.ask(url, "POST", "/v1/completions", {"prompt": [0], "max_tokens": 1})
         assert refused.status == 503 and refused.json["error"]["message"] == "the server is loading"
-        assert wire.ask(url, "GET", "/v1/models").status == 200  # what needs no engine is told
+        assert wire.ask(url, "GET", "/v1/models").status == 200  # what needs no engine is served
         wire.wait_until(lambda: look() == "ready")
         stream = wire.Stream(url, {"prompt": [0], "max_tokens": 8000})
         stream.read_events(1)
@@ -105,5 +105,5 @@ def test_a_port_that_another_server_opens_meanwhile_is_reported(talker: Path, tm
         finally:
             server.process.kill()
             server.process.wait()
-    told = f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another serve.http.port"
-    assert told in server.log.read_text()
+    message = f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another serve.http.port"
+    assert message in server.log.read_text()

@@ -115,13 +115,13 @@ def test_a_level_leaves_out_the_lines_below_it_and_no_error(talker: Path, tmp_pa
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("override", "told"), [("serve.http.api_keys=@/no/such/file", "/no/such/file"),
+@pytest.mark.parametrize(("override", "message"), [("serve.http.api_keys=@/no/such/file", "/no/such/file"),
                                                 ("serve.http.host=192.0.2.1", "choose another serve.http.host")])  # fmt: skip
-def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path: Path, override: str, told: str):
+def test_why_a_server_does_not_start_is_a_line_of_its_log(talker: Path, tmp_path: Path, override: str, message: str):
     server = serving.launch(talker, tmp_path, override, stub={})
     assert server.process.wait(wire.SECONDS) == 2
     (line,) = map(json.loads, server.log.read_text().splitlines())
-    assert line["level"] == "error" and line["message"].startswith("ConfigError: ") and told in line["message"]
+    assert line["level"] == "error" and line["message"].startswith("ConfigError: ") and message in line["message"]
 
 
 @pytest.mark.sampled(2)

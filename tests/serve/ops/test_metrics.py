@@ -32,7 +32,7 @@ def test_counts_after_known_requests_are_exact(counted: Server):
     assert wire.ask(counted.url, "POST", "/v1/completions", BODY | {"temperature": -1}).status == 400
     assert wire.ask(counted.url, "GET", "/nowhere/at/all").status == 404
 
-    def check() -> bool:  # what the log tells of a stream comes just after its end
+    def check() -> bool:  # what the log has of a stream comes just after its end
         after = wire.metrics(counted.url)
         grown = {name: value - before.get(name, 0) for name, value in after.items()}
         expected = {
@@ -79,11 +79,11 @@ def test_gauges_follow_what_runs(start_server: Start):
     streams = [wire.Stream(server.url, {"prompt": [0] * 32, "max_tokens": 4000}) for _ in range(5)]
     wire.wait_until(lambda: wire.metrics(server.url)["atom:num_requests_running"] == 2)
     wire.wait_until(lambda: wire.metrics(server.url)["atom:num_requests_waiting"] == 3)
-    told = wire.metrics(server.url)
-    assert told["atom:kv_cache_blocks"] == 100_000  # as the stub has
-    assert told["atom:kv_cache_blocks_used"] >= 2 * 3
-    assert told["atom:kv_cache_usage_perc"] == told["atom:kv_cache_blocks_used"] / 100_000
-    assert told["process_resident_memory_bytes"] > 1 << 20 and told["process_open_fds"] > 5
+    metrics = wire.metrics(server.url)
+    assert metrics["atom:kv_cache_blocks"] == 100_000  # as the stub has
+    assert metrics["atom:kv_cache_blocks_used"] >= 2 * 3
+    assert metrics["atom:kv_cache_usage_perc"] == metrics["atom:kv_cache_blocks_used"] / 100_000
+    assert metrics["process_resident_memory_bytes"] > 1 << 20 and metrics["process_open_fds"] > 5
     for stream in streams:
         stream.close()
     wire.wait_until(lambda: not wire.metrics(server.url)["atom:kv_cache_blocks_used"])
@@ -174,10 +174,10 @@ def test_vllms_metrics_have_vllms_buckets(doubled: Server):
     }
     found, ours = samples(doubled, "vllm:"), samples(doubled, "atom:")
     for name, bounds in expected.items():
-        told = {labels["le"]: value for labels, value in found[f"{name}_bucket"]}
-        assert list(told) == bounds.split()
+        buckets = {labels["le"]: value for labels, value in found[f"{name}_bucket"]}
+        assert list(buckets) == bounds.split()
         finer = {labels["le"]: value for labels, value in ours[f"{name}_bucket"]}
-        assert told == {bound: finer[bound] for bound in told}, "counts are those of our buckets"
+        assert buckets == {bound: finer[bound] for bound in buckets}, "counts are those of our buckets"
 
 
 def test_what_vllm_has_bears_the_models_name(doubled: Server):
@@ -240,8 +240,8 @@ def test_a_histograms_buckets_are_cumulative_and_hold_their_bound():
     for value in (0.05, 0.1, 0.5, 1.0, 1.5, 100.0):
         histogram.observe(value)
     (family,) = histogram.collect()
-    told = [(sample.name, sample.labels.get("le"), sample.value) for sample in family.samples]
-    assert told == [
+    found = [(sample.name, sample.labels.get("le"), sample.value) for sample in family.samples]
+    assert found == [
         ("name_bucket", "0.1", 2.0),
         ("name_bucket", "1.0", 4.0),
         ("name_bucket", "5.0", 5.0),

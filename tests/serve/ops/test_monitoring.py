@@ -1,4 +1,4 @@
-"""What a server tells of itself; health, metrics and drafts have files of their own."""
+"""What a server reports of itself; health, metrics and drafts have files of their own."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_server_info_shows_the_configuration_without_keys(start_server: Start, t
     server = start_server(f"serve.http.api_keys=@{tmp_path}/keys.yaml", "serve.max_num_seqs=7", stub={})
     headers = {"authorization": "Bearer sesame"}
     answer = wire.ask(server.url, "GET", "/server_info?config_format=json", headers=headers)
-    told = answer.json["vllm_config"]
-    assert (told["serve"]["max_num_seqs"], told["serve"]["http"]["api_keys"]) == (7, f"@{tmp_path}/keys.yaml")
+    shown = answer.json["vllm_config"]
+    assert (shown["serve"]["max_num_seqs"], shown["serve"]["http"]["api_keys"]) == (7, f"@{tmp_path}/keys.yaml")
     text = wire.ask(server.url, "GET", "/server_info", headers=headers).json["vllm_config"]
     assert isinstance(text, str) and "'max_num_seqs': 7" in text
     assert "sesame" not in answer.body.decode() + text
@@ -49,7 +49,7 @@ def test_keys_that_are_in_the_configuration_itself_are_hidden():
 
 
 def version(device: str, gpus: str = "") -> dict[str, Any]:
-    """What /version answers, where the engine has told these GPUs."""
+    """What /version answers, if the engine has reported these GPUs."""
 
     async def ask() -> dict[str, Any]:
         engines = Replicas(load([f"device={device}"]))
@@ -58,17 +58,17 @@ def version(device: str, gpus: str = "") -> dict[str, Any]:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(create_app(context, ())), base_url="http://a"
         ) as http:
-            told: dict[str, Any] = (await http.get("/version")).json()
+            body: dict[str, Any] = (await http.get("/version")).json()
         context.close()
-        return told
+        return body
 
     return asyncio.run(ask())
 
 
 @pytest.mark.parametrize("gpus", ["", "2 x A GPU"], ids=["loading", "ready"])
 def test_the_version_names_the_gpus_once_the_engine_has(gpus: str):
-    told = version("cuda", gpus)
-    assert (told["device"], told["hardware"]) == ("cuda", gpus)
+    shown = version("cuda", gpus)
+    assert (shown["device"], shown["hardware"]) == ("cuda", gpus)
 
 
 def test_the_version_names_the_formats_of_weights(tmp_path: Path):
@@ -86,5 +86,5 @@ def test_the_version_names_the_formats_of_weights(tmp_path: Path):
 
 def test_the_version_names_the_processor_where_the_engine_runs_on_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atom.serve.ops.monitoring.describe_cpus", lambda: "8 x A CPU")
-    told = version("cpu")
-    assert (told["device"], told["hardware"]) == ("cpu", "8 x A CPU")
+    shown = version("cpu")
+    assert (shown["device"], shown["hardware"]) == ("cpu", "8 x A CPU")

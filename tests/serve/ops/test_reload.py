@@ -25,7 +25,7 @@ def entries(server: Server, message: str) -> list[dict[str, Any]]:
 
 
 def reload(server: Server, message: str = "reloaded") -> dict[str, Any]:
-    """Send SIGHUP; the line of the log that tells what came of it."""
+    """Send SIGHUP; the line of the log that reports the result."""
     before = len(entries(server, message))
     server.process.send_signal(signal.SIGHUP)
     wire.wait_until(lambda: len(entries(server, message)) > before)
@@ -59,14 +59,14 @@ def test_keys_are_replaced_while_a_stream_goes_on_and_counts_stay(start_server: 
     stream.read_events(1)
     assert status(server, "old") == 429
     keys.write_text("app: {key: [new], max_concurrent: 2}\nclerk: {key: clerks, admin: true}\nops: {key: opss}\n")
-    assert status(server, "new") == 401, "it has not been told yet"
+    assert status(server, "new") == 401, "it has not been reloaded yet"
     assert reload(server)["keys"] == ["app", "clerk", "ops"]
     assert [status(server, key) for key in ("old", "guests", "clerks", "new")] == [401, 401, 200, 200]
     assert status(server, "opss", "/start_profile", None) == 403, "it is no administrator any more"
-    told = wire.metrics(server.url, {"x-api-key": "clerks"})
-    assert told['atom:key_requests_open{key="app"}'] == 1 and told['atom:key_requests_total{key="app"}'] == 2
-    assert told['atom:key_refused_total{key="app",limit="max_concurrent"}'] == 1
-    assert 'atom:key_requests_total{key="guest"}' not in told
+    metrics = wire.metrics(server.url, {"x-api-key": "clerks"})
+    assert metrics['atom:key_requests_open{key="app"}'] == 1 and metrics['atom:key_requests_total{key="app"}'] == 2
+    assert metrics['atom:key_refused_total{key="app",limit="max_concurrent"}'] == 1
+    assert 'atom:key_requests_total{key="guest"}' not in metrics
     events = stream.read_events()
     assert events[-1] == "[DONE]" and len(events) == 150
     wire.wait_until(lambda: wire.metrics(server.url, {"x-api-key": "new"})['atom:key_requests_open{key="app"}'] == 0)

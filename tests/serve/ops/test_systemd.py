@@ -108,8 +108,10 @@ def test_the_first_request_waits_and_an_idle_server_ends_and_starts_anew(
             finally:
                 server.kill()
                 server.wait()
-    told = [json.loads(line) for line in (tmp_path / "activated.log").read_text().splitlines() if line.startswith("{")]
-    assert sum(each.get("seconds") == 1 and each["message"] == "idle" for each in told) == 2
+    entries = [
+        json.loads(line) for line in (tmp_path / "activated.log").read_text().splitlines() if line.startswith("{")
+    ]
+    assert sum(each.get("seconds") == 1 and each["message"] == "idle" for each in entries) == 2
 
 
 @pytest.mark.slow

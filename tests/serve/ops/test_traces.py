@@ -140,8 +140,8 @@ def test_a_chat_has_one_span_below_its_callers(collector: Collector, server: Ser
         request_entry(server, span)["seconds"], abs=1e-6
     )
     found = values(span)
-    told = {name: found.pop(name) for name in [*found] if not name.startswith("gen_ai.latency.")}
-    assert told == {
+    attributes = {name: found.pop(name) for name in [*found] if not name.startswith("gen_ai.latency.")}
+    assert attributes == {
         "gen_ai.response.model": "talker",
         "gen_ai.request.id": answer.json["id"],
         "gen_ai.request.temperature": 0.75,
@@ -299,8 +299,8 @@ def test_nothing_of_opentelemetrys_sdk_is_imported_without_an_endpoint():
         "import sys, atom.serve.server, atom.serve.ops.traces as t; assert t.open_traces(None) is None;"
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert told.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
 
 
 def test_without_its_packages_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -58,8 +58,8 @@ def test_reasoning_and_calls_are_separated_from_content(config: Config):
     parsers = ChatParsers(config, [tool("f")], None)
     params = parsers.constrain(SamplingParams(), "prompt")
     assert (params.visible_tokens, params.structured_outputs) == (["<tool_call>", "</tool_call>", *THINK], None)
-    told = '<think>hm</think>Well.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    answer = parsers.read(told, "prompt")
+    written = '<think>hm</think>Well.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    answer = parsers.read(written, "prompt")
     assert (answer.reasoning, answer.content) == ("hm", "Well.")
     assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"x": 1}')]
 
@@ -83,8 +83,8 @@ def test_a_constraint_begins_after_the_reasoning(config: Config, prompt: str, re
     parsers = ChatParsers(config, None, None)
     params = parsers.constrain(SamplingParams(structured_outputs={"json_object": True}), prompt)
     assert params.reasoning == reasoning
-    told = "hm</think>\n{}" if prompt.endswith("<think>\n") else "{}"
-    assert parsers.read(told, prompt)[0] == "{}"
+    written = "hm</think>\n{}" if prompt.endswith("<think>\n") else "{}"
+    assert parsers.read(written, prompt)[0] == "{}"
     assert ChatParsers(config, None, None).constrain(SamplingParams(), prompt).reasoning is None
 
 
@@ -132,8 +132,8 @@ def test_a_format_is_warned_of_where_the_template_shows_no_tools(
 def test_one_call_is_kept_where_no_more_are_wanted(config: Config):
     parsers = ChatParsers(config, [tool("f")], None, is_parallel=False)
     parsers.constrain(SamplingParams(), "prompt")
-    told = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>' * 2
-    assert len(parsers.read(told, "prompt").calls) == 1
+    written = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>' * 2
+    assert len(parsers.read(written, "prompt").calls) == 1
 
 
 def test_what_cannot_be_is_refused_by_field(config: Config):
@@ -249,8 +249,8 @@ def test_a_forced_call_wins_over_a_schema(config: Config):
 
 def test_channels_are_separated_without_tools(config: Config):
     for stated in ("auto", "none"):
-        told = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls=stated)))
-        parsers = ChatParsers(told, None, None, harmony_tokenizer())
+        with_format = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls=stated)))
+        parsers = ChatParsers(with_format, None, None, harmony_tokenizer())
         params = parsers.constrain(SamplingParams(), "<|start|>assistant")
         ids = harmony_tokenizer().encode(
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
@@ -267,8 +267,8 @@ def test_the_content_of_channels_has_its_places(config: Config, choice: str | No
     parsers = ChatParsers(config, [tool("f")], choice, harmony_tokenizer())
     params = parsers.constrain(SamplingParams(), "<|start|>assistant")
     final = "<|start|>assistant<|channel|>final<|message|>"
-    told = f"<|channel|>analysis<|message|>hm<|end|>{final}One<|end|>{final}two."
-    text = decoded(params, harmony_tokenizer(), harmony_tokenizer().encode(told))
+    written = f"<|channel|>analysis<|message|>hm<|end|>{final}One<|end|>{final}two."
+    text = decoded(params, harmony_tokenizer(), harmony_tokenizer().encode(written))
     for pieces in ([text], list(text)):
         parser = parsers.parser("<|start|>assistant")
         deltas = [parsers.next(parser, piece, is_last=at == len(pieces) - 1) for at, piece in enumerate(pieces)]
@@ -285,5 +285,5 @@ def test_a_format_is_the_one_set_then_the_templates_then_the_model_files(config:
     assert choose_format(config, None) == "tagged_json"
     parsers = ChatParsers(config, [tool("f")], None, coder)
     parsers.constrain(SamplingParams(), "prompt")
-    told = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
-    assert [(call.name, call.arguments) for call in parsers.read(told, "prompt").calls] == [("f", '{"x": 1}')]
+    written = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert [(call.name, call.arguments) for call in parsers.read(written, "prompt").calls] == [("f", '{"x": 1}')]

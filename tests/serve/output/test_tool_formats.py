@@ -213,8 +213,8 @@ def test_a_header_of_more_than_512_characters_is_text_at_any_cut(size: int):
     ],
 )
 def test_the_schema_says_what_a_parameter_is(key: str, text: str, value: Any):
-    told = f"<seed:tool_call><function=get_weather><parameter={key}>{text}</parameter></function></seed:tool_call>"
-    _, _, calls, _ = read(read_format("seed_oss"), [told])
+    call = f"<seed:tool_call><function=get_weather><parameter={key}>{text}</parameter></function></seed:tool_call>"
+    _, _, calls, _ = read(read_format("seed_oss"), [call])
     assert json.loads(calls[0][2]) == {key: value}
 
 
@@ -276,8 +276,8 @@ def test_a_chat_template_shows_its_format(template: str, name: str | None):
 def test_the_format_of_the_docs_is_read(tmp_path: Path):
     (block,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
     (tmp_path / "weather.yaml").write_text(block)
-    (told,) = re.findall(r"It reads `(.*?)`", DOCS.read_text())
-    for pieces in ([told], list(told)):
+    (example,) = re.findall(r"It reads `(.*?)`", DOCS.read_text())
+    for pieces in ([example], list(example)):
         calls = [("id1", "get_weather", '{"city": "Paris"}')]
         assert read(read_format(str(tmp_path / "weather.yaml")), pieces) == ("", "", calls, 1)
 
@@ -294,7 +294,7 @@ def test_the_format_of_the_docs_is_read(tmp_path: Path):
         ("{begin: <a>, call: '{arguments}'}", "must have {name}, or {id}, before"),
         ("{begin: <a>, call: '{id} {arguments}'}", "id must say where the name is"),
         ("{begin: <a>, call: '{name} {parameters}'}", "must be texts around {key} and {value}"),
-        ("{call: '{json}'}", "nothing that distinguishes it from content"),
+        ("{call: '{json}'}", "nothing at its beginning distinguishes"),
         ("{begin: [<a>, <a>b], call: '{json}'}", "begins with"),
         ("{channels: {start: a}}", "is missing"),
     ],

@@ -174,7 +174,7 @@ def test_processes_that_start_at_the_same_time_compile_each_entry_once(built: An
 
 @pytest.mark.slow
 def test_a_folder_that_was_copied_needs_no_compiler(built: Any, copy: Path, tmp_path: Path):
-    """In a process whose ptxas only tells its version, which is part of Triton's key, and which has no C compiler."""
+    """In a process whose ptxas only reports its version, which is part of Triton's key, and which has no C compiler."""
     _, source, first = built
     (tmp_path / "files").mkdir()
     tool = tmp_path / "ptxas"
@@ -244,7 +244,7 @@ def test_warnings_are_printed_once_after_those_of_the_start(tmp_path: Path, caps
         (harmed,) = binaries.publish({"file": name}, {f"{name}.so": b"code"}).values()
         Path(harmed).write_bytes(b"evil")
     assert binaries.find({"file": "one"}) == {}
-    assert len(cache.warnings) == 1 and capsys.readouterr().err == "", "who started it tells this"
+    assert len(cache.warnings) == 1 and capsys.readouterr().err == "", "who started it reports this"
     binaries.print_warnings()
     assert [binaries.find({"file": name}) for name in ("one", "two", "two")] == [{}, {}, {}]
     folder = Path(harmed).parent

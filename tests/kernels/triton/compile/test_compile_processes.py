@@ -23,12 +23,12 @@ compile_processes.MAX_PROCESSES = 2
 os.sched_getaffinity = lambda _: {0, 1}
 given = []
 
-class Told(compile_processes.CompileProcesses):
+class Watched(compile_processes.CompileProcesses):
     def compile(self, *args):
         given.append(super().compile(*args))
         return given[-1]
 
-processes = Told()
+processes = Watched()
 
 def compile_one(name):
     keep_in(Cache(Path(sys.argv[1], name))).processes = processes

@@ -1,6 +1,6 @@
 """Kernels of another library are launched, compiled and kept as Triton does it, whatever ours do meanwhile.
 
-In a process of its own, without the interpreter: Triton compiles for a GPU that is not there, and launches tell of
+In a process of its own, without the interpreter: Triton compiles for a GPU that is not there, and launches report
 themselves.
 """
 
@@ -105,12 +105,12 @@ import ast
 from triton import knobs
 from atom.kernels.triton.compile.jit import jit
 
-class Told(Kernel):
+class Recorded(Kernel):
     def __init__(self, src, options): self.text = [src.fn.__name__, str(sorted(src.signature.items())), options["num_warps"]]
     @property
     def run(self):
         return lambda *args: launched.append([*self.text, args[:3], len(args), [each for each in args[9:] if not hasattr(each, "data_ptr")]])
-triton.compiler.compile = lambda src, target=None, options=None, **rest: Told(src, options)
+triton.compiler.compile = lambda src, target=None, options=None, **rest: Recorded(src, options)
 by_triton = []
 triton_s = triton.JITFunction.run
 triton.JITFunction.run = lambda self, *args, **options: by_triton.append(1) or triton_s(self, *args, **options)

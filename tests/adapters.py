@@ -34,7 +34,7 @@ def save(model: Any, folder: Path, targets: Sequence[str] = ALL, rank: int = 4, 
                 )
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    stated = {
+    fields_of_config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
@@ -42,7 +42,7 @@ def save(model: Any, folder: Path, targets: Sequence[str] = ALL, rank: int = 4, 
         "bias": "none",
         **fields,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(stated))
+    (folder / "adapter_config.json").write_text(json.dumps(fields_of_config))
     return folder
 
 
@@ -52,8 +52,8 @@ def save_with_peft(model: Any, folder: Path, seed: int = 0, **fields: Any) -> Pa
     model: one that is used no more, since PEFT changes its modules
     """
     torch.manual_seed(seed)
-    stated = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**stated, init_lora_weights=False))
+    fields_of_config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**fields_of_config, init_lora_weights=False))
     for name, weight in adapted.named_parameters():
         if "lora_" in name:
             weight.data = torch.randn_like(weight) * 0.3
@@ -69,9 +69,9 @@ def load_with_peft(model: Any, folder: Path) -> Any:
 def merge(model: Any, folder: Path) -> Any:
     """A copy of the model, whose weights are those with the adapter."""
     merged, tensors = copy.deepcopy(model), load_file(folder / "adapter_model.safetensors")
-    stated = json.loads((folder / "adapter_config.json").read_text())
+    fields_of_config = json.loads((folder / "adapter_config.json").read_text())
     for name in (key for key in tensors if ".lora_A." in key):
         module = merged.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
         product = tensors[name.replace(".lora_A.", ".lora_B.")] @ tensors[name]
-        module.weight.data += stated["lora_alpha"] / stated["r"] * product
+        module.weight.data += fields_of_config["lora_alpha"] / fields_of_config["r"] * product
     return merged

@@ -35,9 +35,9 @@ def save(
     hidden: int | None = None,
     draft_vocab: int | None = None,
     has_embedding: bool = False,
-    **stated: Any,
+    **more: Any,
 ) -> Path:
-    """Write a draft for a model's checkpoint. layer: what its names begin with; stated: more of its config.json"""
+    """Write a draft for a model's checkpoint. layer: what its names begin with; more: of its config.json"""
     of_model = json.loads((model / "config.json").read_text())
     theirs, vocab = of_model["hidden_size"], of_model["vocab_size"]
     ours, tokens = hidden or theirs, draft_vocab or vocab
@@ -63,11 +63,11 @@ def save(
         stored["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, value=True)
     target.mkdir(parents=True)
     save_file(stored, target / "model.safetensors", {"format": "pt"})
-    write_config(target, of_model, hidden_size=ours, draft_vocab_size=tokens, **stated)
+    write_config(target, of_model, hidden_size=ours, draft_vocab_size=tokens, **more)
     return target
 
 
-def write_config(target: Path, of_model: dict[str, Any], **stated: Any) -> None:
+def write_config(target: Path, of_model: dict[str, Any], **more: Any) -> None:
     """Write a draft's config.json."""
     values = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -82,7 +82,7 @@ def write_config(target: Path, of_model: dict[str, Any], **stated: Any) -> None:
         "max_position_embeddings": 128,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
-        **stated,
+        **more,
     }
     (target / "config.json").write_text(json.dumps(values))
 

@@ -59,11 +59,11 @@ def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -
         stored[f"{AT}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         stored[f"{AT}shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
     save_file(stored, target / "model.safetensors", {"format": "pt"})
-    stated = json.loads((target / "config.json").read_text())
-    stated |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
-    stated |= {key: of[:NUM_LAYERS] for key, of in kinds.items()}
-    stated |= tiny.PUBLISHED.get(name, {})
-    (target / "config.json").write_text(json.dumps(stated))
+    written = json.loads((target / "config.json").read_text())
+    written |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    written |= {key: of[:NUM_LAYERS] for key, of in kinds.items()}
+    written |= tiny.PUBLISHED.get(name, {})
+    (target / "config.json").write_text(json.dumps(written))
     return target
 
 

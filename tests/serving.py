@@ -73,8 +73,12 @@ def save_talker(folder: Path) -> Path:
     backend.add_special_tokens(SPECIAL)
     backend.add_tokens(WORDS)
     backend.save(str(folder / "tokenizer.json"))
-    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     config = transformers.Qwen3Config(
         vocab_size=264,
         hidden_size=48,

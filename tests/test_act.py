@@ -37,7 +37,7 @@ VNNI = Target("cpu", frozenset({"int8_products"}))
 needs_products = pytest.mark.skipif("int8_products" not in find_target("cpu").features, reason="no such products here")
 
 
-def stated(activations: dict[str, Any] | None) -> dict[str, Any]:
+def quantization_config(activations: dict[str, Any] | None) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group},
@@ -57,7 +57,7 @@ def write(folder: Path, activations: dict[str, Any] | None) -> tuple[Path, Any]:
     packed.mkdir()
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": stated(activations)}))
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config(activations)}))
     return packed, model
 
 
@@ -124,11 +124,11 @@ def test_weights_packed_while_they_load_take_the_format_that_is_asked_for(tmp_pa
     ],
 )
 def test_compressed_tensors_says_whether_activations_are_integers(activations: dict[str, Any] | None, act: str | None):
-    assert read({"quantization_config": stated(activations)}).act == act
+    assert read({"quantization_config": quantization_config(activations)}).act == act
 
 
 def test_all_groups_of_integers_must_say_so():
-    config = stated(INT8)
+    config = quantization_config(INT8)
     config["config_groups"]["group_1"] = {**config["config_groups"]["group_0"], "input_activations": None, "targets": ["re:.*down"]}  # fmt: skip
     assert read({"quantization_config": config}).act is None
 

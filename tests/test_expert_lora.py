@@ -45,8 +45,8 @@ def save_of_each_expert(model: Any, folder: Path, seed: int = 0, rank: int = 3) 
                     tensors[f"{module}.lora_{factor}.weight"] = 0.3 * torch.randn(shape, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    stated = {"peft_type": "LORA", "r": rank, "lora_alpha": 5, "target_modules": [*sizes], "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(stated))
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 5, "target_modules": [*sizes], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -30,8 +30,8 @@ Checkpoints = Callable[[str], Path]
 def changed(folder: Path, target: Path, tensors: Callable[[dict[str, Any]], Any] = dict, **config: Any) -> Path:
     """A copy of a checkpoint with other tensors or other values in its config.json."""
     shutil.copytree(folder, target)
-    stated = json.loads((target / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(stated))
+    written = json.loads((target / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(written))
     stored = load_file(target / "model.safetensors")
     save_file(tensors(stored), target / "model.safetensors", {"format": "pt"})
     return target

@@ -134,8 +134,8 @@ def test_an_installed_package_names_its_passes_models_and_formats(
     install: Callable[[], Path], checkpoints: Any
 ) -> None:
     installed = install()
-    stated = [f"checkpoint={checkpoints('llama')}", "model=mine", "passes.extra=[clip_gates@shard]", "device=cpu"]
-    config = load(stated)
+    overrides = [f"checkpoint={checkpoints('llama')}", "model=mine", "passes.extra=[clip_gates@shard]", "device=cpu"]
+    config = load(overrides)
     assert config.model.name == "mine" and "passes.extra=[clip_gates@shard]" in recipe_of(config)
     assert read_format(config.model.tool_calls or "").parameter == "<set {key}>{value}</set>"
     assert detect_format("Write <tools>.") == "weather"

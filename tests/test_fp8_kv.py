@@ -181,8 +181,8 @@ NAMES = {
 
 def with_scales(plain: Path, folder: Path, names: tuple[str, str], shape: list[int], dtype: torch.dtype) -> Path:
     """The checkpoint with scales of keys and values next to weights in fp8, which state themselves."""
-    tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
-    for layer in range(stated["num_hidden_layers"]):
+    tensors, config = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
         for name, scale in zip(names, scales_of_layer(layer), strict=True):
             tensors[f"model.layers.{layer}.{name}"] = torch.full(shape, scale, dtype=dtype)
     stored = dict(tensors)
@@ -192,7 +192,7 @@ def with_scales(plain: Path, folder: Path, names: tuple[str, str], shape: list[i
     folder.mkdir()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     quantized = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": quantized}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     return folder
 
 
@@ -207,8 +207,8 @@ def unpacked(plain: Path) -> Any:
 
 def save_with_scales(plain: Path, folder: Path, *names: str) -> Path:
     """Save a checkpoint with scales of these names in each layer, as compressed-tensors does next to plain weights."""
-    tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
-    for layer in range(stated["num_hidden_layers"]):
+    tensors, config = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
         for name, scale in zip(names, scales_of_layer(layer), strict=False):
             tensors[f"model.layers.{layer}.{name}"] = torch.tensor([scale])
     folder.mkdir()
@@ -220,7 +220,7 @@ def save_with_scales(plain: Path, folder: Path, *names: str) -> Path:
         "format": "dense",
         "kv_cache_scheme": scheme,
     }
-    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": quantized}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     return folder
 
 

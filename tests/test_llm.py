@@ -585,8 +585,8 @@ def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_printed(
     checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "llama")
-    stated = {"do_sample": True, "temperature": 0.7, "top_k": 1, "max_new_tokens": 5}
-    (folder / "generation_config.json").write_text(json.dumps(stated))
+    generation = {"do_sample": True, "temperature": 0.7, "top_k": 1, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     fields = {
         "model": str(folder),
         "kv_cache_memory": 1 << 22,
@@ -739,8 +739,8 @@ def test_scores_are_cosines_of_the_hidden_states_of_transformers(open_engine: Op
 def test_an_embedding_model_pools_as_its_files_say(references: Any, tmp_path: Path):
     folder = tmp_path / "embedder"  # as e5-mistral: the weights begin inside the model, without its head
     references("qwen3").model.save_pretrained(folder)
-    stated = json.loads((folder / "config.json").read_text())
-    assert (stated["architectures"], stated["tie_word_embeddings"]) == (["Qwen3Model"], False)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architectures"], config["tie_word_embeddings"]) == (["Qwen3Model"], False)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     (folder / "modules.json").write_text(json.dumps(modules))

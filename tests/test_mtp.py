@@ -311,9 +311,9 @@ def test_its_tensors_are_ignored_where_the_configuration_does_not_count_it(
     case_of: Callable[..., Case], tmp_path: Path
 ):
     shutil.copytree(case_of("exaone_moe").folder, tmp_path, dirs_exist_ok=True)
-    stated = json.loads((tmp_path / "config.json").read_text())
-    del stated["num_nextn_predict_layers"]
-    (tmp_path / "config.json").write_text(json.dumps(stated))
+    written = json.loads((tmp_path / "config.json").read_text())
+    del written["num_nextn_predict_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(written))
     config = load([f"checkpoint={tmp_path}", "dtype=fp32", "device=cpu"])
     load_all(semantic_graph(config), config)
     with pytest.raises(ConfigError, match=r"serve\.method=mtp: the model has no layer that predicts further tokens"):

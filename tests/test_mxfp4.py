@@ -47,9 +47,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             tensors[name] = tensor + torch.randn_like(tensor) * 0.2
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    stated = {**config.to_dict(), "architectures": ["GptOssForCausalLM"]}
-    stated["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
-    (folder / "config.json").write_text(json.dumps(stated))
+    written = {**config.to_dict(), "architectures": ["GptOssForCausalLM"]}
+    written["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
+    (folder / "config.json").write_text(json.dumps(written))
     return folder
 
 

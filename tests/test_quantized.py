@@ -64,7 +64,7 @@ def store(weight: Tensor, block: tuple[int, int], suffix: str, dtype: torch.dtyp
 
 
 class Layout(NamedTuple):
-    stated: dict[str, Any]  # quantization_config
+    config: dict[str, Any]  # quantization_config
     store: Callable[[Tensor], tuple[Stored, Tensor]]
     beside: tuple[str, ...] = ()  # suffixes of tensors that are not needed
 
@@ -88,14 +88,14 @@ def quark(**weight: str) -> dict[str, Any]:
 
 def packed(bits: int, *, group: int | None = None, symmetric: bool = True, is_ordered: bool = False) -> Layout:
     """compressed-tensors' own pack-quantized; ordered: groups are of any columns, which g_idx says."""
-    stated = compressed("pack-quantized", type="int", strategy="group" if group else "channel", group_size=group,
+    config = compressed("pack-quantized", type="int", strategy="group" if group else "channel", group_size=group,
                         num_bits=bits, symmetric=symmetric)  # fmt: skip
-    scheme = QuantizationScheme(targets=["Linear"], weights=stated["config_groups"]["group_0"]["weights"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=config["config_groups"]["group_0"]["weights"])
     assert scheme.weights is not None
     args = scheme.weights
 
     if is_ordered:
-        stated["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+        config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
 
     def store(weight: Tensor) -> tuple[Stored, Tensor]:
         back = torch.randperm(weight.shape[1])  # the place of each column among the groups
@@ -113,7 +113,7 @@ def packed(bits: int, *, group: int | None = None, symmetric: bool = True, is_or
             unpacked = unpacked[:, back]
         return {name.removeprefix("weight"): part.contiguous() for name, part in parts.items()}, unpacked
 
-    return Layout(stated, store)
+    return Layout(config, store)
 
 
 def grouped(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -291,7 +291,7 @@ def pack(
     packed.mkdir()
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": layout.stated}))
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": layout.config}))
     return packed
 
 
@@ -395,7 +395,7 @@ def test_a_scale_that_is_missing_or_of_another_shape_or_dtype_is_one_line(
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe"])
 def test_an_order_of_columns_that_the_config_denies_is_one_line_and_may_be_set(variant: str, tmp_path: Path):
     layout = LAYOUTS["gptq ordered"]
-    packed, plain = write(variant, layout._replace(stated={**layout.stated, "desc_act": False}), tmp_path)
+    packed, plain = write(variant, layout._replace(config={**layout.config, "desc_act": False}), tmp_path)
     message = (
         r"^tensor model\.layers\..*\.g_idx has columns of a group apart, .* or model\.fmt='gptq_int4_ordered\[1, 8\]'$"
     )
@@ -406,7 +406,7 @@ def test_an_order_of_columns_that_the_config_denies_is_one_line_and_may_be_set(v
 
 def test_scales_may_be_exponents(tmp_path: Path):
     layout = LAYOUTS["deepseek"]
-    packed, plain = write("qwen3", layout._replace(stated={**layout.stated, "scale_fmt": "ue8m0"}), tmp_path)
+    packed, plain = write("qwen3", layout._replace(config={**layout.config, "scale_fmt": "ue8m0"}), tmp_path)
     stored, unpacked = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
     for name in [name for name in stored if name.endswith("_scale_inv")]:
         weight = name.removesuffix("_scale_inv")
@@ -440,30 +440,30 @@ def test_a_head_embeddings_and_routers_that_the_file_has_packed_are_unpacked(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(tiny.VARIANTS, "wide_moe", ("Qwen3MoeConfig", WIDE_MOE))
-    stated = {key: value for key, value in LAYOUTS[layout].stated.items() if key not in EXCEPTIONS}
+    config = {key: value for key, value in LAYOUTS[layout].config.items() if key not in EXCEPTIONS}
     names = (*NAMES, "lm_head.weight", "embed_tokens.weight", "mlp.gate.weight")
-    packed, plain = write("wide_moe", LAYOUTS[layout]._replace(stated=stated), tmp_path, names)
+    packed, plain = write("wide_moe", LAYOUTS[layout]._replace(config=config), tmp_path, names)
     assert_same_as(plain, packed, level=1)
 
 
 def test_a_head_that_gptq_says_is_packed_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(tiny.VARIANTS, "wide", ("Qwen3Config", {**WIDE, "vocab_size": 104}))
     layout = LAYOUTS["gptq"]
-    layout = layout._replace(stated={**layout.stated, "lm_head": True})
+    layout = layout._replace(config={**layout.config, "lm_head": True})
     packed, plain = write("wide", layout, tmp_path, (*NAMES, "lm_head.weight"))
     assert_same_as(plain, packed, level=0)
 
 
 def test_modules_that_gptq_leaves_plain_or_packs_otherwise_by_rules(tmp_path: Path):
     rules = {r"-:.*\.v_proj": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 16}}
-    stated = {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": rules}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": rules}
 
     def store(weight: Tensor) -> tuple[Stored, Tensor]:
         is_down = weight.shape[1] == tiny.SIZES["intermediate_size"]
         return (gptq(8, 16, version=1) if is_down else gptq(4, 8, version=1))(weight)
 
     names = tuple(f"{name}_proj.weight" for name in ("q", "k", "o", "gate", "up", "down"))
-    packed, plain = write("qwen3", Layout(stated, store), tmp_path, names)
+    packed, plain = write("qwen3", Layout(config, store), tmp_path, names)
     assert_same_as(plain, packed, level=1)
 
 

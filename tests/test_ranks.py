@@ -428,10 +428,10 @@ def test_a_rank_on_a_gpu_sees_only_that_one(monkeypatch: pytest.MonkeyPatch):
     )
     fields = ["parallel=dp2_tp3", "device=cuda"]
     for visible, replica, expected in ((None, 0, [b"1", b"2"]), ("7,GPU-8f3, 5,4,3,1", 1, [b"3", b"1"])):
-        stated = [] if visible is None else [f"parallel.visible_devices='{visible}'"]
+        given = [] if visible is None else [f"parallel.visible_devices='{visible}'"]
         with contextlib.ExitStack() as started:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            ranks = Ranks(start_processes(load([*fields, *stated]), replica, started), [b"", b""])
+            ranks = Ranks(start_processes(load([*fields, *given]), replica, started), [b"", b""])
             assert [ranks.receive(rank) for rank in (1, 2)] == expected
             ranks.close()
 
@@ -448,10 +448,10 @@ def test_memory_that_is_too_little_is_refused_with_what_all_ranks_need(checkpoin
         CapacityError, match=r"has 500 for each of 2 ranks: raise serve\.kv_cache_memory to \d+"
     ) as short:
         plan(1000)
-    stated = re.search(r"raise serve\.kv_cache_memory to (\d+)", str(short.value))
-    assert stated is not None and plan(int(stated[1]))
+    hint = re.search(r"raise serve\.kv_cache_memory to (\d+)", str(short.value))
+    assert hint is not None and plan(int(hint[1]))
     with pytest.raises(CapacityError):
-        plan(int(stated[1]) - 2)
+        plan(int(hint[1]) - 2)
 
 
 def test_a_rank_holds_steps_until_its_device_is_through_with_them():

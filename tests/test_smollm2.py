@@ -172,10 +172,10 @@ def moe_checkpoint(shallow: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
         elif name != "lm_head.weight":
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors")
-    stated = shallow.config.to_dict() | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}
-    stated |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-    stated.pop("quantization_config", None)  # that of the GGUF file; these are plain
-    (folder / "config.json").write_text(json.dumps(stated))
+    written = shallow.config.to_dict() | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}
+    written |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    written.pop("quantization_config", None)  # that of the GGUF file; these are plain
+    (folder / "config.json").write_text(json.dumps(written))
     return folder
 
 

@@ -346,7 +346,7 @@ def packages_of(distributions: set[str]) -> dict[str, str]:
 def test_what_the_sources_import_is_what_they_depend_on():
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for name, some in found["optional-dependencies"].items() if name != "dev" for each in some]
-    stated = {re.match(r"[\w.-]+", each)[0] for each in [*found["dependencies"], *extras]}  # type: ignore[index]
+    declared = {re.match(r"[\w.-]+", each)[0] for each in [*found["dependencies"], *extras]}  # type: ignore[index]
     names = {
         name.split(".")[0]
         for path in SOURCES
@@ -354,14 +354,14 @@ def test_what_the_sources_import_is_what_they_depend_on():
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or "atom"])
     }
-    known = packages_of(stated)
+    known = packages_of(declared)
     several = {"opentelemetry"}  # of several distributions
     used = {known.get(name, name) for name in names - set(sys.stdlib_module_names) - {"atom"} - several}
     by_name = {"httptools", "amd-aiter"}  # that no import statement names
     by_name |= {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
     by_name |= {"hydra-optuna-sweeper", "hydra-joblib-launcher", "hydra-submitit-launcher"}
     assert {each.lower().replace("_", "-") for each in used | by_name} == {
-        each.lower().replace("_", "-") for each in stated
+        each.lower().replace("_", "-") for each in declared
     }
     private = {"hydra-core", "uvicorn", "triton", "vllm"}
     assert all("<" in each for each in [*found["dependencies"], *extras] if re.split("[<>]", each)[0] in private)

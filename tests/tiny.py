@@ -213,8 +213,8 @@ def config(name: str) -> transformers.PreTrainedConfig:
 
 def num_ranks(name: str) -> int:
     """The smallest number of ranks above one that divides a variant's heads."""
-    stated = config(name)
-    heads, kv_heads = stated.num_attention_heads, stated.num_key_value_heads
+    wanted = config(name)
+    heads, kv_heads = wanted.num_attention_heads, wanted.num_key_value_heads
     dividing = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
     return next(ranks for ranks in dividing if kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
@@ -231,8 +231,8 @@ def save(name: str, folder: Path) -> Path:
         model = randomized(config(name))
         model.save_pretrained(target, save_original_format="stacked" not in name)
         if name in PUBLISHED:
-            stated = json.loads((target / "config.json").read_text())
-            (target / "config.json").write_text(json.dumps({**stated, **PUBLISHED[name]}))
+            written = json.loads((target / "config.json").read_text())
+            (target / "config.json").write_text(json.dumps({**written, **PUBLISHED[name]}))
     return target
 
 
@@ -255,15 +255,15 @@ def randomized(config: transformers.PreTrainedConfig) -> Any:
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    stated = json.loads((folder / "config.json").read_text())
-    made = getattr(transformers, stated["architectures"][0])
-    config = made.config_class(**{key: value for key, value in (stated | changes).items() if key != "model_type"})
+    written = json.loads((folder / "config.json").read_text())
+    made = getattr(transformers, written["architectures"][0])
+    config = made.config_class(**{key: value for key, value in (written | changes).items() if key != "model_type"})
     model = made.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
-    for module in model.modules() if "swiglu_limit" in stated else ():
+    for module in model.modules() if "swiglu_limit" in written else ():
         if hasattr(module, "limit"):
-            module.limit = stated["swiglu_limit"]  # transformers 5.17 takes 7.0 whatever is stated
+            module.limit = written["swiglu_limit"]  # transformers 5.17 takes 7.0 whatever config.json has
     return model.eval()
 
 

@@ -14,10 +14,10 @@ import pytest
 @cache
 def sources() -> Path:
     """vLLM's package; the test is skipped without one."""
-    stated, found = os.environ.get("VLLM_SOURCES"), find_spec("vllm")
-    if stated is None and (found is None or found.origin is None):
+    given, found = os.environ.get("VLLM_SOURCES"), find_spec("vllm")
+    if given is None and (found is None or found.origin is None):
         pytest.skip("vLLM is not installed, and VLLM_SOURCES names no folder")
-    return Path(stated) if stated else Path(str(found.origin)).parent  # type: ignore[union-attr]
+    return Path(given) if given else Path(str(found.origin)).parent  # type: ignore[union-attr]
 
 
 @cache
@@ -27,9 +27,9 @@ def tree(file: str) -> ast.Module:
 
 def version() -> str:
     """As 0.26.0; of an unreleased state, with what follows."""
-    (stated,) = (
+    (value,) = (
         ast.literal_eval(node.value)
         for node in tree("_version.py").body
         if isinstance(node, ast.Assign) and "__version__" in [getattr(each, "id", None) for each in node.targets]
     )
-    return str(stated)
+    return str(value)

@@ -45,13 +45,13 @@ def test_a_measurement_from_flags_to_file(tokenizer_folder: Path, tmp_path: Path
     assert "TPOT" not in shown.out and "P99" not in shown.out
     assert {each.json()["ignore_eos"] for each in stub.of("POST")} == {True}
 
-    stated = {
+    expected = {
         "backend": "vllm", "model_id": str(tokenizer_folder), "tokenizer_id": str(tokenizer_folder), "num_prompts": 6,
         "request_rate": "inf", "burstiness": 1.0, "max_concurrency": 2, "metadata": {"version": "7"}, "version": "7",
         "completed": 6, "failed": 0, "total_input_tokens": 72, "total_output_tokens": 30, "hardware_of": "client",
         "input_lens": [12] * 6, "output_lens": [5] * 6, "generated_texts": [" a" * 5] * 6, "errors": [""] * 6,
     }  # fmt: skip
-    assert {key: result[key] for key in stated} == stated
+    assert {key: result[key] for key in expected} == expected
     starts = result["start_times"]
     assert len(starts) == 6 and 0 <= max(starts) - min(starts) < result["duration"]
     duration = result["duration"]

@@ -33,9 +33,9 @@ def test_a_message_is_put_into_the_chat_template(tokenizer_folder: Path):
 
 def test_a_limit_in_the_file_does_not_cut_texts(tokenizer_folder: Path, tmp_path: Path):
     shutil.copytree(tokenizer_folder, tmp_path, dirs_exist_ok=True)
-    stated = json.loads((tmp_path / "tokenizer.json").read_text())
-    stated["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert len(load_tokenizer(str(tmp_path)).encode("it was the best of times")) > 4
 
 

@@ -23,8 +23,8 @@ Write = Callable[..., Path]
 def write(tmp_path: Path) -> Write:
     """Writes the config.json of a draft of EAGLE-3, for a model with a hidden size of 48."""
 
-    def make(**stated: Any) -> Path:
-        eagle3.write_config(tmp_path, tiny.config("qwen3").to_dict(), **{"draft_vocab_size": 31, **stated})
+    def make(**more: Any) -> Path:
+        eagle3.write_config(tmp_path, tiny.config("qwen3").to_dict(), **{"draft_vocab_size": 31, **more})
         return tmp_path
 
     return make
@@ -89,7 +89,7 @@ def test_the_layers_that_a_draft_reads(eagle3_config: Eagle3Config, layers: list
 
 
 @pytest.mark.parametrize(
-    ("stated", "error", "reason"),
+    ("more", "error", "reason"),
     [
         ({"architectures": ["MedusaModel"], "draft_vocab_size": None}, UnsupportedError, "not a draft of EAGLE-3: its config.json has the architecture MedusaModel and no draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa"),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, UnsupportedError, "has the architecture LlamaForCausalLM and no draft_vocab_size"),
@@ -103,10 +103,10 @@ def test_the_layers_that_a_draft_reads(eagle3_config: Eagle3Config, layers: list
     ],
 )  # fmt: skip
 def test_what_is_no_draft_for_the_model_is_refused(
-    stated: dict[str, Any], error: type[AtomError], reason: str, model: list[str], write: Write
+    more: dict[str, Any], error: type[AtomError], reason: str, model: list[str], write: Write
 ):
     with pytest.raises(error, match=f"^serve.draft_model: .*{reason}"):
-        load(drafting(model, write(**stated)))
+        load(drafting(model, write(**more)))
 
 
 def test_a_draft_and_a_model_take_their_own_methods(model: list[str], write: Write, checkpoints: Any):

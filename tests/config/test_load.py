@@ -117,12 +117,12 @@ def test_a_model_file_can_be_named_whatever_the_checkpoint_is(write: Write):
 
 
 @pytest.mark.parametrize(
-    "stated", [[{}], [["LlamaForCausalLM"]], [None, "LlamaForCausalLM"], "LlamaForCausalLM", {"a": 1}]
+    "names", [[{}], [["LlamaForCausalLM"]], [None, "LlamaForCausalLM"], "LlamaForCausalLM", {"a": 1}]
 )
-def test_architectures_that_are_no_list_of_names_are_refused(write: Write, stated: Any):
-    message = re.escape(f"architectures={json.dumps(stated)} in its config.json is not a list of names")
+def test_architectures_that_are_no_list_of_names_are_refused(write: Write, names: Any):
+    message = re.escape(f"architectures={json.dumps(names)} in its config.json is not a list of names")
     with pytest.raises(CheckpointError, match=message):
-        load([f"checkpoint={write(architectures=stated)}"])
+        load([f"checkpoint={write(architectures=names)}"])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
 
 
 @pytest.mark.parametrize(
-    ("stated", "fmt"),
+    ("fields", "fmt"),
     [
         (None, None),
         ({}, None),
@@ -270,8 +270,8 @@ QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
         (compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), "ct_fp8[128, 128]"),
     ],
 )  # fmt: skip
-def test_the_stored_format_is_read_from_the_checkpoint(write: Write, stated: dict[str, Any] | None, fmt: str | None):
-    model = load([f"checkpoint={write(quantization_config=stated)}"]).model
+def test_the_stored_format_is_read_from_the_checkpoint(write: Write, fields: dict[str, Any] | None, fmt: str | None):
+    model = load([f"checkpoint={write(quantization_config=fields)}"]).model
     assert (model.fmt, model.plain) == (fmt, [])
     assert Type("bf16", (256, 256), model.fmt).num_bytes > 0, "the graph knows it too"
 
@@ -280,7 +280,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
-    ("stated", "method", "fmt"),
+    ("fields", "method", "fmt"),
     [
         (FP8, "fp8", "auto"),
         ({"quant_method": "awq", "group_size": 128}, "awq", "auto"),
@@ -291,15 +291,15 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (None, "int4", "int4[1, 128]"),
     ],
 )
-def test_quant_method_is_the_checkpoints_or_packs_a_plain_one(write: Write, stated: Any, method: str, fmt: str):
-    path = write(quantization_config=stated)
+def test_quant_method_is_the_checkpoints_or_packs_a_plain_one(write: Write, fields: Any, method: str, fmt: str):
+    path = write(quantization_config=fields)
     quant = load([f"checkpoint={path}", f"quant.method={method}"]).quant
     assert quant.fmt == fmt
     assert quant == load([f"checkpoint={path}", f"quant.fmt={fmt!r}"]).quant, "artifacts are the same"
 
 
 @pytest.mark.parametrize(
-    ("stated", "overrides", "message"),
+    ("fields", "overrides", "message"),
     [
         (
             {"quant_method": "awq", "group_size": 128},
@@ -320,10 +320,10 @@ def test_quant_method_is_the_checkpoints_or_packs_a_plain_one(write: Write, stat
     ],
 )
 def test_a_quant_method_that_is_not_the_checkpoints_is_refused(
-    write: Write, stated: Any, overrides: list[str], message: str
+    write: Write, fields: Any, overrides: list[str], message: str
 ):
     with pytest.raises(ConfigError, match=message):
-        load([f"checkpoint={write(quantization_config=stated)}", *overrides])
+        load([f"checkpoint={write(quantization_config=fields)}", *overrides])
 
 
 @pytest.mark.parametrize(
@@ -341,18 +341,18 @@ def test_what_transformers_writes_by_default_is_read(write: Write, method: str, 
             "format": "pack-quantized",
         },
     }
-    stated = kind(**given.get(method, {})).to_dict()
-    written = json.loads(json.dumps(stated, default=str)) | {"quant_method": method}
+    config = kind(**given.get(method, {})).to_dict()
+    written = json.loads(json.dumps(config, default=str)) | {"quant_method": method}
     assert load([f"checkpoint={write(quantization_config=written)}"]).model.fmt is not None
 
 
 def test_older_modelopt_has_a_file_of_its_own(write: Write):
     folder = Path(str(write()))
-    stated = {
+    written = {
         "producer": {"name": "modelopt"},
         "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
     }
-    (folder / "hf_quant_config.json").write_text(json.dumps(stated))
+    (folder / "hf_quant_config.json").write_text(json.dumps(written))
     model = load([f"checkpoint={folder}"]).model
     assert (model.fmt, model.plain) == ("ct_fp8[*, *]", ["lm_head"])
     (folder / "hf_quant_config.json").write_text("{}")
@@ -392,13 +392,13 @@ def test_modules_that_an_index_has_plain_are_plain(write: Write):
     plain = load([f"checkpoint={folder}"]).model.plain
     assert plain == ["model.layers.5.mlp.up_proj", "re:lm_head$", r"re:model\.layers\.[0-9]+\.mlp\.gate$"]
     assert load([f"checkpoint={folder}", "model.fmt=none"]).model.plain == []
-    stated = {"quant_method": "fp8", "activation_scheme": "static"}  # one scale a tensor, as transformers names it
-    assert load([f"checkpoint={write(quantization_config=stated)}"]).model.fmt == "fp8[*, *]"
+    fields = {"quant_method": "fp8", "activation_scheme": "static"}  # one scale a tensor, as transformers names it
+    assert load([f"checkpoint={write(quantization_config=fields)}"]).model.fmt == "fp8[*, *]"
 
 
 def test_modules_may_have_formats_of_their_own(write: Write):
-    def read(**stated: Any) -> tuple[str | None, list[str], dict[str, str]]:
-        model = load([f"checkpoint={write(quantization_config=stated)}"]).model
+    def read(**fields: Any) -> tuple[str | None, list[str], dict[str, str]]:
+        model = load([f"checkpoint={write(quantization_config=fields)}"]).model
         return model.fmt, model.plain, model.formats
 
     rules = {r"-:.*\.gate": {}, r"+:.*\.v_proj": {"bits": 8}, r".*\.0\..*": {"group_size": 64, "desc_act": True}}
@@ -444,10 +444,10 @@ def test_modules_may_have_formats_of_their_own(write: Write):
 )
 def test_exceptions_of_a_model_that_reads_images_are_of_its_text(pattern: str, q: bool, mlp: bool, head: bool):
     modules = ["model.layers.3.self_attn.q_proj", "model.layers.3.mlp.up_proj", "lm_head"]
-    stated = {"quant_method": "fp8", "ignore": [pattern]}
-    (stored,) = quantization.read({"quantization_config": stated, "vision_config": {}}).plain
+    fields = {"quant_method": "fp8", "ignore": [pattern]}
+    (stored,) = quantization.read({"quantization_config": fields, "vision_config": {}}).plain
     assert [matches(module, stored) for module in modules] == [q, mlp, head]
-    kept = quantization.read({"quantization_config": stated}).plain  # of other models, as stated
+    kept = quantization.read({"quantization_config": fields}).plain  # of other models, as written
     assert kept == [pattern]
 
 
@@ -456,8 +456,8 @@ def test_formats_of_a_model_that_reads_images_are_of_its_text():
         "targets": ["re:model.language_model.*mlp.*"],
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
     }
-    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
-    read = quantization.read({"quantization_config": stated, "vision_config": {}})
+    fields = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    read = quantization.read({"quantization_config": fields, "vision_config": {}})
     modules = ["model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj"]
     assert [format_of(each, read.fmt, read.plain, read.formats) for each in modules] == [
         "ct_fp8[1, *]",
@@ -467,14 +467,14 @@ def test_formats_of_a_model_that_reads_images_are_of_its_text():
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers", "ignore"])
 def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
-    stated = {"quant_method": "fp8", key: ["lm_head", "re:.*gate$"]}
-    assert load([f"checkpoint={write(quantization_config=stated)}"]).model.plain == ["lm_head", "re:.*gate$"]
-    stated = {"quant_method": "fp8", key: None}
-    assert load([f"checkpoint={write(quantization_config=stated)}"]).model.plain == []
+    fields = {"quant_method": "fp8", key: ["lm_head", "re:.*gate$"]}
+    assert load([f"checkpoint={write(quantization_config=fields)}"]).model.plain == ["lm_head", "re:.*gate$"]
+    fields = {"quant_method": "fp8", key: None}
+    assert load([f"checkpoint={write(quantization_config=fields)}"]).model.plain == []
 
 
 @pytest.mark.parametrize(
-    ("stated", "message"),
+    ("fields", "message"),
     [
         ({"quant_method": "bitsandbytes"}, 'quantization_config.quant_method="bitsandbytes" is not supported \\(supported: fp8, .*; take the checkpoint that it was made of'),
         ({"quant_method": "fp7"}, 'quantization_config.quant_method="fp7" is not supported \\(supported: fp8, fbgemm_fp8, compressed-tensors'),
@@ -509,14 +509,14 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         (compressed(type="float", num_bits=8, strategy="channel", scale_dtype="torch.uint8"), 'weights.strategy="channel" is not supported'),
     ],
 )  # fmt: skip
-def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dict[str, Any], message: str):
+def test_a_stored_format_that_is_not_known_is_one_line(write: Write, fields: dict[str, Any], message: str):
     with pytest.raises(UnsupportedError, match=message) as error:
-        load([f"checkpoint={write(quantization_config=stated)}"])
+        load([f"checkpoint={write(quantization_config=fields)}"])
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("stated", "message"),
+    ("fields", "message"),
     [
         ([], r"quantization_config=\[\] in its config.json is not an object"),
         ("fp8", 'quantization_config="fp8" in its config.json is not an object'),
@@ -536,18 +536,18 @@ def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dic
         ({"quant_method": "fp8", "modules_to_not_convert": "self_attn"}, 'modules_to_not_convert="self_attn" in its config.json is not a list'),
     ],
 )  # fmt: skip
-def test_a_malformed_quantization_config_is_one_line_that_names_the_key(write: Write, stated: Any, message: str):
+def test_a_malformed_quantization_config_is_one_line_that_names_the_key(write: Write, fields: Any, message: str):
     with pytest.raises(CheckpointError, match=message) as error:
-        load([f"checkpoint={write(quantization_config=stated)}"])
+        load([f"checkpoint={write(quantization_config=fields)}"])
     assert "\n" not in str(error.value)
-    assert load([f"checkpoint={write(quantization_config=stated)}", "model.fmt=none"]).model.fmt is None
+    assert load([f"checkpoint={write(quantization_config=fields)}", "model.fmt=none"]).model.fmt is None
 
 
 def test_the_stored_format_may_be_set(write: Write):
-    stated = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignore": ["lm_head"]}
+    fields = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignore": ["lm_head"]}
 
     def loaded(*overrides: str) -> tuple[str | None, list[str]]:
-        model = load([f"checkpoint={write(quantization_config=stated)}", *overrides]).model
+        model = load([f"checkpoint={write(quantization_config=fields)}", *overrides]).model
         return model.fmt, model.plain
 
     assert loaded("model.fmt=auto") == ("fp8[128, 128]", ["lm_head"])
@@ -588,15 +588,15 @@ def test_qwen2_has_a_bias_on_q_k_and_v_only(write: Write):
 
 @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_the_window_of_qwen_counts_where_it_is_used(write: Write, name: str):
-    stated = {"architectures": [name], "sliding_window": 64, "max_window_layers": 2}
-    assert load([f"checkpoint={write(**stated, use_sliding_window=False)}"]).model.attention.window is None
-    attention = load([f"checkpoint={write(**stated, use_sliding_window=True)}"]).model.attention
+    fields = {"architectures": [name], "sliding_window": 64, "max_window_layers": 2}
+    assert load([f"checkpoint={write(**fields, use_sliding_window=False)}"]).model.attention.window is None
+    attention = load([f"checkpoint={write(**fields, use_sliding_window=True)}"]).model.attention
     assert (attention.window, attention.window_from, attention.layer_types) == (64, 2, None)
     types = ["full_attention", "sliding_attention", "full_attention"]
-    attention = load([f"checkpoint={write(**stated, use_sliding_window=True, layer_types=types)}"]).model.attention
+    attention = load([f"checkpoint={write(**fields, use_sliding_window=True, layer_types=types)}"]).model.attention
     assert attention.layer_types == types
-    stated |= {"use_sliding_window": True, "layer_types": types}
-    assert load([f"checkpoint={write(**stated)}", "model.layers=2"]).model.attention.layer_types == types[:2]
+    fields |= {"use_sliding_window": True, "layer_types": types}
+    assert load([f"checkpoint={write(**fields)}", "model.layers=2"]).model.attention.layer_types == types[:2]
 
 
 def test_qwen3_norms_each_head(write: Write):
@@ -604,26 +604,26 @@ def test_qwen3_norms_each_head(write: Write):
     assert (attention.qk_norm, attention.bias, attention.head_dim) == ("per_head", False, 128)
 
 
-@pytest.mark.parametrize(("stated", "window"), [(4096, 4096), (None, None)])
-def test_mistrals_window_is_every_layers(write: Write, stated: int | None, window: int | None):
+@pytest.mark.parametrize(("value", "window"), [(4096, 4096), (None, None)])
+def test_mistrals_window_is_every_layers(write: Write, value: int | None, window: int | None):
     attention = load(
-        [f"checkpoint={write(architectures=['MistralForCausalLM'], sliding_window=stated)}"]
+        [f"checkpoint={write(architectures=['MistralForCausalLM'], sliding_window=value)}"]
     ).model.attention
     assert (attention.window, attention.window_from, attention.bias) == (window, 0, False)
 
 
 def test_exaone_4_has_full_attention_where_its_pattern_says_so(write: Write):
-    stated = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 8}
+    fields = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 8}
     reference = transformers.Exaone4Config(num_hidden_layers=7, sliding_window=8, sliding_window_pattern=3)
-    attention = load([f"checkpoint={write(**stated, sliding_window_pattern=3)}"]).model.attention
+    attention = load([f"checkpoint={write(**fields, sliding_window_pattern=3)}"]).model.attention
     windows = ["full_attention" if window_of(attention, layer) is None else "sliding_attention" for layer in range(7)]
     assert windows == reference.layer_types
     types = ["sliding_attention"] * 7  # which count if a pattern in another form is next to them
-    assert load([f"checkpoint={write(**stated, layer_types=types, sliding_window_pattern='LLLG')}"]).model.layers == 7
+    assert load([f"checkpoint={write(**fields, layer_types=types, sliding_window_pattern='LLLG')}"]).model.layers == 7
 
 
 @pytest.mark.parametrize(
-    ("stated", "expected"),
+    ("fields", "expected"),
     [
         ({}, {"kind": "default", "theta": 10000.0, "factor": 1.0, "partial": 1.0}),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"kind": "linear", "theta": 5e5, "factor": 2.5}),
@@ -641,13 +641,13 @@ def test_exaone_4_has_full_attention_where_its_pattern_says_so(write: Write):
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}, {"partial": 0.5}),
     ],
 )  # fmt: skip
-def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str, Any], expected: dict[str, Any]):
-    rope = dataclasses.asdict(load([f"checkpoint={write(**stated)}"]).model.attention.rope)
+def test_rope_is_read_in_the_old_form_and_the_new(write: Write, fields: dict[str, Any], expected: dict[str, Any]):
+    rope = dataclasses.asdict(load([f"checkpoint={write(**fields)}"]).model.attention.rope)
     assert {key: rope[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("stated", "message"),
+    ("fields", "message"),
     [
         ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "rope.kind=xpos is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "kind linear needs a factor"),
@@ -666,9 +666,9 @@ def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str
         ({**QWEN3, "layer_types": ["full_attention", "full_attention", "linear"]}, "layer_types: layer type linear is not supported"),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_is_one_line(write: Write, stated: dict[str, Any], message: str):
+def test_a_model_that_cannot_be_is_one_line(write: Write, fields: dict[str, Any], message: str):
     with pytest.raises((ConfigError, UnsupportedError), match=message) as error:
-        load([f"checkpoint={write(**stated)}"])
+        load([f"checkpoint={write(**fields)}"])
     assert "\n" not in str(error.value)
 
 
@@ -686,13 +686,13 @@ attention:
   rope: {partial: "${hf:rope_parameters.partial_rotary_factor,0.25}"}
 """,
     )
-    stated = {"architectures": ["StableLmForCausalLM"], "rope_theta": 1e4, "use_qkv_bias": True, "hidden_size": 64}
-    model = load([f"checkpoint={write(**stated, use_parallel_residual=True)}"], config_dirs=[folder]).model
+    fields = {"architectures": ["StableLmForCausalLM"], "rope_theta": 1e4, "use_qkv_bias": True, "hidden_size": 64}
+    model = load([f"checkpoint={write(**fields, use_parallel_residual=True)}"], config_dirs=[folder]).model
     assert (model.residual, model.norm.kind, model.norm.eps, model.norm.bias) == ("parallel", "layer", 1e-5, True)
     assert (model.attention.bias, model.attention.o_bias, model.attention.rope.partial) == (True, False, 0.25)
-    assert load([f"checkpoint={write(**stated)}"], config_dirs=[folder]).model.residual == "sequential"
+    assert load([f"checkpoint={write(**fields)}"], config_dirs=[folder]).model.residual == "sequential"
     with pytest.raises(UnsupportedError, match=r"qk_norm=per_head_layer is not supported \(supported: none, per_head"):
-        load([f"checkpoint={write(**stated, qk_layernorm=True)}"], config_dirs=[folder])
+        load([f"checkpoint={write(**fields, qk_layernorm=True)}"], config_dirs=[folder])
 
 
 def test_a_folder_named_like_a_field_does_no_harm(write: Write, tmp_path: Path):
@@ -997,10 +997,10 @@ def test_fp8_of_the_cache_has_two_spellings(typed: str):
 
 
 @pytest.mark.parametrize(
-    ("key", "stated"), [("torch_dtype", "float16"), ("dtype", "float16"), ("dtype", "torch.float16")]
+    ("key", "value"), [("torch_dtype", "float16"), ("dtype", "float16"), ("dtype", "torch.float16")]
 )
-def test_auto_is_the_dtype_of_the_checkpoint(write: Write, key: str, stated: str):
-    config = load([f"checkpoint={write(**{'torch_dtype': ..., key: stated})}"])
+def test_auto_is_the_dtype_of_the_checkpoint(write: Write, key: str, value: str):
+    config = load([f"checkpoint={write(**{'torch_dtype': ..., key: value})}"])
     assert (config.dtype, config.serve.kv_cache_dtype) == ("fp16", "fp16")
     assert load([f"checkpoint={write(torch_dtype=...)}"]).dtype == "bf16"
 
@@ -1178,26 +1178,26 @@ def test_drafts_are_looked_up_by_so_many_tokens():
     assert load(["serve.method=ngram", "device=cpu"]).serve.max_verified_tokens is None
     with pytest.raises(ConfigError, match=r"^serve.prompt_lookup_min=5 is more than serve.prompt_lookup_max=4; raise"):
         load(["serve.method=ngram", "serve.prompt_lookup_min=5", "serve.prompt_lookup_max=4", "device=cpu"])
-    for stated, sizes in (([], (2, 4)), (["min=5"], (5, 5)), (["max=1"], (1, 1)), (["min=1", "max=9"], (1, 9))):
-        serve = load(["serve.method=ngram", *(f"serve.prompt_lookup_{each}" for each in stated), "device=cpu"]).serve
+    for options, sizes in (([], (2, 4)), (["min=5"], (5, 5)), (["max=1"], (1, 1)), (["min=1", "max=9"], (1, 9))):
+        serve = load(["serve.method=ngram", *(f"serve.prompt_lookup_{each}" for each in options), "device=cpu"]).serve
         assert (serve.prompt_lookup_min, serve.prompt_lookup_max) == sizes
     with pytest.raises(ConfigError, match=r"^serve.num_speculative_tokens=8 must be"):
         load(["serve.num_speculative_tokens=8"])
 
 
-@pytest.mark.parametrize("stated", ["num_speculative_tokens=5", "max_verified_tokens=4"])
-def test_numbers_of_drafts_are_refused_where_nothing_drafts(stated: str):
+@pytest.mark.parametrize("field", ["num_speculative_tokens=5", "max_verified_tokens=4"])
+def test_numbers_of_drafts_are_refused_where_nothing_drafts(field: str):
     with pytest.raises(
-        ConfigError, match=rf"^serve.{stated} drafts nothing by itself; set serve.method, or leave it out"
+        ConfigError, match=rf"^serve.{field} drafts nothing by itself; set serve.method, or leave it out"
     ):
-        load([f"serve.{stated}", "device=cpu"])
+        load([f"serve.{field}", "device=cpu"])
 
 
 @pytest.mark.parametrize("method", ["null", "mtp"])
-@pytest.mark.parametrize("stated", ["prompt_lookup_min=3", "prompt_lookup_max=3"])
-def test_what_is_looked_up_is_refused_where_nothing_is(stated: str, method: str):
-    with pytest.raises(ConfigError, match=rf"^serve.{stated} is read only by serve.method=ngram; set that, or leave"):
-        load([f"serve.method={method}", f"serve.{stated}", "device=cpu"])
+@pytest.mark.parametrize("field", ["prompt_lookup_min=3", "prompt_lookup_max=3"])
+def test_what_is_looked_up_is_refused_where_nothing_is(field: str, method: str):
+    with pytest.raises(ConfigError, match=rf"^serve.{field} is read only by serve.method=ngram; set that, or leave"):
+        load([f"serve.method={method}", f"serve.{field}", "device=cpu"])
 
 
 def test_drafts_are_accepted_by_chance_where_weights_are_random():
@@ -1246,8 +1246,8 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
     for job in ("compile", "explain", "cache"):  # which start no rank
         assert load(["parallel=tp9", "device=cuda", f"job={job}"]).parallel.num_ranks == 9
     there = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"
-    for fields, stated in (("parallel=tp4", "tensor=4"), ("parallel=tp2_pp2", "tensor=2 parallel.pipeline=2")):
-        with pytest.raises(UnsupportedError, match=f"^parallel.{stated} {there}"):
+    for fields, needed in (("parallel=tp4", "tensor=4"), ("parallel=tp2_pp2", "tensor=2 parallel.pipeline=2")):
+        with pytest.raises(UnsupportedError, match=f"^parallel.{needed} {there}"):
             load([fields, "device=cuda"])
     of_a_cluster = load(["parallel=tp9", "device=cuda", "parallel.launcher=ray"])  # whose GPUs Ray counts
     assert of_a_cluster.parallel.num_ranks == 9
@@ -1307,8 +1307,8 @@ def test_keyword_arguments_of_the_engine_are_overrides():
 
 
 def test_the_generation_config_sets_what_nobody_else_does(write: Write):
-    stated = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "eos_token_id": 3, "min_p": None}
-    path = write(generation=stated)
+    values = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "eos_token_id": 3, "min_p": None}
+    path = write(generation=values)
     for job in ("serve", "generate"):
         config = load([f"checkpoint={path}", "sampling.top_k=5", f"job={job}"])
         sampling = config.sampling
@@ -1390,7 +1390,7 @@ TRANSFORMERS_DEFAULTS = {  # of its GenerationConfig, which older versions of it
 
 
 @pytest.mark.parametrize(
-    ("stated", "unused"),
+    ("fields", "unused"),
     [
         ({}, {}),
         (TRANSFORMERS_DEFAULTS, {}),
@@ -1404,8 +1404,8 @@ TRANSFORMERS_DEFAULTS = {  # of its GenerationConfig, which older versions of it
         ({"typical_p": 0.9, "do_sample": False}, {}),  # this is for what is sampled
     ],
 )
-def test_values_that_change_answers_only_in_transformers_are_unused(stated: dict[str, Any], unused: dict[str, Any]):
-    assert unused_values(stated) == unused
+def test_values_that_change_answers_only_in_transformers_are_unused(fields: dict[str, Any], unused: dict[str, Any]):
+    assert unused_values(fields) == unused
 
 
 def test_a_recipe_gives_way_to_the_users_own(tmp_path: Path):

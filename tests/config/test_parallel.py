@@ -37,8 +37,8 @@ def test_torchrun_says_the_rank_and_where_the_driver_is(said: pytest.MonkeyPatch
     assert (config.rank, config.parallel.address) == (2, "tcp://10.0.0.1:29501")
     said.setenv("MASTER_ADDR", "fd00::1")
     assert load(fields).parallel.address == "tcp://[fd00::1]:29501"
-    stated = load([*fields, "parallel.address=tcp://node0:7000", "advanced.torchrun.rank=0"])
-    assert (stated.rank, stated.parallel.address) == (0, "tcp://node0:7000")
+    explicit = load([*fields, "parallel.address=tcp://node0:7000", "advanced.torchrun.rank=0"])
+    assert (explicit.rank, explicit.parallel.address) == (0, "tcp://node0:7000")
 
 
 def own_device_of(fields: list[str]) -> str:

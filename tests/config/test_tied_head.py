@@ -157,7 +157,7 @@ def test_the_ranks_share_a_head_that_differs(tmp_path: Path, thread_ranks: list[
 
 def test_a_packed_head_is_used(tmp_path: Path) -> None:
     folder = save("llama_tied", tmp_path, pack_other)
-    stated = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     group = {"targets": ["re:lm_head"], "weights": weights, "input_activations": None}
     quantization = {
@@ -165,7 +165,7 @@ def test_a_packed_head_is_used(tmp_path: Path) -> None:
         "format": "int-quantized",
         "config_groups": {"group_0": group},
     }
-    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": {**quantization, "ignore": []}}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {**quantization, "ignore": []}}))
 
     def unpack(tensors: dict[str, Tensor]) -> None:
         pack_other(tensors)

@@ -131,12 +131,12 @@ def test_a_flag_is_an_override(typed: str):
 
 
 def test_vllms_speculative_config_is_our_fields():
-    stated = '{"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 2}'
+    given = '{"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 2}'
     expected = ["serve.method='eagle3'", "serve.draft_model='org/draft'", "serve.num_speculative_tokens=2"]
-    assert parse("--speculative-config", stated).overrides() == expected
+    assert parse("--speculative-config", given).overrides() == expected
     assert parse("--speculative_config", '{"method": "draft_model"}').overrides() == ["serve.method='draft'"]
-    stated = '{"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 3, "synthetic_acceptance_length": 2.5}'
-    assert parse("--speculative-config", stated).overrides() == [
+    given = '{"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 3, "synthetic_acceptance_length": 2.5}'
+    assert parse("--speculative-config", given).overrides() == [
         "serve.method='ngram'",
         "serve.prompt_lookup_max=5",
         "serve.prompt_lookup_min=3",
@@ -145,7 +145,7 @@ def test_vllms_speculative_config_is_our_fields():
 
 
 @pytest.mark.parametrize(
-    ("stated", "reason"),
+    ("given", "reason"),
     [
         (
             '{"metod": "ngram"}',
@@ -156,9 +156,9 @@ def test_vllms_speculative_config_is_our_fields():
         ("[1]", "--speculative-config=[1] is no JSON object"),
     ],
 )
-def test_a_speculative_config_that_is_not_understood_is_refused(stated: str, reason: str):
+def test_a_speculative_config_that_is_not_understood_is_refused(given: str, reason: str):
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        parse("--speculative-config", stated).overrides()
+        parse("--speculative-config", given).overrides()
 
 
 def test_a_flag_that_is_not_given_overrides_nothing():

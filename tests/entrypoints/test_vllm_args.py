@@ -314,12 +314,12 @@ def test_a_folder_has_the_generation_config(tmp_path: Path):
 
 def test_rocm_atoms_online_quantization_is_quant(tmp_path: Path):
     (tmp_path / "config.json").write_text((CONFIGS / "qwen3_30b_a3b.json").read_text())
-    stated = {
+    given = {
         "global_quant_config": "ptpc_fp8",
         "layer_quant_config": {"*expert*": "mxfp4"},
         "exclude_layer": ["lm_head", "model.embed_tokens", "*o_proj"],
     }
-    quant = load(parse([str(tmp_path), "--online_quant_config", json.dumps(stated)]).overrides()).quant
+    quant = load(parse([str(tmp_path), "--online_quant_config", json.dumps(given)]).overrides()).quant
     assert (quant.fmt, quant.experts, quant.head, quant.plain) == ("fp8[1, *]", "mxfp4", "plain", ["*o_proj"])
 
 

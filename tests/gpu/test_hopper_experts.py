@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="there i
 SIZES = {**WIDE_MOE, "hidden_size": 384, "moe_intermediate_size": 256, "num_experts": 4, "head_dim": 64,
          "max_position_embeddings": 1024}  # fmt: skip
 EXPERTS, SPAN = SIZES["num_experts"], 128
-BLOCKS = Layout({**LAYOUTS["deepseek"].stated, "weight_block_size": [SPAN, SPAN]}, fp8((SPAN, SPAN), "_scale_inv"))
+BLOCKS = Layout({**LAYOUTS["deepseek"].config, "weight_block_size": [SPAN, SPAN]}, fp8((SPAN, SPAN), "_scale_inv"))
 CASES = {
     "blocks": BLOCKS,
     "FP8_DYNAMIC": LAYOUTS["FP8_DYNAMIC"],

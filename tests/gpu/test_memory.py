@@ -38,8 +38,8 @@ WAYS: list[dict[str, Any]] = [
 @pytest.fixture
 def large_vocab(checkpoints: Any, tmp_path: Path) -> dict[str, Any]:
     """The fields of an engine on random weights, of a tiny model with a large vocabulary."""
-    stated = json.loads((checkpoints("qwen3") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**stated, "vocab_size": VOCAB}))
+    config = json.loads((checkpoints("qwen3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB}))
     return {"model": str(tmp_path), "device": "cuda", "dtype": "bf16", "load_dummy": True, "num_kvcache_blocks": 256,
             "max_num_batched_tokens": 512}  # fmt: skip
 

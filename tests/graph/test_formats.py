@@ -38,7 +38,7 @@ def test_bytes_of_a_weight(shape: tuple[int, ...], fmt: str | None, expected: in
     assert Type("fp32", shape, fmt).num_bytes == (expected if fmt else 2 * expected)
 
 
-def test_a_block_may_be_stated():
+def test_a_block_may_be_explicit():
     assert parse_format("int4").block == (1, 128)
     assert parse_format("int4[16, *]").block == (16, None)
     assert parse_format("int4[16, *]")._replace(block=(1, 128)) == FORMATS["int4"]

@@ -67,7 +67,7 @@ def test_json_has_one_object_a_prompt(run: Any, checkpoints: Any, references: An
 
 def test_the_checkpoint_s_sampling_counts_where_nobody_else_sets_it(run: Any, checkpoints: Any, tmp_path: Path):
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "llama")
-    stated = {
+    generation = {
         "temperature": 0.6,
         "top_k": 1,
         "max_new_tokens": 4,
@@ -75,7 +75,7 @@ def test_the_checkpoint_s_sampling_counts_where_nobody_else_sets_it(run: Any, ch
         "suppress_tokens": [1],
         "min_length": 0,
     }
-    (folder / "generation_config.json").write_text(json.dumps(stated))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     given = [f"checkpoint={folder}", "prompts=[[1,2]]", "job.output=json", "level=1", "sampling.ignore_eos=true"]
     code, out, err = run(*given)
     assert (code, json.loads(out)["num_tokens_output"]) == (0, 4)

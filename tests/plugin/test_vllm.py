@@ -50,9 +50,9 @@ def make(cache: Path) -> Make:
     def make(folder: Path, *overrides: str, level: int = 1, device: str = "cpu", **fields: Any) -> Any:
         from atom.plugin.vllm.model import AtomForCausalLM
 
-        stated = {name: fields.pop(name) for name in list(fields) if name in vllm.ModelConfig.__annotations__}
+        given = {name: fields.pop(name) for name in list(fields) if name in vllm.ModelConfig.__annotations__}
         own = {"atom": [f"level={level}", f"cache={cache}", *overrides]}
-        config = vllm.VllmConfig(vllm.ModelConfig(str(folder), **stated), additional_config=own, **fields)
+        config = vllm.VllmConfig(vllm.ModelConfig(str(folder), **given), additional_config=own, **fields)
         vllm.context.config = config
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)  # vLLM sets the model's, which nothing of ours may depend on
@@ -278,8 +278,8 @@ def test_flags_of_vllm_are_overrides_of_atom():
     config.additional_config = {"atom": ["passes.fuse_qkv=false"]}
     made = overrides_of(config)
     assert made[-1] == "passes.fuse_qkv=false"
-    stated = dict(each.split("=", 1) for each in made)
-    assert {key: value.strip("'") for key, value in stated.items() if not key.startswith("passes")} == {
+    overrides = dict(each.split("=", 1) for each in made)
+    assert {key: value.strip("'") for key, value in overrides.items() if not key.startswith("passes")} == {
         "checkpoint": "/models/mine", "revision": "null", "dtype": "bf16", "device": "cpu", "job": "explain",
         "serve.max_model_len": "4096", "serve.kv_cache_dtype": "fp8", "parallel.tensor": "4", "parallel.experts": "4",
         "quant": "fp8",

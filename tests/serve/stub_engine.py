@@ -326,8 +326,8 @@ def open_breaking(names: list[str], start: Start, progress: Progress) -> Engine:
 
 
 def main() -> int:
-    stated, *rest = sys.argv[1:]
-    options = Options(**json.loads(stated))
+    encoded, *rest = sys.argv[1:]
+    options = Options(**json.loads(encoded))
     if rest[0] == "--engine":
         from atom.serve.engine import worker
 
@@ -351,7 +351,7 @@ def main() -> int:
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)
-        return await server.Server(config, (sys.executable, str(Path(__file__)), stated, "--engine")).run()
+        return await server.Server(config, (sys.executable, str(Path(__file__)), encoded, "--engine")).run()
 
     return report(lambda: server.run_loop(serve, config.serve.http))
 

@@ -63,8 +63,8 @@ def costs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
         (folder / "config.json").write_text(text)
         return read_costs(compile_graph(load([f"checkpoint={folder}", "level=1", "device=cpu", *overrides])))
 
-    def costs_of(stated: Any, *overrides: str) -> dict[str, Costs]:
-        text = (CONFIGS / f"{stated}.json").read_text() if isinstance(stated, str) else json.dumps(stated)
+    def costs_of(config: Any, *overrides: str) -> dict[str, Costs]:
+        text = (CONFIGS / f"{config}.json").read_text() if isinstance(config, str) else json.dumps(config)
         return read(text, *overrides)
 
     return costs_of
@@ -119,7 +119,7 @@ def uniform(num: int) -> list[tuple[int, int]]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("model", "lengths", "what", "stated", "tolerance"),
+    ("model", "lengths", "what", "published", "tolerance"),
     [
         (QWEN3_8B, [(128, 256)], "output", 295, 0.01),
         (QWEN3_8B, [(1024, 256)] * 32, "output", 4676, 0.01),
@@ -130,12 +130,12 @@ def uniform(num: int) -> list[tuple[int, int]]:
     ],
 )
 def test_the_limits_of_one_h200(
-    model: Any, lengths: list[tuple[int, int]], what: str, stated: float, tolerance: float, costs_of: Any
+    model: Any, lengths: list[tuple[int, int]], what: str, published: float, tolerance: float, costs_of: Any
 ):
     costs, steps = costs_of(model), steps_of(lengths)
     seconds = sum(H200.seconds(total(step_work(costs, step).values())) for step in steps)
     num_tokens = sum(num_in if what == "input" else num_out for num_in, num_out in lengths)
-    assert num_tokens / seconds == pytest.approx(stated, rel=tolerance)
+    assert num_tokens / seconds == pytest.approx(published, rel=tolerance)
 
 
 def test_rows_past_the_end_of_their_sequence_are_no_work():

@@ -304,10 +304,10 @@ def test_parameters_are_the_published_ones(name: str, sizes: Any):
     result = sizes(name)
     assert result["parameters"] == sum(part.rows * part.columns * part.count for part in parts)
     assert result["active_parameters"] == sum(part.rows * part.columns * part.num_active for part in parts)
-    stated = PUBLISHED[name]
-    embedding = c["vocab_size"] * c["hidden_size"] if stated.counts_embedding else 0
-    assert result["parameters"] == pytest.approx(stated.parameters, rel=0.03)
-    assert result["active_parameters"] + embedding == pytest.approx(stated.active, rel=0.03)
+    published = PUBLISHED[name]
+    embedding = c["vocab_size"] * c["hidden_size"] if published.counts_embedding else 0
+    assert result["parameters"] == pytest.approx(published.parameters, rel=0.03)
+    assert result["active_parameters"] + embedding == pytest.approx(published.active, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -778,8 +778,8 @@ def test_it_says_how_many_tokens_are_drafted_and_what_was_measured(
     _, out, _ = run(*texts)
     assert "3 up to 2 sequences, 1 up to 4 sequences, above none" in out
     assert "1.000, 1.250 ms a step of 8 sequences with 0, 1, … drafts of each" in out and out.count("ms a step") == 1
-    stated = explain(*texts, "serve.max_verified_tokens=6")
-    assert stated["draft_counts"] == {"1": 3, "2": 2, "3": 1} and "draft_times" not in stated
+    explicit = explain(*texts, "serve.max_verified_tokens=6")
+    assert explicit["draft_counts"] == {"1": 3, "2": 2, "3": 1} and "draft_times" not in explicit
 
 
 # the page

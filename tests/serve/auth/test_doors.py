@@ -312,10 +312,10 @@ def test_a_refusal_is_signed_too_and_a_list_may_be_empty(doors: Server):
     name, key = public_key(doors)
     answer = wire.ask(doors.url, "POST", "/v1/completions", {"prompt": []}, DAVE | {"accept-signature": "s=()"})
     assert answer.status == 400
-    stated = answer.headers["signature-input"].removeprefix("s=")
-    assert re.fullmatch(rf'\("@status" "content-digest"\);created=\d+;keyid="{name}"', stated)
+    covered = answer.headers["signature-input"].removeprefix("s=")
+    assert re.fullmatch(rf'\("@status" "content-digest"\);created=\d+;keyid="{name}"', covered)
     digest = base64.b64encode(hashlib.sha256(answer.body).digest()).decode()
-    base = f'"@status": 400\n"content-digest": sha-256=:{digest}:\n"@signature-params": {stated}'
+    base = f'"@status": 400\n"content-digest": sha-256=:{digest}:\n"@signature-params": {covered}'
     key.verify(base64.b64decode(answer.headers["signature"].removeprefix("s=:").removesuffix(":")), base.encode())
     assert "signature" not in wire.ask(doors.url, "GET", "/v1/models", headers={"accept-signature": "s=()"}).headers, (
         "nobody's"
@@ -335,10 +335,10 @@ def test_a_stream_is_signed_in_its_last_comments(doors: Server, path: str, body:
     assert set(lines) == {"content-digest", "signature-input", "signature"}
     digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
     assert lines["content-digest"] == f"sha-256=:{digest}:"
-    stated = lines["signature-input"].removeprefix("s=")
-    assert stated.startswith('("@status" "content-type" "@path";req "content-digest";tr);created=')
+    covered = lines["signature-input"].removeprefix("s=")
+    assert covered.startswith('("@status" "content-type" "@path";req "content-digest";tr);created=')
     base = f'"@status": 200\n"content-type": {answer.headers["content-type"]}\n"@path";req: {path}\n'
-    base += f'"content-digest";tr: sha-256=:{digest}:\n"@signature-params": {stated}'
+    base += f'"content-digest";tr: sha-256=:{digest}:\n"@signature-params": {covered}'
     key.verify(base64.b64decode(lines["signature"].removeprefix("s=:").removesuffix(":")), base.encode())
     assert text.count(b"word") >= 2 and text.endswith(b"\n\n")
 

@@ -77,8 +77,8 @@ def test_the_example_of_the_rfc_is_verified_and_signed_to_the_same_bytes():
     fields = Fields([*REQUEST, (b"Signature-Input", INPUT.encode()), (b"Signature", f"sig-b26=:{VALUE}:".encode())])
     (found,) = find_signatures(fields)
     resolve = request_components(scope(), fields)
-    base, stated = signature_base(found.components, found.parameters, resolve)
-    assert base.decode() == BASE and f"sig-b26={stated}" == INPUT
+    base, parameters = signature_base(found.components, found.parameters, resolve)
+    assert base.decode() == BASE and f"sig-b26={parameters}" == INPUT
     load_public_key("here", PUBLIC).verify(found.value, base)
     signed = sign(rfc_key(), "sig-b26", found.components, found.parameters, resolve)
     assert signed == (INPUT, f"sig-b26=:{VALUE}:")
@@ -108,12 +108,12 @@ def test_fields_as_the_rfc_combines_them():
 
 
 def test_digests_of_the_rfcs():
-    for stated in (
+    for value in (
         REQUEST[3][1].decode(),
         "sha-256=:X48E9qOokqqrvdts8nOJRJN3OWDUoyWxBf7kbu9DBPE=:",  # RFC 9530, appendix B.1
         "unknown=:AAAA:, sha-256=:X48E9qOokqqrvdts8nOJRJN3OWDUoyWxBf7kbu9DBPE=:",
     ):
-        digest = BodyDigest(stated)
+        digest = BodyDigest(value)
         digest.update(BODY[:5])
         digest.update(BODY[5:])
         digest.check()
@@ -140,12 +140,12 @@ def signed(
     parameters: dict[str, Any] | None = None, covered: list[str] = COVERED, key: Ed25519PrivateKey = KEY, **changed: Any
 ) -> tuple[list[Signature], Any]:
     """A signature of the request, and the components of what arrives, which may have been changed since."""
-    stated = {"created": int(NOW), "keyid": "alice", "nonce": "one"} | (parameters or {})
+    values = {"created": int(NOW), "keyid": "alice", "nonce": "one"} | (parameters or {})
     given_scope = {"query": b""} | changed.pop("signed_scope", {})
     fields = Fields([(b"host", b"a.example"), (b"content-digest", content_digest(b"x" * 32).encode())])
     components = [Component(name) for name in covered]
-    stated = {name: value for name, value in stated.items() if value is not None}
-    head = sign(key, "sig", components, stated, request_components(scope(**given_scope), fields))
+    values = {name: value for name, value in values.items() if value is not None}
+    head = sign(key, "sig", components, values, request_components(scope(**given_scope), fields))
     arrived = [
         (b"host", changed.pop("host", b"a.example")),
         (b"content-digest", content_digest(changed.pop("digest", b"x") * 32).encode()),
@@ -251,8 +251,8 @@ def test_malformed_heads_are_refused_and_no_more(examples: int):
     @example('sig=("a";key=:AA==:);created=1;keyid="alice";nonce="x"', "sig=:AA==:", "")
     @example("sig=(" + '"@method" ' * 40 + ")", "sig=:AA==:", "")
     @example('sig=("ü")', "sig=:AA==:", "")
-    def check(stated: str, value: str, digest: str) -> None:
-        head = [(b"signature-input", stated.encode("latin-1")), (b"signature", value.encode("latin-1"))]
+    def check(header: str, value: str, digest: str) -> None:
+        head = [(b"signature-input", header.encode("latin-1")), (b"signature", value.encode("latin-1"))]
         fields = Fields([(b"host", b"a"), (b"content-digest", digest.encode("latin-1")), *head])
         with pytest.raises(SignatureError):
             verifier().verify(find_signatures(fields), request_components(scope(), fields))
@@ -278,7 +278,7 @@ def test_no_bit_of_a_signature_may_change(at: int, bits: int):
 
 
 @pytest.mark.parametrize(
-    ("stated", "value", "message"),
+    ("header", "value", "message"),
     [
         ('a=("x" "x")', "a=:AA==:", "a component twice"),
         ('a=("x";req "x";req)', "a=:AA==:", "a component twice"),
@@ -295,15 +295,15 @@ def test_no_bit_of_a_signature_may_change(at: int, bits: int):
         ("a=(), b=(), c=(), d=(), e=()", "a=:AA==:", "more than 4 signatures"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_head_is_said(stated: str, value: str, message: str):
+def test_what_is_wrong_with_a_head_is_said(header: str, value: str, message: str):
     with pytest.raises(SignatureError, match=message):
-        find_signatures(Fields([(b"signature-input", stated.encode()), (b"signature", value.encode())]))
+        find_signatures(Fields([(b"signature-input", header.encode()), (b"signature", value.encode())]))
 
 
 def test_a_list_of_components_has_an_end():
-    stated = " ".join(f'"x{number}"' for number in range(33))
+    header = " ".join(f'"x{number}"' for number in range(33))
     with pytest.raises(SignatureError, match="more than 32 components"):
-        parse_components("sig", parse_dictionary("signature-input", f"sig=({stated})")["sig"])
+        parse_components("sig", parse_dictionary("signature-input", f"sig=({header})")["sig"])
 
 
 def test_a_component_that_is_not_there_is_named():

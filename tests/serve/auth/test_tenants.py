@@ -69,15 +69,15 @@ def test_requests_at_a_time_and_a_refused_one_takes_no_turn():
 
 
 @pytest.mark.parametrize(
-    ("own", "stated", "expected"),
+    ("own", "asked", "expected"),
     [(0, 0, 0), (0, -5, 0), (0, 5, 5), (10, 0, 10), (10, -5, 10), (10, 5, 15), (-3, 0, -3), (-3, -5, -3)],
 )
-def test_a_tenants_priority_is_the_best_that_it_can_have(own: int, stated: int, expected: int):
-    assert Tenant("a", Limits(priority=own)).prioritize(stated) == expected
+def test_a_tenants_priority_is_the_best_that_it_can_have(own: int, asked: int, expected: int):
+    assert Tenant("a", Limits(priority=own)).prioritize(asked) == expected
 
 
 def test_without_keys_a_request_has_the_priority_that_it_states():
-    assert [Tenant().prioritize(stated) for stated in (-5, 0, 5)] == [-5, 0, 5]
+    assert [Tenant().prioritize(asked) for asked in (-5, 0, 5)] == [-5, 0, 5]
 
 
 def test_a_file_has_tenants_by_name(tmp_path: Path):
@@ -95,11 +95,11 @@ def test_a_file_has_tenants_by_name(tmp_path: Path):
         assert not batch.is_admin and app.is_admin
         assert app.digests == [digest(b"old"), digest(b"new")] and app.public_key is not None and not batch.public_key
     (tmp_path / "clients.pub").write_text(f"# ours\n{PUBLIC} alice\n\n{PUBLIC} bob of Sales\n")
-    stated = [f"serve.http.api_keys=@{tmp_path}/k.yaml", f"serve.http.public_keys=@{tmp_path}/clients.pub"]
-    found = read_tenants(load(stated).serve.http)
+    given = [f"serve.http.api_keys=@{tmp_path}/k.yaml", f"serve.http.public_keys=@{tmp_path}/clients.pub"]
+    found = read_tenants(load(given).serve.http)
     assert [each.name for each in found] == ["batch", "app", "alice", "bob of Sales"]
     assert all(each.public_key is not None and not each.digests for each in found[2:])
-    twice = load([stated[0], f"serve.http.public_keys=@{tmp_path}/k.yaml"]).serve.http
+    twice = load([given[0], f"serve.http.public_keys=@{tmp_path}/k.yaml"]).serve.http
     with pytest.raises(ConfigError, match="batch is there twice"):
         read_tenants(twice)
 

@@ -82,10 +82,10 @@ async def until(is_true: Callable[[], Any]) -> None:
 
 
 def test_a_replica_that_dies_again_and_again_waits_twice_as_long_each_time(monkeypatch: pytest.MonkeyPatch):
-    stated = [0.1, 0.2, 0.4, 0.4]  # not beyond the longest
+    pauses = [0.1, 0.2, 0.4, 0.4]  # not beyond the longest
 
     async def body(engines: Replicas) -> None:
-        for num_restarts, pause in enumerate(stated):
+        for num_restarts, pause in enumerate(pauses):
             await until(lambda: engines[1].client.state is EngineState.READY)
             assert engines[1].num_restarts == num_restarts
             kill(engines, 1)
@@ -98,7 +98,7 @@ def test_a_replica_that_dies_again_and_again_waits_twice_as_long_each_time(monke
     clock = play(monkeypatch, [[True], [True] * 5], body)
     times = [at for at, number in clock if number == 1]
     assert all(
-        later - earlier >= pause for (earlier, later), pause in zip(itertools.pairwise(times), stated, strict=True)
+        later - earlier >= pause for (earlier, later), pause in zip(itertools.pairwise(times), pauses, strict=True)
     )
 
 

@@ -355,9 +355,9 @@ def test_every_word_of_a_file_is_not_a_key(tmp_path: Path, line: str):
 def test_keys_that_are_none_are_an_error_and_not_an_open_door(tmp_path: Path, content: str):
     file = tmp_path / "keys"
     file.write_text(content)
-    for stated in (f"@{file}", "", "\n \n", ","):
+    for keys in (f"@{file}", "", "\n \n", ","):
         with pytest.raises(ConfigError, match="holds no key"):
-            read_keys(stated)
+            read_keys(keys)
     with pytest.raises(ConfigError, match="No such file"):
         read_keys(f"@{file}.missing")
 

@@ -73,9 +73,9 @@ def test_the_version_names_the_gpus_once_the_engine_has(gpus: str):
 
 def test_the_version_names_the_formats_of_weights(tmp_path: Path):
     config = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
-    stated = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 32}
     described = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "max_position_embeddings": 99, **config}
-    (tmp_path / "config.json").write_text(json.dumps({**described, "quantization_config": stated}))
+    (tmp_path / "config.json").write_text(json.dumps({**described, "quantization_config": quantization}))
     for overrides, expected in {(): ["awq_int4"], ("quant=none",): []}.items():
         assert list_formats(load([f"checkpoint={tmp_path}", *overrides])) == expected
     (tmp_path / "config.json").write_text(json.dumps(described))

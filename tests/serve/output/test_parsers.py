@@ -248,8 +248,8 @@ def test_a_forced_call_wins_over_a_schema(config: Config):
 
 
 def test_channels_are_separated_without_tools(config: Config):
-    for stated in ("auto", "none"):
-        with_format = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls=stated)))
+    for name in ("auto", "none"):
+        with_format = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls=name)))
         parsers = ChatParsers(with_format, None, None, harmony_tokenizer())
         params = parsers.constrain(SamplingParams(), "<|start|>assistant")
         ids = harmony_tokenizer().encode(
@@ -279,8 +279,8 @@ def test_the_content_of_channels_has_its_places(config: Config, choice: str | No
 
 def test_a_format_is_the_one_set_then_the_templates_then_the_model_files(config: Config):
     coder = harmony_tokenizer().with_template("<tool_call>\n<function=f>\n<parameter=p>")
-    stated = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls="glm45")))
-    assert choose_format(stated, coder) == "glm45"
+    explicit = replace(config, serve=replace(config.serve, http=replace(config.serve.http, tool_calls="glm45")))
+    assert choose_format(explicit, coder) == "glm45"
     assert choose_format(config, coder) == "qwen3_coder"
     assert choose_format(config, None) == "tagged_json"
     parsers = ChatParsers(config, [tool("f")], None, coder)

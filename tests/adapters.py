@@ -72,6 +72,6 @@ def merge(model: Any, folder: Path) -> Any:
     fields_of_config = json.loads((folder / "adapter_config.json").read_text())
     for name in (key for key in tensors if ".lora_A." in key):
         module = merged.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-        product = tensors[name.replace(".lora_A.", ".lora_B.")] @ tensors[name]
-        module.weight.data += fields_of_config["lora_alpha"] / fields_of_config["r"] * product
+        delta = tensors[name.replace(".lora_A.", ".lora_B.")] @ tensors[name]
+        module.weight.data += fields_of_config["lora_alpha"] / fields_of_config["r"] * delta
     return merged

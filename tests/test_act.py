@@ -34,7 +34,7 @@ TOKENS = tiny.prompt(60)
 INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 HOPPER = Target("cuda", frozenset({"nvidia", "sm_90"}))
 VNNI = Target("cpu", frozenset({"int8_products"}))
-needs_products = pytest.mark.skipif("int8_products" not in find_target("cpu").features, reason="no such products here")
+needs_int8 = pytest.mark.skipif("int8_products" not in find_target("cpu").features, reason="no int8 dot products here")
 
 
 def quantization_config(activations: dict[str, Any] | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def logits(folder: Path, *overrides: str) -> Tensor:
         engine.close()
 
 
-@needs_products
+@needs_int8
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_many_rows_of_a_w8a8_checkpoint_are_rounded_as_it_says(level: int, tmp_path: Path):
     packed, model = write(tmp_path, INT8)
@@ -95,7 +95,7 @@ def test_many_rows_of_a_w8a8_checkpoint_are_rounded_as_it_says(level: int, tmp_p
     assert torch.equal(logits(packed, "quant.act=int8"), logits(packed))
 
 
-@needs_products
+@needs_int8
 def test_activations_stay_as_they_are_where_nothing_asks_for_8_bits(tmp_path: Path):
     packed, model = write(tmp_path, INT8)
     plain = tiny.logits(model, TOKENS)
@@ -105,7 +105,7 @@ def test_activations_stay_as_they_are_where_nothing_asks_for_8_bits(tmp_path: Pa
     assert_same_logits(logits(packed, few), plain)
 
 
-@needs_products
+@needs_int8
 def test_weights_packed_while_they_load_take_the_format_that_is_asked_for(tmp_path: Path):
     folder = tiny.save("qwen3", tmp_path / "plain")
     asked, plain = (logits(folder, "quant=int8", *more) for more in (["quant.act=int8"], []))
@@ -146,7 +146,7 @@ def test_quark_says_whether_activations_are_integers(inputs: Any, act: str | Non
 
 
 def acts(config: Config, target: Target) -> dict[str | None, int]:
-    """How many products of a lowered text have each format of activations."""
+    """How many linears of a lowered text have each format of activations."""
     graph: Graph = compile_graph(config, target=target)
     found: dict[str | None, int] = {}
     for node in (node for program in graph.programs.values() for node in program.nodes):

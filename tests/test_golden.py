@@ -35,7 +35,7 @@ LOWERED = {
     "deepseek_v3": "latent attention, groups of experts, a shared expert, a first dense layer",
     "gemma2": "softcaps, windows, norms before and after",
     "gemma3": "norms with an offset, q and k normalized by head, two ropes",
-    "gpt_oss": "sinks, windows, biases of experts, interleaved gates and ups",
+    "gpt_oss": "sinks, windows, biases of experts, interleaved gate and up",
     "ministral3": "queries that grow with their position",
     "mixtral": "separate experts that are stacked, and blocks of them",
     "phi": "formats of the embedded GGUF, attention and MLP in parallel, layer norm with bias",

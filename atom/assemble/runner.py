@@ -155,7 +155,7 @@ def measure_costs(runner: Runner) -> None:
 
 
 def use_parameters(model: Model, config: Config, progress: Progress, exchange: Exchange) -> None:
-    """Use what was measured on this GPU, of products and steps with drafts; tune=true first measures products.
+    """Use what was measured on this GPU, of GEMMs and of steps with drafts; tune=true first measures GEMMs.
 
     exchange: that of all ranks, which do so at the same time
     """
@@ -163,7 +163,7 @@ def use_parameters(model: Model, config: Config, progress: Progress, exchange: E
     use_measured(model, tuners, cache, say)
     if config.tune:
         fitting = [each for each in tuners if each.matmuls(model.graph)]
-        for tuner in fitting or tuners[:1]:  # without products, the first one says so
+        for tuner in fitting or tuners[:1]:  # without GEMMs, the first one says so
             tune(model, tuner, cache, progress, say, exchange=exchange)
     if tuners and config.chooses_drafts:
         # until steps are measured any number of drafts may pay, so that kernels are compiled for each

@@ -26,9 +26,9 @@ def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = Non
     vocab: see `table`.
     """
     tokens, positions = write_tokens(writer)
-    turns = rotaries(writer, positions, range(writer.model.layers))
+    rotaries_by_layer = rotaries(writer, positions, range(writer.model.layers))
     states = [embed(writer, tokens, vocab)]
-    for number, rotary in enumerate(turns):
+    for number, rotary in enumerate(rotaries_by_layer):
         states.append(write_layer(writer, states[-1], rotary, number))
     hidden = writer.norm(states[-1], "final_norm", name="hidden")
     writer.program.output(hidden, *(states[number] for number in kept))

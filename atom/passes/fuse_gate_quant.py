@@ -1,4 +1,4 @@
-"""Quantize the output rows of gates for the linear that reads them.
+"""Quantize the output of a gated activation for the linear that reads it.
 
     m = gated_linear(h, W("gate_up"), kind="silu", act="fp8")  ->  m = gated_linear(…, act="fp8", gives="fp8")
     y = linear(m, W("down"), act="fp8")                            y = linear(m, W("down"), act="fp8")
@@ -7,7 +7,7 @@ With many rows, 8 bits per element are written and read, instead of 16 that a se
 of a linear needs no such pass, since both are one call.)
 
 It runs after the choice of kernels: only kernels of one backend, with weights in one layout, pass such rows to each
-other. Declines if another op reads the gates.
+other. Declines if another op reads the output.
 """
 
 from atom.graph import Graph, ops

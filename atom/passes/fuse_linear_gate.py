@@ -3,7 +3,7 @@
     gate_up = linear(h, W("gate_up"))   ->      m = gated_linear(h, W("gate_up"), kind="silu")
     m = gated_activate(gate_up, kind="silu")
 
-Declines if no kernel computes both, if another op reads gate_up, if it has a bias, or gates have a limit.
+Declines if no kernel computes both, if another op reads gate_up, if it has a bias, or the activation has a limit.
 """
 
 from atom.graph import Graph, ops

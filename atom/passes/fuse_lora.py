@@ -1,11 +1,11 @@
-"""Fuse adapters with their linear and the gates after it.
+"""Fuse adapters with their linear and the gated activation after it.
 
     y = linear(x, W("y"))               ->      y = linear(x, cat([W("y"), lora_stack("y.lora_A", …)]))
     y = lora(y, x, lora_stack("y.lora_A", …), b, adapters, …)
                                                 y = expand_lora(y, b, adapters, …)
     m = gated_activate(y, kind="silu")  ->      m = expand_lora(y, b, adapters, …, kind="silu")
 
-Declines if no kernel takes it, the weight is packed, or gates have a limit.
+Declines if no kernel takes it, the weight is packed, or the activation has a limit.
 """
 
 from dataclasses import replace

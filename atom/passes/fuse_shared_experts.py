@@ -107,7 +107,7 @@ def _join(gate_up: Recipe, down: Recipe, shared_both: Recipe, shared_down: Recip
     width, shared_width = int(down.type.shape[2]), int(shared_down.type.shape[1])
     starts = range(0, shared_width, width)
 
-    def gates_and_ups(whole: Recipe, start: int) -> Recipe:
+    def gate_up_chunks(whole: Recipe, start: int) -> Recipe:
         gate, up = (narrow(whole, at, at + width) for at in (start, shared_width + start))
         return cat((gate, up))
 
@@ -116,7 +116,7 @@ def _join(gate_up: Recipe, down: Recipe, shared_both: Recipe, shared_down: Recip
 
     try:
         joined = (
-            cat((gate_up, *(_stack_one(shared_both, gates_and_ups, start) for start in starts))),
+            cat((gate_up, *(_stack_one(shared_both, gate_up_chunks, start) for start in starts))),
             cat((down, *(_stack_one(shared_down, down_of, start) for start in starts))),
         )
         for recipe in joined:

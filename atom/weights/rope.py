@@ -34,9 +34,9 @@ def rope_freqs(recipe: RopeFreqs) -> Tensor:
 def _llama3(recipe: RopeFreqs, freqs: Tensor) -> Tensor:
     """Short wavelengths stay, long ones stretch by the factor, those between are blended."""
     assert recipe.original_max_position is not None, "the recipe checks it"
-    turns = recipe.original_max_position * freqs / (2 * math.pi)  # in the original context
+    rotations = recipe.original_max_position * freqs / (2 * math.pi)  # in the original context
     low, high = recipe.low_freq_factor, recipe.high_freq_factor
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    blend = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * freqs / recipe.factor + blend * freqs
 
 
@@ -44,8 +44,8 @@ def _yarn_share(recipe: RopeFreqs) -> Tensor:
     """The share of each frequency that is kept: 1 with more than beta_fast rotations, 0 with less than beta_slow."""
     assert recipe.original_max_position is not None, "the recipe checks it"
 
-    def dim_of(turns: float) -> float:
-        ratio = recipe.original_max_position / (turns * 2 * math.pi)  # type: ignore[operator]
+    def dim_of(rotations: float) -> float:
+        ratio = recipe.original_max_position / (rotations * 2 * math.pi)  # type: ignore[operator]
         return recipe.dim * math.log(ratio) / (2 * math.log(recipe.theta))
 
     low, high = dim_of(recipe.beta_fast), dim_of(recipe.beta_slow)

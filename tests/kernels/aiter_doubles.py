@@ -280,7 +280,7 @@ def _wide_experts(values: Tensor, scales: Tensor | None, quant: str) -> Tensor:
 
 
 def _rounded(x: Tensor, quant: str, dtype: torch.dtype) -> Tensor:
-    """x [T, H] as AITER quantizes it for such a product, in float32"""
+    """x [T, H] as AITER quantizes it for such a GEMM, in float32"""
     if quant == "No":
         return x.float()
     values, scales = quantize(x if quant == "per_Token" else x.view(len(x), -1, 128), dtype)

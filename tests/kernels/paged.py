@@ -65,7 +65,7 @@ def make_latent_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, 
                       plain: int = 8, rotated: int = 6, value: int = 10, block_size: int = 16,
                       dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, foreign: float = NAN,
                       seed: int = 0) -> LatentCase:  # fmt: skip
-    """As make_case; q_nope and q_rope are views of one product, as in a model."""
+    """As make_case; q_nope and q_rope are views of one linear's output, as in a model."""
     random = torch.Generator().manual_seed(seed)
     counts = [1] * len(decodes) + [num for num, _ in prefills]
     lengths = [*decodes, *(length for _, length in prefills)]

@@ -100,7 +100,7 @@ def test_lengths_around_the_ends_of_blocks_and_tiles(kernels: Kernels, window: A
     assert_equal(out, expected(case, (0.7, 1.3), scale=0.3, window=window))
 
 
-def test_in_half_precision_products_round_like_those_of_entries_that_are_not_packed(kernels: Kernels):
+def test_in_half_precision_scores_round_like_those_of_entries_that_are_not_packed(kernels: Kernels):
     """An fp16 holds each number of e4m3: over the same numbers as fp16 the error is the same."""
     case = make_case([20, 70], [(7, 40)], kv_heads=2, heads=6, dim=32, dtype=torch.float16)
     packed = with_scales(case, (None, None))

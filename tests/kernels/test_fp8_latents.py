@@ -67,7 +67,7 @@ def run(kernels: Kernels, case: LatentCase, scale: float | None, of_scores: floa
     entries, k_scale = as_bytes(*split(case), scale), None if scale is None else torch.tensor([scale])
     q = torch.cat((case.q_nope, case.q_rope), dim=2).to(kernels.device)
     case = move(change(case, entries), kernels.device)
-    q_nope, q_rope = q.split([case.q_nope.shape[2], case.q_rope.shape[2]], dim=2)  # views of one product, as in a model
+    q_nope, q_rope = q.split([case.q_nope.shape[2], case.q_rope.shape[2]], dim=2)  # views of one output, as in a model
     k_scale = None if k_scale is None else k_scale.to(kernels.device)
     return kernels.attend(q_nope, q_rope, *case[2:], k_scale, scale=of_scores).cpu()
 

@@ -1,4 +1,4 @@
-"""Products of 8-bit integers on a CPU, against exact ones of plain torch."""
+"""Matmuls of 8-bit integers on a CPU, against exact ones of plain torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw(dtype: str, out: int, inner: int) -> tuple[LaidOut, Tensor, Tensor]:
 
 
 def exact(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of rounded rows, summed in int64."""
+    """The matmul of rounded rows, summed in int64."""
     row_scales = x.abs().amax(1, keepdim=True).float() / 127
     numbers = (x.float() / row_scales).round().long()
     y = (numbers @ values.T).double() * row_scales.double() * scales.double().T

@@ -1,4 +1,4 @@
-"""What a linear takes in: the norm before it, and the gates after it, if a kernel computes them as one."""
+"""A linear fused with the norm before it and the gated activation after it, if a kernel computes both."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_among_ranks_and_without_such_a_kernel_it_stays():
 def packed_text(
     width: int, stored: str | None = None, made: str | None = None, act: str = "", linear_act: str = ""
 ) -> str:
-    """Four experts of 32 gates and one of `width`, whose weights a file has packed, or which are packed as they load."""
+    """Four experts of width 32 and one of `width`, whose weights a file has packed, or which are packed as they load."""
 
     def tensor(name: str, rows: int, columns: int) -> str:
         return f'W("{name}", fp32[{rows}, {columns}]' + (")" if stored is None else f', fmt="{stored}")')
@@ -116,14 +116,14 @@ def packed_text(
         return recipe if made is None else f'quantize({recipe}, "{made}")'
 
     own, of_linear = (f', act="{each}"' if each else "" for each in (act, linear_act or act))
-    gate_ups, downs = (
+    gate_up, down = (
         weight(f"stack({pair('.{expert}', 32)}, 0, 4)"),
         weight(f"stack({tensor('d.{expert}', 64, 32)}, 0, 4)"),
     )
     return f"""\
 def f(h: fp32[T, 64]):
     weights, ids = router(h, W("gate", fp32[4, 64]), None, None, top_k=2)
-    y = experts(h, weights, ids, {gate_ups}, {downs}, kind="silu"{own})
+    y = experts(h, weights, ids, {gate_up}, {down}, kind="silu"{own})
     gate_up = linear(h, {weight(pair("", width))}{of_linear})
     m = gated_activate(gate_up, kind="silu")
     down = linear(m, {weight(tensor("d", 64, width))}{of_linear})
@@ -172,7 +172,7 @@ def test_packed_experts_take_in_one_of_their_format(stored: str | None, made: st
 @pytest.mark.parametrize(
     "text",
     [
-        packed_text(64, "fp8[64, 64]"),  # a half of the downs' columns cuts blocks
+        packed_text(64, "fp8[64, 64]"),  # half of the down projection's columns cuts blocks
         packed_text(32, "ct_nvfp4"),  # whose tensors have a number each
         packed_text(32, "fp8[1, *]").replace('"d", fp32[64, 32], fmt="fp8[1, *]"', '"d", fp32[64, 32], fmt="mxfp4"'),
         packed_text(32, "mxfp4").replace(
@@ -193,7 +193,7 @@ def test_activations_are_in_the_routed_experts_format_unless_another_was_asked_f
 
 
 @pytest.mark.parametrize("act", ["", "fp8[1, *]"])
-def test_products_in_fp8_are_not_given_up_for_those_that_unpack(act: str):
+def test_gemms_in_fp8_are_not_given_up_for_those_that_unpack(act: str):
     """On Hopper a linear takes activations with a scale of each row, and experts do not."""
     hopper = Target("cuda", frozenset({"nvidia", "sm_90", "gluon"}))
     text = packed_text(128, "fp8[1, *]", None, act).replace("fp32[", "bf16[")

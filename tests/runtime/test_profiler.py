@@ -26,15 +26,15 @@ def test_a_trace_of_each_rank_has_a_file_that_tensorboard_finds(tmp_path: Path):
     assert path.parent == tmp_path / "traces" / "rank_3"
     assert path.name.endswith(".pt.trace.json.gz")
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
-    (product,) = [event for event in events if event.get("name") == "aten::mm"]
-    assert product["dur"] > 0
-    assert "Input Dims" not in product["args"]
+    (matmul,) = [event for event in events if event.get("name") == "aten::mm"]
+    assert matmul["dur"] > 0
+    assert "Input Dims" not in matmul["args"]
 
 
 def test_more_detail_has_shapes_stacks_and_memory(tmp_path: Path):
     _, events = trace(Profiler(str(tmp_path), is_detailed=True))
-    (product,) = [event for event in events if event.get("name") == "aten::mm"]
-    assert product["args"]["Input Dims"][:2] == [[7, 11], [11, 13]]
+    (matmul,) = [event for event in events if event.get("name") == "aten::mm"]
+    assert matmul["args"]["Input Dims"][:2] == [[7, 11], [11, 13]]
     assert any("test_profiler.py" in event.get("name", "") for event in events), "the stack has this file"
     assert any(event.get("name") == "[memory]" and event["args"]["Bytes"] == 7 * 13 * 4 for event in events)
 

@@ -316,7 +316,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
     assert launched.count(SLOW) == 1, "the matmul that was measured"
 
 
-def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
+def test_a_model_without_such_gemms_is_logged(opened: Any, tmp_path: Path):
     model, _ = opened
     lines: list[str] = []
     tune(model, Graph(), tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)

@@ -253,7 +253,7 @@ def test_wide_linears_have_only_mean_squares(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "phi3"])
 def test_every_range_of_a_stored_tensor_is_rounded_by_what_it_is_multiplied_with(name: str, tmp_path: Path):
-    """Experts one by one, experts stored with inputs first whose gates and ups take turns, and q, k and v in one."""
+    """Experts one by one, experts stored with inputs first and gate and up interleaved, and q, k and v in one."""
     folder, tokens = tiny.save(name, tmp_path), tiny.prompt(24)
     config = load([f"checkpoint={folder}", "device=cpu", "dtype=fp32", "level=0", "quant.fmt='int4[1, 8]'"])
     checkpoint, moments = open_checkpoint(str(folder)), dict[Recipe, Tensor]()

@@ -1,6 +1,6 @@
 """Fused ops, which are faster for few rows of tokens.
 
-A linear fused with the norm before it or the gates after it; attention fused with the cache write before it.
+A linear fused with the norm before it or the gated activation after it; attention fused with the cache write before it.
 """
 
 from __future__ import annotations

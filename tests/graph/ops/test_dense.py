@@ -60,7 +60,7 @@ def test_sigmoid_gates():
 
 
 def test_swigluoai_clamps_gate_and_up_by_hand():
-    x = torch.tensor([[0.0, 1.0, 9.0, -9.0, 5.0, 1.0, -9.0, 9.0]])  # four gates, four ups
+    x = torch.tensor([[0.0, 1.0, 9.0, -9.0, 5.0, 1.0, -9.0, 9.0]])  # 4 gate columns, 4 up columns
     out = checked(ops.gated_activate, x, kind="swigluoai", limit=7.0, alpha=1.702)
 
     def gated(gate: float, up: float) -> float:

@@ -217,8 +217,8 @@ def test_experts_may_round_their_activations_by_columns():
     expected = torch.zeros(3, 8)
     for token, choice in itertools.product(range(3), range(2)):
         expert = ids[token, choice]
-        gates, ups = (gate_up[expert] @ rounded(x[token])).chunk(2)
-        m = torch.nn.functional.silu(gates) * ups
+        gate, up = (gate_up[expert] @ rounded(x[token])).chunk(2)
+        m = torch.nn.functional.silu(gate) * up
         expected[token] += weights[token, choice] * (down[expert] @ rounded(m))
     y = checked(ops.experts, x, weights, ids, gate_up, down, kind="silu", act="fp8[1, 4]")
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)

@@ -536,7 +536,7 @@ def test_the_pool_of_a_gpu_is_what_its_memory_leaves_unless_it_is_set(run: Any, 
     assert re.search(r"\nKV pool  +6[34]\.\d MiB .*: too few for one sequence of max_model_len=163,840\n", set_to)
 
 
-def test_prompts_of_products_in_fp8_are_limited_by_its_rate(explain: Any, published: Any):
+def test_prompts_of_matmuls_in_fp8_are_limited_by_its_rate(explain: Any, published: Any):
     given = (published("qwen3_8b"), "job.gpu=h200", "device=cuda", "model.layers=2")
     qkv, rest = (4096 + 2 * 1024) * 4096, 4096 * 4096 + 3 * 12288 * 4096
     for quant, rate in (("fp8", 1411e12), ("int4", 804e12), ("none", 804e12)):

@@ -40,7 +40,7 @@ def step(num_decodes: int, num_sampled: int | None = None) -> Step:
     return Step(0.0, array("q", [1] * num_decodes), [], num_decodes if num_sampled is None else num_sampled)
 
 
-def test_products_in_order_are_held_each_against_its_limit():
+def test_matmuls_in_order_are_each_compared_with_their_limit():
     launches = [2.0, 1.0, 2.5, 6.0, 4.0, 1.5, 3.5, 6.5]
     expected = [
         ("weight [8, 4]", 4, 12.0, 1.0 + 1.0 + 8.0 + 8.0),  # 400 rows: 2 * 400 * 10 operations are more than 100 bytes

@@ -87,7 +87,7 @@ def test_norms_and_gates(kernels: Kernels):
     check(kernels[ops.rms_norm](x, w, eps=1e-6), ops.rms_norm(x, w, eps=1e-6))
     heads = random(5, 3, 16).transpose(0, 1)
     check(kernels[ops.rms_norm](heads, w[:16], eps=1e-6), ops.rms_norm(heads, w[:16], eps=1e-6))
-    part = random(5, 48)[:, 8:40]  # of a joined product
+    part = random(5, 48)[:, 8:40]  # of a joined linear
     check(kernels[ops.rms_norm](part, w, eps=1e-6), ops.rms_norm(part, w, eps=1e-6))
     check(kernels[ops.add_rms_norm](x, part, w, eps=1e-5), ops.add_rms_norm(x, part, w, eps=1e-5))
     check(kernels[ops.add_rms_norm](part, r, w, eps=1e-5), ops.add_rms_norm(part, r, w, eps=1e-5))

@@ -1,4 +1,4 @@
-"""Products and rows of plain weights in oneDNN's blocks, against those of torch in float32."""
+"""Matmuls and rows of plain weights in oneDNN's blocks, against those of torch in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(op: ops.Op, *args: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", HERE)
-def test_products_are_those_of_the_plain_weight(dtype: str, shape: tuple[int, int]):
+def test_matmuls_are_those_of_the_plain_weight(dtype: str, shape: tuple[int, int]):
     weight, bias = torch.randn(shape).to(DTYPES[dtype]), torch.randn(shape[0]).to(DTYPES[dtype])
     laid_out = shuffle(weight, "blocks")
     assert laid_out.is_mkldnn

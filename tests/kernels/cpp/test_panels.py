@@ -1,4 +1,4 @@
-"""Products and rows of weights in panels, against those of the weight unpacked."""
+"""Matmuls and rows of weights in panels, against those of the weight unpacked."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(op: ops.Op, *args: object) -> torch.Tensor:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_products_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
+def test_matmuls_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
     width = width_of(fmt)
     weight, bias = draw(fmt, 200, width, dtype=dtype), torch.randn(200).to(dtype)  # 12 panels and a half
     assert find_kernel(ops.linear, "cpp").accepts(CPU, Type(NAMES[dtype], ("T", width)), weight.type) is None

@@ -32,15 +32,15 @@ from atom.kernels.triton.activations import Gate
 from atom.kernels.triton.linear.row_kernels import FP8
 
 class Compile:
-    def __init__(self, kernel, has_products):
-        self.kernel, self.has_products = kernel, has_products
+    def __init__(self, kernel, has_wgmma):
+        self.kernel, self.has_wgmma = kernel, has_wgmma
     def __getitem__(self, grid):
         def compile(*args, **options):
             made = self.kernel.warmup(*args, grid=grid, **options)
             assert made.metadata.shared <= H200.shared_memory
             ptx = made.asm["ptx"]
-            assert ("wgmma.mma_async" in ptx) == self.has_products and ".local" not in ptx
-            if self.has_products:
+            assert ("wgmma.mma_async" in ptx) == self.has_wgmma and ".local" not in ptx
+            if self.has_wgmma:
                 assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.bulk.tensor"), "inputs are waited for"
                 print("compiled")
         return compile

@@ -86,7 +86,7 @@ def test_norm_rope_write_latent_is_as_near_to_the_truth_as_the_reference(data):
     block_size = data.draw(st.sampled_from([1, 3, 16]))
     has_norm, has_rope, interleaved = (data.draw(st.booleans()) for _ in range(3))
 
-    q_rope = torch.randn(tokens, heads, plain + rotated).to(dtype)[..., plain:]  # views of products, as in a model
+    q_rope = torch.randn(tokens, heads, plain + rotated).to(dtype)[..., plain:]  # views of outputs, as in a model
     latent, k_rope = torch.randn(tokens, rank + rotated).to(dtype).split([rank, rotated], dim=1)
     cos, sin = ops.rotary.body(torch.arange(tokens) + 7, torch.rand(rotated // 2)) if has_rope else (None, None)
     norm = torch.randn(rank).to(dtype) if has_norm else None

@@ -13,7 +13,7 @@ from atom.kernels.triton.padded_alloc import MAX_ROWS, new_rows, readable_rows
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 33, 64, 65, 127, 128, 129, 200, 256])
 @pytest.mark.parametrize("block_rows", [8, 16, 32, 64, 128])
-def test_new_rows_fill_the_tiles_that_their_products_have(rows: int, block_rows: int):
+def test_new_rows_fill_the_tiles_of_their_gemms(rows: int, block_rows: int):
     y = new_rows(torch.empty(1, dtype=torch.bfloat16), rows, 3, 8)
     assert y.shape == (rows, 3, 8) and y.is_contiguous() and y.dtype == torch.bfloat16
     if block_rows < 2 * rows or block_rows == 8:  # a tile of fewer rows is not that large

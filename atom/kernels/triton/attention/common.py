@@ -101,14 +101,14 @@ def load_keys(keys, values, blocks, block, positions, stop, MASKED: tl.constexpr
 
 
 @jit
-def cap_scores(products, k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Products of queries and keys in fp8 of k_scale (None: 1) -> scores, but for `score_factor`."""
+def cap_scores(qk, k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Dot products of queries and keys in fp8 of k_scale (None: 1) -> scores, but for `score_factor`."""
     if SOFTCAP is not None:
         factor = 2.0 * SCALE / SOFTCAP * LOG2E
         if k_scale is not None:
             factor = factor * k_scale
-        products = 1.0 - 2.0 / (1.0 + tl.exp2(products * factor))  # the hyperbolic tangent
-    return products
+        qk = 1.0 - 2.0 / (1.0 + tl.exp2(qk * factor))  # the hyperbolic tangent
+    return qk
 
 
 @jit

@@ -147,8 +147,8 @@ def _attend_newest(
     tl.store(places, key, mask=is_written)
     tl.store(places + HEADS * DIM, value, mask=is_written)
 
-    products = tl.dot(queries, tl.trans(queries), input_precision="ieee")
-    scores = cap_scores(tl.sum(tl.where(rows[None, :] == GROUP, products, 0.0), 1), None, SCALE, SOFTCAP)
+    qk = tl.dot(queries, tl.trans(queries), input_precision="ieee")
+    scores = cap_scores(tl.sum(tl.where(rows[None, :] == GROUP, qk, 0.0), 1), None, SCALE, SOFTCAP)
     best = tl.where(is_seen, scores * score_factor(None, SCALE, SOFTCAP), NOTHING)
     total = tl.where(is_seen, 1.0, tl.zeros_like(best))
     return queries, best, total, tl.where(is_seen, value.to(tl.float32), 0.0)

@@ -25,7 +25,7 @@ def splits(request, monkeypatch):
 
 
 def on(case: LatentCase, device: str) -> LatentCase:
-    """q_nope and q_rope stay views of one product."""
+    """q_nope and q_rope stay views of one output."""
     q = torch.cat((case.q_nope, case.q_rope), dim=2).to(device).split([case.q_nope.shape[2], case.q_rope.shape[2]], 2)
     return LatentCase(*q, *move(case[2:], device))
 
@@ -205,7 +205,7 @@ def test_entries_are_written_as_by_the_reference(
 ):
     plain, num_blocks = 3, tokens // block_size + 2
     random = torch.Generator().manual_seed(tokens)
-    q_rope = torch.randn(tokens, heads, plain + rotated, generator=random).to(dtype)  # views of products, as in a model
+    q_rope = torch.randn(tokens, heads, plain + rotated, generator=random).to(dtype)  # views of outputs, as in a model
     entries = torch.randn(tokens, rank + rotated, generator=random).to(dtype)
     cos, sin = ops.rotary.body(torch.arange(tokens) + 7, torch.rand(rotated // 2)) if has_rope else (None, None)
     norm = torch.randn(rank, generator=random).to(dtype) if has_norm else None

@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 def make_case(tokens: int, heads: int, kv_heads: int, dim: int, turned: int, *, has_norm: bool = True,
               dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, block_size: int = 3) -> Case:  # fmt: skip
-    """`turned` dims of `dim` turn; q, k and v are views of one product."""
+    """`turned` dims of `dim` turn; q, k and v are views of one output."""
     random = torch.Generator().manual_seed(0)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=random).to(dtype)
     q, k, v = (x.unflatten(1, (-1, dim)) for x in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1))

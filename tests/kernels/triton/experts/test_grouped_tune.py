@@ -157,7 +157,7 @@ def body(x: bf16[T, 2048], weights: fp32[T, 8], ids: i64[T, 8]):
 """
 
 
-def test_a_text_s_products_are_those_of_its_kernels_the_largest_first():
+def test_a_text_s_gemms_are_those_of_its_kernels_the_largest_first():
     assert matmuls_of(parse(TEXT, "here")) == [
         Matmul(128, 1536, 2048, 2, 8, 2, PLAIN),
         Matmul(128, 2048, 768, 1, 8, 2, PLAIN),

@@ -155,11 +155,11 @@ GATES = pytest.mark.parametrize("gate", BOTH_GATES)
 
 def check_gated(x: torch.Tensor, weight: Any, ends: torch.Tensor, bias: torch.Tensor, exact: Any, device: str,
                 gate: dict[str, Any]) -> None:  # fmt: skip
-    """A bias belongs to the sums, which are rounded ahead of the gates. exact: the weight, for products in float32"""
+    """A bias belongs to the sums, which are rounded ahead of the gates. exact: the weight, for matmuls in float32"""
     moved = on(device, weight) if isinstance(weight, PackedWeight) else weight.to(device)
     for each in (None, bias):
-        products = ops.grouped_linear.body(x.float(), exact, ends, None if each is None else each.float())
-        truth = ops.gated_activate.body(products, **gate)
+        rows = ops.grouped_linear.body(x.float(), exact, ends, None if each is None else each.float())
+        truth = ops.gated_activate.body(rows, **gate)
         expected = ops.gated_activate.body(ops.grouped_linear.body(x, weight, ends, each), **gate)
         own = None if each is None else each.to(device)
         y = moe.Experts().multiply(x.to(device), moved, ends.to(device), own, Gate(**gate))

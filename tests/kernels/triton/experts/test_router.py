@@ -86,7 +86,7 @@ def test_many_tokens_are_scored_by_tiles_of_many_experts(experts, block_e, trito
 def test_tiles_of_scores_are_the_fastest_of_an_h200(tokens, experts, tile):
     h200 = Gpu(132, 227 << 10, (9, 0))
     assert router._choose_tiles(tokens, experts, 2, h200) == tile
-    assert router._choose_tiles(tokens, experts, 4, h200)[1] == 32, "products of float32 have no tensor cores"
+    assert router._choose_tiles(tokens, experts, 4, h200)[1] == 32, "float32 has no tensor cores"
     assert router._choose_tiles(tokens, experts, 2, h200._replace(shared_memory=64 << 10))[1] <= 64
 
 

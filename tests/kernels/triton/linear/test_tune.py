@@ -155,7 +155,7 @@ def head(hidden: fp32[R, 8]):
 """
 
 
-def test_a_text_s_products_are_those_of_its_kernels_with_16_bits_and_the_largest_is_first():
+def test_a_text_s_gemms_are_those_of_its_kernels_with_16_bits_and_the_largest_is_first():
     assert matmuls_of(parse(TEXT, "here")) == [
         Matmul(32, 8, 2, num_calls=2),
         Matmul(24, 8, 1, num_calls=2),

@@ -1,4 +1,4 @@
-"""Every error that a user can meet.
+"""The error tree: every error that a user can meet.
 
 The message says what happened, where, and what to do, in one line.
 

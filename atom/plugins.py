@@ -1,4 +1,4 @@
-"""Find what users plug in: functions, backends, folders of their packages.
+"""Find plug-ins: functions, backends and folders of users' packages.
 
     rewrite = find_function("my_passes:clip_gates", PASSES)     # or by the name of an entry point in that group
     digest_of("my_passes")                                      # changes with each file that the module is made of

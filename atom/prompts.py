@@ -92,7 +92,7 @@ def prompt_of(given: Any) -> SaltedPrompt:
             "'input_ids' is not a key of a prompt; give only the input_ids, a list of token ids a prompt"
         )
     if wrong := [key for key in given if key not in (*PROMPT_KEYS, SALT_KEY)]:
-        raise RequestError(f"{wrong[0]!r} is not a key of a prompt; there is: {', '.join((*PROMPT_KEYS, SALT_KEY))}")
+        raise RequestError(f"{wrong[0]!r} is not a key of a prompt (supported: {', '.join((*PROMPT_KEYS, SALT_KEY))})")
     if len(contents) != 1:
         raise RequestError(f"a prompt has {len(contents)} of the keys {', '.join(PROMPT_KEYS)}; give one")
     salt = given.get(SALT_KEY)

@@ -109,7 +109,7 @@ def test_an_adapter_is_loaded_and_dropped_while_requests_have_it(open_engine: Op
     folders = save_three(model, tmp_path)
     engine = open_engine("llama", enable_lora=True, max_loras=1, enable_prefix_caching=True, block_size=4)
     prompt = tiny.prompt(17)
-    with pytest.raises(RequestError, match="there is no adapter a0; there is: none"):
+    with pytest.raises(RequestError, match=r"there is no adapter a0 \(loaded: none\)"):
         engine.add_request([prompt], GREEDY, adapters="a0")
     engine.load_lora_adapter("a0", str(folders["a0"]))
     engine.add_request([prompt], GREEDY, adapters="a0")

@@ -1,4 +1,4 @@
-"""Compile the model, and refuse before what cannot run."""
+"""Compile the model; first refuse what cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a rank that does not drive.
+"""The process of a rank other than the driver.
 
 `assemble.ranks.start_ranks` starts it, or on another host a supervisor does (`runtime.ranks.remote`). It opens the
 model that the driver has compiled, with its own parts of the weights, and takes the driver's steps.

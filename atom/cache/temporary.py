@@ -1,4 +1,4 @@
-"""Make temporary folders that do not outlast their process, in whatever way it ends.
+"""Temporary folders, removed even if their process is killed.
 
 with temporary_folder() as folder:
     Path(folder, "a.so").write_bytes(code)

@@ -1,4 +1,4 @@
-"""Show the tensors of two checkpoints as those of one.
+"""Present the tensors of two checkpoints as one.
 
     joined = JoinedCheckpoint(open_checkpoint("/models/qwen3"), open_checkpoint("/models/draft"), DRAFT_PREFIX)
     joined.read("draft:lm_head.weight")

@@ -1,4 +1,4 @@
-"""Show a stacked tensor under the names of its parts.
+"""Present a stacked tensor under the names of its parts.
 
     stacked = {"layers.{layer}.gate_up": ["layers.{layer}.{expert}.gate", "layers.{layer}.{expert}.up"]}
     checkpoint = unstack(checkpoint, stacked)

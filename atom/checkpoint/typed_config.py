@@ -1,4 +1,4 @@
-"""Typed reader of quantization_config: each value is read with its type.
+"""A typed reader of quantization_config: one method for each type.
 
 config = TypedConfig({"bits": 4, "group_size": -1})
 config.whole("bits"), config.whole("group_size", or_all=True)       # 4, -1

@@ -1,4 +1,4 @@
-"""Replace other names of values, as vLLM and SGLang have them, by ours."""
+"""Replace vLLM's and SGLang's names of values by ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods of drafting tokens, an object for each.
+"""Draft methods, an object for each.
 
     METHODS["mtp"].has_programs                 # a key is a value of serve.method
     METHODS["eagle3"].check_config("AngelSlim/Qwen3-8B_eagle3", hf)      # hf: its config.json

@@ -1,4 +1,4 @@
-"""Settle whether a tied head is the embedding, by what is stored.
+"""Decide whether a tied head is the embedding, by what is stored.
 
     model = settle_head(model, checkpoint)
     model.tied      # False: the checkpoint stores another head, which is used

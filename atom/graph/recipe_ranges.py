@@ -1,4 +1,4 @@
-"""Join recipes and take ranges of them, so that no more is read."""
+"""Concatenate and slice recipes, so that only the needed ranges are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse the flags of `atom-run`: Hydra's, and a config dir more."""
+"""Parse the flags of `atom-run`: Hydra's, and --config-dir."""
 
 from __future__ import annotations
 

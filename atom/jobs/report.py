@@ -1,4 +1,4 @@
-"""Report a foreseen error in one line, with an exit code.
+"""Report an expected error in one line, with an exit code.
 
 A standard stream that was closed at the start (`2>&-`) becomes /dev/null: its number would be given to the next socket
 or file that is opened, which would then get what is printed.

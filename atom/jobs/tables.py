@@ -1,4 +1,4 @@
-"""Make tables of a job's numbers for a terminal."""
+"""Format a job's numbers as tables for a terminal."""
 
 from __future__ import annotations
 

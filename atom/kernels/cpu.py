@@ -1,4 +1,4 @@
-"""What compiled CPU code depends on: this machine's instruction set and C libraries."""
+"""Key ingredients of compiled CPU code: instruction set and C libraries."""
 
 from __future__ import annotations
 

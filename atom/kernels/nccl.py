@@ -1,4 +1,4 @@
-"""The backend `nccl`: collectives of ranks on GPUs, by the library that torch brings.
+"""The backend `nccl`: collectives of ranks on GPUs, by the NCCL of torch.
 
     communicator = connect(rendezvous)              # on all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")

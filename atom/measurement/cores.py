@@ -1,10 +1,10 @@
-"""Measure how long this process's threads waited for a core that others had.
+"""Measure how long this process's threads waited for a CPU core.
 
     before = core_seconds()
     waited = core_seconds().share_waited(before)     # 0.6: of the time in which they wanted to run
     warn_of(waited)     # ["this machine was busy: …"]
 
-Linux counts both times for each thread; elsewhere, and where a sandbox leaves the counts out, nothing is known.
+Linux counts both times for each thread; elsewhere, and if a sandbox hides the counts, nothing is known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Name the hardware and the packages that a result was measured with.
+"""Describe the hardware and packages of a measurement.
 
 Results of different machines must not be taken for a change of the program.
 

@@ -1,4 +1,4 @@
-"""Bound how long OpenMP's threads spin for each other.
+"""Limit how long OpenMP threads spin while they wait.
 
 On a CPU, torch computes with GNU's OpenMP, in which a thread that waits for the others spins for some milliseconds
 before it sleeps. Where other programs want the cores too, the one it waits for is then not running, and a decode takes

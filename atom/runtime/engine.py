@@ -257,7 +257,7 @@ class Engine:
         """Take the memory again, or first a part of it: weights, kv_cache. CapacityError if there is too little."""
         sleeper, scheduler = self._need_sleeper()
         if unknown := next((tag for tag in tags or () if tag not in TAGS), None):
-            raise RequestError(f"tags={unknown}: there is: {', '.join(TAGS)}")
+            raise RequestError(f"tags={unknown} is not supported (supported: {', '.join(TAGS)})")
         sleeper.wake_up(tags or TAGS)
         if not sleeper.is_sleeping:
             scheduler.is_paused = self._is_halted = False

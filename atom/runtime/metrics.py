@@ -1,4 +1,4 @@
-"""Counts of what an engine has done, and how full it is.
+"""Engine metrics: counters, queue lengths, KV usage.
 
 engine.metrics.num_output_tokens, engine.metrics.scheduler.num_preemptions     # counted where it happens
 engine.stats().num_blocks_used       # all of it at this moment, in plain numbers that are sent elsewhere as they are

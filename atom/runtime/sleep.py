@@ -1,4 +1,4 @@
-"""Sleep mode: give up the memory of weights and KV, and take it again.
+"""Sleep mode: release the memory of weights and KV, and restore it.
 
     sleeper = GPUSleeper(runner, load, weights, memory, kv)      # weights and caches are in these memories
     sleeper.sleep(1)                    # weights go to host memory; 2: they are dropped, and read again

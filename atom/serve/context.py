@@ -1,4 +1,4 @@
-"""What the routes share: configuration, engines, tokenizer, metrics.
+"""Shared state of the routes: configuration, engines, tokenizer, metrics.
 
 engines = Replicas(config)
 context = Context(config, engines, Metrics(engines))

@@ -1,4 +1,4 @@
-"""Say what to send in place of OpenAI's and Anthropic's fields that are refused."""
+"""What to send in place of refused OpenAI and Anthropic fields."""
 
 from typing import LiteralString
 

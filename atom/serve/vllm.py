@@ -1,4 +1,4 @@
-"""Name what to use in place of vLLM's request fields and routes.
+"""What to send in place of vLLM fields and routes that are not served.
 
 vLLM 0.33 is the newest version whose lists were read; ROCm/ATOM's routes are here too. A field of a field has a dotted
 name; a route counts for the paths below it, too.

@@ -1,4 +1,4 @@
-"""Write adapters into the stacks of a loaded text, in place.
+"""Write adapters into the stacked LoRA weights of a loaded text, in place.
 
     loras = LoraWeights(graph, tensors, max_loras=8, max_rank=16)
     adapter = loras.read(Path("/adapters/sql"))

@@ -1,4 +1,4 @@
-"""Keep a safetensors file of packed weights in the cache folder.
+"""Cache packed weights as a safetensors file.
 
     file = PackedFile([part for parts in every for part in parts.values()], cache, key, about)
     checkpoint = file.open()                                 # None: it is not kept, or damaged

@@ -1,4 +1,4 @@
-"""Sources of weights' values: mapped files, random numbers; `stream.py` has that for a GPU.
+"""Sources of weights: mapped files or random numbers; for a GPU, `stream.py`.
 
 tensors = source.map(make, recipes)       # `make` allocates a recipe's tensor and calls source.fill(part, target)
 """

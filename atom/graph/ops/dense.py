@@ -1,4 +1,4 @@
-"""Ops on each token by itself: embeddings, linears, norms, activations, sums."""
+"""Per-token ops: embeddings, linears, norms, activations, sums."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ What a step has to read and to multiply is divided by these rates.
     costs = read_costs(compile_graph(config))
     limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matmuls
     work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
-    min_seconds(costs, step, limits)                      # no step of these rows takes less
+    min_seconds(costs, step, limits)                        # no step of these rows takes less
 
 It counts the weights, each read once a step (the head's where a row samples, an expert's with the probability that a
 token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.

@@ -1,4 +1,4 @@
-"""Write what `job=explain` has found in words, for a terminal and for its page."""
+"""Write the results of `job=explain` as text, for a terminal and its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of AITER that atom calls, and where the installed version has them.
+"""The AITER functions that atom calls, by installed version.
 
 AITER moves functions and adds parameters between versions. So each is listed with the places where versions have it and
 with the arguments that atom passes; the sources of the installed version are searched, without importing it, for the

@@ -1,4 +1,4 @@
-"""Plain weights in oneDNN's blocks of 64 rows, from which plain.cpp multiplies few rows.
+"""Plain weights in oneDNN's blocks of 64 rows, which plain.cpp reads.
 
     weight = pack_blocks(plain)                # once: [O, I] in oneDNN's layout, replaces the plain one
     y = block_linear(x, weight, bias)          # [T, I] -> [T, O]; many rows by oneDNN

@@ -1,4 +1,4 @@
-"""Kernels of collectives: programs push words into their peers' memory, and poll their own.
+"""Collective kernels: programs push words into peers' memory and poll their own.
 
     all_reduce(x, arena)                            # one shot: each rank gets all tensors, and adds them
     all_reduce_in_parts(x, arena)                   # two shots: each adds a part, and pushes its sum; see also tiles.py

@@ -1,4 +1,4 @@
-"""The plug-in for vLLM: what its entry points name.
+"""The vLLM plug-in: its entry points.
 
     [project.entry-points."vllm.general_plugins"]
     atom = "atom.plugin.vllm:register_model"

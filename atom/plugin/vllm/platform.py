@@ -1,4 +1,4 @@
-"""The platform of AMD's GPUs in vLLM, with the defaults that atom's models want."""
+"""The vLLM platform for AMD's GPUs, with atom's defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep KV blocks in files that survive a restart, by a thread.
+"""Keep KV blocks in files that survive a restart, written by a thread.
 
     files = KVFiles(Path("/var/lib/atom/kv"), 64 << 30, {"full": 65536})     # bytes of a block, by cache kind
     files.write([Block(digest_of(prefix), "full", rows)])                    # later; dropped where the disk is too slow

@@ -1,1 +1,1 @@
-"""The processes of an engine that is divided among devices or hosts."""
+"""Ranks: the processes of an engine that is divided among devices or hosts."""

@@ -1,4 +1,4 @@
-"""Carry messages between the driver and its ranks, and notice when either ends.
+"""Channels between the driver and its ranks, which detect when either ends.
 
 The driver takes each step itself, and sends it to the others first.
 

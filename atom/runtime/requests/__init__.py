@@ -1,1 +1,1 @@
-"""What belongs to one request: text, grammar, logit processors, adapter."""
+"""Per-request state: detokenizer, grammar, logit processors, adapter."""

@@ -1,4 +1,4 @@
-"""The inbox of an engine's thread: work from other threads, done between two steps.
+"""The inbox of the engine's thread: work from other threads, run between steps.
 
 inbox.put(work)                                # any thread; None: the engine's thread is to end
 inbox.put(Urgent(lambda: engine.abort("1")))

@@ -1,4 +1,4 @@
-"""The host's logit processors: biases, allowed tokens, bad words, min_tokens, grammars, as plain data.
+"""Logit processors on the host: biases, allowed tokens, bad words, min_tokens, grammars.
 
 shaping = find_shaping([(0, sequence, num_output)], vocab)       # None if no row needs one
 """

@@ -73,7 +73,7 @@ class Loras:
     def find(self, name: str) -> Adapter:
         """The adapter of this name. RequestError if there is none."""
         if (adapter := self._adapters.get(name)) is None:
-            raise RequestError(f"there is no adapter {name}; there is: {', '.join(self._adapters) or 'none'}")
+            raise RequestError(f"there is no adapter {name} (loaded: {', '.join(self._adapters) or 'none'})")
         return adapter
 
     def acquire(self, adapter: Adapter) -> None:

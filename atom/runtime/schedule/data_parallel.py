@@ -1,4 +1,4 @@
-"""Schedule data groups, which have sequences of their own and step together.
+"""Schedule data-parallel groups: each has its own sequences, and all step together.
 
     scheduler = DataParallelScheduler([Scheduler(…), Scheduler(…)])
     builder = DataParallelBuilder([StepBuilder(capacity), StepBuilder(capacity)])

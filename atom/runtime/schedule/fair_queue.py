@@ -1,4 +1,4 @@
-"""Fair queue: waiting sequences, by priority, tenants in turn, by arrival.
+"""Fair queue: waiting sequences by priority, round-robin among tenants, by arrival.
 
     queue = FairQueue()
     queue.add(sequence)

@@ -1,1 +1,1 @@
-"""Run a step: numbers from a plan, request state, model, CUDA graphs."""
+"""Run a step: StepInput, request state, model, CUDA graphs."""

@@ -1,1 +1,1 @@
-"""Who may use the server: tenants, API keys, signatures."""
+"""Authentication: tenants, API keys, signatures."""

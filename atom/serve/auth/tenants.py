@@ -1,4 +1,4 @@
-"""Tenants: who may use the server, by API key or signature, and their limits.
+"""Tenants: the holders of API keys or signing keys, and their limits.
 
     tenants = read_tenants(config.serve.http)                # none: nobody needs a key
     tenants[0].begin()                                       # LimitError beyond its limits

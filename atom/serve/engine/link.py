@@ -1,4 +1,4 @@
-"""The engine process's end of the socket to the HTTP process.
+"""The engine's end of the socket to the HTTP process.
 
 link = Link(socket.socket(fileno=3))
 (start,) = link.receive()

@@ -1,4 +1,4 @@
-"""Describe what is wrong with a request's body: the field and the reasons.
+"""Describe validation errors of a request body: the field and the reasons.
 
 field, message = describe(error)       # "temperature", "temperature: Input should be a valid number"
 """

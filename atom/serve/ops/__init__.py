@@ -1,1 +1,1 @@
-"""For operators: routes, metrics, traces, logs, systemd."""
+"""Operations: admin routes, metrics, traces, logs, systemd."""

@@ -1,4 +1,4 @@
-"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them, where the configuration allows it.
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM.
 
 curl localhost:8000/v1/load_lora_adapter -H "Content-Type: application/json" \
     -d '{"lora_name": "sql", "lora_path": "/adapters/sql"}'

@@ -1,4 +1,4 @@
-"""Routes by which operators steer the engines: /sleep, /wake_up, /reset_prefix_cache, the profiler.
+"""Admin routes: /sleep, /wake_up, /reset_prefix_cache, the profiler.
 
 curl -X POST localhost:8000/sleep?level=1
 """

@@ -1,4 +1,4 @@
-"""The deltas of an answer's calls, while they are read.
+"""Deltas of tool calls while they stream.
 
 deltas = CallDeltas(new_call_id)
 deltas.start("f", None)

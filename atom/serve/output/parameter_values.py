@@ -1,4 +1,4 @@
-"""Turn a parameter's text into JSON, by the tool's schema.
+"""Convert a parameter's text to JSON, by the tool's schema.
 
     schema = {"properties": {"days": {"type": "integer"}, "city": {"type": "string"}}}
     write_value("3", schema, "days")      # 3

@@ -1,4 +1,4 @@
-"""Tool-call formats, made ready to be read: the pieces of each form.
+"""Compile tool-call formats for their parser: the pieces of each form.
 
 form = make_form(read_format("tagged_json"))
 form.openers               # {"<tool_call>": False}: it begins a block, and is no part of the first call

@@ -1,4 +1,4 @@
-"""Compile kernels in other processes.
+"""Compile kernels in worker processes.
 
 processes = CompileProcesses()
 processes.start()                                      # they import Triton meanwhile

@@ -1,4 +1,4 @@
-"""Multiply rows that are grouped by expert, by plain or packed weights.
+"""Grouped GEMM: rows sorted by expert, plain or packed weights.
 
 y = multiply_plain(x, weight, ends, None, None, tiles)              # x [P, I], weight [E, O, I] -> [P, O]
 y = multiply_packed(x, weight, ends, bias, Gate("silu"), tiles)     # unpacked in registers, and gated_activate of it

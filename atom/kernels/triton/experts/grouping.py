@@ -1,4 +1,4 @@
-"""Group tokens by expert and combine what their experts gave, in Triton.
+"""Group tokens by expert, and combine the experts' outputs, in Triton.
 
     grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
     out = combine(y, weights, order)                            # 1 launch for a batch of decodes

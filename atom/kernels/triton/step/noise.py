@@ -1,4 +1,4 @@
-"""Random numbers and exponential times by hash, on a GPU.
+"""Random numbers and exponential variates by hash, on a GPU.
 
 They are those of `atom.graph.noise`, which says what for.
 

@@ -1,4 +1,4 @@
-"""Say numbers beyond 2^53, which llguidance reads as float64, by regular expressions.
+"""Write numbers beyond 2^53 as regular expressions, since llguidance reads float64.
 
     say_exactly({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, place)
     # {"anyOf": [{"x-number": "9007199254740993"}]}

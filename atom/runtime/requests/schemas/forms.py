@@ -1,4 +1,4 @@
-"""Check the forms of a JSON schema's keywords, before anything reads what they say.
+"""Check the values of a JSON schema's keywords before anything uses them.
 
     read_forms({"not": {"required": ["a"], "items": None}}, place)      # {"not": {"required": ["a"]}}
     read_forms({"not": {"required": 5}}, place)                         # RequestError: #/not/required: 5 is not a list

@@ -1,4 +1,4 @@
-"""JSON schema's keywords that are said in other words, which llguidance knows.
+"""Rewrite JSON schema keywords into keywords that llguidance supports.
 
 REWRITTEN["items"](Keyword(rewriter, "items", [{"type": "string"}], given, out, place))
 out     # {"prefixItems": [{"type": "string"}]}

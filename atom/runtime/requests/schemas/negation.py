@@ -1,4 +1,4 @@
-"""Negate JSON schemas: write what `not` means without it, which llguidance does not know.
+"""Negate JSON schemas: rewrite `not`, which llguidance does not support.
 
     negate({"type": ["string", "null"]}, resolve)    # {"anyOf": [{"type": ["boolean", "number", "array", "object"]}]}
     negate({"required": ["a"]}, resolve)             # an object without a

@@ -1,4 +1,4 @@
-"""Write regular expressions of the numbers within exact bounds.
+"""Write regular expressions for numbers within exact bounds.
 
     integers(9007199254740993, 9007199254740993)     # "9007199254740993"
     integers(5, 120)                                 # "(?:[5-9]|[1-9][0-9]|1(?:[0-1][0-9]|20))"

@@ -1,4 +1,4 @@
-"""Write the grammar of a JSON schema with numbers that are regular expressions.
+"""Write a JSON schema's grammar with numbers as regular expressions.
 
     write_outline({"type": "array", "items": {"x-number": "[0-9]{20}"}}, [])       # in Lark's notation
 

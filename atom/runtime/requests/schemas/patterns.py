@@ -1,4 +1,4 @@
-"""Take look-around out of regular expressions, which llguidance does not read.
+"""Remove look-around from regular expressions, which llguidance does not support.
 
 split_look_aheads("^(?=.*[A-Z])(?=.*[0-9]).{8,}$")      # ["^.{8,}$", "^(?:.*[A-Z])", "^(?:.*[0-9])"], False
 split_look_aheads("^(?!x)[a-z]+$")                      # ["^[a-z]+$"], True: something was left out

@@ -1,4 +1,4 @@
-"""JSON schema's keywords of properties that are said in other words, which llguidance knows.
+"""Rewrite JSON schema keywords of properties into keywords that llguidance supports.
 
 rewrite_property_names(Keyword(rewriter, "propertyNames", {"enum": ["a"]}, given, out, place))
 out     # {"properties": {"a": True}, "additionalProperties": False}

@@ -1,4 +1,4 @@
-"""Resolve the references of a JSON schema, and name places within it.
+"""Resolve `$ref` in a JSON schema, and name places within it.
 
 references = References(document)
 references.resolve("#/$defs/unit", Place("#/properties/a", document, ""))      # the schema, and its place

@@ -121,9 +121,10 @@ class LLMEngine:
     ) -> list[dict[str, Any]]:
         """Answer a conversation, or a list of them, by arguments of vLLM's `LLM.chat`; the answers are generate's.
 
-        chat_template: in place of the checkpoint's. continue_final_message: the answer goes on where the last message
-        ends, and add_generation_prompt must be false. chat_template_kwargs: more variables of the template.
-        adapters, use_tqdm: as in generate.
+        chat_template: in place of the checkpoint's
+        continue_final_message: the answer continues the last message, and add_generation_prompt must be false
+        chat_template_kwargs: more variables of the template
+        adapters, use_tqdm: as in generate
         """
         encoded = encode_conversations(
             self.tokenizer,
@@ -150,7 +151,9 @@ class LLMEngine:
         """The embedding of each prompt, or of one text or mapping, by the name of vLLM's `LLM.embed`.
 
         Embeddings are those of serve.pooler_config; RequestError if no pooling_type is set. A dict for each prompt:
-        embedding (a list of as many numbers as the model is wide) and num_tokens_input. adapters: as in generate.
+        embedding (a list of as many numbers as the model is wide) and num_tokens_input.
+
+        adapters: as in generate
         """
         return [describe_embedding(each, self.config) for each in self._pool(prompts_of(prompts), adapters)]
 
@@ -210,10 +213,11 @@ class LLMEngine:
         stream_callback: StreamCallback | None = None,
         adapters: str | List[str | None] | None = None,
     ) -> list[str]:
-        """Queue prompts, all or none; their ids. RequestError says which one cannot be served. adapters: see `generate`
+        """Queue prompts, all or none, and return their ids. RequestError says which one cannot be served.
 
-        Without sampling params those of the configuration count, and so does the checkpoint's generation_config.json.
-        The callback gets a `RequestOutput` for every token that completes text and one at the end.
+        sampling_params_list: None: those of the configuration and of the checkpoint's generation_config.json
+        stream_callback: gets a `RequestOutput` for every token that completes text, and one at the end
+        adapters: as in generate
         """
         self._need_own_process()
         prompts = prompts_of(prompt_or_tokens_list)

@@ -154,8 +154,10 @@ def convert_to_pytorch_benchmark_format(
 ) -> list[dict[str, Any]]:
     """Results as records of PyTorch's benchmark database, one for each metric.
 
-    metrics: values by name. extra_info: more about the run; its tensor_parallel_size is added to the arguments.
     Empty unless SAVE_TO_PYTORCH_BENCHMARK_FORMAT is set in the environment, as with its other producers.
+
+    metrics: values by name
+    extra_info: more about the run; its tensor_parallel_size is added to the arguments
     """
     if not os.environ.get("SAVE_TO_PYTORCH_BENCHMARK_FORMAT"):
         return []

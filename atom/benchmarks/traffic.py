@@ -31,8 +31,8 @@ def draw_arrivals(
 ) -> NDArray[numpy.float64]:
     """Draw the arrival times of requests, in seconds from the start, with gamma-distributed gaps of mean 1/rate.
 
-    rate: requests a second, or inf for all at once; an array has the rate at which each request arrives after the one
-    before it. burstiness: the gamma distribution's shape.
+    rate: requests/s, or inf for all at once; an array has the rate at which each request follows the one before it
+    burstiness: the gamma distribution's shape
     """
     rates = numpy.broadcast_to(rate, num)
     if numpy.isinf(rates).all():

@@ -18,9 +18,10 @@ from atom.process.messages import say
 
 
 def settle_head(model: ModelConfig, checkpoint: Checkpoint | None, overrides: Iterable[str] = ()) -> ModelConfig:
-    """The model, untied if its checkpoint stores a head that differs from the embedding; then a line on stderr says so.
+    """Untie the model if its checkpoint stores a head that differs from the embedding; a line on stderr says so.
 
-    checkpoint: without tensors on this disk, and None, leave it as config.json says. overrides: model.tied decides
+    checkpoint: None, or without tensors on this disk: config.json decides
+    overrides: model.tied among them decides
     """
     head, embedding = (f"{model.weights[role]}." if role in model.weights else "" for role in ("head", "embedding"))
     if checkpoint is None or not model.tied or not head or f"{head}weight" in model.ignore:

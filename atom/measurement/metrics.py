@@ -87,7 +87,10 @@ def finish_outputs(outputs: Sequence[RequestFuncOutput], count: Callable[[str], 
 def calculate_metrics(
     outputs: Sequence[RequestFuncOutput], seconds: float, percentiles: Sequence[float], goodput: Mapping[str, float]
 ) -> BenchmarkMetrics:
-    """goodput: milliseconds that a request may take, by metric. percentiles: from 0 to 100."""
+    """
+    percentiles: from 0 to 100
+    goodput: milliseconds that a request may take, by metric
+    """
     good = [output for output in outputs if output.success]
     inputs = sum(output.prompt_len for output in good)
     generated = sum(output.output_tokens or 0 for output in good)

@@ -55,7 +55,11 @@ def write_html(
     *,
     unit: str,
 ) -> None:
-    """rows: the table, its header first. notes: sentences above it. Without a series there is no plot."""
+    """
+    series: empty: no plot
+    rows: the table, its header first
+    notes: sentences above it
+    """
     svg = f'<div class="plot">{draw_svg(series, unit)}</div>' if series else ""
     path.write_text(page.write_page(title, [page.notes(notes), svg, page.table(rows)]), encoding="utf-8")
 

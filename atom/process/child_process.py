@@ -33,10 +33,12 @@ def start_python(
     pass_fds: Sequence[int] = (),
     **environment: str,
 ) -> subprocess.Popen[bytes]:
-    """Run code in a Python process. environment: variables besides our own.
+    """Run code in a Python process.
 
     has_own_session: else it is of this process's group, and is killed with it
-    cwd: its folder; None: that of the package's, which nothing depends on. pass_fds: files that stay open in it
+    cwd: its folder; None: the package's, on which nothing depends
+    pass_fds: files that stay open in it
+    environment: variables besides our own
     """
     if cwd is not None:
         code = f"import sys; sys.path[0] = {str(ROOT)!r}; {code}"

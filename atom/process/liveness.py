@@ -71,7 +71,11 @@ class Watch:
         self._is_heard = True
 
     def look(self, now: float, vitals: Vitals | None) -> Life:
-        """How the process is. now: seconds of a steady clock; vitals: None if unknown"""
+        """How the process is.
+
+        now: seconds of a steady clock
+        vitals: None if unknown
+        """
         gap = 0.0 if self._looked_at is None else min(now - self._looked_at, LOOK_SECONDS)
         self._looked_at = now
         is_stopped = vitals is not None and vitals.is_stopped

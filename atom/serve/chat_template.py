@@ -44,8 +44,8 @@ def encode_conversation(
 ) -> Conversation:
     """Render and tokenize a chat. RequestError if the checkpoint's template is missing or refuses these messages.
 
-    truncate: only that many of the last tokens are used; more may be returned. continue_final_message: the prompt ends
-    where the last message does, as in transformers' apply_chat_template.
+    truncate: only that many of the last tokens are used; more may be returned
+    continue_final_message: the prompt ends where the last message does, as in transformers' apply_chat_template
     """
     tokenizer = context.need_tokenizer()
     if continue_final_message and add_generation_prompt:

@@ -109,9 +109,10 @@ def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 class Server:
     def __init__(self, config: Config, worker: tuple[str, ...] = WORKER, started: EngineProcess | None = None) -> None:
-        """worker: the command of an engine's process. started: the first one
+        """ConfigError, with nothing started, if the keys or the template cannot be read, or the address is in use.
 
-        ConfigError, with nothing started, where the keys or the template cannot be read, or the address is in use.
+        worker: the command of an engine's process
+        started: the first engine's process
         """
         http = config.serve.http
         self._config = config

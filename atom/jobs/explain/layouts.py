@@ -120,8 +120,9 @@ def limits_of(gpu: GPUConfig) -> Limits:
 def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
     """Max tokens/s that some requests get, by number; with it, the seconds of a step's collectives.
 
-    The latter are None if the GPU's file has no times for as many ranks; then they do not count. graphs: of all
-    stages, which take a step one after the other
+    The latter are None, and do not count, if the GPU's file has no times for as many ranks.
+
+    graphs: of all stages, which take a step one after the other
     """
     limits = limits_of(gpu)
     result = []
@@ -139,8 +140,10 @@ def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[d
 def prefill_limit(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> float | None:
     """Max tokens/s of long prompts, by the matmuls of layers; None if the GPU states no rate.
 
-    A weight's matmul counts at the rate of its 8-bit numbers, where the GPU states one. Attention, the head and
-    reading do not count. graphs: of all stages, one after the other
+    A weight's matmul counts at the rate of its 8-bit numbers, if the GPU has one. Attention, the head and reading do
+    not count.
+
+    graphs: of all stages, one after the other
     """
     if "bf16" not in gpu.rates:
         return None

@@ -247,7 +247,10 @@ class Aiter:
     """The installed version's functions, by their names in `FUNCTIONS`; each is imported on first use."""
 
     def __init__(self, root: Path | None = None, load: Callable[[str], Callable[..., Any]] = import_place) -> None:
-        """root: of the sources, None: the installed ones. load: what imports a place"""
+        """
+        root: folder of AITER's sources; None: the installed ones
+        load: imports a place
+        """
         self._root, self._load = root or find_root(), load
         self._found: dict[str, Callable[..., Any]] = {}
 

@@ -139,7 +139,10 @@ class RankProcess:
     """A rank as a child of this process."""
 
     def __init__(self, code: str, device: str | None = None) -> None:
-        """code: Python that it runs, which has a `link`. device: the GPU that it sees; None: those of this process"""
+        """
+        code: Python that it runs, which has a `link`
+        device: the GPU that it sees; None: those of this process
+        """
         self._watch = Watch()
         code = LINK.format(folder=os.getcwd()) + code
         seen: dict[str, Any] = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}

@@ -84,7 +84,9 @@ class StepBuilder:
     def collect(self, plan: Plan, num_drafts: int) -> Collected:
         """Collect the rows of a plan, and what the runner does not know of them; `pack` has to follow.
 
-        What is collected counts as known, until `retract`. num_drafts: that the runner drafts for each decode
+        What is collected counts as known, until `retract`.
+
+        num_drafts: tokens that the runner drafts for each decode
         """
         capacity, residents = self._capacity, self._residents
         if capacity.num_drafts and not num_drafts:

@@ -316,7 +316,9 @@ class Model:
     def _draft(self, slots: Tensor, inputs: Inputs) -> None:
         """Draft token by token with the text's programs, if any, and write the drafts to `inputs` and the state.
 
-        A draft uses the noise of the draw that it predicts. slots: i32[D], those of the decodes in `inputs`
+        A draft uses the noise of the draw that it predicts.
+
+        slots: i32[D], those of the decodes in `inputs`
         """
         if not len(slots) or not self.has_draft_programs:
             return

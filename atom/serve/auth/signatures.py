@@ -198,7 +198,10 @@ class Verifier:
     def __init__(
         self, keys: Mapping[str, Ed25519PublicKey], seconds: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """keys: by keyid, which may be replaced. seconds: after `created` in which a signature counts"""
+        """
+        keys: by keyid; the mapping may be replaced
+        seconds: how long a signature is valid after `created`
+        """
         self.keys, self._seconds, self._clock = keys, seconds, clock
         self._began = clock()  # what was signed before may have been seen by another process
         self._nonces: dict[tuple[str, str], float] = {}  # keyid and nonce, and until when it is kept; oldest first

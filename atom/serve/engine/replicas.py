@@ -40,7 +40,10 @@ class Replicas:
     """The server's engines. One task uses it."""
 
     def __init__(self, config: Config, command: tuple[str, ...] = WORKER, started: EngineProcess | None = None) -> None:
-        """command: of an engine's process. started: the first one, where it suits the configuration"""
+        """
+        command: of an engine's process
+        started: the first engine's process, if it suits the configuration
+        """
         serve, num_replicas = config.serve, config.parallel.replicas
         self.config = config
         self.ready = asyncio.Event()  # one serves, or has served

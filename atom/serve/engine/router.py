@@ -107,8 +107,9 @@ class Router:
     def finish(self, sent: Sent, index: int, output: Sequence[int], num_cached: int | None) -> None:
         """Note that a sequence of a request has finished.
 
-        index: of its prompt. output: its tokens. num_cached: prompt tokens that the engine's prefix cache gave; None
-        where it was not asked.
+        index: of its prompt
+        output: its tokens
+        num_cached: prompt tokens from the engine's prefix cache; None if it was not asked
         """
         cached = self._cached[sent.replica]
         if not self.remembers or sent.life != self._lives[sent.replica]:

@@ -361,7 +361,8 @@ def describe_gpus() -> str:
 def main(make: Open = open_real, prepare: Callable[[], object] = lambda: None, descriptor: int | None = None) -> int:
     """Serve an engine on a socket; the exit code.
 
-    prepare: before the configuration. descriptor: of the socket; None: it is the last argument
+    prepare: called before the configuration is loaded
+    descriptor: of the socket; None: the last argument
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -70,10 +70,12 @@ def body_route(context: Context) -> type[APIRoute]:
 
 
 def read_body(data: bytes, kind: str, model: type[BaseModel], limits: AdvancedConfig) -> BaseModel:
-    """Decode and check a body. kind: its Content-Type.
+    """Decode and check a body.
 
     RequestValidationError or HTTPException, as FastAPI raises them, if it is no JSON of this model; RequestError
     if it has too many values.
+
+    kind: its Content-Type
     """
     value = None
     if data and not is_json(kind):

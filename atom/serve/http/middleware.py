@@ -69,11 +69,11 @@ class Guard:
         signing_key: Ed25519PrivateKey | None = None,
         traces: Traces | None = None,
     ) -> None:
-        """tenants: empty disables authentication.
-
+        """
+        tenants: empty disables authentication
+        root_path: prefix of all paths, unless a proxy has removed it
         signature_seconds: how long a signature stays valid
-
-        root_path: may stand in front of a path, or a proxy has taken it away. signing_key: of answers
+        signing_key: of answers
         """
         self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
         self._traces = traces
@@ -205,7 +205,10 @@ class Guard:
         return next((tenant for is_equal, tenant in matches if is_equal), None)
 
     def _refuse_unauthorized(self, scope: Scope, fault: str | None = None, *, num_keys: int = 0) -> ASGIApp:
-        """fault: of the request's signature. num_keys: that it has, a wrong one, or two that are not of one tenant"""
+        """
+        fault: of the request's signature
+        num_keys: keys of the request: a wrong one, or two that are not of one tenant
+        """
         header = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
         if fault is None:
             body = error_body(401, f"{KEY_FAULTS[num_keys]}: send {header}", code="invalid_api_key")

@@ -20,7 +20,10 @@ from collections.abc import Callable
 
 class LogWriter:
     def __init__(self, descriptor: int, describe: Callable[[int], str], max_waiting: int) -> None:
-        """describe: the line that says how many were dropped. max_waiting: bytes of lines that are not written yet"""
+        """
+        describe: the line that says how many were dropped
+        max_waiting: bytes of lines that are not written yet
+        """
         self.num_dropped = 0  # lines, in all
         self._descriptor, self._describe, self._max_waiting = descriptor, describe, max_waiting
         self._lines: deque[bytes] = deque()

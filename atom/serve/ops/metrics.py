@@ -195,7 +195,11 @@ class Histogram:
     def __init__(
         self, name: str, about: str, bounds: Sequence[float], more: Sequence[float] = (), model: str | None = None
     ) -> None:
-        """bounds: vLLM's buckets; more: those that only we have. model: the label model_name, None for no label."""
+        """
+        bounds: vLLM's buckets
+        more: those that only we have
+        model: the label model_name; None: no label
+        """
         self._name, self._about, self._model = name, about, model
         self._vllm_bounds, self._bounds = bounds, sorted({*bounds, *more})
         self._counts = [0] * (len(self._bounds) + 1)
@@ -307,14 +311,22 @@ class Metrics:
         self._tenants = list(tenants)
 
     def record_request(self, num_prompt: int, params: Sequence[SamplingParams]) -> None:
-        """Record a request. num_prompt: tokens of all its prompts; params: of each of them."""
+        """Record a request.
+
+        num_prompt: tokens of all its prompts
+        params: of each prompt
+        """
         self.prompt_tokens.inc(num_prompt)
         for each in params:
             self._max_tokens.observe(each.max_tokens)
             self._num_answers.observe(each.n)
 
     def record_end(self, finish: Finish, num_prompt: int, seconds: float) -> None:
-        """Record the end of a sequence. num_prompt: tokens of its prompt; seconds: since its request arrived."""
+        """Record the end of a sequence.
+
+        num_prompt: tokens of its prompt
+        seconds: since its request arrived
+        """
         self.count_ends(finish.reason)
         self._e2e.observe(seconds)
         self._queue.observe(finish.queue)

@@ -89,8 +89,9 @@ class OutputParser:
         is_marked: bool = False,
         is_parallel: bool = True,
     ) -> None:
-        """splitter: None if reasoning is not parsed; reader: None if calls are not
-
+        """
+        splitter: None if reasoning is not parsed
+        reader: None if calls are not
         is_marked: the text has a MARK before some special tokens, which is left out of the answer
         is_parallel: the answer may have several calls; else those after the first are left out
         """

@@ -26,7 +26,10 @@ class ParameterReader:
     """Reads the parameters of one call."""
 
     def __init__(self, text: TextBuffer, form: Form, close: str, schema: Any) -> None:
-        """close: the text that ends the call, "": none; schema: of all parameters"""
+        """
+        close: the text that ends the call; "": none
+        schema: of all parameters
+        """
         assert form.parameter is not None, "such a form has parameters"
         self.keys: list[str] = []  # that were read
         self._text, self._parameter = text, form.parameter

@@ -324,7 +324,9 @@ class CallReader:
     def _read_arguments(self, ends: Iterable[str] = ()) -> Reading[None]:
         """Read an object; null or nothing, which are an empty one; or a string that has it as JSON.
 
-        Where the name is known, an object is sent while it arrives. ends: what follows if there is nothing
+        If the name is known, an object is sent while it arrives.
+
+        ends: what follows if there is nothing
         """
         text, call, start = self._text, self._call, self._text.at
         char = yield from text.peek()

@@ -69,9 +69,12 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
 
 
 def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
-    """Score the drawn tokens of these rows: log probabilities to chosen fp32[A], ranks from 1 to ranks i32[A].
+    """Score the drawn tokens of these rows: write log probabilities to `chosen`, and ranks from 1 to `ranks`.
 
-    logits, rows, totals: of `atom.kernels.logprobs.top_logprobs`; drawn: i64[R].
+    logits, rows, totals: of `atom.kernels.logprobs.top_logprobs`
+    drawn: i64[R]
+    chosen: fp32[A]
+    ranks: i32[A]
     """
     size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     for at, part in zip(range(0, len(rows), size), torch.split(rows, size), strict=True):

@@ -290,9 +290,11 @@ def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, plan
                    BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Tiles of rows, pairs of token and head, over contexts or, with weights fp32[splits, N, T], over parts of them.
 
-    q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs. Without starts each
-    sequence has QUERIES tokens. cache and keys: as in _write_kernel. plan: of expand.py; few programs share the tiles
-    of sequences that are not in it, since mostly all are.
+    q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs.
+
+    cache, keys: as in _write_kernel
+    starts: None: each sequence has QUERIES tokens
+    plan: of expand.py; few programs share the tiles of sequences that are not in it, since mostly all are
     """
     if k_scale is not None:
         k_scale = tl.load(k_scale)

@@ -62,8 +62,10 @@ def _prefill(
 ):  # fmt: skip
     """Tiles of BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
 
-    Tokens after the last sequence are one more, which sees nothing and gives zeros. Without a plan a program has one
-    tile. plan: of context.py; few programs share the tiles of sequences that are not unpacked, since mostly all are.
+    Tokens after the last sequence are one more, which sees nothing and gives zeros.
+
+    plan: of context.py; few programs share the tiles of sequences that are not unpacked, since mostly all are. None:
+        a program has one tile
     """
     wait_for_inputs(PDL)
     sequences = num_decodes + tl.arange(0, BLOCK_S)

@@ -145,8 +145,10 @@ def _packed_grouped_linear_kernel(
     """As above, with the weight as the left operand of the MMA, so that few rows are padded to 16 and not to 64.
 
     A scale of e2m1, of fewer columns than a step or next to a minimum multiplies the unpacked numbers, another the sums
-    of a step, in fp32. zeros: zero points, or minima in floating point. FACTOR_E and FACTOR_O: the strides of factor,
-    by expert and row.
+    of a step, in fp32.
+
+    zeros: zero points, or minima in floating point
+    FACTOR_E, FACTOR_O: the strides of factor, by expert and row
     """
     wait_for_inputs(PDL)
     expert, tile = _find_expert(ends, EXPERTS, OUT, BLOCK_E, BLOCK_R, BLOCK_O)

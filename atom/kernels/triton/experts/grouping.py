@@ -202,10 +202,12 @@ def _combine_kernel(x, weights, order, out, pairs, x_stride, TOP_K: tl.constexpr
 @jit
 def _sum_rows_kernel(x, weights, places, out, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
                      BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Some columns of a token. places: the row of each pair, or -1 where its expert is not here
+    """Sum some columns of a token's rows.
 
-    A thread has the same columns of all rows, so that no sum crosses threads, and all rows are on their way at once.
+    A thread has the same columns of all rows, so that no sum crosses threads, and all loads are in flight at once.
     Nothing is loaded ahead of the wait: GEMMs let the next kernel start before the grouping must have ended.
+
+    places: the row of each pair, or -1 if its expert is on another rank
     """
     wait_for_inputs(PDL)
     tiles: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
